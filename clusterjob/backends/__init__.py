@@ -1,0 +1,87 @@
+"""Where jobs can run. A backend is looked up by name and imported when it is needed.
+
+A package of yours becomes one by an entry point in the group ``clusterjob.backends`` that names a class with these methods.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from clusterjob.errors import UnknownCluster
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.plans import Plan
+from clusterjob.records import Handle, Record
+from clusterjob.spec import JobSpec
+
+ENTRY_POINTS = "clusterjob.backends"
+
+# Ours, in the order in which they are tried where nobody names a cluster.
+_BUILTIN: Mapping[str, str] = {"local": "clusterjob.backends.local:LocalBackend"}
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a job stands.
+
+    Attributes:
+        state: where it stands.
+        reason: one line, such as what it waits for; empty if there is nothing to say.
+        verdict: how it ended, once it has.
+        started_at: when its workers first started, RFC 3339, UTC; None before.
+        restarts: how often they were started again.
+    """
+
+    state: JobState
+    reason: str = ""
+    verdict: Verdict | None = None
+    started_at: str | None = None
+    restarts: int = 0
+
+
+class Backend(Protocol):
+    """What every backend can do."""
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """Return what submitting the job would do. Runs no command and contacts nothing."""
+
+    def submit(self, plan: Plan) -> Handle:
+        """Start what was planned, whose files are in place; the job ends with this process until `detach`.
+
+        Raises:
+            SubmitError: it cannot be started; nothing of it is left running.
+        """
+
+    def detach(self, handle: Handle) -> None:
+        """Let the job live on without this process."""
+
+    def status(self, records: Sequence[Record]) -> dict[str, Status]:
+        """Return how jobs stand, by job id: one question to the cluster for all of them."""
+
+    def cancel(self, record: Record) -> None:
+        """Stop a job and return once it is being stopped; a job that has ended stays as it is."""
+
+
+def names() -> list[str]:
+    """Return the names of all backends, ours first."""
+    from importlib.metadata import entry_points
+
+    return [*_BUILTIN, *sorted(point.name for point in entry_points(group=ENTRY_POINTS) if point.name not in _BUILTIN)]
+
+
+def load(name: str) -> Backend:
+    """Return a backend.
+
+    Raises:
+        UnknownCluster: there is none of this name.
+    """
+    if name in _BUILTIN:
+        module, _, attribute = _BUILTIN[name].partition(":")
+        return cast(Backend, getattr(importlib.import_module(module), attribute)())
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        return cast(Backend, point.load()())
+    raise UnknownCluster(f"there is no backend {name!r}")

@@ -1,0 +1,266 @@
+"""This machine as a cluster: N nodes are N agents here, started by the very script that other backends run on N hosts.
+
+A job is detached: its agents live in sessions of their own and need nobody. While it is being submitted, and for as long as
+`clusterjob run` watches it, each agent holds a lifeline: if the submitter dies, so does the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterjob import gpus, pack, plans
+from clusterjob.backends import Status
+from clusterjob.errors import SpecError, SubmitError
+from clusterjob.node import contract, files, processes
+from clusterjob.node.events import now, read_events
+from clusterjob.node.logs import last_lines, node_directory
+from clusterjob.node.verdict import Failure, JobState, Verdict
+from clusterjob.plans import Plan, PlannedCommand, PlannedFile
+from clusterjob.records import Handle, Record, home
+from clusterjob.render import render
+from clusterjob.spec import JobSpec
+
+NAME = "local"
+_MASTER_ADDR = "127.0.0.1"
+_SCRIPT = "node.sh"
+_CANCEL_PATIENCE = 2.0  # beyond the job's own grace, before an agent that does not stop is killed
+
+
+class LocalBackend:
+    """Runs jobs on this machine."""
+
+    def __init__(self) -> None:
+        self._lifelines: dict[str, list[int]] = {}
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """Return what submitting the job would do.
+
+        Raises:
+            SpecError: there are too few GPUs and `require_gpus` is set, or an option that this backend does not know.
+            TemplateError: the user's template cannot be rendered.
+        """
+        if spec.options:
+            raise SpecError(f"the local cluster knows no option {next(iter(spec.options))!r} (--set)")
+        job_id = plans.new_id(spec.name)
+        job_dir = home() / "jobs" / job_id
+        if ":" in str(job_dir):
+            raise SpecError(f"the job directory {job_dir} holds a colon, which PYTHONPATH cannot carry", "CLUSTERJOB_HOME names another")
+        script = render(spec.template or f"{_SCRIPT}.j2", self._values(spec, job_id, job_dir))
+        devices, notes = _devices(spec)
+        return Plan(
+            job_id=job_id,
+            backend=NAME,
+            job_dir=job_dir,
+            spec=spec,
+            files=(
+                PlannedFile(job_dir / "spec.json", (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
+                PlannedFile(job_dir / pack.NAME, pack.node_zip()),
+                PlannedFile(job_dir / _SCRIPT, script.encode(errors="surrogateescape"), 0o700),
+            ),
+            commands=tuple(
+                PlannedCommand(("bash", str(job_dir / _SCRIPT)), {"CLUSTERJOB_NODE_RANK": str(node_rank)} | devices[node_rank], node_rank)
+                for node_rank in range(spec.resources.nodes)
+            ),
+            notes=tuple(notes),
+        )
+
+    def _values(self, spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
+        return {
+            "job_id": job_id,
+            "job_dir": str(job_dir),
+            "name": spec.name,
+            "token_file": str(plans.token_file(job_dir)),
+            "nnodes": spec.resources.nodes,
+            "master_addr": _MASTER_ADDR,
+            "env": dict(spec.env),
+            "workdir": str(spec.workdir),
+            "setup": list(spec.setup),
+            "python": spec.python,
+            "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
+        }
+
+    def submit(self, plan: Plan) -> Handle:
+        """Start the agents.
+
+        Raises:
+            SubmitError: one cannot be started; the others were stopped again.
+        """
+        agents: list[dict[str, int]] = []
+        lifelines = self._lifelines.setdefault(plan.job_id, [])
+        try:
+            for command in plan.commands:
+                directory = node_directory(plan.job_dir, command.node_rank)
+                directory.mkdir(mode=0o700, parents=True)
+                pid, lifeline = _start(command, directory / "agent.log")
+                lifelines.append(lifeline)
+                agents.append({"node_rank": command.node_rank, "pid": pid, "ticks": processes.start_ticks(pid) or 0})
+        except OSError as error:
+            self._cut(plan.job_id)  # the agents that were started see their lifeline end
+            _wait_for_end([agent["pid"] for agent in agents])
+            raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
+        return Handle(NAME, plan.job_id, {"agents": agents, "boot_id": processes.boot_id(), "host": socket.gethostname()})
+
+    def detach(self, handle: Handle) -> None:
+        """Let the job live on without this process."""
+        for lifeline in self._lifelines.get(handle.id, []):
+            try:
+                os.write(lifeline, b"detach\n")
+            except BrokenPipeError:
+                pass  # an agent that ended already
+        self._cut(handle.id)
+
+    def _cut(self, job_id: str) -> None:
+        for lifeline in self._lifelines.pop(job_id, []):
+            os.close(lifeline)
+
+    def status(self, records: Sequence[Record]) -> dict[str, Status]:
+        """Return how jobs stand, from their directories and the process table."""
+        return {record.job_id: _status(record) for record in records}
+
+    def cancel(self, record: Record) -> None:
+        """Have every agent stop its workers; kill the agents that do not within the job's grace."""
+        deadline = time.monotonic() + float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE
+        for agent in _live_agents(record):
+            _signal_group(agent["pid"], signal.SIGTERM)
+        while live := _live_agents(record):
+            if time.monotonic() > deadline:
+                for agent in live:  # its starter stops the workers, and the kernel what that leaves
+                    processes.send_signal(agent["pid"], signal.SIGKILL)
+                return
+            time.sleep(0.02)
+
+
+def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
+    """Return each node's device variables and what the user should know of them."""
+    nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node
+    notes = ["--mem is not enforced on this machine"] if spec.resources.mem is not None else []
+    if per_node is None:
+        return [{}] * nodes, notes
+    if per_node == 0:
+        return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, notes
+    available = gpus.visible_gpus(os.environ)
+    shares = gpus.shares(available, nodes, per_node)
+    if shares is not None:
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares], notes
+    short = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
+    if spec.require_gpus:
+        raise SpecError(short, "without --require-gpus the workers run on the CPU, as a rehearsal")
+    return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, [f"{short}: a rehearsal, with the workers on the CPU and gloo", *notes]
+
+
+def _start(command: PlannedCommand, log: Path) -> tuple[int, int]:
+    """Start one agent in a session of its own; return its pid and the write end of its lifeline."""
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in contract.LAUNCH_VARIABLES and not name.startswith("CLUSTERJOB_")
+    }
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    try:
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command.argv, stdin=read_end, stdout=output, stderr=output, env=inherited | dict(command.env), start_new_session=True
+            )
+    except BaseException:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+    process.returncode = 0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
+    return process.pid, write_end
+
+
+def _wait_for_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + _CANCEL_PATIENCE
+    while live := [pid for pid in pids if processes.start_ticks(pid) is not None]:
+        if time.monotonic() > deadline:
+            for pid in live:
+                _signal_group(pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+def _live_agents(record: Record) -> list[dict[str, int]]:
+    if record.handle is None or not _is_here(record.handle):
+        return []
+    agents: list[dict[str, int]] = record.handle.data["agents"]
+    _reap([agent["pid"] for agent in agents])
+    return [agent for agent in agents if processes.start_ticks(agent["pid"]) == agent["ticks"] != 0]
+
+
+def _reap(pids: list[int]) -> None:
+    """Collect agents that are this process's own children, so that they do not stay as zombies while a job is followed."""
+    for pid in pids:
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            continue
+
+
+def _is_here(handle: Handle) -> bool:
+    return bool(handle.data.get("boot_id") == processes.boot_id() and handle.data.get("host") == socket.gethostname())
+
+
+def _signal_group(pid: int, number: int) -> None:
+    """Signal an agent and, while it is still the script's shell, the setup command that this waits for."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        processes.send_signal(pid, number)
+
+
+def _status(record: Record) -> Status:
+    alive = bool(_live_agents(record))  # before the result is read: what is dead by now has written its end
+    result = files.read_json(record.job_dir / "result.json")
+    if result is not None:
+        return _ended(Verdict.from_json(result))
+    started_at, restarts, waiting = _progress(record.job_dir)
+    if alive:
+        state = JobState.RUNNING if started_at else JobState.PENDING
+        return Status(state, waiting, None, started_at, restarts)
+    if record.handle is not None and record.handle.data.get("host") != socket.gethostname():
+        return Status(JobState.UNKNOWN, f"it runs on {record.handle.data.get('host')}: ask there", None, started_at, restarts)
+    return _ended(_end_without_lead(record, started_at, restarts))
+
+
+def _ended(verdict: Verdict) -> Status:
+    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts)
+
+
+def _progress(job_dir: Path) -> tuple[str | None, int, str]:
+    started_at, restarts, waiting = None, 0, ""
+    for event in read_events(job_dir / "events.jsonl"):
+        kind = event.get("event")
+        if kind == "started":
+            started_at, restarts, waiting = started_at or event.get("time"), int(event.get("restart", 0)), ""
+        elif kind == "waiting":
+            waiting = f"waiting for node {', '.join(map(str, event.get('missing', [])))}"
+    return started_at, restarts, waiting
+
+
+def _end_without_lead(record: Record, started_at: str | None, restarts: int) -> Verdict:
+    """Return the end of a job whose lead wrote none: from what the nodes wrote, else LOST. Never a success."""
+    common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
+    ends = record.job_dir / "ends"
+    for path in sorted(ends.glob("node*.refused")):
+        code, _, message = path.read_text(errors="replace").strip().partition("\n")
+        node_rank = int(path.stem.removeprefix("node"))
+        host, _, why = message.partition(": ")
+        last = last_lines(node_directory(record.job_dir, node_rank) / "agent.log")
+        failure = Failure(None, None, node_rank, host, int(code) or 1, None, why, last)
+        return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {why}", failure, **common)
+    for path in sorted(ends.glob("node*.json")):
+        end = files.read_json(path) or {}
+        if end.get("reason"):
+            return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
+    if record.handle is None:
+        return Verdict(JobState.LOST, 1, "the command that submitted it died before the job had started", **common)
+    if not record.job_dir.exists():
+        return Verdict(JobState.LOST, 1, f"its directory {record.job_dir} is gone", **common)
+    return Verdict(JobState.LOST, 1, "its agents ended without a verdict: they were killed, or the machine was restarted", **common)

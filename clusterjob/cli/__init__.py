@@ -1,0 +1,70 @@
+"""The command line: each command parses, calls one function of `clusterjob.jobs`, and prints. No logic lives here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from clusterjob import __version__
+from clusterjob.cli import inspect, manage, start
+from clusterjob.errors import ClusterJobError, UsageError
+
+app = typer.Typer(
+    name="clusterjob",
+    help="Write a distributed training script once; one command runs it here, over SSH, under Slurm or inside a platform.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich would triple the time of --help
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+start.register(app)
+manage.register(app)
+inspect.register(app)
+
+_verbose = False
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,  # noqa: FBT002
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the cause of an error.")] = False,  # noqa: FBT002
+) -> None:
+    global _verbose  # noqa: PLW0603 - one command line a process
+    _verbose = verbose
+    if version:
+        print(f"clusterjob {__version__}")
+        raise typer.Exit
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: the job's own where it is followed, else 0, 1, 2 or 130."""
+    try:
+        code = app(args=None if argv is None else list(argv), standalone_mode=False)
+    except ClusterJobError as error:
+        return _complain(error)
+    except typer.Abort:
+        return 130
+    except typer.TyperException as error:  # what the parser itself refuses
+        text = str(error.format_message()) if hasattr(error, "format_message") else str(error)
+        return _complain(UsageError(text.rstrip(".") or "nothing to do", "--help lists what there is"))
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read the output went away; nothing more can be said
+        return 1
+    except OSError as error:
+        return _complain(ClusterJobError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"))
+    return code if isinstance(code, int) else 0
+
+
+def _complain(error: ClusterJobError) -> int:
+    print(f"clusterjob: error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  hint: {error.hint}", file=sys.stderr)
+    if _verbose and error.__cause__ is not None:
+        import traceback
+
+        traceback.print_exception(error.__cause__)
+    return error.exit_code

@@ -1,0 +1,92 @@
+"""The commands that ask after jobs and act on them: status, list, wait, cancel, logs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Job ids, or beginnings of them.")]
+OptionalIds = Annotated[
+    list[str] | None, typer.Argument(metavar="[ID...]", help="Job ids, or beginnings of them; default: jobs that have not ended.")
+]
+Id = Annotated[str, typer.Argument(metavar="ID", help="A job id, or the beginning of one.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("status")(status)
+    app.command("list")(list_jobs)
+    app.command("wait")(wait)
+    app.command("cancel")(cancel)
+    app.command("logs")(logs)
+
+
+def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002
+    """Show how jobs stand."""
+    from clusterjob import jobs, output
+    from clusterjob.records import Records
+
+    records = Records()
+    pairs = jobs.statuses([records.find(text) for text in ids] if ids else records.all())
+    if not ids:
+        pairs = [(record, now) for record, now in pairs if not now.state.final]
+    if as_json:
+        output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
+    elif not pairs:
+        output.say("no job is running; `clusterjob list` shows those that have ended")
+    else:
+        output.print_jobs(pairs)
+        if ids:
+            output.print_verdicts(pairs)
+    return 0
+
+
+def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
+    """List all jobs, the oldest first."""
+    from clusterjob import jobs, output
+    from clusterjob.records import Records
+
+    pairs = jobs.statuses(Records().all())
+    if as_json:
+        output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
+    else:
+        output.print_jobs(pairs)
+    return 0
+
+
+def wait(job_id: Id) -> int:
+    """Wait for a job's end and return its exit code."""
+    from clusterjob import jobs, output
+    from clusterjob.records import Records
+
+    record = Records().find(job_id)
+    verdict = jobs.wait(record)
+    output.say(f"job {record.job_id} {verdict.text()}")
+    return verdict.exit_code
+
+
+def cancel(ids: Ids) -> int:
+    """Stop jobs on all of their nodes."""
+    from clusterjob import jobs, output
+    from clusterjob.records import Records
+
+    records = Records()
+    for record, was_running in jobs.cancel([records.find(text) for text in ids]):
+        output.say(f"job {record.job_id} {'is cancelled' if was_running else 'had ended already'}")
+    return 0
+
+
+def logs(
+    job_id: Id,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the job writes, until it ends.")] = False,  # noqa: FBT002
+    rank: Annotated[int | None, typer.Option("--rank", min=0, metavar="N", help="Only this worker's lines.")] = None,
+    node: Annotated[int | None, typer.Option("--node", min=0, metavar="N", help="Only this node's lines.")] = None,
+    tail: Annotated[int | None, typer.Option("--tail", min=0, metavar="N", help="Only the last N lines of what is there.")] = None,
+) -> int:
+    """Show the workers' output, all ranks in the order of time; with -f, end with the job's exit code."""
+    from clusterjob.cli import watch
+    from clusterjob.records import Records
+
+    return watch.show_logs(Records().find(job_id), follow=follow, rank=rank, node=node, tail=tail)

@@ -1,0 +1,110 @@
+"""What ``submit``, ``run`` and ``render`` have in common: the options of a job, and a command line that ends in a program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from clusterjob.node.program import Program
+
+_PROGRAM = "clusterjob.program"
+_JOB = "Job"
+
+Text = str | None
+
+
+def _job_options(
+    cluster: Annotated[Text, typer.Option("--cluster", metavar="NAME", help="A profile, or a backend such as local.")] = None,
+    nodes: Annotated[Text, typer.Option("--nodes", metavar="N", help="Machines.")] = None,
+    gpus_per_node: Annotated[Text, typer.Option("--gpus-per-node", metavar="N", help="GPUs on each.")] = None,
+    nproc_per_node: Annotated[
+        Text, typer.Option("--nproc-per-node", metavar="N", help="Workers on each; default: its GPUs, else 1.")
+    ] = None,
+    cpus_per_task: Annotated[Text, typer.Option("--cpus-per-task", metavar="N", help="Cores per worker.")] = None,
+    mem: Annotated[Text, typer.Option("--mem", metavar="SIZE", help="Memory per node, such as 64G.")] = None,
+    time: Annotated[
+        Text, typer.Option("--time", metavar="LIMIT", help="Time limit: 90s, 30m, 2h, HH:MM:SS; a bare number is minutes.")
+    ] = None,
+    name: Annotated[Text, typer.Option("--name", metavar="NAME", help="Default: the script's.")] = None,
+    env: Annotated[list[str] | None, typer.Option("--env", metavar="K=V", help="A variable for the workers; repeatable.")] = None,
+    workdir: Annotated[Text, typer.Option("--workdir", metavar="DIR", help="Where the workers start; default: here.")] = None,
+    python: Annotated[Text, typer.Option("--python", metavar="PATH", help="The interpreter; default: the active environment's.")] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option("--setup", metavar="CMD", help="Shell line run first on each node; repeatable.")
+    ] = None,
+    max_restarts: Annotated[Text, typer.Option("--max-restarts", metavar="N", help="Restarts of the workers after a failure.")] = None,
+    start: Annotated[Text, typer.Option("--start", metavar="MODE", help="fork (torch imported once a node), exec, or auto.")] = None,
+    launcher: Annotated[Text, typer.Option("--launcher", metavar="WHO", help="agent (ours) or torchrun.")] = None,
+    require_gpus: Annotated[
+        bool | None, typer.Option("--require-gpus/--no-require-gpus", help="Too few GPUs: an error, not a rehearsal.")
+    ] = None,
+    template: Annotated[Text, typer.Option("--template", metavar="FILE", help="Your own script template.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any option of the backend; repeatable.")] = None,
+    join_timeout: Annotated[Text, typer.Option("--join-timeout", metavar="S", help="Seconds that nodes wait for each other.")] = None,
+    grace: Annotated[Text, typer.Option("--grace", metavar="S", help="Seconds between SIGTERM and SIGKILL on cancel.")] = None,
+) -> None:
+    """Carries the signature alone."""
+
+
+def with_job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command ``(ctx, own options, **flags)`` the options of a job in the place of its ``**flags``."""
+    own = inspect.signature(command, eval_str=True)
+    mine = [parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    shared = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(_job_options, eval_str=True).parameters.values()
+    ]
+    command.__signature__ = own.replace(parameters=[*mine, *shared])  # type: ignore[attr-defined]
+    return command
+
+
+def flags_given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return what the user wrote, by key of `clusterjob.settings.SETTINGS`."""
+    return {key.rstrip("_"): value for key, value in flags.items() if value is not None and value != []}
+
+
+class ProgramCommand(TyperCommand):
+    """A command whose line ends in a program: all after SCRIPT, -m MODULE or -- is the program's own, dashes and all."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Cut the program off before the options are parsed."""
+        own, program = self._split(list(args))
+        ctx.meta[_PROGRAM] = program
+        return super().parse_args(ctx, own)
+
+    def _split(self, args: list[str]) -> tuple[list[str], Program | None]:
+        takes_value = {
+            word for param in self.params if not getattr(param, "is_flag", False) for word in (*param.opts, *param.secondary_opts)
+        }
+        index = 0
+        while index < len(args):
+            word, rest = args[index], tuple(args[index + 2 :])
+            if word in ("--", "-m"):
+                kind = "command" if word == "--" else "module"
+                return args[:index], Program(kind, args[index + 1], rest) if index + 1 < len(args) else None
+            if not word.startswith("-"):
+                return args[:index], Program("script", word, tuple(args[index + 1 :]))
+            index += 2 if word in takes_value else 1
+        return args, None
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 - the parser's own signature
+        """Say in the usage line what can stand at the end."""
+        return ["[OPTIONS]", "SCRIPT [ARGS]... | -m MODULE [ARGS]... | -- COMMAND..."]
+
+
+def program_of(ctx: typer.Context) -> Program:
+    """Return the program of the command line.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from clusterjob.errors import UsageError
+
+    program: Program | None = ctx.meta[_PROGRAM]
+    if program is None:
+        raise UsageError("there is nothing to run", "give a SCRIPT, -m MODULE, or -- COMMAND")
+    return program

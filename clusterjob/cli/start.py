@@ -1,0 +1,111 @@
+"""The commands that start jobs: submit, run, render, launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clusterjob.cli.options import ProgramCommand, flags_given, program_of, with_job_options
+
+if TYPE_CHECKING:
+    from clusterjob.plans import Plan
+    from clusterjob.records import Record
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("submit", cls=ProgramCommand)(with_job_options(submit))
+    app.command("run", cls=ProgramCommand)(with_job_options(run))
+    app.command("render", cls=ProgramCommand)(with_job_options(render))
+    app.command("launch", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(launch)
+
+
+def submit(
+    ctx: typer.Context,
+    follow: Annotated[bool, typer.Option("--follow", help="Show the output until the job ends; Ctrl-C leaves it running.")] = False,  # noqa: FBT002
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written and started, and stop.")] = False,  # noqa: FBT002
+    as_json: Json = False,  # noqa: FBT002
+    **flags: Any,
+) -> int:
+    """Start a job and print its id, alone, on stdout; the job lives on by itself."""
+    from clusterjob import jobs, output
+
+    plan, cluster = _plan(ctx, flags)
+    if dry_run:
+        return _print_plan(plan, as_json=as_json)
+    _print_notes(plan)
+    record = jobs.submit(plan, cluster, detach=True)
+    if as_json:
+        output.print_json({"id": record.job_id, "cluster": cluster, "backend": record.backend, "job_dir": str(record.job_dir)})
+    else:
+        print(record.job_id, flush=True)
+    return _follow(record) if follow else 0
+
+
+def run(ctx: typer.Context, **flags: Any) -> int:
+    """Start a job, show its output, and end with its exit code; Ctrl-C cancels it."""
+    from clusterjob import jobs, output
+
+    plan, cluster = _plan(ctx, flags)
+    _print_notes(plan)
+    record = jobs.submit(plan, cluster, detach=False)
+    try:
+        return _follow(record)
+    except KeyboardInterrupt:
+        output.say(f"cancelling {record.job_id}")
+        jobs.cancel([record])
+        _follow(record)
+        return 130
+
+
+def render(ctx: typer.Context, as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
+    """Print the plan: each file and command, byte for byte what submit would carry out."""
+    plan, _ = _plan(ctx, flags)
+    return _print_plan(plan, as_json=as_json)
+
+
+def launch(ctx: typer.Context) -> int:
+    """On a node: read the environment and start this node's part of a job."""
+    from clusterjob.node.launch import main
+
+    return main(ctx.args)
+
+
+def _plan(ctx: typer.Context, flags: dict[str, Any]) -> tuple[Plan, str]:
+    from pathlib import Path
+
+    from clusterjob import jobs
+
+    program = program_of(ctx)
+    directory = Path.cwd()
+    cluster = flags.pop("cluster")
+    settings = jobs.settle(flags_given(flags), cluster, directory)
+    spec = jobs.make_spec(program, settings, directory)
+    return jobs.plan(spec, settings), settings.cluster
+
+
+def _print_plan(plan: Plan, *, as_json: bool) -> int:
+    from clusterjob import output
+
+    if as_json:
+        output.print_json(plan.to_json())
+    else:
+        print(plan.text())
+        _print_notes(plan)
+    return 0
+
+
+def _print_notes(plan: Plan) -> None:
+    from clusterjob import output
+
+    for note in plan.notes:
+        output.say(note)
+
+
+def _follow(record: Record) -> int:
+    from clusterjob.cli import watch
+
+    return watch.follow_to_the_end(record)

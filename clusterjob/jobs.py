@@ -1,0 +1,212 @@
+"""What can be done with jobs, each as one function: plan, submit, ask, wait, follow, cancel. The command line only prints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterjob import backends, config, plans
+from clusterjob.backends import Backend, Status
+from clusterjob.errors import ClusterJobError, PlaceError
+from clusterjob.node import environments, events
+from clusterjob.node.logs import Line, LogReader
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.plans import Plan
+from clusterjob.records import Record, Records
+from clusterjob.spec import JobSpec, Resources
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two looks at a job that is waited for
+
+
+def settle(flags: Mapping[str, Any], cluster: str | None, directory: Path) -> config.Settings:
+    """Return the settings that hold for a job submitted from a directory.
+
+    Raises:
+        PlaceError: this is the inside of a job, and no cluster was named.
+    """
+    if cluster is None:
+        _refuse_inside_a_job()
+    return config.resolve(flags, cluster, os.environ, directory, backends.names())
+
+
+def _refuse_inside_a_job() -> None:
+    """Nobody rehearses two nodes on one of them by mistake."""
+    finding = environments.detect(os.environ)
+    if finding.source == "none":
+        return
+    variables = ", ".join(sorted(set(finding.evidence.values()))) or "its variables"
+    raise PlaceError(
+        f"this is the inside of a job already ({finding.source}: {variables})",
+        "`clusterjob launch` starts this node's part of it; --cluster names another cluster to submit to",
+    )
+
+
+def make_spec(program: Program, settings: config.Settings, directory: Path) -> JobSpec:
+    """Return the job that a program and its settings describe.
+
+    Args:
+        program: what to run.
+        settings: what holds for it.
+        directory: what a relative working directory or template is relative to, and the default of the former.
+
+    Raises:
+        SpecError: a field makes no sense.
+    """
+    values = dict(settings.values)
+    gpus_per_node = values.get("gpus_per_node")
+    resources = Resources(
+        nodes=values.pop("nodes", 1), gpus_per_node=values.pop("gpus_per_node", None), cpus_per_task=values.pop("cpus_per_task", None),
+        mem=values.pop("mem", None), time_limit=values.pop("time", None),
+    )  # fmt: skip
+    workdir = directory / values.pop("workdir", "")
+    if "template" in values:
+        values["template"] = directory / values["template"]
+    return JobSpec(
+        program=program,
+        resources=resources,
+        workdir=workdir,
+        nproc_per_node=values.pop("nproc_per_node", None) or gpus_per_node or 1,
+        python=values.pop("python", None) or default_python(os.environ),
+        options=values.pop("set", {}),
+        **values,
+    )
+
+
+def default_python(environ: Mapping[str, str]) -> str:
+    """Return the interpreter for a job: the active virtual or conda environment's, else the one that runs this.
+
+    An isolated installation (pipx, uv tool) without torch is not meant to train: there, python3 as PATH has it.
+    """
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        candidate = Path(environ.get(variable) or "/nonexistent") / "bin" / "python"
+        if candidate.is_file():
+            return str(candidate)
+    isolated = any((Path(sys.prefix) / mark).is_file() for mark in ("pipx_metadata.json", "uv-receipt.toml"))
+    if isolated:
+        return shutil.which("python3") or sys.executable
+    return sys.executable
+
+
+def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
+    """Carry out a plan and return the job's record.
+
+    The intent is on disk before the backend is asked, and nothing of a job that could not start is left.
+
+    Args:
+        plan: what `Backend.plan` returned.
+        cluster: the cluster's name, for the record.
+        detach: whether the job may live on without this process.
+
+    Raises:
+        ClusterJobError: the job's directory or record cannot be written, or the backend cannot start it.
+    """
+    records = Records()
+    backend = _backend(plan.backend)
+    plans.write_files(plan)
+    record = Record(
+        plan.job_id, plan.spec.name, cluster, plan.backend, plan.job_dir, plan.spec.resources.nodes, events.now(), plan.spec.to_json()
+    )
+    try:
+        records.save(record)
+        record = records.with_handle(record, backend.submit(plan))
+    except ClusterJobError:
+        records.remove(plan.job_id)
+        shutil.rmtree(plan.job_dir, ignore_errors=True)
+        raise
+    if detach and record.handle is not None:
+        backend.detach(record.handle)
+    return record
+
+
+_loaded: dict[str, Backend] = {}
+
+
+def _backend(name: str) -> Backend:
+    """Return the one instance of a backend in this process: it may hold connections, or the lifelines of its jobs."""
+    if name not in _loaded:
+        _loaded[name] = backends.load(name)
+    return _loaded[name]
+
+
+def plan(spec: JobSpec, settings: config.Settings) -> Plan:
+    """Return what submitting a job would do; runs no command and contacts nothing."""
+    return _backend(settings.backend).plan(spec)
+
+
+def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
+    """Return how jobs stand, one question to each backend for all of its jobs; ends that are news are noted in the records."""
+    records = Records()
+    found: dict[str, Status] = {}
+    asked: dict[str, list[Record]] = {}
+    for record in wanted:
+        if record.end is not None:
+            found[record.job_id] = _from_end(Verdict.from_json(record.end))
+        else:
+            asked.setdefault(record.backend, []).append(record)
+    for name, group in asked.items():
+        found |= _backend(name).status(group)
+    pairs = []
+    for record in wanted:
+        status = found.get(record.job_id, Status(JobState.UNKNOWN))
+        news = record.end is None and status.verdict is not None and status.state.final
+        pairs.append((records.with_end(record, status.verdict.to_json()) if news and status.verdict else record, status))
+    return pairs
+
+
+def _from_end(verdict: Verdict) -> Status:
+    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts)
+
+
+def status(record: Record) -> Status:
+    """Return how one job stands."""
+    return statuses([record])[0][1]
+
+
+def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
+    """Stop jobs; for each, whether it was still to be stopped."""
+    done = []
+    for record in wanted:
+        running = not status(record).state.final
+        if running:
+            _backend(record.backend).cancel(record)
+        done.append((record, running))
+    return done
+
+
+def follow(
+    record: Record,
+    show: Callable[[list[Line]], None],
+    progress: Callable[[Status], None],
+    reader: LogReader | None = None,
+) -> Verdict:
+    """Show a job's output as it is written, until the job ends; return the verdict.
+
+    Args:
+        record: the job.
+        show: takes the new lines, in order.
+        progress: told how the job stands at each look.
+        reader: where the lines come from; it may have read some already, or take one worker's alone.
+    """
+    reader = reader or LogReader(record.job_dir)
+    pause = _FIRST_PAUSE
+    while True:
+        now = status(record)
+        lines = reader.finish() if now.verdict is not None else reader.read()
+        if lines:
+            show(lines)
+        if now.verdict is not None:
+            return now.verdict
+        progress(now)
+        pause = _FIRST_PAUSE if lines else min(_LONGEST_PAUSE, pause * 1.3)
+        time.sleep(pause)
+
+
+def wait(record: Record) -> Verdict:
+    """Return the verdict of a job, once it has ended."""
+    return follow(record, lambda _: None, lambda _: None, LogReader(record.job_dir, node=-1))

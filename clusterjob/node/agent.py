@@ -1,0 +1,374 @@
+"""The agent of one node: obeys the lead, has the starter start and stop the workers, and says how they fare."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterjob.errors import ClusterJobError
+from clusterjob.node import contract, files, logs, processes, starter
+from clusterjob.node.contract import World
+from clusterjob.node.echo import Echo
+from clusterjob.node.events import now
+from clusterjob.node.gang.lead import Lead
+from clusterjob.node.gang.member import Link, OwnLead, find_lead
+from clusterjob.node.gang.wire import Message
+from clusterjob.node.identity import JobIdentity
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.topology import Topology
+from clusterjob.node.verdict import Failure, JobState, Verdict, is_peer_loss
+
+_LOST_GRACE = 0.5  # between SIGTERM and SIGKILL for workers whose lead is gone
+_QUIT_PATIENCE = 3.0  # for a starter that was told to quit
+
+
+@dataclass
+class StarterProcess:
+    """The agent's handle of its starter."""
+
+    pid: int
+    control: socket.socket
+    ready: bool = False
+    gone: bool = False
+    trouble: str = ""
+
+
+class Agent:
+    """One node's agent.
+
+    Args:
+        topology: this node's place.
+        nproc: workers of this node.
+        options: what the node was told.
+        job: the job's identity and secret.
+        job_dir: the job's directory as this node sees it.
+        starter_process: the starter, forked already.
+    """
+
+    def __init__(
+        self, topology: Topology, nproc: int, options: LaunchOptions, job: JobIdentity, job_dir: Path, starter_process: StarterProcess
+    ) -> None:
+        self._topology = topology
+        self._nproc = nproc
+        self._options = options
+        self._job = job
+        self._job_dir = job_dir
+        self._starter = starter_process
+        self._host = socket.gethostname()
+        self._link: Link | None = None
+        self._world: World | None = None
+        self._running: set[int] = set()  # local ranks
+        self._stop_ordered = False
+        self._cancelled: asyncio.Future[str] | None = None
+        self._starter_end: asyncio.Future[None] | None = None
+        self._directory = logs.node_directory(job_dir, topology.node_rank)
+        self._timeline = logs.Timeline(self._directory)
+        self._echo = Echo(job_dir, topology.node_rank) if options.echo else None
+
+    # -- the story -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Verdict:
+        """Meet the other agents, obey the lead, and return the verdict once no process of this node is left."""
+        loop = asyncio.get_running_loop()
+        self._cancelled = loop.create_future()
+        self._starter_end = loop.create_future()
+        loop.add_reader(self._starter.control, self._hear_starter)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self._cancel, f"{processes.signal_name(number)} on {self._host}")
+        if self._options.lifeline:
+            loop.add_reader(0, self._hear_lifeline)
+        noting = asyncio.create_task(self._note_growth())
+        try:
+            verdict = await self._serve()
+        except ClusterJobError as error:
+            verdict = self._own_verdict(JobState.FAILED, error.message)
+        finally:
+            noting.cancel()
+        await self._dismiss_starter()
+        self._show()
+        self._record_end(verdict)
+        if self._link is not None:
+            await self._link.close()
+        return verdict
+
+    async def _serve(self) -> Verdict:
+        leading = await self._join()
+        if self._link is None:
+            return self._own_verdict(JobState.CANCELLED, self._cancel_reason())
+        lead_task = leading
+        while True:
+            order = await self._next_order(lead_task)
+            if order is None:
+                continue
+            kind = order["t"]
+            if kind == "start":
+                self._start_workers(order)
+            elif kind == "stop":
+                self._stop_workers(float(order["grace"]))
+            elif kind == "end":
+                return Verdict.from_json(order["verdict"])
+            elif kind == "lost":
+                self._stop_workers(_LOST_GRACE)
+                return self._own_verdict(JobState.LOST, f"node {self._topology.node_rank} lost node 0: {order['why']}")
+
+    async def _next_order(self, lead_task: asyncio.Task[Verdict] | None) -> Message | None:
+        """Return the lead's next order; None after an interruption that was dealt with."""
+        assert self._link is not None
+        assert self._cancelled is not None
+        ordering = asyncio.ensure_future(self._link.orders.get())
+        waiting: set[asyncio.Future[Any]] = {ordering}
+        if not self._stop_ordered:
+            waiting.add(self._cancelled)
+        if lead_task is not None:
+            waiting.add(lead_task)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if ordering.done():
+            return ordering.result()
+        ordering.cancel()
+        if lead_task is not None and lead_task.done() and lead_task.exception() is not None:
+            lead_task.result()  # raises: the lead cannot lead
+        if self._cancelled.done() and not self._stop_ordered:
+            self._stop_ordered = True  # once is enough; the lead's order to stop follows
+            self._link.send({"t": "cancel", "why": self._cancel_reason()})
+        return None
+
+    async def _join(self) -> asyncio.Task[Verdict] | None:
+        """Become part of the gang; returns the lead's own task on node 0. No link is set if the wish to end came first."""
+        assert self._cancelled is not None
+        hello = {
+            "job": self._job.job_id, "attempt": self._job.attempt, "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
+            "nproc": self._nproc, "host": self._host, "pid": os.getpid(),
+        }  # fmt: skip
+        if self._topology.node_rank == 0:
+            lead = Lead(self._topology, self._options, self._job, self._job_dir, say)
+            self._link = OwnLead(lead, hello)
+            return asyncio.create_task(lead.lead())
+        finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, say))
+        either: set[asyncio.Future[Any]] = {finding, self._cancelled}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if finding.done():
+            self._link = finding.result()
+        else:
+            finding.cancel()
+        return None
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    def _start_workers(self, order: Message) -> None:
+        assert self._link is not None
+        world = World(**order["world"])
+        self._world = world
+        self._stop_ordered = False
+        self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
+        if self._starter.trouble:
+            self._node_failed(self._starter.trouble)
+            return
+        variables = contract.quiet_defaults(os.environ, world.master_addr)
+        variables |= {
+            contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
+        }  # fmt: skip
+        store: socket.socket | None = order.get("store")
+        message = starter.world_message(world, variables)
+        if store is None:
+            self._starter.control.send(message)
+        else:
+            socket.send_fds(self._starter.control, [message], [store.fileno()])
+            store.close()
+
+    def _stop_workers(self, grace: float) -> None:
+        self._stop_ordered = True
+        if self._starter.gone:
+            self._workers_gone()
+        elif self._starter.ready:
+            self._tell_starter({"t": "stop", "grace": grace})
+        else:
+            processes.send_signal(self._starter.pid, signal.SIGKILL)  # it is importing, and has no workers yet
+
+    def _tell_starter(self, message: dict[str, Any]) -> None:
+        try:
+            self._starter.control.send(json.dumps(message).encode())
+        except OSError:
+            pass  # its end is heard of by itself
+
+    def _workers_gone(self) -> None:
+        if self._link is not None:
+            self._link.send({"t": "stopped"})
+
+    def _hear_starter(self) -> None:
+        try:
+            data = self._starter.control.recv(starter.MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self._starter_ended()
+            return
+        message = json.loads(data)
+        kind = message["t"]
+        if kind == "ready":
+            self._starter.ready = True
+            if message["why"] and self._options.start == "fork":
+                self._starter_trouble(f"--start fork is impossible: {message['why']}")
+            elif message["why"]:
+                say(f"node {self._topology.node_rank} starts its workers by exec: {message['why']}")
+        elif kind == "failing":
+            self._worker_failing(message)
+        elif kind == "exit":
+            self._worker_ended(message)
+        elif kind == "store" and not self._stop_ordered:
+            code, signal_name = processes.exit_code_of(message["status"])
+            last = logs.last_lines(self._directory / "store.log", 1)
+            self._node_failed(": ".join([f"torch's store {_how(code, signal_name)}", *last]))
+        elif kind == "gone":
+            self._workers_gone()
+
+    def _starter_ended(self) -> None:
+        """The starter is gone; if it was not told to go, its workers were killed with it and this node has failed."""
+        assert self._starter_end is not None
+        asyncio.get_running_loop().remove_reader(self._starter.control)
+        _, status = os.waitpid(self._starter.pid, 0)
+        self._starter.gone = True
+        self._sweep()
+        if not self._starter_end.done():
+            self._starter_end.set_result(None)
+        if self._stop_ordered:
+            self._workers_gone()
+        else:
+            code, signal_name = processes.exit_code_of(status)
+            self._starter_trouble(f"the process that starts the workers {_how(code, signal_name)}")
+
+    def _starter_trouble(self, why: str) -> None:
+        """The starter cannot serve: said at once while workers run, else when they are to start."""
+        self._starter.trouble = why
+        if self._world is not None:
+            self._node_failed(why)
+
+    def _sweep(self) -> None:
+        """Kill what a dead starter left behind: this process has adopted it."""
+        for _ in range(100):
+            left = processes.descendants(os.getpid())
+            if not left:
+                return
+            for pid in left:
+                processes.send_signal(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _worker_failing(self, message: Message) -> None:
+        local_rank = int(message["local_rank"])
+        failure = self._failure(local_rank, int(message["exit_code"]), None, message["message"])
+        self._send_failure(failure, message["monotonic"], exited=bool(message.get("fatal")))
+
+    def _worker_ended(self, message: Message) -> None:
+        local_rank = int(message["local_rank"])
+        self._running.discard(local_rank)
+        code, signal_name = processes.exit_code_of(message["status"])
+        if code == 0:
+            if not self._running and self._link is not None:
+                self._link.send({"t": "done"})
+            return
+        failure = self._failure(local_rank, code, signal_name, _how(code, signal_name))
+        self._send_failure(failure, message["monotonic"], exited=True)
+
+    def _failure(self, local_rank: int, code: int, signal_name: str | None, message: str) -> Failure:
+        assert self._world is not None
+        node_rank, restart = self._topology.node_rank, self._world.restart
+        rank = None if self._options.launcher == "torchrun" else self._world.first_rank + local_rank
+        paths = logs.torchrun_files(self._directory, restart) if rank is None else logs.rank_files(self._directory, rank, restart)
+        last = logs.last_lines(paths[1])
+        words = "\n".join((message, *last))
+        # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always its own.
+        effect = signal_name in (None, "SIGABRT") and is_peer_loss(words)
+        if rank is None:
+            message = f"torchrun {message}"
+        elif last and "Traceback (most recent call last):" in last and message.startswith("exited"):
+            message = f"{last[-1]} ({message})"
+        return Failure(rank, None if rank is None else local_rank, node_rank, self._host, code, signal_name, message, last, effect)
+
+    def _node_failed(self, why: str) -> None:
+        failure = Failure(None, None, self._topology.node_rank, self._host, 1, None, why)
+        self._send_failure(failure, time.monotonic(), exited=True)
+
+    def _send_failure(self, failure: Failure, monotonic: float, *, exited: bool) -> None:
+        if self._link is not None:
+            age = time.monotonic() - monotonic
+            self._link.send({"t": "failing", "failure": failure.to_json(), "age": age, "exited": exited})
+
+    # -- interruptions -------------------------------------------------------------------------------------------------
+
+    def _cancel(self, why: str) -> None:
+        assert self._cancelled is not None
+        if not self._cancelled.done():
+            self._cancelled.set_result(why)
+
+    def _cancel_reason(self) -> str:
+        assert self._cancelled is not None
+        return self._cancelled.result()
+
+    def _hear_lifeline(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            data = os.read(0, 64)
+        except OSError:
+            data = b""
+        loop.remove_reader(0)
+        if not data.startswith(b"detach"):
+            self._cancel("the command that ran the job is gone")
+
+    async def _note_growth(self) -> None:
+        while True:
+            await asyncio.sleep(logs.INTERVAL)
+            self._show()
+
+    def _show(self) -> None:
+        self._timeline.note()
+        if self._echo is not None:
+            self._echo.show()
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def _dismiss_starter(self) -> None:
+        assert self._starter_end is not None
+        self._stop_ordered = True
+        if self._starter.ready:
+            self._tell_starter({"t": "quit"})
+        elif not self._starter.gone:
+            processes.send_signal(self._starter.pid, signal.SIGKILL)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._starter_end), _QUIT_PATIENCE)
+        except asyncio.TimeoutError:
+            processes.send_signal(self._starter.pid, signal.SIGKILL)
+            await self._starter_end
+
+    def _own_verdict(self, state: JobState, reason: str) -> Verdict:
+        failure = None
+        if state is not JobState.CANCELLED:
+            failure = Failure(None, None, self._topology.node_rank, self._host, 1, None, reason)
+        return Verdict(state, 143 if state is JobState.CANCELLED else 1, reason, failure, attempt=self._job.attempt, ended_at=now())
+
+    def _record_end(self, verdict: Verdict) -> None:
+        """Write this node's end where it happened, and the job's where node 0 could not come to one."""
+        own = verdict.to_json() | {"node_rank": self._topology.node_rank, "host": self._host}
+        try:
+            files.write_json(self._job_dir / "ends" / f"node{self._topology.node_rank}.json", own)
+            if self._topology.node_rank == 0 and not (self._job_dir / "result.json").exists():
+                files.write_json(self._job_dir / "result.json", verdict.to_json())
+        except OSError as error:
+            say(f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}: {error.strerror}")
+
+
+def _how(code: int, signal_name: str | None) -> str:
+    return f"was killed by {signal_name}" if signal_name else f"exited with code {code}"
+
+
+def say(text: str) -> None:
+    """Show one line to whoever watches this node: its stderr, which a submitted job keeps as agent.log."""
+    print(f"clusterjob: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,28 @@
+"""The variables that our own rendered scripts set for a node, and that anyone may set by hand on bare machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterjob.errors import PlaceError
+from clusterjob.node.environments.reading import Finding, Reading
+from clusterjob.node.topology import Topology
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return this node's place from CLUSTERJOB_NNODES and CLUSTERJOB_NODE_RANK; None when neither is set."""
+    if not environ.get("CLUSTERJOB_NNODES") and not environ.get("CLUSTERJOB_NODE_RANK"):
+        return None
+    reading = Reading(environ, "clusterjob")
+    nnodes = reading.number("nnodes", "CLUSTERJOB_NNODES")
+    node_rank = reading.number("node_rank", "CLUSTERJOB_NODE_RANK")
+    nproc_per_node = reading.number("nproc_per_node", "CLUSTERJOB_NPROC_PER_NODE", required=False)
+    # Several nodes cannot meet at a default: each would find itself at localhost and train alone.
+    master_addr = reading.text("master_addr", "CLUSTERJOB_MASTER_ADDR", required=nnodes != 1)
+    master_port = reading.number("master_port", "CLUSTERJOB_MASTER_PORT", required=False)
+    if nnodes is None or node_rank is None or reading.conflicts:
+        return reading.finding(None)
+    try:
+        return reading.finding(Topology(nnodes, node_rank, nproc_per_node, master_addr or "127.0.0.1", master_port, reading.source))
+    except PlaceError as error:
+        return reading.refuse(error)

@@ -1,0 +1,107 @@
+"""What a detector sees and says: a mapping read with a memory of which variable gave which field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from clusterjob.errors import PlaceError
+from clusterjob.node.topology import Topology, Worker
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A variable that was seen and not used, and why."""
+
+    variable: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one family of variables says of this process's place.
+
+    Attributes:
+        source: the family, such as ``torchrun``; ``none`` when no family applies.
+        place: a `Worker`, a `Topology`, or None when nothing was found or the conflicts forbid an answer.
+        evidence: which variable gave which field.
+        ignored: variables that were seen and not used.
+        conflicts: one line for each reason why there is no place; empty when the finding is sound.
+    """
+
+    source: str
+    place: Topology | Worker | None
+    evidence: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[Ignored, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+    @property
+    def level(self) -> str:
+        """``worker`` for one process's place, ``node`` for one node's, ``none`` for neither."""
+        if isinstance(self.place, Worker):
+            return "worker"
+        return "node" if isinstance(self.place, Topology) else "none"
+
+    @property
+    def sound(self) -> bool:
+        """Whether the variables agree with each other; an environment with none of them is sound."""
+        return not self.conflicts
+
+    def check(self) -> Finding:
+        """Return the finding itself.
+
+        Raises:
+            PlaceError: the variables are half-set or contradict each other; the message names them.
+        """
+        if self.conflicts:
+            raise PlaceError(
+                f"the environment ({self.source}) gives no place in a job: {'; '.join(self.conflicts)}",
+                "`clusterjob env` shows each variable and what was made of it",
+            )
+        return self
+
+
+class Reading:
+    """A mapping of variables, read for one family; notes what each field came from and what was wrong."""
+
+    def __init__(self, environ: Mapping[str, str], source: str) -> None:
+        self.environ = environ
+        self.source = source
+        self.evidence: dict[str, str] = {}
+        self.conflicts: list[str] = []
+        self.ignored: list[Ignored] = []
+
+    def text(self, field_name: str, variable: str, *, required: bool = True) -> str | None:
+        """Return the variable's value, or None when it is unset or empty (a conflict when it is required)."""
+        value = self.environ.get(variable, "").strip()
+        if not value:
+            if required:
+                self.conflicts.append(f"{variable} is not set ({field_name})")
+            return None
+        self.evidence[field_name] = variable
+        return value
+
+    def number(self, field_name: str, variable: str, *, required: bool = True) -> int | None:
+        """Return the variable as a whole number, or None; a value that is no number is a conflict."""
+        value = self.text(field_name, variable, required=required)
+        if value is None:
+            return None
+        if not (value.isascii() and value.isdigit()):
+            self.conflicts.append(f"{variable}={value!r} is not a whole number ({field_name})")
+            return None
+        return int(value)
+
+    def finding(self, place: Topology | Worker | None) -> Finding:
+        """Close the reading with a place, which the conflicts overrule."""
+        return Finding(
+            source=self.source,
+            place=None if self.conflicts else place,
+            evidence=dict(self.evidence),
+            ignored=tuple(self.ignored),
+            conflicts=tuple(self.conflicts),
+        )
+
+    def refuse(self, error: PlaceError) -> Finding:
+        """Close the reading with one more conflict: the numbers are readable and impossible together."""
+        self.conflicts.append(error.message)
+        return self.finding(None)

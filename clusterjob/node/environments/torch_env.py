@@ -1,0 +1,51 @@
+"""The variables that torch itself reads, as torchrun and our own agent set them for each process.
+
+Source: torch's documentation of torchrun ("Environment Variables"), https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterjob.errors import PlaceError
+from clusterjob.node.environments.reading import Finding, Ignored, Reading
+from clusterjob.node.topology import Topology, Worker
+
+# Set by our agent beside torch's own; a worker's place comes from torch's names, which every launcher shares.
+_NODE_VARIABLES = ("CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK", "CLUSTERJOB_MASTER_ADDR", "CLUSTERJOB_MASTER_PORT")
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return this process's place from RANK, LOCAL_RANK and their kin; None when neither of the two is set."""
+    if not environ.get("RANK") and not environ.get("LOCAL_RANK"):
+        return None
+    reading = Reading(environ, _launcher(environ))
+    rank = reading.number("rank", "RANK")
+    world_size = reading.number("world_size", "WORLD_SIZE")
+    # RANK without LOCAL_RANK counts nodes on several platforms and processes on others: refused, never guessed.
+    local_rank = reading.number("local_rank", "LOCAL_RANK")
+    master_addr = reading.text("master_addr", "MASTER_ADDR")
+    master_port = reading.number("master_port", "MASTER_PORT")
+    local_world_size = reading.number("local_world_size", "LOCAL_WORLD_SIZE", required=False)
+    node_rank = reading.number("node_rank", "GROUP_RANK", required=False)
+    nnodes = reading.number("nnodes", "GROUP_WORLD_SIZE", required=False)
+    reading.ignored += [Ignored(name, "a worker's own variables come first") for name in _NODE_VARIABLES if name in environ]
+    if rank is None or world_size is None or local_rank is None or master_addr is None or master_port is None:
+        return reading.finding(None)
+    if local_world_size is None:
+        local_world_size = world_size if nnodes in (None, 1) else max(1, world_size // (nnodes or 1))
+    if nnodes is None:
+        nnodes = max(1, world_size // max(1, local_world_size))
+    if node_rank is None:
+        node_rank = rank // max(1, local_world_size)
+    try:
+        topology = Topology(nnodes, node_rank, local_world_size, master_addr, master_port, reading.source)
+        return reading.finding(Worker(topology, rank, local_rank, world_size, local_world_size))
+    except PlaceError as error:
+        return reading.refuse(error)
+
+
+def _launcher(environ: Mapping[str, str]) -> str:
+    if environ.get("CLUSTERJOB_JOB_ID") and environ.get("CLUSTERJOB_REPORT_FD"):
+        return "clusterjob"
+    return "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "env"

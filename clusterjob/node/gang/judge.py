@@ -1,0 +1,81 @@
+"""Which failure of a round was the first: the root cause, as against what it brought down.
+
+Times of different hosts are never compared. An agent says how long ago, by its own monotonic clock, a worker began to fail;
+the lead takes that from its own clock at arrival. What remains is the network's latency, and two rules for what time alone
+cannot tell: a failure that only says "my peer is gone" cannot be the first while one of another kind is known, and what
+failed after the order to stop was stopped by us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from clusterjob.node.verdict import Failure
+
+# A failure that only tells of a lost peer is no root cause; how long the lead waits for the one that is.
+EFFECT_PATIENCE = 0.3
+# A worker that said "ValueError" may still be in its atexit handlers; how long its exit is waited for, with its last lines.
+EXIT_PATIENCE = 5.0
+
+
+@dataclass
+class _Trouble:
+    at: float  # the lead's monotonic clock
+    failure: Failure
+    exited: bool
+
+
+class Judge:
+    """Collects the failures of one round of workers and names the first."""
+
+    def __init__(self) -> None:
+        self._troubles: dict[tuple[int, int | None], _Trouble] = {}
+        self._stopped_at = float("inf")
+
+    def hear(self, failure: Failure, at: float, *, exited: bool) -> None:
+        """Take in a failure.
+
+        Args:
+            failure: what the agent knows of it.
+            at: when it began, by the lead's monotonic clock.
+            exited: whether the worker has ended; a worker that is about to end may be heard of twice.
+        """
+        key = (failure.node_rank, failure.local_rank)
+        known = self._troubles.get(key)
+        if known is None:
+            if at < self._stopped_at:
+                self._troubles[key] = _Trouble(at, failure, exited)
+            return
+        if exited and not known.exited:
+            ours = at >= self._stopped_at and failure.signal is not None  # it was on its way out when we stopped it
+            end = {"exit_code": known.failure.exit_code, "signal": None} if ours else {}
+            known.failure = replace(failure, message=known.failure.message, effect=known.failure.effect or failure.effect, **end)  # type: ignore[arg-type]
+            known.exited = True
+
+    def stopped(self, at: float) -> None:
+        """Note when the order to stop went out: later failures are its work."""
+        self._stopped_at = min(at, self._stopped_at)
+
+    def stop_due(self) -> float:
+        """Return when everything is to be stopped, by the lead's monotonic clock; infinity while nothing has failed."""
+        if not self._troubles:
+            return float("inf")
+        causes = [trouble for trouble in self._troubles.values() if not trouble.failure.effect]
+        if any(trouble.exited for trouble in causes):
+            return 0.0
+        if causes:
+            return min(trouble.at for trouble in causes) + EXIT_PATIENCE
+        exited = [trouble.at for trouble in self._troubles.values() if trouble.exited]
+        return min(exited) + EFFECT_PATIENCE if exited else min(t.at for t in self._troubles.values()) + EXIT_PATIENCE
+
+    def root(self) -> Failure | None:
+        """Return the first failure that is no mere effect of another; the first of all if all are."""
+        ranked = self._ranked()
+        return ranked[0].failure if ranked else None
+
+    def consequences(self) -> tuple[Failure, ...]:
+        """Return the other failures, in the order of time."""
+        return tuple(trouble.failure for trouble in sorted(self._ranked()[1:], key=lambda trouble: trouble.at))
+
+    def _ranked(self) -> list[_Trouble]:
+        return sorted(self._troubles.values(), key=lambda trouble: (trouble.failure.effect, trouble.at))

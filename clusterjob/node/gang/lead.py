@@ -1,0 +1,335 @@
+"""Node 0's part: calls the roll, starts each round of workers, hears of the first failure, stops all, gives the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from clusterjob.errors import GangError
+from clusterjob.node import files, network
+from clusterjob.node.contract import World
+from clusterjob.node.events import EventLog, now
+from clusterjob.node.gang import ports, wire
+from clusterjob.node.gang.judge import Judge
+from clusterjob.node.gang.wire import Channel, Message
+from clusterjob.node.identity import JobIdentity
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.topology import Topology
+from clusterjob.node.verdict import Failure, JobState, Verdict
+
+TIMEOUT_EXIT_CODE = 124  # as timeout(1)
+CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
+_FAILURE_GRACE = 0.5  # between SIGTERM and SIGKILL once a worker has failed: its peers have nothing left to save
+_WAITING_NOTICE = 5.0  # between two lines that say who is missing
+_STOP_PATIENCE = 5.0  # beyond the grace, for an agent that does not answer the order to stop
+_ROLL_CALL_LOOK = 0.25  # between two looks for a node that said it cannot start
+
+
+@dataclass
+class Peer:
+    """One node's agent as the lead sees it."""
+
+    node_rank: int
+    host: str
+    pid: int
+    nproc: int
+    send: Callable[[Message], None]
+    heard_at: float
+    lost: bool = False
+    stopped: bool = True
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a round ended: exactly one of success (all None), a failure, or a reason to stop."""
+
+    state: JobState
+    exit_code: int = 0
+    reason: str = ""
+    failure: Failure | None = None
+
+
+class Lead:
+    """The coordinator of a job.
+
+    Args:
+        topology: node 0's place.
+        options: what the nodes were told.
+        job: the job's identity and secret.
+        job_dir: where events and the verdict are written.
+        say: shows one line to whoever watches this node.
+    """
+
+    def __init__(self, topology: Topology, options: LaunchOptions, job: JobIdentity, job_dir: Path, say: Callable[[str], None]) -> None:
+        self._topology = topology
+        self._options = options
+        self._job = job
+        self._job_dir = job_dir
+        self._say = say
+        self._events = EventLog(job_dir / "events.jsonl")
+        self._inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
+        self._peers: dict[int, Peer] = {}
+        self._refusals: list[Failure] = []
+        self._started_at: str | None = None
+        self._deadline = float("inf")
+        self._restarts = 0
+        self._judge = Judge()
+
+    # -- the story -----------------------------------------------------------------------------------------------------
+
+    async def lead(self) -> Verdict:
+        """Run the job from the roll-call to the verdict, which is on disk and with every agent when this returns.
+
+        Raises:
+            GangError: node 0 cannot listen.
+        """
+        listener = ports.listen(self._topology.master_addr, self._job.ports)
+        server = await asyncio.start_server(self._welcome, sock=listener, limit=wire.LINE_BYTES)
+        self._events.add("listening", address=self._topology.master_addr, port=listener.getsockname()[1])
+        beating = asyncio.create_task(self._beat())
+        try:
+            outcome = await self._roll_call()
+            while outcome is None:
+                self._start_round()
+                outcome = await self._round()
+                cancelled = await self._stop_round(outcome)
+                if self._may_restart(outcome):
+                    self._note_restart(outcome)
+                    outcome = cancelled
+            return self._give_verdict(outcome)
+        finally:
+            beating.cancel()
+            server.close()
+
+    def _note_restart(self, outcome: Outcome) -> None:
+        self._restarts += 1
+        self._say(f"restart {self._restarts} of {self._options.max_restarts}: {outcome.reason}")
+        self._events.add("restart", restart=self._restarts, why=outcome.reason)
+
+    def _may_restart(self, outcome: Outcome) -> bool:
+        worker_failed = outcome.failure is not None and outcome.failure.rank is not None
+        torchrun_failed = outcome.failure is not None and self._options.launcher == "torchrun"
+        nobody_lost = not any(peer.lost for peer in self._peers.values())
+        return (worker_failed or torchrun_failed) and nobody_lost and self._restarts < self._options.max_restarts
+
+    # -- who is there --------------------------------------------------------------------------------------------------
+
+    def join(self, hello: Message, send: Callable[[Message], None]) -> None:
+        """Take in an agent that has proved to be of this job.
+
+        Raises:
+            wire.Refused: another agent has its place, or it is of another attempt or another world.
+        """
+        node_rank, host, pid = int(hello["node_rank"]), str(hello["host"]), int(hello["pid"])
+        if int(hello["attempt"]) != self._job.attempt:
+            raise wire.Refused(f"this is attempt {self._job.attempt} of the job, not {hello['attempt']}")
+        problem = ""
+        if int(hello["nnodes"]) != self._topology.nnodes:
+            problem = f"node {node_rank} on {host} (pid {pid}) counts {hello['nnodes']} nodes, node 0 counts {self._topology.nnodes}"
+        elif node_rank in self._peers:
+            first = self._peers[node_rank]
+            problem = f"node_rank {node_rank} is claimed twice: by {first.host} (pid {first.pid}) and by {host} (pid {pid})"
+        if problem:
+            self._refusals.append(Failure(None, None, node_rank, host, 1, None, problem))
+            raise wire.Refused(problem)
+        self._peers[node_rank] = Peer(node_rank, host, pid, int(hello["nproc"]), send, time.monotonic())
+        self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=int(hello["nproc"]))
+        self._inbox.put_nowait((node_rank, {"t": "joined"}))
+
+    def hear(self, node_rank: int, message: Message) -> None:
+        """Take in a message of an agent that has joined."""
+        peer = self._peers[node_rank]
+        peer.heard_at = time.monotonic()
+        if message["t"] != "beat":
+            self._inbox.put_nowait((node_rank, message))
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            channel, hello = await wire.greet_member(reader, writer, self._job.token, self._job.job_id)
+        except (GangError, OSError, asyncio.TimeoutError) as error:
+            self._events.add("stranger", address=str(writer.get_extra_info("peername")), why=str(error) or "silent")
+            writer.close()
+            return
+        try:
+            self.join(hello, channel.send)
+        except (wire.Refused, KeyError, ValueError, TypeError) as error:
+            self._events.add("refused", why=str(error))
+            channel.send({"t": "refused", "why": str(error)})
+            await channel.close()
+            return
+        channel.send({"t": "welcome"})
+        await self._listen_to(int(hello["node_rank"]), channel)
+
+    async def _listen_to(self, node_rank: int, channel: Channel) -> None:
+        try:
+            while (message := await channel.receive()) is not None:
+                self.hear(node_rank, message)
+        except GangError as error:
+            self._events.add("forged", node_rank=node_rank, why=str(error))
+        self._inbox.put_nowait((node_rank, {"t": "lost", "why": "its connection was closed"}))
+        await channel.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.heartbeat)
+            for peer in self._peers.values():
+                peer.send({"t": "beat"})
+                silence = time.monotonic() - peer.heard_at
+                if silence > self._options.lease and not peer.lost and peer.node_rank != 0:
+                    self._inbox.put_nowait((peer.node_rank, {"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"}))
+
+    async def _roll_call(self) -> Outcome | None:
+        """Wait until every node's agent is here; an outcome instead if the job cannot begin."""
+        begin = time.monotonic()
+        told = begin
+        while len(self._peers) < self._topology.nnodes:
+            outcome = await self._before_start(_ROLL_CALL_LOOK)
+            if outcome is not None:
+                return outcome
+            waited = time.monotonic() - begin
+            missing = [rank for rank in range(self._topology.nnodes) if rank not in self._peers]
+            names = "node " + ", ".join(map(str, missing))
+            if not missing:
+                break
+            if waited > self._options.join_timeout:
+                text = f"{names} of {self._topology.nnodes} never joined within {self._options.join_timeout:g} s"
+                return self._failed(Failure(None, None, missing[0], "unknown", 1, None, f"{text}: never heard of"))
+            if time.monotonic() - told > _WAITING_NOTICE:
+                told = time.monotonic()
+                self._say(f"waiting for {names} of {self._topology.nnodes}, {waited:.0f} s so far")
+                self._events.add("waiting", missing=missing, seconds=round(waited, 1))
+        return None
+
+    async def _before_start(self, patience: float) -> Outcome | None:
+        try:
+            node_rank, message = await asyncio.wait_for(self._inbox.get(), patience)
+        except asyncio.TimeoutError:
+            return self._refused_nodes()
+        return self._refused_nodes() or self._decisive(node_rank, message)
+
+    def _refused_nodes(self) -> Outcome | None:
+        """A node whose script could not even start the agent says so in a file, where the directory is shared."""
+        if self._refusals:
+            return self._failed(self._refusals[0])
+        for path in sorted((self._job_dir / "ends").glob("node*.refused")):
+            code, _, message = path.read_text(errors="replace").partition("\n")
+            host, _, why = message.strip().partition(": ")
+            number = path.stem.removeprefix("node")
+            if number.isdigit() and code.strip().isdigit():
+                return self._failed(Failure(None, None, int(number), host, int(code), None, why))
+        return None
+
+    # -- one round -----------------------------------------------------------------------------------------------------
+
+    def _start_round(self) -> None:
+        self._judge = Judge()
+        peers = [self._peers[rank] for rank in sorted(self._peers)]
+        store = network.listen_at(self._topology.master_addr, 0, 4096)
+        port = int(store.getsockname()[1])
+        world_size = sum(peer.nproc for peer in peers)
+        serve = self._options.launcher == "agent" and self._job.has_torch
+        if not serve:
+            store.close()  # rank 0, or torchrun's own agent, binds the port itself
+        first_rank = 0
+        for peer in peers:
+            peer.done = peer.stopped = False
+            world = World(self._restarts, self._topology.master_addr, port, serve, peer.node_rank, len(peers), peer.nproc,
+                          first_rank, world_size)  # fmt: skip
+            peer.send({"t": "start", "world": asdict(world)} | ({"store": store} if serve and peer.node_rank == 0 else {}))
+            first_rank += peer.nproc
+        self._events.add("started", restart=self._restarts, world_size=world_size, master_port=port)
+        if self._started_at is None:
+            self._started_at = now()
+            if self._options.time_limit is not None:
+                self._deadline = time.monotonic() + self._options.time_limit
+
+    async def _round(self) -> Outcome:
+        """Wait until all workers have ended well, or one has failed, or someone wants an end."""
+        while not all(peer.done for peer in self._peers.values()):
+            patience = min(self._judge.stop_due(), self._deadline) - time.monotonic()
+            if patience <= 0:
+                root = self._judge.root()
+                return self._failed(root) if root is not None else self._out_of_time()
+            try:
+                node_rank, message = await asyncio.wait_for(self._inbox.get(), min(patience, 3600.0))
+            except asyncio.TimeoutError:
+                continue
+            outcome = self._decisive(node_rank, message)
+            if outcome is not None:
+                return outcome
+        return Outcome(JobState.SUCCEEDED)
+
+    def _decisive(self, node_rank: int, message: Message) -> Outcome | None:
+        """Take in one message; return an outcome if it ends the round at once."""
+        peer = self._peers[node_rank]
+        kind = message["t"]
+        if kind == "failing":
+            self._judge.hear(Failure.from_json(message["failure"]), time.monotonic() - float(message["age"]), exited=message["exited"])
+        elif kind == "done":
+            peer.done = True
+        elif kind == "stopped":
+            peer.stopped = True
+        elif kind == "event":
+            self._events.add(str(message["event"]), node_rank=node_rank, **message.get("details", {}))
+        elif kind == "cancel":
+            return Outcome(JobState.CANCELLED, CANCELLED_EXIT_CODE, str(message["why"]))
+        elif kind == "lost" and not peer.lost:
+            peer.lost = peer.stopped = True
+            self._events.add("lost", node_rank=node_rank, host=peer.host, why=message["why"])
+            text = f"the agent on {peer.host} (pid {peer.pid}) was lost: {message['why']}"
+            failure = Failure(None, None, node_rank, peer.host, 1, None, text)
+            self._judge.hear(failure, time.monotonic(), exited=True)
+            return self._failed(self._judge.root() or failure)
+        return None
+
+    async def _stop_round(self, outcome: Outcome) -> Outcome | None:
+        """Have every agent stop what still runs, and wait for their word; return the wish to cancel if one came meanwhile."""
+        cancelled = None
+        self._judge.stopped(time.monotonic())
+        grace = 0.0 if outcome.state is JobState.SUCCEEDED else _FAILURE_GRACE if outcome.failure else self._options.grace
+        for peer in self._peers.values():
+            peer.send({"t": "stop", "grace": grace})
+        deadline = time.monotonic() + grace + _STOP_PATIENCE
+        while not all(peer.stopped for peer in self._peers.values()):
+            try:
+                node_rank, message = await asyncio.wait_for(self._inbox.get(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                for peer in self._peers.values():
+                    if not peer.stopped:
+                        peer.lost = peer.stopped = True
+                        self._say(f"node {peer.node_rank} on {peer.host} does not answer the order to stop")
+                break
+            wish = self._decisive(node_rank, message)
+            cancelled = wish if wish is not None and wish.state is JobState.CANCELLED else cancelled
+        return cancelled
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _failed(self, failure: Failure) -> Outcome:
+        return Outcome(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure)
+
+    def _out_of_time(self) -> Outcome:
+        return Outcome(JobState.FAILED, TIMEOUT_EXIT_CODE, f"the time limit of {self._options.time_limit:g} s was reached")
+
+    def _give_verdict(self, outcome: Outcome) -> Verdict:
+        if outcome.failure is not None and outcome.failure.rank is not None:
+            root = self._judge.root() or outcome.failure  # what came in while stopping may be older, or know more
+            outcome = self._failed(root)
+        consequences = tuple(item for item in self._judge.consequences() if item != outcome.failure)
+        verdict = Verdict(
+            outcome.state, outcome.exit_code, outcome.reason, outcome.failure, consequences if outcome.failure else (),
+            self._restarts, self._job.attempt, self._started_at, now(),
+        )  # fmt: skip
+        try:
+            files.write_json(self._job_dir / "result.json", verdict.to_json())
+        except OSError as error:
+            self._say(f"the verdict cannot be written to {self._job_dir}: {error.strerror}")
+            verdict = replace(verdict, reason=f"{verdict.reason} (not recorded: {error.strerror})".strip())
+        self._events.add("ended", state=str(verdict.state), exit_code=verdict.exit_code, reason=verdict.reason)
+        for peer in self._peers.values():
+            peer.send({"t": "end", "verdict": verdict.to_json()})
+        return verdict

@@ -1,0 +1,142 @@
+"""A node's end of the gang: finding the lead, hearing its orders, and knowing when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from clusterjob.errors import GangError
+from clusterjob.node.gang import wire
+from clusterjob.node.gang.lead import Lead
+from clusterjob.node.gang.wire import Channel, Message
+from clusterjob.node.identity import JobIdentity
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.topology import Topology
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # between two rounds of tries to find the lead
+_CONNECT_SECONDS = 5.0
+_WAITING_NOTICE = 5.0
+
+
+class Link(Protocol):
+    """What an agent knows of the lead, whether that is in another machine or in this very process."""
+
+    orders: asyncio.Queue[Message]
+
+    def send(self, message: Message) -> None:
+        """Tell the lead something."""
+
+    async def close(self) -> None:
+        """End the connection once all was sent."""
+
+
+class OwnLead:
+    """The link of node 0's agent: the lead is in this process."""
+
+    def __init__(self, lead: Lead, hello: Message) -> None:
+        self.orders: asyncio.Queue[Message] = asyncio.Queue()
+        self._lead = lead
+        lead.join(hello, self.orders.put_nowait)
+
+    def send(self, message: Message) -> None:
+        """Tell the lead something."""
+        self._lead.hear(0, message)
+
+    async def close(self) -> None:
+        """Nothing to be closed."""
+
+
+class RemoteLead:
+    """The link of every other node's agent: one authenticated connection, with a lease on both ends."""
+
+    def __init__(self, channel: Channel, options: LaunchOptions) -> None:
+        self.orders: asyncio.Queue[Message] = asyncio.Queue()
+        self._channel = channel
+        self._options = options
+        self._heard_at = time.monotonic()
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+
+    def send(self, message: Message) -> None:
+        """Tell the lead something."""
+        self._channel.send(message)
+
+    async def close(self) -> None:
+        """End the connection once all was sent."""
+        for task in self._tasks:
+            task.cancel()
+        await self._channel.close()
+
+    async def _listen(self) -> None:
+        why = "the connection to it was closed"
+        try:
+            while (message := await self._channel.receive()) is not None:
+                self._heard_at = time.monotonic()
+                if message["t"] != "beat":
+                    self.orders.put_nowait(message)
+        except GangError as error:
+            why = error.message
+        self.orders.put_nowait({"t": "lost", "why": why})
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.heartbeat)
+            self.send({"t": "beat"})
+            silence = time.monotonic() - self._heard_at
+            if silence > self._options.lease:
+                self.orders.put_nowait({"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"})
+                return
+
+
+async def find_lead(topology: Topology, options: LaunchOptions, job: JobIdentity, hello: Message, say: Callable[[str], None]) -> RemoteLead:
+    """Return the link to the lead, waiting for it to be there.
+
+    Args:
+        topology: this node's place; its master_addr is where the lead is.
+        options: how long to wait, and the heartbeat.
+        job: the job's identity, with the candidate ports.
+        hello: how this agent introduces itself.
+        say: shows one line to whoever watches this node.
+
+    Raises:
+        GangError: the lead refused this agent, or was not found in time; the message says what was tried and what the
+            kernel said.
+    """
+    begin = told = time.monotonic()
+    pause = _FIRST_PAUSE
+    while True:
+        troubles: dict[str, list[int]] = {}
+        for port in job.ports:
+            try:
+                return await _try(topology.master_addr, port, options, job, hello)
+            except (OSError, asyncio.TimeoutError, wire.Stranger) as error:
+                troubles.setdefault(_why(error), []).append(port)
+        waited = time.monotonic() - begin
+        tried = "; ".join(f"{why} (port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))})" for why, ports in troubles.items())
+        text = f"node {topology.node_rank} cannot find node 0 at {topology.master_addr}: {tried}"
+        if waited > options.join_timeout:
+            raise GangError(f"{text}; gave up after {options.join_timeout:g} s")
+        if time.monotonic() - told > _WAITING_NOTICE:
+            told = time.monotonic()
+            say(f"{text}; {waited:.0f} s so far")
+        await asyncio.sleep(pause)
+        pause = min(_LONGEST_PAUSE, pause * 1.5)
+
+
+async def _try(host: str, port: int, options: LaunchOptions, job: JobIdentity, hello: Message) -> RemoteLead:
+    connecting = asyncio.open_connection(host, port, limit=wire.LINE_BYTES)
+    reader, writer = await asyncio.wait_for(connecting, _CONNECT_SECONDS)
+    try:
+        return RemoteLead(await wire.greet_lead(reader, writer, job.token, hello), options)
+    except BaseException:
+        writer.close()
+        raise
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, asyncio.TimeoutError):
+        return "no answer"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

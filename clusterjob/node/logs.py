@@ -1,0 +1,249 @@
+"""Where the workers' output lies, and how it is read as one stream.
+
+Each worker writes straight into files of its own: no pipe, so no line is lost when an agent dies and no worker waits for a
+reader. ``timeline`` notes, ten times a second, how far each file of the node had grown, which is what lets a reader on
+another day show all ranks in the order of time. Lines that many ranks write alike fold into one: ``[0-15] loading``.
+
+    logs/node0/rank0.out  rank0.err  rank1.out ...      first start
+    logs/node0/rank0.restart1.out ...                   after a restart
+    logs/node0/timeline                                 "<seconds> <file> <size>" a line
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+INTERVAL = 0.1  # seconds between two looks at the files
+_NAME = re.compile(r"(?:rank(?P<rank>\d+)|torchrun)(?:\.restart(?P<restart>\d+))?\.(?P<stream>out|err)")
+
+
+def node_directory(job_dir: Path, node_rank: int) -> Path:
+    """Return the directory of one node's logs."""
+    return job_dir / "logs" / f"node{node_rank}"
+
+
+def rank_files(directory: Path, rank: int, restart: int) -> tuple[Path, Path]:
+    """Return one worker's files for stdout and stderr."""
+    return _files(directory, f"rank{rank}", restart)
+
+
+def torchrun_files(directory: Path, restart: int) -> tuple[Path, Path]:
+    """Return the files of one node's torchrun, which mixes its workers' output itself."""
+    return _files(directory, "torchrun", restart)
+
+
+def _files(directory: Path, stem: str, restart: int) -> tuple[Path, Path]:
+    stem += f".restart{restart}" if restart else ""
+    return directory / f"{stem}.out", directory / f"{stem}.err"
+
+
+def last_lines(path: Path, count: int = 20, limit: int = 16384) -> tuple[str, ...]:
+    """Return the last lines of a file, at most `count` of them and from its last `limit` bytes; none if there is no file."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - limit))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-count:]
+
+
+class Timeline:
+    """The agent's side: notes how far each log file of its node has grown."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._sizes: dict[str, int] = {}
+
+    def note(self) -> None:
+        """Look once and append what has grown. A full disk costs the note: readers then take the rest of the file last."""
+        moment = f"{time.time():.3f}"
+        grown = []
+        try:
+            for path in sorted(self._directory.iterdir()):
+                size = path.stat().st_size if _NAME.fullmatch(path.name) else 0
+                if size > self._sizes.get(path.name, 0):
+                    self._sizes[path.name] = size
+                    grown.append(f"{moment} {path.name} {size}\n")
+            if grown:
+                with (self._directory / "timeline").open("a") as stream:
+                    stream.write("".join(grown))
+        except OSError:
+            pass
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of output.
+
+    Attributes:
+        node_rank: the node that it comes from.
+        rank: the worker's rank; None for a torchrun, which mixes its workers' lines.
+        stream: ``out`` or ``err``.
+        text: the line without its end; bytes that are no UTF-8 are shown as U+FFFD.
+    """
+
+    node_rank: int
+    rank: int | None
+    stream: str
+    text: str
+
+
+@dataclass
+class _File:
+    node_rank: int
+    rank: int | None
+    stream: str
+    path: Path
+    offset: int = 0
+    rest: bytes = b""
+
+    def lines_up_to(self, size: int | None) -> list[Line]:
+        try:
+            with self.path.open("rb") as stream:
+                stream.seek(self.offset)
+                data = stream.read(-1 if size is None else max(0, size - self.offset))
+        except OSError:
+            return []
+        self.offset += len(data)
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        return [self._line(part) for part in whole]
+
+    def last_line(self) -> list[Line]:
+        rest, self.rest = self.rest, b""
+        return [self._line(rest)] if rest else []
+
+    def _line(self, part: bytes) -> Line:
+        # A progress bar rewrites its line with carriage returns: what is left standing is the last state.
+        text = part.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+        return Line(self.node_rank, self.rank, self.stream, text)
+
+
+class LogReader:
+    """Reads a job's logs as one stream in the order of time, from the beginning and then as they grow.
+
+    Args:
+        job_dir: the job's directory.
+        rank: only this worker's lines.
+        node: only this node's lines.
+    """
+
+    def __init__(self, job_dir: Path, rank: int | None = None, node: int | None = None) -> None:
+        self._logs = job_dir / "logs"
+        self._rank = rank
+        self._node = node
+        self._files: dict[tuple[int, str], _File] = {}
+        self._timelines: dict[int, _File] = {}
+
+    def read(self) -> list[Line]:
+        """Return the whole lines that were noted since the last call."""
+        notes: list[tuple[float, int, str, int]] = []
+        for node_rank in self._nodes():
+            timeline = self._timelines.setdefault(
+                node_rank, _File(node_rank, None, "out", node_directory(self._logs.parent, node_rank) / "timeline")
+            )
+            for note in timeline.lines_up_to(None):
+                moment, name, size = note.text.split(" ")
+                notes.append((float(moment), node_rank, name, int(size)))
+        found: list[Line] = []
+        for _, node_rank, name, noted in sorted(notes):
+            file = self._file(node_rank, name)
+            if file is not None:
+                found += file.lines_up_to(noted)
+        return found
+
+    def finish(self) -> list[Line]:
+        """Return all that is left, lines without an end included: for a job that is over, or of which this is enough."""
+        found = self.read()
+        for node_rank in self._nodes():
+            for path in sorted(node_directory(self._logs.parent, node_rank).iterdir()):
+                file = self._file(node_rank, path.name)
+                if file is not None:
+                    found += file.lines_up_to(None) + file.last_line()
+        return found
+
+    def _nodes(self) -> list[int]:
+        try:
+            names = [path.name for path in self._logs.iterdir() if re.fullmatch(r"node\d+", path.name)]
+        except OSError:
+            return []
+        return sorted(number for number in (int(name[4:]) for name in names) if self._node in (None, number))
+
+    def _file(self, node_rank: int, name: str) -> _File | None:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        rank = int(match["rank"]) if match["rank"] else None
+        if self._rank is not None and rank != self._rank:
+            return None
+        path = node_directory(self._logs.parent, node_rank) / name
+        return self._files.setdefault((node_rank, name), _File(node_rank, rank, match["stream"], path))
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A line as it is shown: by whom, on which stream, what."""
+
+    label: str
+    stream: str
+    text: str
+
+
+class _Key(NamedTuple):
+    node: int  # of a torchrun, which has no rank; else -1
+    rank: int
+    stream: str
+
+
+def _key(line: Line) -> _Key:
+    return _Key(line.node_rank, -1, line.stream) if line.rank is None else _Key(-1, line.rank, line.stream)
+
+
+def fold(lines: list[Line]) -> list[Folded]:
+    """Merge lines that several ranks wrote alike; each rank's own lines keep their order.
+
+    The first line that was not shown yet is shown together with every other rank whose next line is the same.
+    """
+    queues: dict[_Key, deque[str]] = {}
+    for line in lines:
+        queues.setdefault(_key(line), deque()).append(line.text)
+    heads: dict[tuple[str, str], list[_Key]] = {}
+    for key, queue in queues.items():
+        heads.setdefault((key.stream, queue[0]), []).append(key)
+    shown: list[Folded] = []
+    taken: Counter[_Key] = Counter()
+    passed: Counter[_Key] = Counter()
+    for line in lines:
+        passed[_key(line)] += 1
+        if passed[_key(line)] <= taken[_key(line)]:
+            continue  # it went with an earlier line of another rank
+        same = heads.pop((line.stream, line.text))
+        for key in same:
+            queues[key].popleft()
+            taken[key] += 1
+            if queues[key]:
+                heads.setdefault((key.stream, queues[key][0]), []).append(key)
+        shown.append(Folded(_label(same), line.stream, line.text))
+    return shown
+
+
+def _label(keys: list[_Key]) -> str:
+    nodes = [f"node{key.node}" for key in sorted(keys) if key.rank < 0]
+    return ",".join(nodes + ranges(sorted(key.rank for key in keys if key.rank >= 0)))
+
+
+def ranges(numbers: list[int]) -> list[str]:
+    """Return sorted numbers as ranges: [0, 1, 2, 5] becomes ["0-2", "5"]."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]

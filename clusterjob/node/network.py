@@ -1,0 +1,81 @@
+"""What the kernel knows of this machine's addresses: which of them, and which interface, leads to another host."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+def address_towards(host: str) -> str | None:
+    """Return the local address from which this machine would reach a host, or None when it has no route to it.
+
+    Asks the kernel by connecting a UDP socket, which sends nothing. Never asks getfqdn or gethostbyname of the own name:
+    they answer 127.0.1.1 on Debian and ip6.arpa names elsewhere (pytorch#150532).
+
+    Args:
+        host: a name or an address.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the name of the interface, such as eth0, through which this machine would reach a host; None if unknown.
+
+    IPv4 only: netdevice(7) has no such question for IPv6, where gloo finds its interface by itself.
+    """
+    import fcntl
+
+    address = address_towards(host)
+    if address is None or ":" in address:
+        return None
+    if address.startswith("127."):
+        return "lo"  # every 127.x.y.z is lo's, also those that are not its one configured address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def listen_at(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a TCP socket that listens on one address of this machine, or on all where the host is not its own.
+
+    Args:
+        host: the address by which the others reach this machine; behind NAT it may not be one of this machine's.
+        port: the port, 0 for any that is free.
+        backlog: connections that may wait before the first accept.
+
+    Raises:
+        OSError: the port is taken (EADDRINUSE), or the name does not resolve.
+    """
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = infos[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            import errno
+
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))  # noqa: S104 - reached through NAT
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

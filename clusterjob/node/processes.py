@@ -1,0 +1,112 @@
+"""What the kernel knows of processes: who is alive, who descends from whom, who dies with whom. Linux, standard library.
+
+Sources: prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so processes that matter are started
+from main threads only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends; exits at once if the parent is gone already.
+
+    Args:
+        parent_pid: pid of the parent as read before the fork, which closes the race between fork and prctl.
+        with_signal: the signal to be sent.
+    """
+    _prctl(_PR_SET_PDEATHSIG, int(with_signal))
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan below it, so that none escapes by a double fork or setsid."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), "prctl")
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)), or None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when the process started, in clock ticks since boot: with the pid, its identity on this boot of the machine.
+
+    None for a process that is gone; a zombie is gone, it only waits for its parent.
+    """
+    fields = stat_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def boot_id() -> str:
+    """Return the kernel's random name for this boot, so that a pid from before a reboot is not taken for a live one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the live (not zombie) processes below one, in no special order, the process itself left out."""
+    children: dict[int, list[int]] = {}
+    zombies: set[int] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        fields = stat_fields(int(entry))
+        if fields is None:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry))
+        if fields[0] in "ZX":
+            zombies.add(int(entry))
+    found: list[int] = []
+    unseen = [pid]
+    while unseen:
+        below = children.get(unseen.pop(), [])
+        found += below
+        unseen += below
+    return [found_pid for found_pid in found if found_pid not in zombies]
+
+
+def send_signal(pid: int, with_signal: int) -> bool:
+    """Send a signal; return False when the process is gone."""
+    try:
+        os.kill(pid, with_signal)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def exit_code_of(wait_status: int) -> tuple[int, str | None]:
+    """Return (exit code, signal name or None) of a wait status: 128 + n for a process that signal n ended."""
+    if os.WIFSIGNALED(wait_status):
+        number = os.WTERMSIG(wait_status)
+        return 128 + number, signal_name(number)
+    return os.WEXITSTATUS(wait_status), None
+
+
+def signal_name(number: int) -> str:
+    """Return SIGKILL for 9 and so on; real-time signals, which have no name, as SIG34."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"

@@ -1,0 +1,134 @@
+"""What the workers run: a Python script, a Python module or any command; and running the first two as ``__main__``.
+
+`run_as_main` is for a process that was forked with the interpreter already warm. What the program sees of itself (argv,
+``__main__``, ``__file__``, sys.path[0], tracebacks, exit codes, atexit) is what ``python train.py`` shows it: the function
+ends by SystemExit, and the interpreter then finishes as always.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from typing import NoReturn
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each worker runs.
+
+    Attributes:
+        kind: ``script`` (a Python file), ``module`` (as ``python -m``) or ``command`` (any executable).
+        target: the file, the module's name, or the executable.
+        args: the arguments after it, untouched.
+    """
+
+    kind: str
+    target: str
+    args: tuple[str, ...] = ()
+
+    @property
+    def is_python(self) -> bool:
+        """Whether the launcher's own interpreter runs it, so that it can be started warm."""
+        return self.kind in ("script", "module")
+
+    def argv(self, python: str) -> list[str]:
+        """Return the whole command line.
+
+        Args:
+            python: path of the interpreter for a script or a module.
+        """
+        if self.kind == "command":
+            return [self.target, *self.args]
+        return [python, *(["-m"] if self.kind == "module" else []), self.target, *self.args]
+
+    def launch_arguments(self) -> list[str]:
+        """Return how the launch command line names this program: the inverse of parsing it."""
+        prefix = {"script": [], "module": ["-m"], "command": ["--"]}[self.kind]
+        if self.kind == "script" and self.target.startswith("-"):
+            return [f"./{self.target}", *self.args]
+        return [*prefix, self.target, *self.args]
+
+
+def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoReturn:
+    """Run a Python program as this process's ``__main__`` and end by SystemExit.
+
+    Args:
+        program: a script or a module.
+        on_failure: told one line, such as ``ValueError: boom``, and the exit code, at the moment when an exception or a
+            non-zero SystemExit leaves the program, before atexit handlers and other threads are waited for: the failure's
+            true time.
+    """
+    try:
+        code, module = _load_module(program) if program.kind == "module" else _load_script(program)
+        sys.modules["__main__"] = module
+        exec(code, module.__dict__)
+    except SystemExit as request:
+        if isinstance(request.code, int) and request.code & 0xFF:
+            on_failure(f"sys.exit({request.code})", request.code & 0xFF)
+        elif request.code is not None and not isinstance(request.code, int):
+            on_failure(str(request.code), 1)
+        raise
+    except BaseException as error:
+        on_failure(_summary(error), 1)
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next  # the program's own frames are all that `python train.py` would show
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _summary(error: BaseException) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
+    path = os.path.abspath(program.target)
+    sys.argv = [program.target, *program.args]
+    _prepend_to_path(os.path.dirname(os.path.realpath(path)))
+    loader = SourceFileLoader("__main__", path)
+    module = _fresh_main(path, loader)
+    return loader.source_to_code(loader.get_data(path), path), module
+
+
+def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
+    sys.argv = ["-m", *program.args]
+    _prepend_to_path(os.getcwd())
+    name = program.target
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
+        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
+        sys.exit(1)
+    code = spec.loader.get_code(spec.name)
+    if code is None:
+        print(f"{sys.executable}: No code object available for {name}", file=sys.stderr)
+        sys.exit(1)
+    module = _fresh_main(spec.origin or "", spec.loader)
+    module.__spec__ = spec
+    module.__package__ = spec.parent
+    module.__dict__["__cached__"] = spec.cached
+    sys.argv[0] = spec.origin or name
+    return code, module
+
+
+def _fresh_main(path: str, loader: object) -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = loader  # type: ignore[assignment]
+    module.__dict__.update(__builtins__=builtins, __cached__=None, __annotations__={})
+    return module
+
+
+def _prepend_to_path(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):  # python -P, PYTHONSAFEPATH
+        sys.path.insert(0, directory)

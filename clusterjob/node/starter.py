@@ -1,0 +1,310 @@
+"""The starter: the one process per node that starts, reaps and stops the workers, while the agent talks to the world.
+
+It is forked from the agent before that has threads, imports torch where that pays, and forks. It adopts every orphan below
+it, so that what a worker leaves behind ends with the job. If the agent dies, it stops everything, says so in the job
+directory and ends; if it is killed itself, its workers are killed by the kernel.
+
+The agent and the starter exchange JSON messages over a socket pair:
+
+    start {world, variables} (+ the store's socket)  ->  exit {local_rank, status, monotonic} for each worker, in time
+    stop {grace}                                     ->  gone {} when no process of the workers is left
+                                                         ready {fork, why} once, failing {...} when a worker says so
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node import contract, files, logs, processes, warm, workers
+from clusterjob.node.contract import World
+from clusterjob.node.events import now
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.program import Program
+
+MESSAGE_BYTES = 1 << 17  # of one message; a socket pair of SOCK_SEQPACKET keeps them apart
+# What workers leave behind is asked to go, then killed. Between the two, multiprocessing's resource tracker (which ignores
+# SIGTERM and waits for the last holder of its pipe, such as a DataLoader's worker) frees the shared memory.
+_LEFTOVER_TERM = 0.1
+_LEFTOVER_KILL = 0.5
+_ORPHANED_GRACE = 0.5  # between SIGTERM and SIGKILL when the agent is gone
+_SWEEP_INTERVAL = 0.02
+
+
+class Starter:
+    """The starter's own side: runs in the forked process until the agent says quit or dies.
+
+    Args:
+        control: this process's end of the socket pair.
+        options: what the node was told.
+        job_dir: where logs and this node's end are written.
+        job_id: the job's id.
+        nproc: workers of this node.
+        node_rank: this node's index, for the record of an end.
+    """
+
+    def __init__(self, control: socket.socket, options: LaunchOptions, job_dir: Path, job_id: str, nproc: int, node_rank: int) -> None:
+        self._control = control
+        self._options = options
+        self._job_dir = job_dir
+        self._job_id = job_id
+        self._nproc = nproc
+        self._node_rank = node_rank
+        self._agent_pid = os.getppid()
+        self._fork = False
+        self._live: dict[int, int] = {}  # pid -> local rank
+        self._store: int | None = None
+        self._stopping: float | None = None  # when SIGKILL is due
+        self._empty_since: float | None = None  # when the last worker was gone
+        self._asked_leftovers = False
+        self._agent_gone = False
+        self._quit = False
+
+    def serve(self) -> Program | None:
+        """Serve the agent until the end; returns the program only in a forked worker, which is to run it."""
+        processes.die_with_parent(self._agent_pid, signal.SIGTERM)  # for as long as an import keeps it from listening
+        processes.adopt_orphans()
+        os.setpgid(0, 0)  # Ctrl-C in a terminal is for the agent, which stops the workers in order
+        why = self._warm_up()
+        self._open()
+        self._tell({"t": "ready", "fork": self._fork, "why": why})
+        while not (self._quit and self._stopping is None):
+            for key, _ in self._selector.select(self._patience()):
+                program = self._hear(key.fd)
+                if program is not None:
+                    return program
+            self._reap()
+            self._pursue_stop()
+        if self._agent_gone:
+            self._record_end()
+        return None
+
+    def _warm_up(self) -> str | None:
+        options = self._options
+        if options.launcher == "torchrun" or options.start == "exec":
+            return None
+        if not options.program.is_python:
+            return "a command, not a Python program" if options.start == "fork" else None
+        why = warm.warm_up()
+        self._fork = why is None
+        return why
+
+    def _open(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._report_read, self._report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(self._report_write, True)
+        self._reports = b""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        # select(2)'s epoll descriptor would be shared with every forked worker; poll(2) has none.
+        self._selector = selectors.PollSelector()
+        for descriptor in (self._control.fileno(), self._wake_read, self._report_read):
+            self._selector.register(descriptor, selectors.EVENT_READ)
+        # From here on the end of the control socket tells of the agent's death, and the workers need a proper stop.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _patience(self) -> float | None:
+        return None if self._stopping is None else _SWEEP_INTERVAL
+
+    def _hear(self, descriptor: int) -> Program | None:
+        if descriptor == self._wake_read:
+            os.read(self._wake_read, 4096)
+        elif descriptor == self._report_read:
+            self._read_reports()
+        else:
+            return self._obey()
+        return None
+
+    def _obey(self) -> Program | None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+        except ConnectionError:
+            data, descriptors = b"", []
+        if not data:
+            self._agent_gone = self._quit = True
+            self._selector.unregister(self._control.fileno())
+            self._begin_stop(_ORPHANED_GRACE)
+            return None
+        message = json.loads(data)
+        if message["t"] == "start":
+            return self._start(World(**message["world"]), message["variables"], descriptors)
+        if message["t"] == "stop":
+            self._begin_stop(message["grace"])
+        elif message["t"] == "quit":
+            self._quit = True
+            self._begin_stop(0.0)
+        return None
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _start(self, world: World, variables: dict[str, str], descriptors: list[int]) -> Program | None:
+        self._empty_since = None
+        directory = logs.node_directory(self._job_dir, world.node_rank)
+        if descriptors:
+            self._store = self._start_store(world, descriptors[0], directory)
+        own = [self._control.fileno(), self._wake_read, self._wake_write]
+        for start in self._starts(world, variables, directory):
+            try:
+                pid = workers.start(start, (self._report_read, self._report_write), own)
+            except OSError as error:
+                self._tell({"t": "failing", "local_rank": start.local_rank, "monotonic": time.monotonic(),
+                            "message": f"cannot start a worker: {error}", "exit_code": 1, "fatal": True})  # fmt: skip
+                return None
+            if pid == 0:
+                return self._options.program
+            self._live[pid] = start.local_rank
+        return None
+
+    def _starts(self, world: World, variables: dict[str, str], directory: Path) -> list[workers.WorkerStart]:
+        if self._options.launcher == "torchrun":
+            out, err = logs.torchrun_files(directory, world.restart)
+            return [workers.WorkerStart(0, variables, self._torchrun(world), out, err)]
+        argv = None if self._fork else self._options.program.argv(sys.executable)
+        return [
+            workers.WorkerStart(
+                local_rank,
+                variables | contract.worker_variables(world, local_rank, self._job_id, self._options.max_restarts),
+                argv,
+                *logs.rank_files(directory, world.first_rank + local_rank, world.restart),
+            )
+            for local_rank in range(world.nproc)
+        ]
+
+    def _torchrun(self, world: World) -> list[str]:
+        """Return the command line of torch's own agent; our gang does the restarts, which torch's agents cannot agree on alone."""
+        program = self._options.program
+        no_python = ["--no-python"] if program.kind == "command" else []
+        module = ["-m"] if program.kind == "module" else []
+        return [
+            sys.executable, "-m", "torch.distributed.run",
+            "--nnodes", str(world.nnodes), "--node-rank", str(world.node_rank), "--nproc-per-node", str(world.nproc),
+            "--master-addr", world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", self._job_id,
+            "--max-restarts", "0", *no_python, *module, program.target, *program.args,
+        ]  # fmt: skip
+
+    def _start_store(self, world: World, listener: int, directory: Path) -> int:
+        starter = os.getpid()
+        log = os.open(directory / "store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        pid = os.fork()
+        if pid != 0:
+            os.close(listener)
+            os.close(log)
+            return pid
+        try:
+            processes.die_with_parent(starter)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (self._control.fileno(), self._wake_read, self._wake_write, self._report_read, self._report_write):
+                os.close(descriptor)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+            warm.serve_store(world.master_addr, world.master_port, listener)
+        except BaseException as error:
+            os.write(2, f"the store ended: {error!r}\n".encode())
+        os._exit(1)
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._store:
+                self._store = None
+                if self._stopping is None:
+                    self._tell({"t": "store", "status": status})
+            elif pid in self._live:
+                self._read_reports()  # what the worker said before it ended comes before its end
+                self._tell({"t": "exit", "local_rank": self._live.pop(pid), "status": status, "monotonic": time.monotonic()})
+
+    def _read_reports(self) -> None:
+        try:
+            while chunk := os.read(self._report_read, 65536):
+                self._reports += chunk
+        except BlockingIOError:
+            pass
+        *lines, self._reports = self._reports.split(b"\n")
+        for line in lines:
+            try:
+                report = json.loads(line)
+                self._tell({"t": "failing", "local_rank": int(report["local_rank"]), "monotonic": float(report["monotonic"]),
+                            "message": str(report["message"]), "exit_code": int(report["exit_code"])})  # fmt: skip
+            except (ValueError, KeyError, TypeError):
+                continue  # the pipe is open to the user's code, which may write anything
+
+    # -- stopping ------------------------------------------------------------------------------------------------------
+
+    def _begin_stop(self, grace: float) -> None:
+        due = time.monotonic() + grace
+        self._stopping = due if self._stopping is None else min(due, self._stopping)
+        for pid in self._live:
+            processes.send_signal(pid, signal.SIGTERM)
+
+    def _pursue_stop(self) -> None:
+        if self._stopping is None:
+            return
+        moment = time.monotonic()
+        if self._live:
+            if moment >= self._stopping:
+                self._signal(processes.descendants(os.getpid()), signal.SIGKILL)
+            return
+        if self._empty_since is None:
+            self._empty_since = moment
+        if self._store is not None:
+            processes.send_signal(self._store, signal.SIGKILL)
+            return  # until it is reaped
+        leftovers = processes.descendants(os.getpid())
+        if leftovers:
+            if moment >= self._empty_since + _LEFTOVER_KILL:
+                self._signal(leftovers, signal.SIGKILL)
+            elif moment >= self._empty_since + _LEFTOVER_TERM and not self._asked_leftovers:
+                self._asked_leftovers = True
+                self._signal(leftovers, signal.SIGTERM)
+            return
+        self._stopping = self._empty_since = None
+        self._asked_leftovers = False
+        self._tell({"t": "gone"})
+
+    @staticmethod
+    def _signal(pids: list[int], with_signal: int) -> None:
+        for pid in pids:
+            processes.send_signal(pid, with_signal)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(message).encode())
+        except OSError:
+            pass  # the agent is gone; the end of its socket says so too
+
+    def _record_end(self) -> None:
+        end = {
+            "state": "LOST",
+            "node_rank": self._node_rank,
+            "reason": f"the agent of node {self._node_rank} on {socket.gethostname()} (pid {self._agent_pid}) was killed",
+            "time": now(),
+        }
+        path = self._job_dir / "ends" / f"node{self._node_rank}.json"
+        try:
+            if not path.exists():
+                files.write_json(path, end)
+        except OSError:
+            pass
+
+
+def world_message(world: World, variables: dict[str, str]) -> bytes:
+    """Return the message that starts one round of workers."""
+    return json.dumps({"t": "start", "world": asdict(world), "variables": variables}).encode()

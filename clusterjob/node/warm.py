@@ -1,0 +1,88 @@
+"""The warm start: import torch once per node, then fork the workers from that process.
+
+`torchrun` imports torch in the launcher and again in every worker; here N ranks cost one import. A fork is only as safe as
+the process is plain: one thread and no CUDA context. Where that does not hold, the workers are started by exec, and one
+line says why.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from typing import NoReturn
+
+
+def warm_up() -> str | None:
+    """Import torch and make this process ready to be forked.
+
+    Returns:
+        None when workers may be forked, else the reason why they have to be started by exec. An interpreter without torch
+        may be forked too: there is only less to be warmed.
+    """
+    gc.disable()  # objects of the import are not garbage, and a collection would unshare their pages
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            return f"import torch failed: {error}"
+    except Exception as error:  # a broken installation may raise anything; the worker itself will show it whole
+        return f"import torch failed: {error}"
+    else:
+        if torch.cuda.is_initialized():
+            return "importing torch created a CUDA context"
+    threads = _threads_that_survive_a_fork()
+    if threads > 1:
+        return f"{threads} threads run after the import of torch"
+    gc.freeze()
+    return None
+
+
+def has_torch() -> bool:
+    """Return whether this interpreter can find torch, without importing it."""
+    import importlib.util
+
+    return importlib.util.find_spec("torch") is not None
+
+
+def _threads_that_survive_a_fork() -> int:
+    """Return how many threads this process has once fork handlers have run.
+
+    OpenBLAS starts its pool when numpy is imported and takes it down before every fork (pthread_atfork): such threads are
+    no danger. What is still there after a fork knows nothing of forks.
+    """
+    if len(os.listdir("/proc/self/task")) > 1:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    return len(os.listdir("/proc/self/task"))
+
+
+def refresh_after_fork() -> None:
+    """Undo, in a forked worker, what it shares with its siblings and would not share as a process of its own."""
+    gc.enable()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()  # python's own `random` reseeds itself after a fork; numpy's global state does not
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that followers see a line when it is written
+
+
+def serve_store(host: str, port: int, listener_fd: int) -> NoReturn:
+    """Serve torch's TCPStore on a socket that listens already, until killed.
+
+    The socket was bound before anyone was told its port: no EADDRINUSE race, and early clients wait in its backlog.
+
+    Args:
+        host: the socket's address, as the clients are told it.
+        port: its port.
+        listener_fd: the socket; the store takes it over.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
+    while store is not None:
+        signal.pause()
+    raise AssertionError("unreachable")

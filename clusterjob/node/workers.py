@@ -1,0 +1,130 @@
+"""How one worker comes to be: forked from the starter, tied to its life, given its files and variables, then run or exec-ed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterjob.node import contract, processes, warm
+
+# The longest write that a pipe takes whole, whoever else writes to it (pipe(7) promises 4096 on Linux).
+_WHOLE_WRITE = 4096
+_NOT_STARTED = 127  # as a shell says of a command that it cannot start
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """Everything that tells one worker from its siblings.
+
+    Attributes:
+        local_rank: its index on the node; 0 for the one torchrun of a node.
+        variables: added to the environment that it inherits.
+        argv: the command line to exec; None when the forked process is to run the program itself.
+        out, err: the files that become its stdout and stderr; appended to.
+    """
+
+    local_rank: int
+    variables: dict[str, str]
+    argv: list[str] | None
+    out: Path
+    err: Path
+
+
+def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int]) -> int:
+    """Fork a worker; return its pid in the starter, and 0 in a worker that is to run the program in this very process.
+
+    A worker that execs never returns from here. One that cannot exec reports why and exits 127, as a shell does.
+
+    Args:
+        worker: what tells it from its siblings.
+        report_pipe: (read end, write end) of the starter's report pipe.
+        close: the starter's own file descriptors.
+
+    Raises:
+        OSError: no process, or no log file, could be made.
+    """
+    out = _open_log(worker.out)
+    err = _open_log(worker.err)
+    starter = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid != 0:
+        os.close(out)
+        os.close(err)
+        return pid
+    try:
+        processes.die_with_parent(starter)
+        _reset_signals()
+        _wire(out, err, [report_pipe[0], *close])
+        os.environ.update(worker.variables)
+        # The pid says whose descriptor this is: a child of the worker inherits the variable and not the pipe.
+        os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
+        if worker.argv is None:
+            warm.refresh_after_fork()
+            return 0
+        os.set_inheritable(report_pipe[1], True)
+        _exec(worker.argv, report_pipe[1], worker.local_rank)
+    except BaseException as error:
+        report(report_pipe[1], worker.local_rank, f"cannot start: {error}", _NOT_STARTED)
+    os._exit(_NOT_STARTED)
+
+
+def _exec(argv: list[str], report_fd: int, local_rank: int) -> None:
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        message = f"cannot start {argv[0]}: {error.strerror}"
+        print(f"clusterjob: {message}", file=sys.stderr, flush=True)
+        report(report_fd, local_rank, message, _NOT_STARTED)
+
+
+def _open_log(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
+def _wire(out: int, err: int, close: list[int]) -> None:
+    for descriptor in close:
+        os.close(descriptor)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+        os.close(source)
+
+
+def report(report_fd: int, local_rank: int, message: str, exit_code: int) -> None:
+    """Tell the starter, at this moment, that the worker fails: its exit may follow much later.
+
+    One write that a pipe takes whole, so that lines of many workers do not mix.
+
+    Args:
+        report_fd: the write end of the starter's report pipe.
+        local_rank: the worker.
+        message: what went wrong, one line.
+        exit_code: what the worker is going to return.
+    """
+
+    def encode(text: str) -> bytes:
+        line = {"local_rank": local_rank, "monotonic": time.monotonic(), "message": text, "exit_code": exit_code}
+        return (json.dumps(line) + "\n").encode()
+
+    line = encode(message)
+    if len(line) > _WHOLE_WRITE:
+        line = encode(message[:300])
+    try:
+        os.write(report_fd, line)
+    except OSError:
+        pass  # the starter is gone, and so shall this worker be

@@ -1,0 +1,172 @@
+"""What people and programs are shown: merged output, tables, JSON, and a line that moves while one waits."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterjob.backends import Status
+from clusterjob.config import Settings
+from clusterjob.node.logs import Line, fold
+from clusterjob.node.verdict import JobState
+from clusterjob.records import Record
+
+if TYPE_CHECKING:
+    from rich.status import Status as Spinner
+
+SCHEMA = 1
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print a value on stdout with its schema number."""
+    print(json.dumps({"schema": SCHEMA, **value}, ensure_ascii=False, indent=1))
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, where everything goes that is not a result."""
+    print(f"clusterjob: {text}", file=sys.stderr, flush=True)
+
+
+def job_json(record: Record, status: Status) -> dict[str, Any]:
+    """Return what ``status --json`` gives for one job."""
+    verdict = status.verdict
+    failure = verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
+    shown = ("rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message")
+    return {
+        "id": record.job_id,
+        "name": record.name,
+        "cluster": record.cluster,
+        "backend": record.backend,
+        "backend_id": record.handle.id if record.handle else None,
+        "state": str(status.state),
+        "exit_code": verdict.exit_code if verdict else None,
+        "nodes": record.nodes,
+        "submitted_at": record.submitted_at,
+        "started_at": status.started_at,
+        "ended_at": verdict.ended_at if verdict else None,
+        "reason": status.reason,
+        "restarts": status.restarts,
+        "failure": {key: failure[key] for key in shown} if failure else None,
+        "job_dir": str(record.job_dir),
+    }
+
+
+def print_jobs(pairs: Sequence[tuple[Record, Status]]) -> None:
+    """Print jobs as a table on stdout, one a line."""
+    rows = [("ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON")]
+    for record, status in pairs:
+        code = "" if status.verdict is None else str(status.verdict.exit_code)
+        when = record.submitted_at[:19].replace("T", " ")
+        rows.append((record.job_id, str(status.state), code, str(record.nodes), record.cluster, when, status.reason.partition("\n")[0]))
+    print_table(rows)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns; the last one is not padded, so that nothing is cut and no line ends in blanks."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+class LogPrinter:
+    """Prints merged output: the workers' stdout on stdout, their stderr on stderr, each line with its rank.
+
+    Args:
+        world_is_one: a job of one worker needs no labels, so that its output can be piped on.
+    """
+
+    def __init__(self, *, world_is_one: bool) -> None:
+        self._plain = world_is_one
+
+    def show(self, lines: list[Line]) -> None:
+        """Print lines; those that many ranks wrote alike as one."""
+        for line in fold(lines):
+            text = line.text if self._plain else f"[{line.label}] {line.text}"
+            print(text, file=sys.stdout if line.stream == "out" else sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+class Progress:
+    """Says what a job waits for: a moving line on a terminal, else a line when there is news; silent once it runs."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._spinner: Spinner | None = None
+        self._told = ""
+        self._restarts = 0
+
+    def update(self, status: Status) -> None:
+        """Take in how the job stands."""
+        if status.restarts > self._restarts:
+            self._restarts = status.restarts
+            say(f"restart {status.restarts}")
+        if status.state is not JobState.PENDING:
+            self.stop()
+            return
+        text = status.reason or "starting"
+        if sys.stderr.isatty():
+            if time.monotonic() - self._begin > 0.5:  # most jobs are up before a spinner is worth its import
+                self._spin(f"{text} ({time.monotonic() - self._begin:.0f} s)")
+        elif status.reason and status.reason != self._told:
+            self._told = status.reason
+            say(status.reason)
+
+    def _spin(self, text: str) -> None:
+        if self._spinner is None:
+            from rich.console import Console
+
+            self._spinner = Console(stderr=True).status(text)
+            self._spinner.start()
+        self._spinner.update(text)
+
+    def stop(self) -> None:
+        """Take the moving line away."""
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+
+def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
+    """Print how jobs failed, after their table."""
+    for record, status in pairs:
+        if status.verdict is not None and status.state is not JobState.SUCCEEDED:
+            print(f"\n{record.job_id} {status.verdict.text()}\n  logs: {record.job_dir / 'logs'}")
+
+
+def print_environment(found: dict[str, Any]) -> None:
+    """Print what ``clusterjob env`` found, field by field, with the variable that gave each."""
+    print(f"source: {found['source']}   level: {found['level']}")
+    rows = [(name, str(value), found["evidence"].get(name, "")) for name, value in found.items() if value is not None and name in _FIELDS]
+    if rows:
+        print_table([("FIELD", "VALUE", "FROM"), *rows])
+    for item in found["ignored"]:
+        print(f"ignored: {item['variable']} ({item['why']})")
+    for conflict in found["conflicts"]:
+        print(f"conflict: {conflict}")
+
+
+_FIELDS = (
+    "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rank", "local_rank", "world_size", "local_world_size",
+)  # fmt: skip
+
+
+def settings_json(settings: Settings) -> dict[str, Any]:
+    """Return settings as plain data."""
+    values = {
+        key: {"value": str(value) if isinstance(value, Path) else value, "origin": settings.origins[key]}
+        for key, value in settings.values.items()
+    }
+    return {"cluster": settings.cluster, "backend": settings.backend, "settings": values}
+
+
+def print_settings(settings: Settings) -> None:
+    """Print settings, each with where it was written."""
+    print(f"cluster: {settings.cluster}   backend: {settings.backend}")
+    rows = [(key, str(value), settings.origins[key]) for key, value in settings.values.items()]
+    if rows:
+        print_table([("SETTING", "VALUE", "FROM"), *rows])

@@ -1,0 +1,163 @@
+"""Job records on disk: what was submitted, where, its handle and its end. One small file a job, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob.errors import JobNotFound, RecordError
+from clusterjob.node import files
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Handle:
+    """How another process, on another day, can ask for a job, follow it and cancel it.
+
+    Attributes:
+        backend: who has the job.
+        id: the job's name there: a Slurm job id; our own id where the backend has none.
+        data: what else the backend needs, plain JSON.
+    """
+
+    backend: str
+    id: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a job on the submitting side.
+
+    Attributes:
+        job_id: the job's id.
+        name: the name that the user gave it.
+        cluster: the profile that it was submitted to.
+        backend: who carries it out.
+        job_dir: where its files lie.
+        nodes: number of nodes.
+        submitted_at: RFC 3339, UTC.
+        spec: the job as it was asked for.
+        handle: None while it is being submitted, and for ever if the submitter died in that.
+        end: the verdict as plain data once it is known, so that it outlives the job's directory.
+    """
+
+    job_id: str
+    name: str
+    cluster: str
+    backend: str
+    job_dir: Path
+    nodes: int
+    submitted_at: str
+    spec: Mapping[str, Any]
+    handle: Handle | None = None
+    end: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Record:
+        """Return the record that `to_json` wrote."""
+        fields = {name: data.get(name) for name in cls.__dataclass_fields__}
+        fields["job_dir"] = Path(str(data["job_dir"]))
+        fields["handle"] = Handle(**data["handle"]) if data.get("handle") else None
+        return cls(**fields)  # type: ignore[arg-type]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as plain data, with its schema number."""
+        return {"schema": SCHEMA, **asdict(self), "job_dir": str(self.job_dir)}
+
+
+def home(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where records and local jobs lie: CLUSTERJOB_HOME, else the user's state directory."""
+    if environ.get("CLUSTERJOB_HOME"):
+        return Path(environ["CLUSTERJOB_HOME"]).expanduser().absolute()
+    import platformdirs
+
+    return platformdirs.user_state_path("clusterjob")
+
+
+class Records:
+    """The records of one user.
+
+    Args:
+        directory: where they lie; made when the first is written.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or home() / "records"
+
+    def save(self, record: Record) -> None:
+        """Write a record.
+
+        Raises:
+            RecordError: it cannot be written; what was there before is untouched.
+        """
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.write_json(self._path(record.job_id), record.to_json())
+        except OSError as error:
+            raise RecordError(f"the record {self._path(record.job_id)} cannot be written: {error.strerror}") from error
+
+    def with_handle(self, record: Record, handle: Handle) -> Record:
+        """Note where the job is and return the new record."""
+        record = replace(record, handle=handle)
+        self.save(record)
+        return record
+
+    def with_end(self, record: Record, end: Mapping[str, Any]) -> Record:
+        """Note how the job ended and return the new record; a disk that is full costs the note alone."""
+        record = replace(record, end=end)
+        try:
+            self.save(record)
+        except RecordError:
+            pass
+        return record
+
+    def remove(self, job_id: str) -> None:
+        """Forget a job that never came to be."""
+        self._path(job_id).unlink(missing_ok=True)
+
+    def find(self, text: str) -> Record:
+        """Return the job of this id, or of the one id that begins so.
+
+        Raises:
+            JobNotFound: there is none, or more than one.
+        """
+        names = self._names()
+        matches = [text] if text in names else [name for name in names if text and name.startswith(text)]
+        if len(matches) == 1:
+            record = self._read(matches[0])
+            if record is not None:
+                return record
+        if len(matches) > 1:
+            raise JobNotFound(f"{text!r} is the beginning of {len(matches)} jobs", f"it could be {', '.join(sorted(matches)[:5])}")
+        import difflib
+
+        near = difflib.get_close_matches(text, names, 1)
+        raise JobNotFound(f"there is no job {text!r}", f"did you mean {near[0]}?" if near else "`clusterjob list` shows them all")
+
+    def all(self) -> list[Record]:
+        """Return every record, the oldest first."""
+        found = [record for name in self._names() if (record := self._read(name)) is not None]
+        return sorted(found, key=lambda record: (record.submitted_at, record.job_id))
+
+    def _names(self) -> list[str]:
+        try:
+            return [path.stem for path in self._directory.iterdir() if path.suffix == ".json" and not path.name.startswith(".")]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RecordError(f"the records in {self._directory} cannot be read: {error.strerror}") from error
+
+    def _read(self, name: str) -> Record | None:
+        try:
+            data = files.read_json(self._path(name))
+        except OSError as error:
+            raise RecordError(f"the record {self._path(name)} cannot be read: {error.strerror}") from error
+        return Record.from_json(data) if isinstance(data, dict) and data.get("schema") == SCHEMA else None
+
+    def _path(self, job_id: str) -> Path:
+        return self._directory / f"{job_id}.json"

@@ -1,0 +1,105 @@
+"""Templates into scripts. Every value is quoted once, here, and a template that forgets to quote one is refused.
+
+Templates lie at the top of the source tree, in ``templates/``; a wheel carries them as ``clusterjob/templates``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterjob.errors import TemplateError
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+class Quoted(str):
+    """Text that may stand in a shell script as it is: it went through a filter of this module."""
+
+    __slots__ = ()
+
+
+def sh(value: object) -> Quoted:
+    """Quote one value as one shell word."""
+    return Quoted(shlex.quote(str(value)))
+
+
+def sh_words(values: Iterable[object]) -> Quoted:
+    """Quote several values as several shell words."""
+    return Quoted(" ".join(shlex.quote(str(value)) for value in values))
+
+
+def verbatim(value: object) -> Quoted:
+    """Let a value stand as it is: for setup lines, which are shell code that the user wrote as such."""
+    return Quoted(value)
+
+
+def template_directory() -> Path:
+    """Return where the templates lie: in the package of a wheel, beside it in a source tree."""
+    package = Path(__file__).resolve().parent
+    inside = package / "templates"
+    return inside if inside.is_dir() else package.parent / "templates"
+
+
+def render(template: str | Path, values: Mapping[str, Any]) -> str:
+    """Return the text of a template.
+
+    Args:
+        template: the name of one of ours, or the path of the user's own.
+        values: what the template may name; docs/templates.md lists them.
+
+    Raises:
+        TemplateError: it cannot be read, is broken, names something undefined, or writes a value without quoting it.
+    """
+    import jinja2
+
+    path = template if isinstance(template, Path) else template_directory() / template
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([path.parent, template_directory()]),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701 - it is shell, not HTML: `finalize` below enforces the shell's own quoting
+        finalize=_quoted_only,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(sh=sh, sh_words=sh_words, verbatim=verbatim)
+    try:
+        return environment.get_template(path.name).render(values)
+    except jinja2.TemplateError as error:
+        raise TemplateError(_describe(path, error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"the template {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _quoted_only(value: object) -> object:
+    if isinstance(value, (Quoted, int)):
+        return value
+    import jinja2
+
+    if isinstance(value, jinja2.Undefined):
+        return value  # which raises by itself, naming the variable
+    raise jinja2.TemplateRuntimeError(f"the value {str(value)[:40]!r} is written without quoting: pipe it through the filter sh")
+
+
+def _describe(path: Path, error: jinja2.TemplateError) -> str:
+    import jinja2
+
+    if isinstance(error, jinja2.TemplateNotFound):
+        return f"the template {error.message or path} is not there"
+    line = getattr(error, "lineno", None) or _line_in(path, error)
+    return f"the template {path}{f', line {line}' if line else ''}: {error.message}"
+
+
+def _line_in(path: Path, error: BaseException) -> int | None:
+    """Return the template's line in the traceback, which jinja2 rewrites to point into the template."""
+    frames = error.__traceback__
+    found = None
+    while frames is not None:
+        if frames.tb_frame.f_code.co_filename == str(path):
+            found = frames.tb_lineno
+        frames = frames.tb_next
+    return found

@@ -1,0 +1,194 @@
+"""What a job is: one frozen `JobSpec`, validated once, before anything runs. Nothing here reads a file but to see it is there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterjob.errors import SpecError
+from clusterjob.node.contract import LAUNCH_VARIABLES
+from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
+from clusterjob.node.program import Program
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+MAX_NAME = 128
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job needs of a cluster.
+
+    Attributes:
+        nodes: number of machines.
+        gpus_per_node: GPUs on each; None when the job does not ask for GPUs.
+        cpus_per_task: cores per worker; None for an even share of the node's.
+        mem: memory per node in bytes; None for the cluster's default.
+        time_limit: seconds; None for the cluster's default.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem: int | None = None
+    time_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("nodes", self.nodes, 1)
+        _at_least("gpus per node", self.gpus_per_node, 0)
+        _at_least("cpus per task", self.cpus_per_task, 1)
+        _at_least("memory", self.mem, 1)
+        _at_least("time limit", self.time_limit, 1)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job as the user means it; no cluster has been asked yet.
+
+    Attributes:
+        program: what each worker runs; a script's path is relative to workdir.
+        workdir: absolute path of the directory that the workers start in.
+        name: for people; the id is made from it.
+        python: the interpreter that runs the agent and the workers.
+        env: variables added to the workers' environment.
+        setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
+        resources: what the job needs.
+        nproc_per_node: workers on each node.
+        max_restarts: how often the workers are started again after a failure.
+        start: ``fork`` from a process that has imported torch, ``exec`` each, or ``auto``.
+        launcher: ``agent``, or ``torchrun`` for torch's own agent on each node.
+        require_gpus: refuse to rehearse on the CPU where there are too few GPUs.
+        template: the user's own template in the place of the backend's.
+        options: backend options by name, such as Slurm flags (``--set``).
+        join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
+
+    Raises:
+        SpecError: a field makes no sense; the message names it.
+    """
+
+    program: Program
+    workdir: Path
+    name: str = ""
+    python: str = "python3"
+    env: Mapping[str, str] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    resources: Resources = field(default_factory=Resources)
+    nproc_per_node: int = 1
+    max_restarts: int = 0
+    start: str = "auto"
+    launcher: str = "agent"
+    require_gpus: bool = False
+    template: Path | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    join_timeout: float = LaunchOptions.join_timeout
+    heartbeat: float = LaunchOptions.heartbeat
+    lease: float = LaunchOptions.lease
+    grace: float = LaunchOptions.grace
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or default_name(self.program))
+        _check_name(self.name)
+        _at_least("nproc per node", self.nproc_per_node, 1)
+        _at_least("max restarts", self.max_restarts, 0)
+        _one_of("start", self.start, START_MODES)
+        _one_of("launcher", self.launcher, LAUNCHERS)
+        for label in ("join_timeout", "heartbeat", "lease", "grace"):
+            if not 0 < getattr(self, label) < 1e9:
+                raise SpecError(f"{label.replace('_', ' ')} is {getattr(self, label)}: it has to be more than 0 seconds")
+        if self.lease <= self.heartbeat:
+            raise SpecError(f"the lease ({self.lease:g} s) has to be longer than the heartbeat ({self.heartbeat:g} s)")
+        for name, value in self.env.items():
+            _check_variable(name, value)
+        for text in (*self.setup, *self.program.args, self.program.target, self.python, str(self.workdir)):
+            if "\0" in text:
+                raise SpecError(f"{text!r} holds a NUL byte, which no command line can carry")
+        if self.template is not None and not self.template.is_file():
+            raise SpecError(f"the template {str(self.template)!r} is not there")
+        self._check_program()
+
+    def _check_program(self) -> None:
+        if not self.workdir.is_dir():
+            raise SpecError(f"the working directory {str(self.workdir)!r} is not there")
+        if self.program.kind == "script":
+            _check_script(self.workdir, self.program.target)
+        elif self.program.kind == "module" and not _MODULE_NAME.fullmatch(self.program.target):
+            raise SpecError(f"{self.program.target!r} is not a module's name", "write it as python -m takes it, such as package.train")
+        elif self.program.kind == "command" and not self.program.target:
+            raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
+
+    def launch_options(self, **more: Any) -> LaunchOptions:
+        """Return what the agent of each node is told; `more` adds what the backend decides, such as the lifeline."""
+        limit = self.resources.time_limit
+        return LaunchOptions(
+            program=self.program, nproc_per_node=self.nproc_per_node, cpus_per_task=self.resources.cpus_per_task,
+            max_restarts=self.max_restarts, start=self.start, launcher=self.launcher, join_timeout=self.join_timeout,
+            heartbeat=self.heartbeat, lease=self.lease, grace=self.grace,
+            **({"time_limit": float(limit) if limit else None} | more),
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the spec as plain data, for the record and for spec.json."""
+        return asdict(self) | {"workdir": str(self.workdir), "template": str(self.template) if self.template else None}
+
+
+def default_name(program: Program) -> str:
+    """Return a job's name where the user gave none: the script's, the module's or the command's own."""
+    stem = Path(program.target).stem if program.kind == "script" else Path(program.target).name
+    cleaned = re.sub(r"[^\w.-]+", "-", stem).strip("-.")
+    return cleaned[:MAX_NAME] or "job"
+
+
+def _at_least(label: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise SpecError(f"{label} is {value}: it has to be at least {least}")
+
+
+def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SpecError(f"{label} is {value!r}", f"it can be {', '.join(known)}")
+
+
+def _check_name(name: str) -> None:
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise SpecError(f"{name[:MAX_NAME]!r} cannot be a job's name", f"use up to {MAX_NAME} printable characters on one line")
+
+
+def _check_variable(name: str, value: str) -> None:
+    if not _ENV_NAME.fullmatch(name):
+        raise SpecError(f"{name!r} cannot be a variable's name", "use letters, digits and underscores, such as --env NCCL_DEBUG=INFO")
+    if "\0" in value:
+        raise SpecError(f"the value of {name} holds a NUL byte, which no environment can carry")
+    if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
+        raise SpecError(f"{name} is set by the launcher for each worker", "leave it out of --env")
+
+
+def _check_script(workdir: Path, target: str) -> None:
+    path = workdir / target
+    if not path.exists():
+        raise SpecError(f"the script {target!r} is not there (in {workdir})", _nearest_script(path))
+    if not path.is_file():
+        raise SpecError(f"the script {target!r} is not a file (in {workdir})")
+    try:
+        with path.open("rb") as stream:
+            first_line = stream.readline(256)
+    except OSError as error:
+        raise SpecError(f"the script {target!r} cannot be read: {error.strerror}") from error
+    if path.suffix != ".py" and first_line.startswith(b"#!") and b"python" not in first_line:
+        raise SpecError(f"{target!r} is not a Python script", f"a command goes after --: clusterjob submit -- ./{target}")
+
+
+def _nearest_script(path: Path) -> str:
+    import difflib
+
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, 1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"a command goes after --: clusterjob submit -- {path.name}" if shutil.which(path.name) else ""

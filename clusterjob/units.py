@@ -1,0 +1,46 @@
+"""Sizes and durations as people write them, into bytes and seconds and back."""
+
+from __future__ import annotations
+
+import re
+
+from clusterjob.errors import SpecError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SIZE_FACTORS = {"": 1024**2, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
+_PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*([dhms])", re.IGNORECASE)
+_PART_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def parse_size(text: str) -> int:
+    """Return a memory size in bytes: 64G, 512M, 1.5T; a bare number is mebibytes, as Slurm reads it.
+
+    Raises:
+        SpecError: the text is no size, or the size is 0.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _SIZE_FACTORS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise SpecError(f"{text!r} is not a memory size", "write a number with K, M, G or T, such as --mem 64G")
+    return size
+
+
+def parse_duration(text: str) -> int:
+    """Return a duration in seconds: 90s, 30m, 2h, 1d12h, 01:30:00 or 1-12:00:00; a bare number is minutes, as Slurm reads it.
+
+    Raises:
+        SpecError: the text is no duration, or the duration is 0.
+    """
+    stripped = text.strip()
+    seconds = 0.0
+    clock = _CLOCK.fullmatch(stripped)
+    if stripped.isascii() and stripped.isdigit():
+        seconds = int(stripped) * 60
+    elif clock and int(clock[3]) < 60 and int(clock[4]) < 60:
+        seconds = int(clock[1] or 0) * 86400 + int(clock[2]) * 3600 + int(clock[3]) * 60 + int(clock[4])
+    elif re.fullmatch(rf"(?:{_PARTS.pattern}\s*)+", stripped, re.IGNORECASE):
+        seconds = sum(float(number) * _PART_SECONDS[unit.lower()] for number, unit in _PARTS.findall(stripped))
+    if seconds < 1:
+        raise SpecError(f"{text!r} is not a duration", "write 90s, 30m, 2h, 1d12h or HH:MM:SS; a bare number is minutes")
+    return int(seconds)
