@@ -1,3 +1,37 @@
-"""Write a distributed training script once; one command runs it here, over SSH, under Slurm or inside a platform."""
+"""Write a distributed training script once; one command runs it here, over SSH, under Slurm or inside a platform.
+
+The public names are loaded when they are first used: importing the package imports nothing heavy, and no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clusterjob.errors import ClusterJobError
+    from clusterjob.node.program import Program
+    from clusterjob.node.topology import Topology, Worker
+    from clusterjob.node.verdict import JobState, Verdict
+    from clusterjob.spec import JobSpec, Resources
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ClusterJobError": "clusterjob.errors",
+    "JobSpec": "clusterjob.spec",
+    "JobState": "clusterjob.node.verdict",
+    "Program": "clusterjob.node.program",
+    "Resources": "clusterjob.spec",
+    "Topology": "clusterjob.node.topology",
+    "Verdict": "clusterjob.node.verdict",
+    "Worker": "clusterjob.node.topology",
+}
+
+__all__ = ["ClusterJobError", "JobSpec", "JobState", "Program", "Resources", "Topology", "Verdict", "Worker", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

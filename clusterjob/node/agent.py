@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, files, logs, processes, starter
+from clusterjob.node import contract, files, logs, processes, starter, torchrun
 from clusterjob.node.contract import World
 from clusterjob.node.echo import Echo
 from clusterjob.node.events import now
@@ -66,6 +66,7 @@ class Agent:
         self._link: Link | None = None
         self._world: World | None = None
         self._running: set[int] = set()  # local ranks
+        self._oom_kills = processes.oom_kills()
         self._stop_ordered = False
         self._cancelled: asyncio.Future[str] | None = None
         self._starter_end: asyncio.Future[None] | None = None
@@ -225,7 +226,7 @@ class Agent:
         elif kind == "store" and not self._stop_ordered:
             code, signal_name = processes.exit_code_of(message["status"])
             last = logs.last_lines(self._directory / "store.log", 1)
-            self._node_failed(": ".join([f"torch's store {_how(code, signal_name)}", *last]))
+            self._node_failed(": ".join([f"torch's store was lost ({_how(code, signal_name)})", *last]))
         elif kind == "gone":
             self._workers_gone()
 
@@ -242,7 +243,7 @@ class Agent:
             self._workers_gone()
         else:
             code, signal_name = processes.exit_code_of(status)
-            self._starter_trouble(f"the process that starts the workers {_how(code, signal_name)}")
+            self._starter_trouble(f"the process that starts the workers was lost ({_how(code, signal_name)})")
 
     def _starter_trouble(self, why: str) -> None:
         """The starter cannot serve: said at once while workers run, else when they are to start."""
@@ -280,18 +281,28 @@ class Agent:
 
     def _failure(self, local_rank: int, code: int, signal_name: str | None, message: str) -> Failure:
         assert self._world is not None
-        node_rank, restart = self._topology.node_rank, self._world.restart
-        rank = None if self._options.launcher == "torchrun" else self._world.first_rank + local_rank
-        paths = logs.torchrun_files(self._directory, restart) if rank is None else logs.rank_files(self._directory, rank, restart)
-        last = logs.last_lines(paths[1])
-        words = "\n".join((message, *last))
+        if self._options.launcher == "torchrun":
+            return self._torchrun_failure(code, signal_name, message)
+        rank = self._world.first_rank + local_rank
+        last = logs.last_lines(logs.rank_files(self._directory, rank, self._world.restart)[1])
         # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always its own.
-        effect = signal_name in (None, "SIGABRT") and is_peer_loss(words)
-        if rank is None:
-            message = f"torchrun {message}"
-        elif last and "Traceback (most recent call last):" in last and message.startswith("exited"):
+        effect = signal_name in (None, "SIGABRT") and is_peer_loss("\n".join((message, *last)))
+        if "Traceback (most recent call last):" in last and message.startswith("exited"):
             message = f"{last[-1]} ({message})"
-        return Failure(rank, None if rank is None else local_rank, node_rank, self._host, code, signal_name, message, last, effect)
+        elif signal_name == "SIGKILL" and processes.oom_kills() > self._oom_kills:
+            message += " (this machine ran out of memory meanwhile)"
+        return Failure(rank, local_rank, self._topology.node_rank, self._host, code, signal_name, message, last, effect)
+
+    def _torchrun_failure(self, code: int, signal_name: str | None, message: str) -> Failure:
+        assert self._world is not None
+        node_rank, host = self._topology.node_rank, self._host
+        stderr = logs.torchrun_files(self._directory, self._world.restart)[1]
+        cause = torchrun.root_cause(stderr)
+        if cause is None:
+            return Failure(None, None, node_rank, host, code, signal_name, f"torchrun {message}", logs.last_lines(stderr))
+        effect = cause.signal in (None, "SIGABRT") and is_peer_loss("\n".join(cause.last_lines))
+        how = _how(cause.exit_code, cause.signal)
+        return Failure(cause.rank, cause.local_rank, node_rank, host, cause.exit_code, cause.signal, how, cause.last_lines, effect)
 
     def _node_failed(self, why: str) -> None:
         failure = Failure(None, None, self._topology.node_rank, self._host, 1, None, why)
@@ -366,7 +377,7 @@ class Agent:
 
 
 def _how(code: int, signal_name: str | None) -> str:
-    return f"was killed by {signal_name}" if signal_name else f"exited with code {code}"
+    return f"killed by {signal_name}" if signal_name else f"exited with code {code}"
 
 
 def say(text: str) -> None:

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract, files, logs, processes, warm, workers
+from clusterjob.node import contract, files, logs, processes, torchrun, warm, workers
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.options import LaunchOptions
@@ -167,7 +167,7 @@ class Starter:
     def _starts(self, world: World, variables: dict[str, str], directory: Path) -> list[workers.WorkerStart]:
         if self._options.launcher == "torchrun":
             out, err = logs.torchrun_files(directory, world.restart)
-            return [workers.WorkerStart(0, variables, self._torchrun(world), out, err)]
+            return [workers.WorkerStart(0, variables, torchrun.command_line(self._options.program, world, self._job_id), out, err)]
         argv = None if self._fork else self._options.program.argv(sys.executable)
         return [
             workers.WorkerStart(
@@ -178,18 +178,6 @@ class Starter:
             )
             for local_rank in range(world.nproc)
         ]
-
-    def _torchrun(self, world: World) -> list[str]:
-        """Return the command line of torch's own agent; our gang does the restarts, which torch's agents cannot agree on alone."""
-        program = self._options.program
-        no_python = ["--no-python"] if program.kind == "command" else []
-        module = ["-m"] if program.kind == "module" else []
-        return [
-            sys.executable, "-m", "torch.distributed.run",
-            "--nnodes", str(world.nnodes), "--node-rank", str(world.node_rank), "--nproc-per-node", str(world.nproc),
-            "--master-addr", world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", self._job_id,
-            "--max-restarts", "0", *no_python, *module, program.target, *program.args,
-        ]  # fmt: skip
 
     def _start_store(self, world: World, listener: int, directory: Path) -> int:
         starter = os.getpid()

@@ -111,10 +111,10 @@ class Lead:
         self._events.add("restart", restart=self._restarts, why=outcome.reason)
 
     def _may_restart(self, outcome: Outcome) -> bool:
-        worker_failed = outcome.failure is not None and outcome.failure.rank is not None
-        torchrun_failed = outcome.failure is not None and self._options.launcher == "torchrun"
+        """A worker that failed may be started again; a node that is gone, or a launcher that is broken, may not."""
+        worker_failed = outcome.failure is not None and (outcome.failure.rank is not None or self._options.launcher == "torchrun")
         nobody_lost = not any(peer.lost for peer in self._peers.values())
-        return (worker_failed or torchrun_failed) and nobody_lost and self._restarts < self._options.max_restarts
+        return worker_failed and nobody_lost and self._restarts < self._options.max_restarts
 
     # -- who is there --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,31 @@
+# Few verbs: demo, test, test-slow, lint, bench, clean. Each sets up what it needs; run again, each is quick.
+# A fresh machine needs Python >= 3.10 and make; the rest is installed into .venv.
+
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test test-slow lint bench clean
+
+demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers each
+	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
+
+test: lint  ## everything but the slow fault and scale runs
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## speed against torchrun, in one run on this machine
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/start.py
+
+$(READY): pyproject.toml constraints.txt tools/setup.sh
+	tools/setup.sh
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,28 @@
+#!/bin/sh
+# Makes .venv with everything that the demo and the tests need; installs Debian's venv package where that is missing.
+# Use: tools/setup.sh   (PYTHON names another interpreter than python3)
+set -eu
+cd -- "$(dirname -- "$0")/.."
+python=${PYTHON:-python3}
+
+say() { printf 'setup: %s\n' "$1" >&2; }
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+  say "$python is missing or older than Python 3.10; PYTHON=/path/to/python names another"
+  exit 1
+fi
+if ! "$python" -c 'import ensurepip, venv' 2> /dev/null; then
+  say "installing $python's venv module"
+  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+  as_root apt-get update -qq
+  as_root apt-get install -y -qq "python$version-venv" > /dev/null
+fi
+
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+say "installing clusterjob, torch and the tools into .venv (minutes the first time)"
+.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev]'
+touch .venv/ready
