@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +57,7 @@ class ConfigFile:
 
 
 def resolve(
-    flags: Mapping[str, Any], cluster: str | None, environ: Mapping[str, str], directory: Path, backends: Iterable[str]
+    flags: Mapping[str, Any], cluster: str | None, environ: Mapping[str, str], directory: Path, backends: Sequence[str]
 ) -> Settings:
     """Return the settings of a job.
 
@@ -72,7 +72,6 @@ def resolve(
         ConfigError: a file is broken or holds an unknown key, or a value makes no sense.
         UnknownCluster: no profile and no backend has the name.
     """
-    backends = list(backends)
     files = find_files(directory)
     cluster, chosen_at = _choose(cluster, environ, files, backends[0])
     profiles = {name: (file, profile) for file in files for name, profile in file.clusters.items()}
@@ -91,7 +90,7 @@ def resolve(
         file, profile = profiles[cluster]
         backend = profile.get("backend", cluster)
         if backend not in backends:
-            raise ConfigError(f"{file.path}: [clusters.{cluster}] names no known backend ({backend!r})", _nearest(backend, backends))
+            raise ConfigError(f"{file.path}: [clusters.{cluster}] names no known backend ({backend!r})", _nearest(backend, list(backends)))
     return Settings(cluster, backend, values, origins)
 
 

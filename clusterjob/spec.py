@@ -144,7 +144,7 @@ def default_name(program: Program) -> str:
 
 def _at_least(label: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
-        raise SpecError(f"{label} is {value}: it has to be at least {least}")
+        raise SpecError(f"{label} is {value}: it has to be at least {least}", f"give {least} or more, or leave it out")
 
 
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
@@ -191,4 +191,6 @@ def _nearest_script(path: Path) -> str:
     near = difflib.get_close_matches(path.name, names, 1)
     if near:
         return f"did you mean {near[0]}?"
-    return f"a command goes after --: clusterjob submit -- {path.name}" if shutil.which(path.name) else ""
+    if shutil.which(path.name):
+        return f"a command goes after --: clusterjob submit -- {path.name}"
+    return "a script's path is relative to the working directory (--workdir)"

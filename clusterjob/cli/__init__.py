@@ -15,7 +15,6 @@ from clusterjob.errors import ClusterJobError, UsageError
 app = typer.Typer(
     name="clusterjob",
     help="Write a distributed training script once; one command runs it here, over SSH, under Slurm or inside a platform.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # rich would triple the time of --help
     pretty_exceptions_enable=False,
@@ -28,8 +27,9 @@ inspect.register(app)
 _verbose = False
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _global_options(
+    ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,  # noqa: FBT002
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the cause of an error.")] = False,  # noqa: FBT002
 ) -> None:
@@ -38,6 +38,9 @@ def _global_options(
     if version:
         print(f"clusterjob {__version__}")
         raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help(), file=sys.stderr)
+        raise typer.Exit(UsageError.exit_code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,10 @@ def register(app: typer.Typer) -> None:
 
 
 def env(as_json: Json = False) -> int:  # noqa: FBT002
-    """Show which environment is found here, which variable gave which field, and what conflicts."""
+    """Show the place in a job that is found here, and why.
+
+    Which variable gave which field, what was ignored, what conflicts; exit code 1 if something does.
+    """
     import os
 
     from clusterjob import output
@@ -35,7 +38,7 @@ def config(
     cluster: Annotated[str | None, typer.Option("--cluster", metavar="NAME", help="The profile, or backend, to show.")] = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> int:
-    """Show the settings that hold here for a job, and where each comes from."""
+    """Show the settings that hold here, and where each was set."""
     import os
     from pathlib import Path
 

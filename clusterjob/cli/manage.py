@@ -57,7 +57,7 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
 
 
 def wait(job_id: Id) -> int:
-    """Wait for a job's end and return its exit code."""
+    """Wait for a job's end; end with its exit code."""
     from clusterjob import jobs, output
     from clusterjob.records import Records
 
@@ -85,7 +85,10 @@ def logs(
     node: Annotated[int | None, typer.Option("--node", min=0, metavar="N", help="Only this node's lines.")] = None,
     tail: Annotated[int | None, typer.Option("--tail", min=0, metavar="N", help="Only the last N lines of what is there.")] = None,
 ) -> int:
-    """Show the workers' output, all ranks in the order of time; with -f, end with the job's exit code."""
+    """Show the workers' output, all ranks in the order of time.
+
+    With -f, go on until the job ends, and end with its exit code.
+    """
     from clusterjob.cli import watch
     from clusterjob.records import Records
 

@@ -30,7 +30,10 @@ def submit(
     as_json: Json = False,  # noqa: FBT002
     **flags: Any,
 ) -> int:
-    """Start a job and print its id, alone, on stdout; the job lives on by itself."""
+    """Start a job and print its id; the job lives on by itself.
+
+    The id stands alone on stdout.
+    """
     from clusterjob import jobs, output
 
     plan, cluster = _plan(ctx, flags)
@@ -46,7 +49,10 @@ def submit(
 
 
 def run(ctx: typer.Context, **flags: Any) -> int:
-    """Start a job, show its output, and end with its exit code; Ctrl-C cancels it."""
+    """Start a job, show its output, end with its exit code.
+
+    Ctrl-C cancels the job. If this command is killed, the job ends too.
+    """
     from clusterjob import jobs, output
 
     plan, cluster = _plan(ctx, flags)
@@ -62,13 +68,16 @@ def run(ctx: typer.Context, **flags: Any) -> int:
 
 
 def render(ctx: typer.Context, as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
-    """Print the plan: each file and command, byte for byte what submit would carry out."""
+    """Print each file and command that submit would carry out."""
     plan, _ = _plan(ctx, flags)
     return _print_plan(plan, as_json=as_json)
 
 
 def launch(ctx: typer.Context) -> int:
-    """On a node: read the environment and start this node's part of a job."""
+    """On a node: start this node's part of a job, in place.
+
+    The environment says which job and which node. `clusterjob launch --help` has its options.
+    """
     from clusterjob.node.launch import main
 
     return main(ctx.args)

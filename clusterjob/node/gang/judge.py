@@ -47,9 +47,7 @@ class Judge:
                 self._troubles[key] = _Trouble(at, failure, exited)
             return
         if exited and not known.exited:
-            ours = at >= self._stopped_at and failure.signal is not None  # it was on its way out when we stopped it
-            end = {"exit_code": known.failure.exit_code, "signal": None} if ours else {}
-            known.failure = replace(failure, message=known.failure.message, effect=known.failure.effect or failure.effect, **end)  # type: ignore[arg-type]
+            known.failure = _completed(known.failure, failure, by_us=at >= self._stopped_at)
             known.exited = True
 
     def stopped(self, at: float) -> None:
@@ -79,3 +77,15 @@ class Judge:
 
     def _ranked(self) -> list[_Trouble]:
         return sorted(self._troubles.values(), key=lambda trouble: (trouble.failure.effect, trouble.at))
+
+
+def _completed(announced: Failure, end: Failure, *, by_us: bool) -> Failure:
+    """Return what a worker announced, completed by how it ended.
+
+    A signal that came after the announcement is not the cause: it is ours, or that of an interpreter that aborts while it
+    exits (gloo's threads: "terminate called without an active exception").
+    """
+    if end.signal is None:
+        return replace(end, message=announced.message, effect=announced.effect or end.effect)
+    after = "" if by_us else f" (then {end.message})"
+    return replace(announced, message=f"{announced.message}{after}", last_lines=end.last_lines)
