@@ -19,10 +19,10 @@ from typing import Any
 from clusterjob import gpus, pack, plans
 from clusterjob.backends import Status
 from clusterjob.errors import SpecError, SubmitError
-from clusterjob.node import contract, files, processes
+from clusterjob.node import contract, ends, files, processes
 from clusterjob.node.events import now, read_events
-from clusterjob.node.logs import last_lines, node_directory
-from clusterjob.node.verdict import Failure, JobState, Verdict
+from clusterjob.node.logs import node_directory
+from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan, PlannedCommand, PlannedFile
 from clusterjob.records import Handle, Record, home
 from clusterjob.render import render
@@ -247,16 +247,9 @@ def _progress(job_dir: Path) -> tuple[str | None, int, str]:
 def _end_without_lead(record: Record, started_at: str | None, restarts: int) -> Verdict:
     """Return the end of a job whose lead wrote none: from what the nodes wrote, else LOST. Never a success."""
     common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
-    ends = record.job_dir / "ends"
-    for path in sorted(ends.glob("node*.refused")):
-        code, _, message = path.read_text(errors="replace").strip().partition("\n")
-        node_rank = int(path.stem.removeprefix("node"))
-        host, _, why = message.partition(": ")
-        last = last_lines(node_directory(record.job_dir, node_rank) / "agent.log")
-        failure = Failure(None, None, node_rank, host, int(code) or 1, None, why, last)
-        return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {why}", failure, **common)
-    for path in sorted(ends.glob("node*.json")):
-        end = files.read_json(path) or {}
+    for failure in ends.refusals(record.job_dir):
+        return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure, **common)
+    for end in ends.written(record.job_dir):
         if end.get("reason"):
             return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
     if record.handle is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, files, logs, processes, starter, torchrun
+from clusterjob.node import contract, ends, files, logs, processes, starter, torchrun
 from clusterjob.node.contract import World
 from clusterjob.node.echo import Echo
 from clusterjob.node.events import now
@@ -83,9 +83,10 @@ class Agent:
         self._starter_end = loop.create_future()
         loop.add_reader(self._starter.control, self._hear_starter)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, self._cancel, f"{processes.signal_name(number)} on {self._host}")
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, asked for that
+                loop.add_signal_handler(number, self._cancel, f"{processes.signal_name(number)} on {self._host}")
         if self._options.lifeline:
-            loop.add_reader(0, self._hear_lifeline)
+            self._hold_lifeline()
         noting = asyncio.create_task(self._note_growth())
         try:
             verdict = await self._serve()
@@ -152,7 +153,7 @@ class Agent:
             lead = Lead(self._topology, self._options, self._job, self._job_dir, say)
             self._link = OwnLead(lead, hello)
             return asyncio.create_task(lead.lead())
-        finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, say))
+        finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, say, self._lead_given_up))
         either: set[asyncio.Future[Any]] = {finding, self._cancelled}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if finding.done():
@@ -160,6 +161,10 @@ class Agent:
         else:
             finding.cancel()
         return None
+
+    def _lead_given_up(self) -> str:
+        """Node 0's script may say in the job's directory, where nodes share it, that it cannot start."""
+        return next((failure.message for failure in ends.refusals(self._job_dir) if failure.node_rank == 0), "")
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -324,6 +329,12 @@ class Agent:
         assert self._cancelled is not None
         return self._cancelled.result()
 
+    def _hold_lifeline(self) -> None:
+        try:
+            asyncio.get_running_loop().add_reader(0, self._hear_lifeline)
+        except PermissionError:  # epoll takes no plain file and no /dev/null: what such a stdin says is there already
+            self._hear_lifeline()
+
     def _hear_lifeline(self) -> None:
         loop = asyncio.get_running_loop()
         try:
@@ -367,9 +378,8 @@ class Agent:
 
     def _record_end(self, verdict: Verdict) -> None:
         """Write this node's end where it happened, and the job's where node 0 could not come to one."""
-        own = verdict.to_json() | {"node_rank": self._topology.node_rank, "host": self._host}
         try:
-            files.write_json(self._job_dir / "ends" / f"node{self._topology.node_rank}.json", own)
+            ends.write(self._job_dir, self._topology.node_rank, verdict.to_json() | {"host": self._host})
             if self._topology.node_rank == 0 and not (self._job_dir / "result.json").exists():
                 files.write_json(self._job_dir / "result.json", verdict.to_json())
         except OSError as error:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clusterjob.errors import ClusterJobError, PlaceError
-from clusterjob.node import contract, environments, logs, processes, warm, workers
+from clusterjob.node import contract, ends, environments, logs, processes, warm, workers
 from clusterjob.node.gang import ports
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions, parse
@@ -125,7 +125,7 @@ def _job_directory(environ: Mapping[str, str], topology: Topology) -> tuple[Path
     named = environ.get(contract.JOB_DIR)
     job_dir = Path(named) if named else Path(tempfile.mkdtemp(prefix="clusterjob-"))
     try:
-        for directory in (logs.node_directory(job_dir, topology.node_rank), job_dir / "ends"):
+        for directory in (logs.node_directory(job_dir, topology.node_rank), ends.directory(job_dir)):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ClusterJobError(f"the job's directory {job_dir} cannot be written: {error.strerror}") from error

@@ -24,11 +24,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract, files, logs, processes, torchrun, warm, workers
+from clusterjob.node import contract, ends, logs, processes, torchrun, warm, workers
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState
 
 MESSAGE_BYTES = 1 << 17  # of one message; a socket pair of SOCK_SEQPACKET keeps them apart
 # What workers leave behind is asked to go, then killed. Between the two, multiprocessing's resource tracker (which ignores
@@ -279,16 +280,10 @@ class Starter:
             pass  # the agent is gone; the end of its socket says so too
 
     def _record_end(self) -> None:
-        end = {
-            "state": "LOST",
-            "node_rank": self._node_rank,
-            "reason": f"the agent of node {self._node_rank} on {socket.gethostname()} (pid {self._agent_pid}) was killed",
-            "time": now(),
-        }
-        path = self._job_dir / "ends" / f"node{self._node_rank}.json"
+        why = f"the agent of node {self._node_rank} on {socket.gethostname()} (pid {self._agent_pid}) was killed"
         try:
-            if not path.exists():
-                files.write_json(path, end)
+            if all(end["node_rank"] != self._node_rank for end in ends.written(self._job_dir)):
+                ends.write(self._job_dir, self._node_rank, {"state": str(JobState.LOST), "reason": why, "time": now()})
         except OSError:
             pass
 

@@ -68,6 +68,8 @@ def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int]) -
         if worker.argv is None:
             warm.refresh_after_fork()
             return 0
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # Python ignores them, and an ignored signal stays so over exec
         os.set_inheritable(report_pipe[1], True)
         _exec(worker.argv, report_pipe[1], worker.local_rank)
     except BaseException as error:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from clusterjob.errors import GangError
-from clusterjob.node import files, network
+from clusterjob.node import ends, files, network
 from clusterjob.node.contract import World
 from clusterjob.node.events import EventLog, now
 from clusterjob.node.gang import ports, wire
@@ -213,15 +213,8 @@ class Lead:
 
     def _refused_nodes(self) -> Outcome | None:
         """A node whose script could not even start the agent says so in a file, where the directory is shared."""
-        if self._refusals:
-            return self._failed(self._refusals[0])
-        for path in sorted((self._job_dir / "ends").glob("node*.refused")):
-            code, _, message = path.read_text(errors="replace").partition("\n")
-            host, _, why = message.strip().partition(": ")
-            number = path.stem.removeprefix("node")
-            if number.isdigit() and code.strip().isdigit():
-                return self._failed(Failure(None, None, int(number), host, int(code), None, why))
-        return None
+        refused = self._refusals or ends.refusals(self._job_dir)
+        return self._failed(refused[0]) if refused else None
 
     # -- one round -----------------------------------------------------------------------------------------------------
 

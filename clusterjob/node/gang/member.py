@@ -89,7 +89,14 @@ class RemoteLead:
                 return
 
 
-async def find_lead(topology: Topology, options: LaunchOptions, job: JobIdentity, hello: Message, say: Callable[[str], None]) -> RemoteLead:
+async def find_lead(
+    topology: Topology,
+    options: LaunchOptions,
+    job: JobIdentity,
+    hello: Message,
+    say: Callable[[str], None],
+    given_up: Callable[[], str],
+) -> RemoteLead:
     """Return the link to the lead, waiting for it to be there.
 
     Args:
@@ -98,6 +105,7 @@ async def find_lead(topology: Topology, options: LaunchOptions, job: JobIdentity
         job: the job's identity, with the candidate ports.
         hello: how this agent introduces itself.
         say: shows one line to whoever watches this node.
+        given_up: says why node 0 will never be there; empty while it may come.
 
     Raises:
         GangError: the lead refused this agent, or was not found in time; the message says what was tried and what the
@@ -115,6 +123,8 @@ async def find_lead(topology: Topology, options: LaunchOptions, job: JobIdentity
         waited = time.monotonic() - begin
         tried = "; ".join(f"{why} (port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))})" for why, ports in troubles.items())
         text = f"node {topology.node_rank} cannot find node 0 at {topology.master_addr}: {tried}"
+        if given_up():
+            raise GangError(f"node 0 did not start: {given_up()}")
         if waited > options.join_timeout:
             raise GangError(f"{text}; gave up after {options.join_timeout:g} s")
         if time.monotonic() - told > _WAITING_NOTICE:
