@@ -34,7 +34,7 @@ class EventLog:
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events that were written whole; a job that has none yields none."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         return
     for line in lines:

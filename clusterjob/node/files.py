@@ -42,5 +42,5 @@ def read_json(path: Path) -> Any | None:
     """Return what `write_json` wrote, or None when the file is absent or is not JSON."""
     try:
         return json.loads(path.read_bytes().decode(errors="surrogatepass"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 INTERVAL = 0.1  # seconds between two looks at the files
+_NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
 _NAME = re.compile(r"(?:rank(?P<rank>\d+)|torchrun)(?:\.restart(?P<restart>\d+))?\.(?P<stream>out|err)")
 
 
@@ -48,10 +49,15 @@ def last_lines(path: Path, count: int = 20, limit: int = 16384) -> tuple[str, ..
         with path.open("rb") as stream:
             stream.seek(0, 2)
             stream.seek(max(0, stream.tell() - limit))
-            text = stream.read().decode(errors="replace")
+            lines = [_shown(part).rstrip() for part in stream.read().split(b"\n")]
     except OSError:
         return ()
-    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-count:]
+    return tuple(line for line in lines if line)[-count:]
+
+
+def _shown(part: bytes) -> str:
+    """Return a line as a terminal would leave it: a progress bar rewrites its line, and its last state is left standing."""
+    return part.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
 class Timeline:
@@ -120,9 +126,7 @@ class _File:
         return [self._line(rest)] if rest else []
 
     def _line(self, part: bytes) -> Line:
-        # A progress bar rewrites its line with carriage returns: what is left standing is the last state.
-        text = part.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-        return Line(self.node_rank, self.rank, self.stream, text)
+        return Line(self.node_rank, self.rank, self.stream, _shown(part))
 
 
 class LogReader:
@@ -148,9 +152,10 @@ class LogReader:
             timeline = self._timelines.setdefault(
                 node_rank, _File(node_rank, None, "out", node_directory(self._logs.parent, node_rank) / "timeline")
             )
-            for note in timeline.lines_up_to(None):
-                moment, name, size = note.text.split(" ")
-                notes.append((float(moment), node_rank, name, int(size)))
+            for line in timeline.lines_up_to(None):
+                note = _NOTE.fullmatch(line.text)  # a line that a full disk cut short costs its place in time alone
+                if note is not None:
+                    notes.append((float(note[1]), node_rank, note[2], int(note[3])))
         found: list[Line] = []
         for _, node_rank, name, noted in sorted(notes):
             file = self._file(node_rank, name)
@@ -162,7 +167,7 @@ class LogReader:
         """Return all that is left, lines without an end included: for a job that is over, or of which this is enough."""
         found = self.read()
         for node_rank in self._nodes():
-            for path in sorted(node_directory(self._logs.parent, node_rank).iterdir()):
+            for path in sorted(node_directory(self._logs.parent, node_rank).iterdir(), key=_by_restart):
                 file = self._file(node_rank, path.name)
                 if file is not None:
                     found += file.lines_up_to(None) + file.last_line()
@@ -184,6 +189,12 @@ class LogReader:
             return None
         path = node_directory(self._logs.parent, node_rank) / name
         return self._files.setdefault((node_rank, name), _File(node_rank, rank, match["stream"], path))
+
+
+def _by_restart(path: Path) -> tuple[int, int, str]:
+    """Order files as they were written: start by start, and in each by rank."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match["restart"] or 0), int(match["rank"] or -1), path.name) if match else (0, -1, path.name)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from typing import Any
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
@@ -18,7 +19,7 @@ def address_towards(host: str) -> str | None:
         host: a name or an address.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = _resolve(host, 9, socket.SOCK_DGRAM)
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
@@ -50,6 +51,13 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
+def _resolve(host: str, port: int, kind: int) -> Any:
+    try:
+        return socket.getaddrinfo(host, port, type=kind)[0]
+    except UnicodeError as error:  # a name with an empty or an endless label does not even reach the resolver
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host's name") from error
+
+
 def listen_at(host: str, port: int, backlog: int) -> socket.socket:
     """Return a TCP socket that listens on one address of this machine, or on all where the host is not its own.
 
@@ -61,8 +69,7 @@ def listen_at(host: str, port: int, backlog: int) -> socket.socket:
     Raises:
         OSError: the port is taken (EADDRINUSE), or the name does not resolve.
     """
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = infos[0]
+    family, _, _, _, address = _resolve(host, port, socket.SOCK_STREAM)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

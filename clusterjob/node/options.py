@@ -59,7 +59,7 @@ class LaunchOptions:
             if isinstance(value, bool):
                 words.append(flag if value else f"--no-{flag[2:]}")
             else:
-                words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+                words += [flag, str(value)]
         return words + self.program.launch_arguments()
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from clusterjob.errors import PlaceError
 from clusterjob.node.topology import Topology, Worker
 
+_MOST_DIGITS = 19  # more is no count of anything here
+
 
 @dataclass(frozen=True)
 class Ignored:
@@ -86,8 +88,8 @@ class Reading:
         value = self.text(field_name, variable, required=required)
         if value is None:
             return None
-        if not (value.isascii() and value.isdigit()):
-            self.conflicts.append(f"{variable}={value!r} is not a whole number ({field_name})")
+        if not (value.isascii() and value.isdigit() and len(value) < _MOST_DIGITS):
+            self.conflicts.append(f"{variable}={value[:80]!r} is not a whole number ({field_name})")
             return None
         return int(value)
 

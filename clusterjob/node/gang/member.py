@@ -118,7 +118,7 @@ async def find_lead(
         for port in job.ports:
             try:
                 return await _try(topology.master_addr, port, options, job, hello)
-            except (OSError, asyncio.TimeoutError, wire.Stranger) as error:
+            except (OSError, UnicodeError, asyncio.TimeoutError, wire.Stranger) as error:
                 troubles.setdefault(_why(error), []).append(port)
         waited = time.monotonic() - begin
         tried = "; ".join(f"{why} (port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))})" for why, ports in troubles.items())

@@ -104,8 +104,8 @@ async def greet_lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
         nonce = secrets.token_hex(16)
         _write(writer, {"clusterjob": PROTOCOL, "job": hello["job"], "nonce": nonce})
         challenge = await _read(reader)
-        session = _sign(token, b"session", nonce.encode(), str(challenge.get("nonce", "")).encode())
-        if not hmac.compare_digest(str(challenge.get("proof", "")).encode(), _sign(session, b"lead")):
+        session = _sign(token, b"session", nonce.encode(), _bytes(challenge.get("nonce")))
+        if not hmac.compare_digest(_bytes(challenge.get("proof")), _sign(session, b"lead")):
             raise Stranger("it does not know the job's token")
         channel = Channel(reader, writer, _sign(session, b"to lead"), _sign(session, b"from lead"))
         channel.send(hello)
@@ -132,7 +132,7 @@ async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         if opening.get("clusterjob") != PROTOCOL or opening.get("job") != job:
             raise Stranger("it is not an agent of this job")
         nonce = secrets.token_hex(16)
-        session = _sign(token, b"session", str(opening.get("nonce", "")).encode(), nonce.encode())
+        session = _sign(token, b"session", _bytes(opening.get("nonce")), nonce.encode())
         _write(writer, {"nonce": nonce, "proof": _sign(session, b"lead").decode()})
         channel = Channel(reader, writer, _sign(session, b"from lead"), _sign(session, b"to lead"))
         return channel, await channel.receive()  # its signature is the agent's proof
@@ -141,6 +141,10 @@ async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     if hello is None:
         raise Stranger("it closed the connection")
     return channel, hello
+
+
+def _bytes(value: object) -> bytes:
+    return str(value).encode(errors="surrogatepass")  # a stranger's JSON may hold what UTF-8 cannot
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:
