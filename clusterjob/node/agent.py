@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 from clusterjob.errors import ClusterJobError
 from clusterjob.node import contract, ends, files, logs, processes, starter, torchrun
 from clusterjob.node.contract import World
-from clusterjob.node.echo import Echo
 from clusterjob.node.events import now
 from clusterjob.node.gang.lead import Lead
 from clusterjob.node.gang.member import Link, OwnLead, find_lead
@@ -24,7 +22,8 @@ from clusterjob.node.gang.wire import Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.topology import Topology
-from clusterjob.node.verdict import Failure, JobState, Verdict, is_peer_loss
+from clusterjob.node.verdict import Failure, JobState, Verdict, is_peer_loss, last_exception
+from clusterjob.node.voice import Voice
 
 _LOST_GRACE = 0.5  # between SIGTERM and SIGKILL for workers whose lead is gone
 _QUIT_PATIENCE = 3.0  # for a starter that was told to quit
@@ -51,10 +50,18 @@ class Agent:
         job: the job's identity and secret.
         job_dir: the job's directory as this node sees it.
         starter_process: the starter, forked already.
+        voice: what this agent says, and shows of its workers' output.
     """
 
     def __init__(
-        self, topology: Topology, nproc: int, options: LaunchOptions, job: JobIdentity, job_dir: Path, starter_process: StarterProcess
+        self,
+        topology: Topology,
+        nproc: int,
+        options: LaunchOptions,
+        job: JobIdentity,
+        job_dir: Path,
+        starter_process: StarterProcess,
+        voice: Voice,
     ) -> None:
         self._topology = topology
         self._nproc = nproc
@@ -62,9 +69,11 @@ class Agent:
         self._job = job
         self._job_dir = job_dir
         self._starter = starter_process
+        self._voice = voice
         self._host = socket.gethostname()
         self._link: Link | None = None
         self._world: World | None = None
+        self._pending: tuple[bytes, socket.socket | None] | None = None  # a round that the starter was not yet told of
         self._running: set[int] = set()  # local ranks
         self._oom_kills = processes.oom_kills()
         self._stop_ordered = False
@@ -72,7 +81,6 @@ class Agent:
         self._starter_end: asyncio.Future[None] | None = None
         self._directory = logs.node_directory(job_dir, topology.node_rank)
         self._timeline = logs.Timeline(self._directory)
-        self._echo = Echo(job_dir, topology.node_rank) if options.echo else None
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
@@ -95,7 +103,8 @@ class Agent:
         finally:
             noting.cancel()
         await self._dismiss_starter()
-        self._show()
+        self._timeline.note()
+        self._voice.finish()
         self._record_end(verdict)
         if self._link is not None:
             await self._link.close()
@@ -150,10 +159,10 @@ class Agent:
             "nproc": self._nproc, "host": self._host, "pid": os.getpid(),
         }  # fmt: skip
         if self._topology.node_rank == 0:
-            lead = Lead(self._topology, self._options, self._job, self._job_dir, say)
+            lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say)
             self._link = OwnLead(lead, hello)
             return asyncio.create_task(lead.lead())
-        finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, say, self._lead_given_up))
+        finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, self._voice.say, self._lead_given_up))
         either: set[asyncio.Future[Any]] = {finding, self._cancelled}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if finding.done():
@@ -181,8 +190,14 @@ class Agent:
         variables |= {
             contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
         }  # fmt: skip
-        store: socket.socket | None = order.get("store")
-        message = starter.world_message(world, variables)
+        self._pending = (starter.world_message(world, variables), order.get("store"))
+        self._send_pending()
+
+    def _send_pending(self) -> None:
+        """Hand the starter the next round once it can take it: a round that is called off while it imports never begins."""
+        if self._pending is None or not self._starter.ready:
+            return
+        (message, store), self._pending = self._pending, None
         if store is None:
             self._starter.control.send(message)
         else:
@@ -191,12 +206,13 @@ class Agent:
 
     def _stop_workers(self, grace: float) -> None:
         self._stop_ordered = True
-        if self._starter.gone:
-            self._workers_gone()
-        elif self._starter.ready:
+        if self._starter.ready and not self._starter.gone:
             self._tell_starter({"t": "stop", "grace": grace})
-        else:
-            processes.send_signal(self._starter.pid, signal.SIGKILL)  # it is importing, and has no workers yet
+            return
+        if self._pending is not None and self._pending[1] is not None:
+            self._pending[1].close()
+        self._pending = None
+        self._workers_gone()
 
     def _tell_starter(self, message: dict[str, Any]) -> None:
         try:
@@ -220,10 +236,11 @@ class Agent:
         kind = message["t"]
         if kind == "ready":
             self._starter.ready = True
+            self._send_pending()
             if message["why"] and self._options.start == "fork":
                 self._starter_trouble(f"--start fork is impossible: {message['why']}")
             elif message["why"]:
-                say(f"node {self._topology.node_rank} starts its workers by exec: {message['why']}")
+                self._voice.say(f"node {self._topology.node_rank} starts its workers by exec: {message['why']}")
         elif kind == "failing":
             self._worker_failing(message)
         elif kind == "exit":
@@ -292,8 +309,9 @@ class Agent:
         last = logs.last_lines(logs.rank_files(self._directory, rank, self._world.restart)[1])
         # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always its own.
         effect = signal_name in (None, "SIGABRT") and is_peer_loss("\n".join((message, *last)))
-        if "Traceback (most recent call last):" in last and message.startswith("exited"):
-            message = f"{last[-1]} ({message})"
+        exception = last_exception(last)
+        if exception is not None and message.startswith("exited"):
+            message = f"{exception} ({message})"
         elif signal_name == "SIGKILL" and processes.oom_kills() > self._oom_kills:
             message += " (this machine ran out of memory meanwhile)"
         return Failure(rank, local_rank, self._topology.node_rank, self._host, code, signal_name, message, last, effect)
@@ -352,8 +370,7 @@ class Agent:
 
     def _show(self) -> None:
         self._timeline.note()
-        if self._echo is not None:
-            self._echo.show()
+        self._voice.show()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -383,13 +400,8 @@ class Agent:
             if self._topology.node_rank == 0 and not (self._job_dir / "result.json").exists():
                 files.write_json(self._job_dir / "result.json", verdict.to_json())
         except OSError as error:
-            say(f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}: {error.strerror}")
+            self._voice.say(f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}: {error.strerror}")
 
 
 def _how(code: int, signal_name: str | None) -> str:
     return f"killed by {signal_name}" if signal_name else f"exited with code {code}"
-
-
-def say(text: str) -> None:
-    """Show one line to whoever watches this node: its stderr, which a submitted job keeps as agent.log."""
-    print(f"clusterjob: {text}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterjob.errors import PlaceError
 from clusterjob.node import network
 
 JOB_ID = "CLUSTERJOB_JOB_ID"
@@ -115,17 +116,32 @@ def thread_defaults(environ: Mapping[str, str], nproc: int, cpus_per_task: int |
     return {"OMP_NUM_THREADS": str(share)}
 
 
-def read_token(environ: Mapping[str, str], job_id: str, attempt_identity: str) -> bytes:
+def read_attempt(environ: Mapping[str, str]) -> int:
+    """Return which start of the whole job this is, from 0.
+
+    Raises:
+        PlaceError: CLUSTERJOB_ATTEMPT is no whole number.
+    """
+    text = environ.get(ATTEMPT) or "0"
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise PlaceError(f"{ATTEMPT}={text[:80]!r} is not a whole number")
+    return int(text)
+
+
+def read_token(environ: Mapping[str, str], identity: str) -> bytes:
     """Return the job's secret, which agents prove to each other.
 
     From CLUSTERJOB_TOKEN, else the file that CLUSTERJOB_TOKEN_FILE names, else derived from the job's identity: that one
     keeps jobs apart and is no secret.
 
     Raises:
-        OSError: the file cannot be read.
+        PlaceError: the file cannot be read.
     """
     if environ.get(TOKEN):
-        return environ[TOKEN].encode()
+        return environ[TOKEN].encode(errors="surrogateescape")
     if environ.get(TOKEN_FILE):
-        return Path(environ[TOKEN_FILE]).read_bytes().strip()
-    return f"clusterjob:{job_id}:{attempt_identity}".encode()
+        try:
+            return Path(environ[TOKEN_FILE]).read_bytes().strip()
+        except OSError as error:
+            raise PlaceError(f"the job's secret cannot be read: {error.strerror}: {environ[TOKEN_FILE]}") from error
+    return f"clusterjob:{identity}".encode()

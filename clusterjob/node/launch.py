@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import secrets
@@ -17,6 +16,7 @@ from clusterjob.errors import ClusterJobError, PlaceError
 from clusterjob.node import contract, ends, environments, logs, processes, warm, workers
 from clusterjob.node.gang import ports
 from clusterjob.node.identity import JobIdentity
+from clusterjob.node.logs import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.starter import Starter
@@ -52,7 +52,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     topology = place(environ)
     nproc = options.nproc_per_node or topology.nproc_per_node or 1
     os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task))
-    job_id = environ.get(contract.JOB_ID) or _identity(topology)
+    job = _identity(environ, topology)
     job_dir, temporary = _job_directory(environ, topology)
 
     agent_end, starter_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -61,26 +61,29 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     starter_pid = os.fork()
     if starter_pid == 0:
         agent_end.close()
-        _serve_as_starter(Starter(starter_end, options, job_dir, job_id, nproc, topology.node_rank))
+        _serve_as_starter(Starter(starter_end, options, job_dir, job.job_id, nproc, topology.node_rank))
     starter_end.close()
-
-    from clusterjob.node.agent import Agent, StarterProcess, say  # asyncio, which the starter has no use for
-
-    attempt = int(environ.get(contract.ATTEMPT) or 0)
-    identity = f"{topology.master_addr}:{topology.master_port}:{topology.nnodes}:{attempt}"
-    job = JobIdentity(
-        job_id, attempt, contract.read_token(environ, job_id, identity), ports.candidates(job_id, attempt, topology.master_port),
-        warm.has_torch(),
-    )  # fmt: skip
-    processes.adopt_orphans()
     agent_end.setblocking(False)
-    verdict = asyncio.run(Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end)).run())
-    if topology.node_rank == 0 or verdict.state is JobState.LOST:
-        say(verdict.text())
-    if temporary and verdict.state is JobState.SUCCEEDED:
-        shutil.rmtree(job_dir, ignore_errors=True)
-    elif temporary:
-        say(f"logs: {job_dir}")
+    processes.adopt_orphans()
+
+    # From here on there may be threads; and while this process loads asyncio, the starter imports torch.
+    import asyncio
+
+    from clusterjob.node.agent import Agent, StarterProcess
+    from clusterjob.node.voice import Voice
+
+    voice = Voice(LogReader(job_dir, node=topology.node_rank) if options.echo else None)
+    try:
+        agent = Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end), voice)
+        verdict = asyncio.run(agent.run())
+        if topology.node_rank == 0 or verdict.state is JobState.LOST:
+            voice.say(verdict.text())
+        if temporary and verdict.state is JobState.SUCCEEDED:
+            shutil.rmtree(job_dir, ignore_errors=True)
+        elif temporary:
+            voice.say(f"logs: {job_dir}")
+    finally:
+        voice.close()
     return verdict.exit_code
 
 
@@ -110,15 +113,23 @@ def _serve_as_starter(starter: Starter) -> None:
     program = starter.serve()
     if program is None:
         os._exit(0)
-    report_fd, local_rank = int(os.environ[contract.REPORT_FD].partition(":")[0]), int(os.environ["LOCAL_RANK"])
-    run_as_main(program, lambda message, code: workers.report(report_fd, local_rank, message, code))
+    report_fd, local_rank, own_pid = int(os.environ[contract.REPORT_FD].partition(":")[0]), int(os.environ["LOCAL_RANK"]), os.getpid()
+
+    def on_failure(message: str, exit_code: int) -> None:
+        if os.getpid() == own_pid:  # a child that the program forked runs the same code to its end
+            workers.report(report_fd, local_rank, message, exit_code)
+
+    run_as_main(program, on_failure)
 
 
-def _identity(topology: Topology) -> str:
-    """Return a job id where nobody gave one: the same on every node of several, a random one on a single node."""
-    if topology.nnodes == 1:
-        return f"launch-{secrets.token_hex(4)}"
-    return f"launch-{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
+def _identity(environ: Mapping[str, str], topology: Topology) -> JobIdentity:
+    """Return which job this is; where nobody gave an id, one that all nodes come to by themselves, a random one on a single node."""
+    attempt = contract.read_attempt(environ)
+    place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
+    own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
+    job_id = environ.get(contract.JOB_ID) or own_name
+    token = contract.read_token(environ, f"{job_id}:{attempt}:{place_text}")
+    return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), warm.has_torch())
 
 
 def _job_directory(environ: Mapping[str, str], topology: Topology) -> tuple[Path, bool]:

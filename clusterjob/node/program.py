@@ -94,8 +94,12 @@ def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
     sys.argv = [program.target, *program.args]
     _prepend_to_path(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)
-    module = _fresh_main(path, loader)
-    return loader.source_to_code(loader.get_data(path), path), module
+    try:
+        source = loader.get_data(path)
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    return loader.source_to_code(source, path), _fresh_main(path, loader)
 
 
 def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:

@@ -230,9 +230,11 @@ class Starter:
         for line in lines:
             try:
                 report = json.loads(line)
-                self._tell({"t": "failing", "local_rank": int(report["local_rank"]), "monotonic": float(report["monotonic"]),
-                            "message": str(report["message"]), "exit_code": int(report["exit_code"])})  # fmt: skip
-            except (ValueError, KeyError, TypeError):
+                local_rank, moment = int(report["local_rank"]), min(float(report["monotonic"]), time.monotonic())
+                if local_rank in self._live.values():
+                    self._tell({"t": "failing", "local_rank": local_rank, "monotonic": moment,
+                                "message": str(report["message"])[:4096], "exit_code": int(report["exit_code"])})  # fmt: skip
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue  # the pipe is open to the user's code, which may write anything
 
     # -- stopping ------------------------------------------------------------------------------------------------------

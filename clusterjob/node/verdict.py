@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -45,6 +45,16 @@ _PEER_LOSS = re.compile(
 def is_peer_loss(text: str) -> bool:
     """Return whether these last words of a worker only say that another worker is gone."""
     return _PEER_LOSS.search(text) is not None
+
+
+# Once there is a process group, torch marks every line of a traceback.
+_RANK_MARK = re.compile(r"\[rank\d+\]: ?")
+
+
+def last_exception(lines: Sequence[str]) -> str | None:
+    """Return the last line of a worker's stderr if that is the end of a Python traceback: ``ValueError: boom``."""
+    bare = [_RANK_MARK.sub("", line, count=1) for line in lines]
+    return bare[-1] if "Traceback (most recent call last):" in bare[:-1] else None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
 _FAILURE_GRACE = 0.5  # between SIGTERM and SIGKILL once a worker has failed: its peers have nothing left to save
 _WAITING_NOTICE = 5.0  # between two lines that say who is missing
 _STOP_PATIENCE = 5.0  # beyond the grace, for an agent that does not answer the order to stop
+_FAREWELL_PATIENCE = 1.0  # for the other agents to hang up once they were told the end
 _ROLL_CALL_LOOK = 0.25  # between two looks for a node that said it cannot start
 
 
@@ -73,6 +74,7 @@ class Lead:
         self._events = EventLog(job_dir / "events.jsonl")
         self._inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
         self._peers: dict[int, Peer] = {}
+        self._connections: set[asyncio.Task[None]] = set()
         self._refusals: list[Failure] = []
         self._started_at: str | None = None
         self._deadline = float("inf")
@@ -104,6 +106,7 @@ class Lead:
         finally:
             beating.cancel()
             server.close()
+            await self._farewell()
 
     def _note_restart(self, outcome: Outcome) -> None:
         self._restarts += 1
@@ -148,6 +151,26 @@ class Lead:
             self._inbox.put_nowait((node_rank, message))
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            await self._converse(reader, writer)
+        except asyncio.CancelledError:
+            writer.transport.abort()  # by `_farewell`; nobody waits for this task, so nobody is told
+        finally:
+            self._connections.discard(task)
+
+    async def _farewell(self) -> None:
+        """Give the other agents a moment to hear the verdict and hang up, then hang up on the rest."""
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=_FAREWELL_PATIENCE)
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             channel, hello = await wire.greet_member(reader, writer, self._job.token, self._job.job_id)
         except (GangError, OSError, asyncio.TimeoutError) as error:
