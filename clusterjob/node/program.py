@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
+# What stands in a traceback above the program's own frames.
+_LAUNCHERS_FILES = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+
 
 @dataclass(frozen=True)
 class Program:
@@ -64,6 +67,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoR
             non-zero SystemExit leaves the program, before atexit handlers and other threads are waited for: the failure's
             true time.
     """
+    failure: BaseException | None = None
     try:
         code, module = _load_module(program) if program.kind == "module" else _load_script(program)
         sys.modules["__main__"] = module
@@ -72,25 +76,63 @@ def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoR
         if isinstance(request.code, int) and request.code & 0xFF:
             on_failure(f"sys.exit({request.code})", request.code & 0xFF)
         elif request.code is not None and not isinstance(request.code, int):
-            on_failure(str(request.code), 1)
+            on_failure(_text(request.code), 1)
         raise
     except BaseException as error:
-        on_failure(_summary(error), 1)
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next  # the program's own frames are all that `python train.py` would show
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
-        sys.exit(1)
-    sys.exit(0)
+        failure = error
+    if failure is None:
+        sys.exit(0)
+    interrupted = isinstance(failure, KeyboardInterrupt)
+    on_failure(_summary(failure), 130 if interrupted else 1)
+    _show(failure)  # out here, where it is nobody's context
+    if interrupted:
+        sys.excepthook = _silent
+        raise failure  # so that the interpreter ends by SIGINT, as it always does
+    sys.exit(1)
+
+
+def _show(error: BaseException) -> None:
+    """Show an uncaught exception as the interpreter does: through the program's own hook, with the program's own frames."""
+    _strip(error)
+    mishap: BaseException | None = None
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit:
+        raise
+    except BaseException as failed:
+        mishap = failed
+    if mishap is not None:
+        sys.stderr.write("Error in sys.excepthook:\n")
+        _strip(mishap)
+        sys.__excepthook__(type(mishap), mishap, mishap.__traceback__)
+        sys.stderr.write("\nOriginal exception was:\n")
+        sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def _strip(error: BaseException) -> None:
+    """Take the launcher's frames off the top of a traceback."""
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHERS_FILES:
+        error.__traceback__ = error.__traceback__.tb_next
+
+
+def _silent(*_: object) -> None:
+    """Say nothing: all was said."""
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # the program's own class may raise anything
+        return f"<{type(value).__name__}, str() failed>"
 
 
 def _summary(error: BaseException) -> str:
-    first_line = str(error).strip().partition("\n")[0]
+    first_line = _text(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
 def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
-    path = os.path.abspath(program.target)
+    path = os.path.join(os.getcwd(), program.target)  # as it was written: Python itself does not tidy it either
     sys.argv = [program.target, *program.args]
     _prepend_to_path(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)
@@ -99,30 +141,41 @@ def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
     except OSError as error:
         print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         sys.exit(2)
-    return loader.source_to_code(source, path), _fresh_main(path, loader)
+    return _compile(source, path), _fresh_main(path, loader)
+
+
+def _compile(source: bytes, path: str) -> types.CodeType:
+    return compile(source, path, "exec", dont_inherit=True)
 
 
 def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
     sys.argv = ["-m", *program.args]
     _prepend_to_path(os.getcwd())
     name = program.target
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        name = f"{name}.__main__"
+    try:
         spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the list of runpy
+        _refuse(f"Error while finding module specification for {name!r} ({_summary(error)})")
     if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
-        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
-        sys.exit(1)
+        package = f"; {program.target!r} is a package and cannot be directly executed" if name != program.target else ""
+        _refuse(f"No module named {name}{package}")
     code = spec.loader.get_code(spec.name)
     if code is None:
-        print(f"{sys.executable}: No code object available for {name}", file=sys.stderr)
-        sys.exit(1)
+        _refuse(f"No code object available for {name}")
     module = _fresh_main(spec.origin or "", spec.loader)
     module.__spec__ = spec
     module.__package__ = spec.parent
     module.__dict__["__cached__"] = spec.cached
     sys.argv[0] = spec.origin or name
     return code, module
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"{sys.executable}: {message}", file=sys.stderr)
+    sys.exit(1)
 
 
 def _fresh_main(path: str, loader: object) -> types.ModuleType:

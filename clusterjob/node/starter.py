@@ -161,6 +161,7 @@ class Starter:
                             "message": f"cannot start a worker: {error}", "exit_code": 1, "fatal": True})  # fmt: skip
                 return None
             if pid == 0:
+                self._control.detach()  # its descriptor is closed, and the number may soon be one of the program's own files
                 return self._options.program
             self._live[pid] = start.local_rank
         return None

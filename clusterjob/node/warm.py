@@ -13,6 +13,9 @@ import signal
 import sys
 from typing import NoReturn
 
+# The seed of a fresh process in the versions of torch that have one for all (c10::detail's default_rng_seed_val).
+_TORCH_CONSTANT_SEED = 67280421310721
+
 
 def warm_up() -> str | None:
     """Import torch and make this process ready to be forked.
@@ -66,6 +69,9 @@ def refresh_after_fork() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # python's own `random` reseeds itself after a fork; numpy's global state does not
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.initial_seed() != _TORCH_CONSTANT_SEED:
+        torch.default_generator.seed()  # a torch that draws its first seed would have drawn another in each process
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that followers see a line when it is written
 
