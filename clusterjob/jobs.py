@@ -13,7 +13,7 @@ from typing import Any
 from clusterjob import backends, config, plans
 from clusterjob.backends import Backend, Status
 from clusterjob.errors import ClusterJobError, PlaceError
-from clusterjob.node import environments, events
+from clusterjob.node import environments, events, processes
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
@@ -110,8 +110,9 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
     backend = _backend(plan.backend)
     plans.write_files(plan)
     record = Record(
-        plan.job_id, plan.spec.name, cluster, plan.backend, plan.job_dir, plan.spec.resources.nodes, events.now(), plan.spec.to_json()
-    )
+        plan.job_id, plan.spec.name, cluster, plan.backend, plan.job_dir, plan.spec.resources.nodes, events.now(), plan.spec.to_json(),
+        submitter=processes.ProcessIdentity.of_this_process(),
+    )  # fmt: skip
     try:
         records.save(record)
         record = records.with_handle(record, backend.submit(plan))

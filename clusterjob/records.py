@@ -10,6 +10,7 @@ from typing import Any
 
 from clusterjob.errors import JobNotFound, RecordError
 from clusterjob.node import files
+from clusterjob.node.processes import ProcessIdentity
 
 SCHEMA = 1
 
@@ -43,6 +44,7 @@ class Record:
         submitted_at: RFC 3339, UTC.
         spec: the job as it was asked for.
         handle: None while it is being submitted, and for ever if the submitter died in that.
+        submitter: the process that submits it, so that others can tell the two.
         end: the verdict as plain data once it is known, so that it outlives the job's directory.
     """
 
@@ -55,6 +57,7 @@ class Record:
     submitted_at: str
     spec: Mapping[str, Any]
     handle: Handle | None = None
+    submitter: ProcessIdentity | None = None
     end: Mapping[str, Any] | None = None
 
     @classmethod
@@ -63,6 +66,7 @@ class Record:
         fields = {name: data.get(name) for name in cls.__dataclass_fields__}
         fields["job_dir"] = Path(str(data["job_dir"]))
         fields["handle"] = Handle(**data["handle"]) if data.get("handle") else None
+        fields["submitter"] = ProcessIdentity(**data["submitter"]) if data.get("submitter") else None
         return cls(**fields)  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +112,13 @@ class Records:
         return record
 
     def with_end(self, record: Record, end: Mapping[str, Any]) -> Record:
-        """Note how the job ended and return the new record; a disk that is full costs the note alone."""
+        """Note how the job ended and return the new record; a disk that is full costs the note alone.
+
+        A record that somebody else has changed or removed since it was read is left as it is.
+        """
+        now = self._read(record.job_id)
+        if now is None or now.handle != record.handle:
+            return now or record
         record = replace(record, end=end)
         try:
             self.save(record)

@@ -18,7 +18,7 @@ from typing import Any
 
 from clusterjob import gpus, pack, plans
 from clusterjob.backends import Status
-from clusterjob.errors import SpecError, SubmitError
+from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract, ends, files, processes
 from clusterjob.node.events import now, read_events
 from clusterjob.node.logs import node_directory
@@ -31,6 +31,7 @@ from clusterjob.spec import JobSpec
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
+_CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
 _CANCEL_PATIENCE = 2.0  # beyond the job's own grace, before an agent that does not stop is killed
 
 
@@ -84,6 +85,7 @@ class LocalBackend:
             "workdir": str(spec.workdir),
             "setup": list(spec.setup),
             "python": spec.python,
+            "lifeline": True,
             "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
         }
 
@@ -106,16 +108,21 @@ class LocalBackend:
             self._cut(plan.job_id)  # the agents that were started see their lifeline end
             _wait_for_end([agent["pid"] for agent in agents])
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
-        return Handle(NAME, plan.job_id, {"agents": agents, "boot_id": processes.boot_id(), "host": socket.gethostname()})
+        here = {"boot_id": processes.boot_id(), "host": socket.gethostname(), "job_dir": str(plan.job_dir)}
+        return Handle(NAME, plan.job_id, {"agents": agents, **here})
 
     def detach(self, handle: Handle) -> None:
-        """Let the job live on without this process."""
-        for lifeline in self._lifelines.get(handle.id, []):
-            try:
-                os.write(lifeline, b"detach\n")
-            except BrokenPipeError:
-                pass  # an agent that ended already
-        self._cut(handle.id)
+        """Let the job live on without this process.
+
+        Raises:
+            SubmitError: that cannot be written down, and the job ends.
+        """
+        try:
+            ends.detach(Path(handle.data["job_dir"]))
+        except OSError as error:
+            raise SubmitError(f"the job cannot be let go: {error.strerror}: {handle.data['job_dir']}") from error
+        finally:
+            self._cut(handle.id)
 
     def _cut(self, job_id: str) -> None:
         for lifeline in self._lifelines.pop(job_id, []):
@@ -126,7 +133,14 @@ class LocalBackend:
         return {record.job_id: _status(record) for record in records}
 
     def cancel(self, record: Record) -> None:
-        """Have every agent stop its workers; kill the agents that do not within the job's grace."""
+        """Have every agent stop its workers; kill the agents that do not within the job's grace.
+
+        Raises:
+            ClusterJobError: the job runs on another host, which alone can stop it.
+        """
+        if _is_elsewhere(record):
+            raise ClusterJobError(f"job {record.job_id} runs on {_host(record)}", "cancel it there")
+        ends.cancel(record.job_dir)
         deadline = time.monotonic() + float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE
         for agent in _live_agents(record):
             _signal_group(agent["pid"], signal.SIGTERM)
@@ -207,6 +221,14 @@ def _is_here(handle: Handle) -> bool:
     return bool(handle.data.get("boot_id") == processes.boot_id() and handle.data.get("host") == socket.gethostname())
 
 
+def _is_elsewhere(record: Record) -> bool:
+    return record.handle is not None and record.handle.data.get("host") != socket.gethostname()
+
+
+def _host(record: Record) -> str:
+    return str(record.handle.data.get("host")) if record.handle is not None else "unknown"
+
+
 def _signal_group(pid: int, number: int) -> None:
     """Signal an agent and, while it is still the script's shell, the setup command that this waits for."""
     try:
@@ -221,11 +243,15 @@ def _status(record: Record) -> Status:
     if result is not None:
         return _ended(Verdict.from_json(result))
     started_at, restarts, waiting = _progress(record.job_dir)
+    if alive and not record.job_dir.exists():
+        return Status(JobState.UNKNOWN, f"its directory {record.job_dir} is gone while its agents run")
     if alive:
         state = JobState.RUNNING if started_at else JobState.PENDING
         return Status(state, waiting, None, started_at, restarts)
-    if record.handle is not None and record.handle.data.get("host") != socket.gethostname():
-        return Status(JobState.UNKNOWN, f"it runs on {record.handle.data.get('host')}: ask there", None, started_at, restarts)
+    if _is_elsewhere(record):
+        return Status(JobState.UNKNOWN, f"it runs on {_host(record)}: ask there", None, started_at, restarts)
+    if record.handle is None and record.submitter is not None and record.submitter.alive():
+        return Status(JobState.PENDING, "it is being submitted")
     return _ended(_end_without_lead(record, started_at, restarts))
 
 
@@ -247,6 +273,8 @@ def _progress(job_dir: Path) -> tuple[str | None, int, str]:
 def _end_without_lead(record: Record, started_at: str | None, restarts: int) -> Verdict:
     """Return the end of a job whose lead wrote none: from what the nodes wrote, else LOST. Never a success."""
     common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
+    if ends.cancelled(record.job_dir):
+        return Verdict(JobState.CANCELLED, _CANCELLED_EXIT_CODE, "cancelled before its agents could say so", **common)
     for failure in ends.refusals(record.job_dir):
         return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure, **common)
     for end in ends.written(record.job_dir):

@@ -354,13 +354,8 @@ class Agent:
             self._hear_lifeline()
 
     def _hear_lifeline(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            data = os.read(0, 64)
-        except OSError:
-            data = b""
-        loop.remove_reader(0)
-        if not data.startswith(b"detach"):
+        asyncio.get_running_loop().remove_reader(0)
+        if not ends.detached(self._job_dir):
             self._cancel("the command that ran the job is gone")
 
     async def _note_growth(self) -> None:

@@ -1,7 +1,8 @@
 """How nodes ended, written where they ended.
 
 ``ends/node<k>.json`` is an agent's word; ``ends/node<k>.refused`` that of a script that could not start one: line 1 the exit
-code, line 2 ``host: why``.
+code, line 2 ``host: why``. Two wishes of the submitting side lie beside them: ``detached``, the job lives on without it, and
+``cancelled``, it is to end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,33 @@ from clusterjob.node.verdict import Failure
 def directory(job_dir: Path) -> Path:
     """Return where the ends of a job's nodes lie."""
     return job_dir / "ends"
+
+
+def detached(job_dir: Path) -> bool:
+    """Return whether the job may live on without the process that submitted it."""
+    return (job_dir / "detached").exists()
+
+
+def detach(job_dir: Path) -> None:
+    """Let the job live on without this process.
+
+    Raises:
+        OSError: the wish cannot be written.
+    """
+    files.write_atomic(job_dir / "detached", b"")
+
+
+def cancelled(job_dir: Path) -> bool:
+    """Return whether somebody wished the job to end: an agent that is only starting cannot write that down."""
+    return (job_dir / "cancelled").exists()
+
+
+def cancel(job_dir: Path) -> None:
+    """Note the wish that the job end; a full disk, or a directory that is gone, costs the note alone."""
+    try:
+        files.write_atomic(job_dir / "cancelled", b"")
+    except OSError:
+        pass
 
 
 def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:

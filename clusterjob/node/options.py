@@ -31,7 +31,8 @@ class LaunchOptions:
         heartbeat: between two signs of life on a connection between agents.
         lease: silence after which the other end counts as lost.
         grace: between SIGTERM and SIGKILL when the job is cancelled or out of time.
-        lifeline: whether stdin is a lifeline: its end without the word ``detach`` cancels the job.
+        lifeline: whether stdin is a lifeline: its end cancels the job, unless a file ``detached`` in the job's directory says
+            that the job was let go.
         echo: whether the workers' output is shown on this command's own stdout and stderr.
     """
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -119,3 +121,29 @@ def oom_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process as another can recognise it later: a pid alone may be another process's by then.
+
+    Attributes:
+        pid: its pid.
+        ticks: when it started, in clock ticks since boot.
+        boot_id: which boot of the machine that was.
+        host: the machine's name.
+    """
+
+    pid: int
+    ticks: int
+    boot_id: str
+    host: str
+
+    @classmethod
+    def of_this_process(cls) -> ProcessIdentity:
+        """Return the caller's own."""
+        return cls(os.getpid(), start_ticks(os.getpid()) or 0, boot_id(), socket.gethostname())
+
+    def alive(self) -> bool:
+        """Return whether the process runs; one of another host or another boot does not, as far as can be known here."""
+        return self.host == socket.gethostname() and self.boot_id == boot_id() and start_ticks(self.pid) == self.ticks != 0
