@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         program=program,
         resources=resources,
         workdir=workdir,
-        nproc_per_node=values.pop("nproc_per_node", None) or gpus_per_node or 1,
+        nproc_per_node=values.pop("nproc_per_node", gpus_per_node or 1),
         python=values.pop("python", None) or default_python(os.environ),
         options=values.pop("set", {}),
         **values,
@@ -115,7 +116,12 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
     )  # fmt: skip
     try:
         records.save(record)
-        record = records.with_handle(record, backend.submit(plan))
+        handle = backend.submit(plan)
+        try:
+            record = records.with_handle(record, handle)
+        except ClusterJobError:  # nobody could ask for the job: it must not run
+            backend.cancel(replace(record, handle=handle))
+            raise
     except ClusterJobError:
         records.remove(plan.job_id)
         shutil.rmtree(plan.job_dir, ignore_errors=True)

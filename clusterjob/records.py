@@ -64,7 +64,9 @@ class Record:
     def from_json(cls, data: Mapping[str, Any]) -> Record:
         """Return the record that `to_json` wrote."""
         fields = {name: data.get(name) for name in cls.__dataclass_fields__}
-        fields["job_dir"] = Path(str(data["job_dir"]))
+        if not all(isinstance(data[name], str) for name in ("job_id", "name", "cluster", "backend", "job_dir", "submitted_at")):
+            raise TypeError("a field that is a text is none")
+        fields["job_dir"] = Path(data["job_dir"])
         fields["handle"] = Handle(**data["handle"]) if data.get("handle") else None
         fields["submitter"] = ProcessIdentity(**data["submitter"]) if data.get("submitter") else None
         return cls(**fields)  # type: ignore[arg-type]
@@ -117,18 +119,22 @@ class Records:
         A record that somebody else has changed or removed since it was read is left as it is.
         """
         now = self._read(record.job_id)
-        if now is None or now.handle != record.handle:
-            return now or record
+        if now is not None and now.handle != record.handle:
+            return now
         record = replace(record, end=end)
         try:
-            self.save(record)
+            if now is not None:
+                self.save(record)
         except RecordError:
             pass
         return record
 
     def remove(self, job_id: str) -> None:
         """Forget a job that never came to be."""
-        self._path(job_id).unlink(missing_ok=True)
+        try:
+            self._path(job_id).unlink(missing_ok=True)
+        except OSError:
+            pass  # what cannot be removed could not be written either
 
     def find(self, text: str) -> Record:
         """Return the job of this id, or of the one id that begins so.
@@ -167,7 +173,10 @@ class Records:
             data = files.read_json(self._path(name))
         except OSError as error:
             raise RecordError(f"the record {self._path(name)} cannot be read: {error.strerror}") from error
-        return Record.from_json(data) if isinstance(data, dict) and data.get("schema") == SCHEMA else None
+        try:
+            return Record.from_json(data) if isinstance(data, dict) and data.get("schema") == SCHEMA else None
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None  # not a record of ours, whatever its name
 
     def _path(self, job_id: str) -> Path:
         return self._directory / f"{job_id}.json"

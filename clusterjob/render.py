@@ -73,6 +73,9 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
         raise TemplateError(_describe(path, error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"the template {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except Exception as error:  # an expression of the template may raise anything
+        line = _line_in(path, error)
+        raise TemplateError(f"the template {path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}") from error
 
 
 def _quoted_only(value: object) -> object:
@@ -89,7 +92,7 @@ def _describe(path: Path, error: jinja2.TemplateError) -> str:
     import jinja2
 
     if isinstance(error, jinja2.TemplateNotFound):
-        return f"the template {error.message or path} is not there"
+        return f"the template {error.name!r} is not there"
     line = getattr(error, "lineno", None) or _line_in(path, error)
     return f"the template {path}{f', line {line}' if line else ''}: {error.message}"
 

@@ -18,6 +18,14 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 MAX_NAME = 128
 
+# What bash makes read-only, counts itself or changes as it runs (bash(1), "Shell Variables"): an export of it fails, or its
+# value does not arrive.
+_BASH_VARIABLES = frozenset({
+    "_", "BASH", "BASHOPTS", "BASHPID", "COMP_WORDBREAKS", "DIRSTACK", "EPOCHREALTIME", "EPOCHSECONDS", "EUID", "FUNCNAME", "GROUPS",
+    "HISTCMD", "IFS", "LINENO", "OLDPWD", "OPTIND", "PIPESTATUS", "POSIXLY_CORRECT", "PPID", "PWD", "RANDOM", "SECONDS", "SHELLOPTS",
+    "SHLVL", "SRANDOM", "UID",
+})  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -162,6 +170,8 @@ def _check_variable(name: str, value: str) -> None:
         raise SpecError(f"{name!r} cannot be a variable's name", "use letters, digits and underscores, such as --env NCCL_DEBUG=INFO")
     if "\0" in value:
         raise SpecError(f"the value of {name} holds a NUL byte, which no environment can carry")
+    if name in _BASH_VARIABLES or name.startswith("BASH_"):
+        raise SpecError(f"{name} is bash's own: the script on the node cannot set it", "leave it out of --env")
     if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
         raise SpecError(f"{name} is set by the launcher for each worker", "leave it out of --env")
 

@@ -141,13 +141,14 @@ class LocalBackend:
         if _is_elsewhere(record):
             raise ClusterJobError(f"job {record.job_id} runs on {_host(record)}", "cancel it there")
         ends.cancel(record.job_dir)
+        self._cut(record.job_id)
         deadline = time.monotonic() + float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE
         for agent in _live_agents(record):
             _signal_group(agent["pid"], signal.SIGTERM)
         while live := _live_agents(record):
             if time.monotonic() > deadline:
-                for agent in live:  # its starter stops the workers, and the kernel what that leaves
-                    processes.send_signal(agent["pid"], signal.SIGKILL)
+                for agent in live:  # an agent's starter is in a group of its own: it stops the workers
+                    _signal_group(agent["pid"], signal.SIGKILL)
                 return
             time.sleep(0.02)
 

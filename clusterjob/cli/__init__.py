@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -45,6 +46,15 @@ def _global_options(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: the job's own where it is followed, else 0, 1, 2 or 130."""
+    code = _run(argv)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = _nowhere_to_write(error)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         code = app(args=None if argv is None else list(argv), standalone_mode=False)
     except ClusterJobError as error:
@@ -54,12 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:  # what the parser itself refuses
         text = str(error.format_message()) if hasattr(error, "format_message") else str(error)
         return _complain(UsageError(text.rstrip(".") or "nothing to do", "--help lists what there is"))
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read the output went away; nothing more can be said
-        return 1
+    except BrokenPipeError as error:
+        return _nowhere_to_write(error)
     except OSError as error:
         return _complain(ClusterJobError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"))
     return code if isinstance(code, int) else 0
+
+
+def _nowhere_to_write(error: OSError) -> int:
+    """Results cannot be written: say so, unless whoever read them simply went away."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # what is still in the buffer goes nowhere, silently
+    os.close(nowhere)
+    return 1 if isinstance(error, BrokenPipeError) else _complain(ClusterJobError(f"{error.strerror}: standard output"))
 
 
 def _complain(error: ClusterJobError) -> int:

@@ -44,8 +44,17 @@ def submit(
     if as_json:
         output.print_json({"id": record.job_id, "cluster": cluster, "backend": record.backend, "job_dir": str(record.job_dir)})
     else:
-        print(record.job_id, flush=True)
+        _print_id(record.job_id)
     return _follow(record) if follow else 0
+
+
+def _print_id(job_id: str) -> None:
+    from clusterjob.errors import ClusterJobError
+
+    try:
+        print(job_id, flush=True)
+    except OSError as error:  # a job that runs and that nobody knows
+        raise ClusterJobError(f"{error.strerror}: standard output", f"the job runs all the same: {job_id}") from error
 
 
 def run(ctx: typer.Context, **flags: Any) -> int:
