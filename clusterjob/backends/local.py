@@ -106,7 +106,7 @@ class LocalBackend:
                 agents.append({"node_rank": command.node_rank, "pid": pid, "ticks": processes.start_ticks(pid) or 0})
         except OSError as error:
             self._cut(plan.job_id)  # the agents that were started see their lifeline end
-            _wait_for_end([agent["pid"] for agent in agents])
+            _end_groups([agent["pid"] for agent in agents], _CANCEL_PATIENCE)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
         here = {"boot_id": processes.boot_id(), "host": socket.gethostname(), "job_dir": str(plan.job_dir)}
         return Handle(NAME, plan.job_id, {"agents": agents, **here})
@@ -142,15 +142,7 @@ class LocalBackend:
             raise ClusterJobError(f"job {record.job_id} runs on {_host(record)}", "cancel it there")
         ends.cancel(record.job_dir)
         self._cut(record.job_id)
-        deadline = time.monotonic() + float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE
-        for agent in _live_agents(record):
-            _signal_group(agent["pid"], signal.SIGTERM)
-        while live := _live_agents(record):
-            if time.monotonic() > deadline:
-                for agent in live:  # an agent's starter is in a group of its own: it stops the workers
-                    _signal_group(agent["pid"], signal.SIGKILL)
-                return
-            time.sleep(0.02)
+        _end_groups([agent["pid"] for agent in _live_agents(record)], float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE)
 
 
 def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
@@ -191,13 +183,27 @@ def _start(command: PlannedCommand, log: Path) -> tuple[int, int]:
     return process.pid, write_end
 
 
-def _wait_for_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + _CANCEL_PATIENCE
-    while live := [pid for pid in pids if processes.start_ticks(pid) is not None]:
-        if time.monotonic() > deadline:
-            for pid in live:
-                _signal_group(pid, signal.SIGKILL)
+def _end_groups(leaders: list[int], patience: float) -> None:
+    """Have agents, or the shells that are to become them, end with all that is in their process groups.
+
+    A signal that meets a shell between fork and exec of a setup command is lost on that command: what outlives its leader is
+    killed. An agent's starter is in a group of its own, and stops the workers when the agent is gone.
+
+    Args:
+        leaders: pids of the leaders, each known to be alive.
+        patience: seconds that a leader may take.
+    """
+    deadline = time.monotonic() + patience
+    for pid in leaders:
+        _signal_group(pid, signal.SIGTERM)
+    while True:
+        _reap(leaders)
+        leaders = [pid for pid in leaders if _signal_group(pid, 0)]
+        if not leaders:
             return
+        for pid in leaders:
+            if processes.start_ticks(pid) is None or time.monotonic() > deadline:
+                _signal_group(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
@@ -230,12 +236,13 @@ def _host(record: Record) -> str:
     return str(record.handle.data.get("host")) if record.handle is not None else "unknown"
 
 
-def _signal_group(pid: int, number: int) -> None:
-    """Signal an agent and, while it is still the script's shell, the setup command that this waits for."""
+def _signal_group(leader: int, number: int) -> bool:
+    """Signal a process group; return False when it is gone."""
     try:
-        os.killpg(pid, number)
+        os.killpg(leader, number)
     except ProcessLookupError:
-        processes.send_signal(pid, number)
+        return False
+    return True
 
 
 def _status(record: Record) -> Status:

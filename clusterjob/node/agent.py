@@ -103,6 +103,7 @@ class Agent:
         finally:
             noting.cancel()
         await self._dismiss_starter()
+        self._sweep()  # what setup lines left in the background
         self._timeline.note()
         self._voice.finish()
         self._record_end(verdict)
@@ -274,7 +275,7 @@ class Agent:
             self._node_failed(why)
 
     def _sweep(self) -> None:
-        """Kill what a dead starter left behind: this process has adopted it."""
+        """Kill every process below this one, orphans that it has adopted included."""
         for _ in range(100):
             left = processes.descendants(os.getpid())
             if not left:

@@ -73,6 +73,7 @@ class Starter:
         """Serve the agent until the end; returns the program only in a forked worker, which is to run it."""
         processes.die_with_parent(self._agent_pid, signal.SIGTERM)  # for as long as an import keeps it from listening
         processes.adopt_orphans()
+        self._agents_group = os.getpgid(0)
         os.setpgid(0, 0)  # Ctrl-C in a terminal is for the agent, which stops the workers in order
         why = self._warm_up()
         self._open()
@@ -132,6 +133,7 @@ class Starter:
             data, descriptors = b"", []
         if not data:
             self._agent_gone = self._quit = True
+            self._end_agents_group()
             self._selector.unregister(self._control.fileno())
             self._begin_stop(_ORPHANED_GRACE)
             return None
@@ -275,6 +277,14 @@ class Starter:
     def _signal(pids: list[int], with_signal: int) -> None:
         for pid in pids:
             processes.send_signal(pid, with_signal)
+
+    def _end_agents_group(self) -> None:
+        """Kill what the setup lines of a dead agent left in the background; a group that it did not lead is somebody else's."""
+        if self._agents_group == self._agent_pid:
+            try:
+                os.killpg(self._agents_group, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
 
     def _tell(self, message: dict[str, Any]) -> None:
         try:

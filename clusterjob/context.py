@@ -1,0 +1,354 @@
+"""What `bootstrap.init` returns: one process's place in the job, its device, and the few helpers that a training script needs."""
+
+from __future__ import annotations
+
+from clusterjob.errors import UsageError
+
+# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Any
+
+    import torch
+
+_ABANDON_PATIENCE = 5.0  # seconds for a group whose peers may be gone
+OPERATIONS = ("mean", "sum", "min", "max", "product")
+
+
+class Context:
+    """One process's place in the job; made by `bootstrap.init`, never by hand.
+
+    As a context manager it leaves the process group when the block ends. A block that ends by an exception is left at once:
+    nothing waits for the other processes, which may never come.
+
+    Attributes:
+        rank: index of this process in the job, 0 to world_size - 1.
+        local_rank: index of this process on its node, 0 to local_world_size - 1.
+        world_size: number of processes in the job.
+        local_world_size: number of processes on this node.
+        node_rank: index of this node, 0 to nnodes - 1.
+        nnodes: number of nodes in the job.
+        master_addr: host name or address of rank 0's node; None where nothing names it (a world of one, an adopted group).
+        master_port: TCP port of torch's store there; None likewise.
+        backend: what carries the process group's collectives on `device`, ``nccl`` or ``gloo``; None without a process group.
+        device: where this process computes: ``cuda:N``, or ``cpu``.
+        source: the family of variables that the place was read from, such as ``clusterjob`` or ``torchrun``; ``none`` for a
+            plain ``python train.py``, ``arguments`` where init was told, ``process group`` where only an adopted group knew.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        local_world_size: int,
+        node_rank: int,
+        nnodes: int,
+        master_addr: str | None,
+        master_port: int | None,
+        source: str,
+        device: torch.device,
+        leave: Callable[[bool], None],
+    ) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.world_size = world_size
+        self.local_world_size = local_world_size
+        self.node_rank = node_rank
+        self.nnodes = nnodes
+        self.master_addr = master_addr
+        self.master_port = master_port
+        self.source = source
+        self.device = device
+        self.backend: str | None = None
+        self._group: Any = None
+        self._devices: dict[str, str] = {}  # device type -> the backend that serves it
+        self._owned = False  # whether leaving destroys the group
+        self._leave = leave
+        self._depth = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Context(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r}, device={str(self.device)!r})"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the process that prints and writes checkpoints."""
+        return self.rank == 0
+
+    def __enter__(self) -> Context:
+        self._check_open()
+        self._depth += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._depth -= 1
+        if self._depth > 0 or self._closed:
+            return  # an inner block of the same context: the outer one still needs the group
+        ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self._leave(not ends_well)
+
+    def join_group(self, *, owned: bool) -> None:
+        """Take torch's default process group for this context's own.
+
+        Args:
+            owned: whether leaving the context is to destroy the group; False for one that the script has made itself.
+        """
+        import torch.distributed as dist
+
+        self._group = dist.group.WORLD
+        self._owned = owned
+        # "cpu:gloo,cuda:nccl"; get_backend() says "undefined" of a group whose backend was left to torch.
+        self._devices = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
+        self.backend = self._devices.get(self.device.type) or next(iter(self._devices.values()))
+
+    def holds_group(self) -> bool:
+        """Return whether the group that this context joined still is torch's default process group."""
+        if self._group is None:
+            return False
+        import torch.distributed as dist
+
+        return dist.is_initialized() and dist.group.WORLD is self._group
+
+    def close(self, *, failed: bool) -> bool:
+        """Leave the process group if it is this context's own, and be of no use from then on.
+
+        Args:
+            failed: whether this process ends in the middle of its work, so that nobody may be waited for.
+
+        Returns:
+            Whether threads of the group may still run.
+        """
+        leaving = self._owned and not self._closed and self.holds_group()
+        self._closed = True
+        self._group = None
+        if leaving and failed and self.world_size > 1:
+            self._abandon()
+            return True
+        if leaving:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+        return False
+
+    def _abandon(self) -> None:
+        """Leave the group in the middle of whatever it does, without waiting for peers that may never come.
+
+        destroy_process_group() and, left alone, the interpreter's own end wait in gloo's destructor for collectives under way,
+        such as DDP's when backward() fails (seen with torch 2.13: until the peer's end, or the timeout of 30 minutes). NCCL has
+        a call for it.
+        """
+        import threading
+
+        def leave() -> None:
+            import torch
+            import torch.distributed as dist
+            from torch.distributed import distributed_c10d
+
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a thread starts at cuda:0
+            abort = getattr(distributed_c10d, "_abort_process_group", None)
+            if self.backend == "nccl" and abort is not None:
+                abort()
+            else:
+                _keep_for_ever([dist.group.WORLD, *distributed_c10d._world.pg_map])
+                dist.destroy_process_group()
+
+        thread = threading.Thread(target=leave, daemon=True, name="clusterjob-abandon")
+        thread.start()
+        thread.join(_ABANDON_PATIENCE)
+
+    def barrier(self) -> None:
+        """Wait until every process of the job has come here; nothing to wait for in a world of one.
+
+        Raises:
+            UsageError: the context was shut down, or there are other processes and no process group.
+        """
+        if not self._can_communicate():
+            return
+        import torch.distributed as dist
+
+        # Without a device NCCL's barrier guesses one, warns, and may create a CUDA context on somebody else's GPU.
+        dist.barrier(device_ids=[self.device.index] if self._devices.get("cuda") == "nccl" else None)
+
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """Combine one value of every process and return the result to all of them. Every process has to call this.
+
+        Numbers travel as they are and are combined in rank order: every process gets the same bits, ints stay exact, an int
+        here may meet a float there, and a NaN anywhere is the result of ``min`` and ``max`` too.
+
+        Args:
+            value: a Python (or numpy) number, or a tensor of any shape, the same on every process.
+            op: ``mean``, ``sum``, ``min``, ``max`` or ``product``.
+
+        Returns:
+            For a number a Python int or float (always a float for ``mean``). For a tensor a new tensor of the same shape,
+            device and dtype, without gradient; the input stays as it is. Two dtypes differ: the mean of an integer or bool
+            tensor is of torch's default float type, and the sum of a bool tensor counts in int64. Half precision is
+            combined in float32.
+
+        Raises:
+            UsageError: the operation is unknown, the value is no number and no tensor, an int does not fit into 64 bits, the
+                context was shut down, or there are other processes and no process group.
+        """
+        if op not in OPERATIONS:
+            raise UsageError(f"reduce knows no operation {op!r}: it is one of {', '.join(OPERATIONS)}")
+        grouped = self._can_communicate()
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            return self._reduce_tensor(value, op, grouped=grouped)
+        number = _plain_number(value)
+        return _combine(self._gather(number) if grouped else [number], op)
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on the main process only, and flush, so that the line is seen when it is written.
+
+        Args:
+            values: as for Python's own print.
+            options: as for Python's own print: sep, end, file, flush.
+        """
+        if self.is_main:
+            options.setdefault("flush", True)
+            print(*values, **options)
+
+    def wrap(self, model: torch.nn.Module, *, sync_batchnorm: bool = False, **ddp_options: Any) -> torch.nn.Module:
+        """Move a model to `device` and make it train as one with its copies in the other processes.
+
+        Args:
+            model: the same architecture on every process; DDP sends rank 0's weights to all.
+            sync_batchnorm: let batch normalisation layers use the statistics of all processes. torch has that for GPUs only
+                (its SyncBatchNorm refuses CPU tensors), so on CPU the layers stay as they are, with a warning.
+            ddp_options: further arguments of torch.nn.parallel.DistributedDataParallel, such as find_unused_parameters.
+
+        Returns:
+            The model in a DistributedDataParallel, or without a process group the model itself, on `device`.
+
+        Raises:
+            UsageError: the context was shut down.
+        """
+        self._check_open()
+        model = model.to(self.device)
+        if self._group is None:
+            return model
+        import torch
+
+        if sync_batchnorm and self.device.type == "cuda":
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        elif sync_batchnorm and self.is_main:
+            import warnings
+
+            warnings.warn("sync_batchnorm has no effect on CPU: torch's SyncBatchNorm is for GPUs only", stacklevel=2)
+        ddp_options.setdefault("device_ids", [self.device.index] if self.device.type == "cuda" else None)
+        return torch.nn.parallel.DistributedDataParallel(model, **ddp_options)
+
+    def sampler(self, dataset: Any, *, shuffle: bool = True, **options: Any) -> Any:
+        """Return a DistributedSampler that gives this process its share of a dataset, also in a world of one.
+
+        Call its set_epoch before each epoch, else every epoch has the same order. It pads: where the dataset's length is no
+        multiple of world_size, a few samples come twice, which matters when an evaluation counts.
+
+        Args:
+            dataset: anything with a length, in samples.
+            shuffle: draw a new order each epoch.
+            options: further arguments of torch.utils.data.DistributedSampler, such as seed and drop_last.
+        """
+        from torch.utils.data import DistributedSampler
+
+        return DistributedSampler(dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, **options)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this context was shut down: call bootstrap.init() again")
+
+    def _can_communicate(self) -> bool:
+        """Return whether there is a process group; False in a world of one, where each result is the value itself."""
+        self._check_open()
+        if self._group is None and self.world_size > 1:
+            # The value itself would look like a result of all processes.
+            raise UsageError(f"there are {self.world_size} processes and no process group: init was called with process_group=False")
+        return self._group is not None
+
+    def _reduce_tensor(self, value: torch.Tensor, op: str, *, grouped: bool) -> torch.Tensor:
+        import torch
+        import torch.distributed as dist
+
+        exact = not (value.is_floating_point() or value.is_complex())
+        work_type, result_type = value.dtype, value.dtype
+        if exact:
+            work_type = torch.int64  # gloo knows no bool and no int16
+            if op == "sum" and value.dtype == torch.bool:
+                result_type = torch.int64
+            elif op == "mean":
+                result_type = torch.get_default_dtype()
+        elif value.is_floating_point() and value.element_size() < 4:
+            work_type = torch.float32
+        place = value.device if not grouped or value.device.type in self._devices else self._exchange_device()
+        work = value.detach().to(device=place, dtype=work_type, copy=True, memory_format=torch.contiguous_format)
+        if grouped:
+            # gloo has no mean of its own.
+            operation = {"mean": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}.get(op) or getattr(dist.ReduceOp, op.upper())
+            dist.all_reduce(work, op=operation)
+        if op == "mean":
+            work = (work.double() if exact else work) / self.world_size
+        return work.to(device=value.device, dtype=result_type)
+
+    def _gather(self, number: int | float) -> list[int | float]:
+        """Return every process's number, in rank order; each travels as 64 bits and a word that says how to read them."""
+        import struct
+
+        import torch
+        import torch.distributed as dist
+
+        integral = isinstance(number, int)
+        try:
+            bits = struct.pack("=q" if integral else "=d", number)
+        except struct.error as error:
+            raise UsageError(f"reduce: {number} does not fit into 64 bits") from error
+        own = torch.tensor([int(integral), *struct.unpack("=q", bits)], device=self._exchange_device())
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own)
+        rows: list[list[int]] = torch.stack(parts).tolist()
+        return [word if is_int else struct.unpack("=d", struct.pack("=q", word))[0] for is_int, word in rows]
+
+    def _exchange_device(self) -> torch.device:
+        """Return where a tensor has to lie so that the process group can carry it."""
+        import torch
+
+        return torch.device("cpu") if "cpu" in self._devices else self.device
+
+
+def _keep_for_ever(groups: list[Any]) -> None:
+    """See to it that no destructor of these runs, not even when the interpreter ends."""
+    import ctypes
+
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _plain_number(value: Any) -> int | float:
+    import numbers
+
+    if isinstance(value, numbers.Integral):  # numpy's integers and bool are registered as such
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise UsageError(f"reduce takes a number or a tensor, not {type(value).__name__}")
+
+
+def _combine(values: list[int | float], op: str) -> int | float:
+    if op == "mean":
+        return float(sum(values) / len(values))
+    if op == "sum":
+        return sum(values)
+    if op == "product":
+        import math
+
+        return math.prod(values)
+    not_a_number = next((value for value in values if value != value), None)  # noqa: PLR0124 - only NaN differs from itself
+    if not_a_number is not None:
+        return not_a_number
+    return min(values) if op == "min" else max(values)
