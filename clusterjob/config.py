@@ -13,6 +13,7 @@ setup = ["module load cuda"]
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ def resolve(
     """
     files = find_files(directory)
     cluster, chosen_at = _choose(cluster, environ, files, backends[0])
-    profiles = {name: (file, profile) for file in files for name, profile in file.clusters.items()}
+    profiles = {name for file in files for name in file.clusters}
     if cluster not in profiles and cluster not in backends:
         raise UnknownCluster(f"there is no cluster {cluster!r} ({chosen_at})", _nearest(cluster, [*profiles, *backends]))
     values: dict[str, Any] = {}
@@ -87,11 +88,22 @@ def resolve(
             origins[key] = f"{origins[key]}; {origin(key)}" if merge else origin(key)
     backend = cluster
     if cluster in profiles:
-        file, profile = profiles[cluster]
-        backend = profile.get("backend", cluster)
-        if backend not in backends:
-            raise ConfigError(f"{file.path}: [clusters.{cluster}] names no known backend ({backend!r})", _nearest(backend, list(backends)))
+        backend = _backend_of(cluster, files, backends)
     return Settings(cluster, backend, values, origins)
+
+
+def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) -> str:
+    """Return the backend of a profile: one file may say how the cluster is reached, another what is needed there."""
+    for file in reversed(files):
+        backend = file.clusters.get(cluster, {}).get("backend")
+        if backend is not None:
+            if isinstance(backend, str) and backend in backends:
+                return backend
+            message = f"{file.path}: [clusters.{cluster}] names no known backend ({backend!r})"
+            raise ConfigError(message, _nearest(str(backend), list(backends)))
+    if cluster in backends:
+        return cluster
+    raise ConfigError(f"[clusters.{cluster}] names no backend", f"write backend = one of {', '.join(backends)}")
 
 
 def _choose(cluster: str | None, environ: Mapping[str, str], files: list[ConfigFile], fallback: str) -> tuple[str, str]:
@@ -141,9 +153,24 @@ def find_files(directory: Path) -> list[ConfigFile]:
         own, project = folder / "clusterjob.toml", folder / "pyproject.toml"
         if own.is_file():
             return [*found, _check(ConfigFile(own, _read(own)))]
-        if project.is_file() and "[tool.clusterjob" in project.read_text(errors="replace"):
-            return [*found, _check(ConfigFile(project, _read(project)["tool"]["clusterjob"]))]
+        table = _pyproject_table(project) if project.is_file() else None
+        if table is not None:
+            return [*found, _check(ConfigFile(project, table))]
     return found
+
+
+def _pyproject_table(path: Path) -> dict[str, Any] | None:
+    """Return our table of a pyproject.toml; a file that is broken matters only if it seems to have one."""
+    text = path.read_text(errors="replace")
+    if "clusterjob" not in text:
+        return None
+    try:
+        table = _read(path).get("tool", {}).get("clusterjob")
+    except ConfigError:
+        if re.search(r"^\s*\[\s*tool\s*\.\s*clusterjob\b", text, re.MULTILINE):
+            raise
+        return None
+    return table if isinstance(table, dict) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,33 +12,41 @@ class ClusterJobError(Exception):
 
     Args:
         message: one line, without a trailing full stop, that names what is wrong.
-        hint: what the user can do about it; empty when there is nothing useful to say.
+        hint: what the user can do about it; by default what helps with any error of the kind.
     """
 
     exit_code = 1
+    general_hint = ""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint or self.general_hint
 
 
 class UsageError(ClusterJobError):
     """What the user asked for cannot be understood or makes no sense; nothing was started."""
 
     exit_code = 2
+    general_hint = "--help lists what there is"
 
 
 class SpecError(UsageError):
     """A field of the job is wrong: a node count of 0, a memory size that is none, a script that is not there."""
 
+    general_hint = "`clusterjob submit --help` says what each option takes"
+
 
 class ConfigError(UsageError):
     """A configuration file is broken, or holds a key that means nothing."""
 
+    general_hint = "`clusterjob config` shows what holds here; docs/configuration.md lists every key"
+
 
 class TemplateError(UsageError):
     """A template cannot be rendered: a syntax error, an undefined name, a value that was not quoted."""
+
+    general_hint = "docs/templates.md lists what a template may name, and the filters sh, sh_words and verbatim"
 
 
 class UnknownCluster(UsageError):
@@ -51,6 +59,8 @@ class JobNotFound(UsageError):
 
 class PlaceError(UsageError):
     """The environment's variables do not give one place in a job: half-set, contradictory, or of the wrong level."""
+
+    general_hint = "`clusterjob env` shows each variable and what was made of it"
 
 
 class SubmitError(ClusterJobError):

@@ -7,17 +7,26 @@ from pathlib import Path
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that jobs on this machine may use, as CUDA_VISIBLE_DEVICES would name them.
+    """Return the GPUs that jobs on this machine may use, as CUDA_VISIBLE_DEVICES would name them."""
+    return listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), _installed())
 
-    What CUDA_VISIBLE_DEVICES says holds where it is set; as CUDA reads it, the list ends at the first entry that is no
-    device. Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
+
+def listed_gpus(listed: str | None, installed: int) -> list[str]:
+    """Return the GPUs that are both listed and there.
+
+    As CUDA reads it, the list ends at the first entry that is no device.
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
+
+    Args:
+        listed: the value of CUDA_VISIBLE_DEVICES; None if it is not set, which means all.
+        installed: how many GPUs the machine has.
     """
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
-        return [str(index) for index in range(_installed())]
+        return [str(index) for index in range(installed)]
     found: list[str] = []
     for entry in (part.strip() for part in listed.split(",")):
-        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))) or entry in found:
+        is_index = entry.isascii() and entry.isdigit() and int(entry) < installed
+        if not (is_index or (installed and entry.startswith(("GPU-", "MIG-")))) or entry in found:
             break
         found.append(entry)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,21 +28,25 @@ class Setting:
 
 
 def _whole_number(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
         return value
-    text = str(value).strip()
-    if not (text.isascii() and text.lstrip("-").isdigit()):
-        raise SpecError(f"{value!r} is not a whole number")
-    return int(text)
+    if not isinstance(value, str) or not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", value, re.ASCII):
+        raise SpecError(f"{_short(value)} is not a whole number")
+    return int(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _seconds(value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise SpecError(f"{value!r} is not a number of seconds") from None
+        if not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise SpecError(f"{_short(value)} is not a number of seconds")
 
 
 def _text(value: Any) -> str:
@@ -51,7 +56,10 @@ def _text(value: Any) -> str:
 
 
 def _path(value: Any) -> Path:
-    return Path(_text(value)).expanduser()
+    try:
+        return Path(_text(value)).expanduser()
+    except RuntimeError as error:
+        raise SpecError(f"{_short(value)}: {error}") from error
 
 
 def _switch(value: Any) -> bool:
@@ -63,11 +71,16 @@ def _switch(value: Any) -> bool:
 
 
 def _duration(value: Any) -> int:
-    return parse_duration(str(value))
+    clock = value.isoformat() if hasattr(value, "isoformat") else value  # TOML reads 01:30:00 as a time of day
+    return parse_duration(_text_or_count(clock))
 
 
 def _size(value: Any) -> int:
-    return parse_size(str(value))
+    return parse_size(_text_or_count(value))
+
+
+def _text_or_count(value: Any) -> str:
+    return value if isinstance(value, str) else str(_whole_number(value))
 
 
 def _lines(value: Any) -> tuple[str, ...]:
@@ -80,11 +93,13 @@ def _lines(value: Any) -> tuple[str, ...]:
 def _table(value: Any) -> dict[str, str]:
     if isinstance(value, dict):
         return {str(key): _cell(item) for key, item in value.items()}
+    if not isinstance(value, (list, tuple)):
+        raise SpecError(f"{_short(value)} is not a table of names and values")
     pairs = {}
     for item in value:
-        key, equals, text = str(item).partition("=")
+        key, equals, text = _text(item).partition("=")
         if not equals:
-            raise SpecError(f"{item!r} is not KEY=VALUE")
+            raise SpecError(f"{_short(item)} is not KEY=VALUE")
         pairs[key] = text
     return pairs
 
@@ -92,9 +107,9 @@ def _table(value: Any) -> dict[str, str]:
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (str, int, float)):
+    if isinstance(value, (str, float)) or (isinstance(value, int) and abs(value) < 10**18):
         return str(value)
-    raise SpecError(f"{value!r} is not a text or a number")
+    raise SpecError(f"{_short(value)} is not a text or a number")
 
 
 SETTINGS: dict[str, Setting] = {

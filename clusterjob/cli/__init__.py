@@ -46,6 +46,8 @@ def _global_options(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: the job's own where it is followed, else 0, 1, 2 or 130."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name or an output is no reason to fail
     code = _run(argv)
     try:
         sys.stdout.flush()

@@ -92,4 +92,7 @@ def logs(
     from clusterjob.cli import watch
     from clusterjob.records import Records
 
-    return watch.show_logs(Records().find(job_id), follow=follow, rank=rank, node=node, tail=tail)
+    job = watch.Watch(Records().find(job_id), rank, node)
+    if tail is not None or not follow:
+        job.so_far(tail)
+    return job.to_the_end() if follow else 0

@@ -9,6 +9,7 @@ import typer
 from clusterjob.cli.options import ProgramCommand, flags_given, program_of, with_job_options
 
 if TYPE_CHECKING:
+    from clusterjob.cli.watch import Watch
     from clusterjob.plans import Plan
     from clusterjob.records import Record
 
@@ -45,7 +46,7 @@ def submit(
         output.print_json({"id": record.job_id, "cluster": cluster, "backend": record.backend, "job_dir": str(record.job_dir)})
     else:
         _print_id(record.job_id)
-    return _follow(record) if follow else 0
+    return _watch(record).to_the_end() if follow else 0
 
 
 def _print_id(job_id: str) -> None:
@@ -67,12 +68,13 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     plan, cluster = _plan(ctx, flags)
     _print_notes(plan)
     record = jobs.submit(plan, cluster, detach=False)
+    watch = _watch(record)
     try:
-        return _follow(record)
+        return watch.to_the_end()
     except KeyboardInterrupt:
         output.say(f"cancelling {record.job_id}")
         jobs.cancel([record])
-        _follow(record)
+        watch.to_the_end()
         return 130
 
 
@@ -123,7 +125,7 @@ def _print_notes(plan: Plan) -> None:
         output.say(note)
 
 
-def _follow(record: Record) -> int:
-    from clusterjob.cli import watch
+def _watch(record: Record) -> Watch:
+    from clusterjob.cli.watch import Watch
 
-    return watch.follow_to_the_end(record)
+    return Watch(record)

@@ -67,7 +67,7 @@ class Voice:
 
 def _write(stream: TextIO, text: str) -> None:
     try:
-        stream.write(text)
+        stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
         stream.flush()
     except OSError:
         # Nobody reads any more, or the disk is full. What comes next goes nowhere, and the exit code stays the job's own.

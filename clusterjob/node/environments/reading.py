@@ -56,10 +56,7 @@ class Finding:
             PlaceError: the variables are half-set or contradict each other; the message names them.
         """
         if self.conflicts:
-            raise PlaceError(
-                f"the environment ({self.source}) gives no place in a job: {'; '.join(self.conflicts)}",
-                "`clusterjob env` shows each variable and what was made of it",
-            )
+            raise PlaceError(f"the environment ({self.source}) gives no place in a job: {'; '.join(self.conflicts)}")
         return self
 
 
