@@ -382,7 +382,9 @@ def _report_pipe() -> int | None:
     """Return the descriptor on which our agent hears of failures; None under other launchers, and in a worker's children."""
     import stat
 
-    descriptor, _, pid = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
+    from clusterjob.node import contract, workers  # noqa: F401 - workers so that the hook, in a process in trouble, finds it loaded
+
+    descriptor, _, pid = os.environ.get(contract.REPORT_FD, "").partition(":")
     try:
         # A child inherits the variable, and under this number perhaps a file of its own.
         if pid != str(os.getpid()) or not stat.S_ISFIFO(os.fstat(int(descriptor)).st_mode):
@@ -390,8 +392,6 @@ def _report_pipe() -> int | None:
         os.set_inheritable(int(descriptor), False)
     except (ValueError, OSError):
         return None
-    from clusterjob.node import workers  # noqa: F401 - so that the hook, in a process in trouble, finds it loaded
-
     return int(descriptor)
 
 

@@ -1,0 +1,118 @@
+"""What holds for every test: a world of its own, and nothing left behind: process, socket, thread, variable or directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from procs import (
+    MARKER,
+    Job,
+    alive,
+    below,
+    command_line,
+    identity,
+    jobs_in,
+    kill_one_by_one,
+    listening_sockets,
+    marked,
+)
+
+SETTLING = 2.0  # seconds that what a test has started may take to be gone
+_FAMILIES = ("SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_", "OMPI_", "PMI_")
+_ALONE = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
+    "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RES_OPTIONS", "PYTHONUNBUFFERED",
+)  # fmt: skip
+
+settings.register_profile("clusterjob", deadline=None)
+settings.load_profile("clusterjob")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_of_a_terminal() -> None:
+    """Undo what a shell does to a job in the background: processes inherit signals that are ignored."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the test an environment that names no job and no configuration; fail it if it changes the environment or leaks."""
+    before = {identity(pid) for pid in below(os.getpid())}
+    threads = set(threading.enumerate())
+    listening = listening_sockets(os.getpid())
+    directory = os.getcwd()
+    marker = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(_FAMILIES) or name in _ALONE:
+                patch.delenv(name)
+        home = tmp_path_factory.mktemp("home")
+        patch.setenv(MARKER, marker)
+        patch.setenv("CLUSTERJOB_HOME", str(home / "clusterjob"))
+        patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+        given = _environment()
+        yield
+        left = _environment()
+        for name in left.keys() | given.keys():
+            if name in given:
+                os.environ[name] = given[name]
+            else:
+                del os.environ[name]
+    complaints = [
+        f"{name}: {given.get(name)!r} became {left.get(name)!r}" for name in left.keys() | given.keys() if left.get(name) != given.get(name)
+    ]
+    if os.getcwd() != directory:
+        complaints.append(f"the working directory became {os.getcwd()}")
+        os.chdir(directory)
+    complaints += _leaks(marker, before, threads, listening)
+    if complaints:
+        pytest.fail("the test left behind:\n" + "\n".join(f"  {complaint}" for complaint in complaints), pytrace=False)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _leaks(marker: str, before: set[tuple[int, str]], threads: set[threading.Thread], listening: set[str]) -> list[str]:
+    """Return a line for everything that outlives the test and its settling time; leaked processes are killed then."""
+    end = time.monotonic() + SETTLING
+    while True:
+        pids = sorted(set(marked(marker)) | {pid for pid in below(os.getpid()) if identity(pid) not in before})
+        others = [thread for thread in threading.enumerate() if thread not in threads]
+        sockets = listening_sockets(os.getpid()) - listening
+        if not (pids or others or sockets):
+            return []
+        if time.monotonic() > end:
+            break
+        time.sleep(0.02)
+    lines = [f"a process: {pid} {command_line(pid)}" for pid in pids]
+    lines += [f"a listening socket: {address} of process {pid}" for pid in pids for address in listening_sockets(pid)]
+    lines += [f"a thread: {thread.name}" for thread in others]
+    lines += [f"a listening socket of this process: {address}" for address in sockets]
+    kill_one_by_one([pid for pid in pids if alive(pid)])
+    return lines
+
+
+@pytest.fixture
+def weird_path(tmp_path: Path) -> Path:
+    """Return a directory whose name holds all that a shell, a hostfile or a log line may trip over."""
+    path = tmp_path / "-weird 'name' \"of\"\na $(dîr) ☃"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Return a maker of jobs: ``new_job(2)`` is one of two nodes, whose agents the test starts."""
+    with jobs_in(tmp_path) as make:
+        yield make

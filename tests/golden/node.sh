@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Starts this node's part of clusterjob job train-abc234: set CLUSTERJOB_NODE_RANK to the node's index and run it.
+
+export CLUSTERJOB_JOB_ID=train-abc234
+export CLUSTERJOB_JOB_DIR='/home/o'"'"'neil/.local/state/clusterjob/jobs/train-abc234'
+export CLUSTERJOB_TOKEN_FILE='/home/o'"'"'neil/.local/state/clusterjob/jobs/train-abc234/token'
+export CLUSTERJOB_ATTEMPT=${CLUSTERJOB_ATTEMPT:-0}
+export CLUSTERJOB_NNODES=2
+export CLUSTERJOB_MASTER_ADDR=127.0.0.1
+
+# A node that cannot start its agent says so where the other nodes' agents look, so that nobody waits for it.
+refuse() {
+  trap - EXIT
+  local end="$CLUSTERJOB_JOB_DIR/ends/node$CLUSTERJOB_NODE_RANK.refused"
+  printf '%s\n%s: %s\n' "$1" "$(uname -n)" "$2" > "$end.part" && mv -- "$end.part" "$end"
+  printf 'clusterjob: %s\n' "$2" >&2
+  exit "$(( $1 ? $1 : 1 ))"
+}
+# Setup lines run before there is an agent to end them: this watcher does, if the shell is killed.
+watch() {
+  while sleep 0.5 && kill -0 $$ 2> /dev/null; do
+    :
+  done
+  kill -KILL 0
+}
+watch < /dev/null &
+CLUSTERJOB_WATCHER=$!  # before the trap is set: a subshell that is killed early would run it too
+CLUSTERJOB_DOING='the script ended early'
+trap 'refuse "$?" "$CLUSTERJOB_DOING"' EXIT
+
+export NCCL_DEBUG=INFO
+export GREETING='it'"'"'s "$HOME"
+and more'
+cd -- '/data/my project' || refuse 1 'the working directory /data/my project cannot be entered'
+CLUSTERJOB_DOING='a setup line failed: module load cuda/12'
+{ :
+module load cuda/12
+} < /dev/null || refuse "$?" "$CLUSTERJOB_DOING"
+CLUSTERJOB_DOING='a setup line failed: source "$HOME/venv/bin/activate"  # a comment'
+{ :
+source "$HOME/venv/bin/activate"  # a comment
+} < /dev/null || refuse "$?" "$CLUSTERJOB_DOING"
+{ kill "$CLUSTERJOB_WATCHER" && wait "$CLUSTERJOB_WATCHER"; } 2> /dev/null || :
+
+CLUSTERJOB_DOING='there is no interpreter /opt/py thon/bin/python3'
+command -v -- '/opt/py thon/bin/python3' > /dev/null || refuse 127 "$CLUSTERJOB_DOING"
+export PYTHONPATH="$CLUSTERJOB_JOB_DIR/clusterjob-node.pyz${PYTHONPATH:+:$PYTHONPATH}"
+exec '/opt/py thon/bin/python3' "$CLUSTERJOB_JOB_DIR/clusterjob-node.pyz" --nproc-per-node 4 --lifeline --no-echo train.py --lr 0.1 'a b' ''

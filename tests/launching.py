@@ -1,0 +1,114 @@
+"""How the tests of the worker side start real workers: under our launcher, under torchrun, plainly, or by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 120.0  # seconds; many times what any of these runs needs
+
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "fork": (sys.executable, "-m", "clusterjob.node", "--start", "fork", "--nproc-per-node"),
+    "exec": (sys.executable, "-m", "clusterjob.node", "--start", "exec", "--nproc-per-node"),
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"),
+}
+_FOREIGN = ("CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI_", "PET_", "MLP_")
+_FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment that names no job, whose temporary files lie in the test's own directory."""
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES}
+    if "CLUSTERJOB_TEST_ID" in os.environ:  # by which a test's processes are found again
+        keep["CLUSTERJOB_TEST_ID"] = os.environ["CLUSTERJOB_TEST_ID"]
+    own = {"TMPDIR": str(directory), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+    return keep | own | dict(extra or {})
+
+
+def start(argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a command in a directory; whoever starts it waits for it."""
+    return subprocess.Popen(
+        [str(word) for word in argv],
+        cwd=directory,
+        env=environment(directory, extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that whatever it leaves behind can be stopped with it
+    )
+
+
+def finish(process: subprocess.Popen[str], patience: float = PATIENCE) -> Run:
+    """Wait for a command; one that takes too long is stopped and fails the test with what it had to say."""
+    try:
+        out, err = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        out, err = _stop(process)
+        raise AssertionError(f"{process.args} did not end within {patience:g} s\n{out}\n{err}") from None
+    except BaseException:
+        _stop(process)
+        raise
+    return Run(process.returncode, out, err)
+
+
+def _stop(process: subprocess.Popen[str]) -> tuple[str, str]:
+    process.terminate()  # a launcher stops its workers then
+    try:
+        return process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
+
+
+def run(argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> Run:
+    return finish(start(argv, directory, extra))
+
+
+def launch(launcher: str, nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> Run:
+    """Run a program on some workers of this machine."""
+    return run([*LAUNCHERS[launcher], nproc, *argv], directory, extra)
+
+
+def by_hand(nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
+    """Start workers as no launcher does: with nobody who would stop the others when one fails."""
+    common = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(extra or {}) for rank in range(nproc)]
+    return [start([sys.executable, *argv], directory, place) for place in places]
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def script(directory: Path, text: str, name: str = "train.py") -> Path:
+    path = directory / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def told(directory: Path, nproc: int) -> list[dict[str, Any]]:
+    """Return what each rank has written to rank<N>.json."""
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(nproc)]

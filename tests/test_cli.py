@@ -1,0 +1,883 @@
+"""The command line as a user meets it: each verb in a process of its own, real jobs, stdout, stderr and exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import PATIENCE, alive, all_pids, kill_one_by_one, wait_until
+from procs import command_line as command_line_of
+
+import clusterjob
+from clusterjob.cli import main as command_line
+
+HOST = socket.gethostname()
+PROMPT = 5.0  # seconds; several times what a job needs to end on two busy cores
+PACKAGE = str(Path(clusterjob.__file__).parent)
+CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
+RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
+
+# Names itself by a file, then waits for ever.
+SLEEPER = """
+    import os, pathlib, time
+    print("line of", os.environ["RANK"], flush=True)
+    pathlib.Path(f"up{os.environ['RANK']}").touch()
+    time.sleep(1000)
+"""
+# The same, until the file `leave` is there.
+GUEST = """
+    import os, pathlib, time
+    print("line of", os.environ["RANK"], flush=True)
+    pathlib.Path(f"up{os.environ['RANK']}").touch()
+    while not os.path.exists("leave"):
+        time.sleep(0.01)
+    print("left", os.environ["RANK"])
+"""
+
+
+class Terminal:
+    """A user in a directory, whose interpreter for jobs starts at once: it finds no torch to import."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        python = directory.parent / "python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+        python.chmod(0o755)
+        patch.setenv("CLUSTERJOB_PYTHON", str(python))
+        self.home = Path(os.environ["CLUSTERJOB_HOME"])
+        self.running: list[subprocess.Popen[str]] = []
+
+    def path(self, name: str) -> Path:
+        return self.directory / name
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        self.path(name).write_text(textwrap.dedent(text))
+        return name
+
+    def __call__(self, *args: str, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; fail the test unless it ends with this code."""
+        options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, **options}
+        done = subprocess.run(
+            [*CLUSTERJOB, *args], check=False, capture_output=True, text=True, errors="surrogateescape", timeout=PATIENCE, **options
+        )
+        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
+        return done
+
+    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a command; its output goes to files, which `said` returns."""
+        number = len(self.running)
+        with self._output(number, "out").open("w") as out, self._output(number, "err").open("w") as err:
+            options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options}
+            self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
+        return self.running[-1]
+
+    def said(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+        """Return what a started command has written to stdout and to stderr so far."""
+        number = self.running.index(process)
+        return self._output(number, "out").read_text(), self._output(number, "err").read_text()
+
+    def _output(self, number: int, stream: str) -> Path:
+        return self.directory.parent / f"command{number}.{stream}"
+
+    def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
+        return self("submit", *options, self.script(text), *args).stdout.strip()
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        [job] = json.loads(self("status", "--json", job_id).stdout)["jobs"]
+        return job
+
+    def the_job(self) -> dict[str, Any]:
+        """Return the one job that there is."""
+        [job] = json.loads(self("list", "--json").stdout)["jobs"]
+        return job
+
+    def wait_for(self, *names: str) -> None:
+        wait_until(lambda: all(self.path(name).exists() for name in names), PATIENCE, f"the files {names}")
+
+    def left_behind(self) -> list[str]:
+        """Return every file that jobs have left; directories alone do not count."""
+        return [str(path) for path in self.home.rglob("*") if not path.is_dir()]
+
+
+def started_here() -> list[int]:
+    """Return the live processes that this test has started, agents of detached jobs included: no other has its XDG_CONFIG_HOME."""
+    wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
+    found = []
+    for pid in all_pids():
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and alive(pid):
+                found.append(pid)
+    return found
+
+
+def nothing_survives(timeout: float = PROMPT) -> float:
+    """Fail the test unless all that it started is gone in time; return how long that took."""
+    begin = time.monotonic()
+    try:
+        wait_until(lambda: not started_here(), timeout)
+    except AssertionError:
+        left = [f"{pid} {command_line_of(pid)}" for pid in started_here()]
+        raise AssertionError(f"still alive after {timeout:g} s: {left}") from None
+    return time.monotonic() - begin
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    directory = tmp_path / "work"
+    directory.mkdir()
+    user = Terminal(directory, monkeypatch)
+    yield user
+    try:
+        nothing_survives()
+    finally:
+        kill_one_by_one(started_here())
+        for process in user.running:
+            process.wait(PATIENCE)
+
+
+# -- starting jobs ---------------------------------------------------------------------------------------------------------
+
+
+def test_submit_prints_the_id_alone_and_leaves_the_job_to_itself(terminal: Terminal) -> None:
+    begin = time.monotonic()
+    done = terminal("submit", "--nodes", "2", terminal.script(GUEST))
+    print(f"submit took {time.monotonic() - begin:.2f} s")
+    assert re.fullmatch(r"script-[a-z2-9]{6}\n", done.stdout)
+    assert done.stderr == ""
+    job_id = done.stdout.strip()
+    terminal.wait_for("up0", "up1")
+    assert terminal.job(job_id)["state"] == "RUNNING"
+    terminal.path("leave").touch()
+    done = terminal("wait", job_id)
+    assert done.stdout == ""
+    assert done.stderr == f"clusterjob: job {job_id} SUCCEEDED\n"
+    nothing_survives()
+
+
+def test_submit_does_not_wait_for_the_job_s_start(terminal: Terminal) -> None:
+    job_id = terminal.submit("", "--setup", "while [ ! -e go ]; do sleep 0.02; done")
+    assert terminal.job(job_id)["state"] == "PENDING"
+    assert terminal.job(job_id)["started_at"] is None
+    terminal.path("go").touch()
+    terminal("wait", job_id)
+
+
+def test_submit_in_json(terminal: Terminal) -> None:
+    done = terminal("submit", "--json", "--name", "a name", terminal.script(""))
+    told = json.loads(done.stdout)
+    assert told.keys() >= {"schema", "id", "cluster", "backend", "job_dir"}
+    assert (told["schema"], told["cluster"], told["backend"]) == (1, "local", "local")
+    assert told["id"].startswith("a-name-")
+    assert Path(told["job_dir"]).is_dir()
+    assert done.stderr == ""
+    terminal("wait", told["id"])
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 255])
+def test_run_ends_with_the_job_s_exit_code(terminal: Terminal, code: int) -> None:
+    script = terminal.script(f"import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit({code})")
+    done = terminal("run", script, code=code)
+    assert done.stdout == "to stdout\n", "the output of one worker has no labels, so that it can be piped on"
+    assert done.stderr.startswith("to stderr\n")
+    state = "FAILED" if code else "SUCCEEDED"
+    assert re.search(rf"^clusterjob: job script-\w+ {state}", done.stderr, re.MULTILINE)
+    assert ("  logs: " in done.stderr) == bool(code)
+    assert terminal.the_job()["exit_code"] == code
+    nothing_survives()
+
+
+def test_run_shows_many_workers_with_their_ranks(terminal: Terminal) -> None:
+    script = terminal.script("""
+        import os, sys
+        print("the same")
+        print("own", os.environ["RANK"])
+        print("warning", file=sys.stderr)
+    """)
+    done = terminal("run", "--nodes", "2", "--nproc-per-node", "2", script)
+    labels = [re.fullmatch(r"\[([\d,-]+)\] (.*)", line) for line in done.stdout.splitlines()]
+    assert all(labels)
+    said = [(match[1], match[2]) for match in labels if match]
+    assert sorted(text for label, text in said if text.startswith("own")) == [f"own {rank}" for rank in range(4)]
+    assert all(label == text.removeprefix("own ") for label, text in said if text.startswith("own"))
+    assert {text for _, text in said} == {"the same", *(f"own {rank}" for rank in range(4))}
+    assert all(re.fullmatch(r"\[[\d,-]+\] warning|clusterjob: job script-\w+ SUCCEEDED", line) for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "how"),
+    [
+        pytest.param("raise ValueError('boom')", 1, "ValueError: boom", id="raise"),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL", id="kill"),
+    ],
+)
+def test_run_says_who_failed_and_why(terminal: Terminal, statement: str, code: int, how: str) -> None:
+    script = terminal.script(f"""
+        import os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            print("last words", file=sys.stderr, flush=True)
+            {statement}
+        time.sleep(1000)
+    """)
+    done = terminal("run", "--nodes", "2", script, code=code)
+    verdict = re.search(r"^clusterjob: job \S+ FAILED: (.*)$", done.stderr, re.MULTILINE)
+    assert verdict
+    assert verdict[1].startswith(f"rank 1 (node 1, local rank 0, host {HOST}): ")
+    assert how in verdict[1]
+    assert "\n  | last words\n" in done.stderr
+    assert done.stdout == ""
+    nothing_survives()
+    failure = terminal.the_job()["failure"]
+    assert failure.keys() >= {"rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message"}
+    assert (failure["rank"], failure["local_rank"], failure["node_rank"], failure["host"]) == (1, 0, 1, HOST)
+    assert (failure["exit_code"], failure["signal"]) == (code, "SIGKILL" if code == 137 else None)
+
+
+def test_submit_and_follow_ends_with_the_job_s_exit_code(terminal: Terminal) -> None:
+    done = terminal("submit", "--follow", terminal.script("print('hello'); raise SystemExit(4)"), code=4)
+    job_id, *rest = done.stdout.splitlines()
+    assert job_id == terminal.the_job()["id"]
+    assert rest == ["hello"]
+    assert "FAILED" in done.stderr
+
+
+def test_a_module_and_a_command_can_be_run(terminal: Terminal) -> None:
+    terminal.path("package").mkdir()
+    terminal.path("package/__init__.py").touch()
+    terminal.script("import sys; print(__name__, sys.argv[1:])", "package/train.py")
+    assert terminal("run", "-m", "package.train", "--nodes", "7", "-m", "x").stdout == "__main__ ['--nodes', '7', '-m', 'x']\n"
+    command = ["bash", "-c", 'echo "$0" "$1" $RANK', "--help", "a  b"]
+    assert terminal("run", "--name", "shell", "--", *command).stdout == "--help a  b 0\n"
+
+
+def test_what_follows_the_script_is_the_script_s(terminal: Terminal) -> None:
+    options = ["--nodes", "7", "-h", "--help", "--json", "-v", "--version", "--", "-m", "x", "", "a b", "--dry-run", "☃"]
+    assert terminal("run", terminal.script("import sys; print(sys.argv[1:])"), *options).stdout == f"{options}\n"
+    assert terminal("run", "--nodes=1", "--name", "-x", "script.py", "--nodes=9").stdout == "['--nodes=9']\n"
+
+
+def test_a_script_may_be_called_like_an_option(terminal: Terminal) -> None:
+    terminal.script("print('hello')", "--nodes.py")
+    assert terminal("run", "./--nodes.py").stdout == "hello\n"
+
+
+def test_variables_of_the_command_line_and_the_file_reach_the_workers(terminal: Terminal) -> None:
+    terminal.path("clusterjob.toml").write_text('[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n')
+    script = terminal.script("import os; print(*(os.environ[name] for name in 'ABCD'))")
+    assert terminal("run", "--env", "B=x=y z", "--env", "D=", "--setup", "C=$C,flag", script).stdout == "file x=y z file,flag \n"
+
+
+def test_a_rehearsal_on_the_cpu_says_so_in_one_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = terminal.script("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] or 'none')")
+    done = terminal("run", "--gpus-per-node", "1", script)
+    assert done.stdout == "none\n"
+    assert len([line for line in done.stderr.splitlines() if "GPUs" in line and "CPU" in line]) == 1
+    done = terminal("run", "--gpus-per-node", "1", "--require-gpus", script, code=2)
+    assert (done.stdout, len(done.stderr.splitlines())) == ("", 2)
+    assert "0 of the 1 GPUs" in done.stderr
+    monkeypatch.setenv("CLUSTERJOB_REQUIRE_GPUS", "1")
+    terminal("run", "--gpus-per-node", "1", script, code=2)
+    terminal("run", "--gpus-per-node", "1", "--no-require-gpus", script)
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_render_prints_the_plan_and_leaves_no_trace(terminal: Terminal) -> None:
+    options = ["--nodes", "2", "--env", "A=it's", "--setup", "module load cuda", terminal.script(""), "--flag"]
+    texts = []
+    for command in (["render"], ["submit", "--dry-run"]):
+        done = terminal(*command, *options)
+        assert done.stderr == ""
+        texts.append(re.sub(r"script-[a-z2-9]{6}", "ID", done.stdout))
+    assert texts[0] == texts[1]
+    assert f"### {terminal.home}/jobs/ID/node.sh (0700)\n#!/usr/bin/env bash\n" in texts[0]
+    assert "export A='it'\"'\"'s'" in texts[0]
+    assert "module load cuda" in texts[0]
+    assert texts[0].splitlines()[-2:] == [f"CLUSTERJOB_NODE_RANK={rank} bash {terminal.home}/jobs/ID/node.sh" for rank in (0, 1)]
+    assert not terminal.home.exists()
+
+
+@pytest.mark.parametrize("command", [["render", "--json"], ["submit", "--dry-run", "--json"]])
+def test_the_plan_in_json(terminal: Terminal, command: list[str]) -> None:
+    plan = json.loads(terminal(*command, terminal.script("")).stdout)
+    assert plan.keys() >= {"schema", "job_id", "backend", "job_dir", "files", "commands", "notes"}
+    assert plan["schema"] == 1
+    assert [Path(file["path"]).name for file in plan["files"]] == ["spec.json", "clusterjob-node.pyz", "node.sh"]
+    assert [file["mode"] for file in plan["files"]] == ["0600", "0600", "0700"]
+    assert json.loads(plan["files"][0]["text"])["program"] == {"kind": "script", "target": "script.py", "args": []}
+    assert plan["commands"] == [{"argv": ["bash", plan["files"][2]["path"]], "env": {"CLUSTERJOB_NODE_RANK": "0"}, "node_rank": 0}]
+    assert not terminal.home.exists()
+
+
+def test_notes_on_a_plan_are_no_part_of_it(terminal: Terminal) -> None:
+    done = terminal("render", "--mem", "1G", terminal.script(""))
+    assert "--mem" in done.stderr
+    assert "not enforced" not in done.stdout
+
+
+# -- asking after jobs -------------------------------------------------------------------------------------------------
+
+
+def test_status_and_list_tell_of_jobs_in_any_state(terminal: Terminal) -> None:
+    assert terminal("status").stdout == ""
+    assert "no job" in terminal("status").stderr
+    assert json.loads(terminal("list", "--json").stdout) == {"schema": 1, "jobs": []}
+    good = terminal.submit("", "--name", "good")
+    terminal("wait", good)
+    bad = terminal.submit("raise SystemExit(3)", "--name", "bad")
+    assert "FAILED" in terminal("wait", bad, code=3).stderr
+    running = terminal.submit(SLEEPER, "--name", "running")
+    terminal.wait_for("up0")
+    listed = json.loads(terminal("list", "--json").stdout)
+    assert listed["schema"] == 1
+    assert [(job["id"], job["state"], job["exit_code"]) for job in listed["jobs"]] == [
+        (good, "SUCCEEDED", 0), (bad, "FAILED", 3), (running, "RUNNING", None),
+    ]  # fmt: skip
+    for job in listed["jobs"]:
+        assert job.keys() >= {
+            "id", "name", "cluster", "backend", "backend_id", "state", "exit_code", "nodes", "submitted_at", "started_at", "ended_at",
+            "reason", "restarts", "failure",
+        }  # fmt: skip
+        assert (job["cluster"], job["backend"], job["backend_id"], job["nodes"], job["restarts"]) == ("local", "local", job["id"], 1, 0)
+        assert RFC3339.fullmatch(job["submitted_at"])
+        assert RFC3339.fullmatch(job["started_at"])
+        assert (job["ended_at"] is None) == (job["state"] == "RUNNING")
+    assert listed["jobs"][0]["failure"] is None
+    assert listed["jobs"][1]["failure"]["exit_code"] == 3
+    header, *rows = terminal("list").stdout.splitlines()
+    assert header.split() == ["ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON"]
+    assert [row.split()[:2] for row in rows] == [[good, "SUCCEEDED"], [bad, "FAILED"], [running, "RUNNING"]]
+    assert [row.split()[0] for row in terminal("status").stdout.splitlines()[1:]] == [running], "without ids, those that have not ended"
+    told = terminal("status", bad, good).stdout
+    assert [row.split()[0] for row in told.splitlines()[1:3]] == [bad, good]
+    assert f"{bad} FAILED: rank 0" in told
+    terminal("cancel", running)
+
+
+def test_an_id_may_be_shortened(terminal: Terminal) -> None:
+    one, two = terminal.submit("", "--name", "one"), terminal.submit("", "--name", "two")
+    terminal("wait", "on")
+    terminal("wait", "tw")
+    assert terminal.job("o")["id"] == one
+    assert terminal.job(two)["id"] == two
+    three = terminal.submit("", "--name", "three")
+    done = terminal("status", "t", code=2)
+    assert (done.stdout, len(done.stderr.splitlines())) == ("", 2)
+    assert two in done.stderr
+    assert three in done.stderr
+    terminal("wait", three)
+
+
+def test_a_job_that_nobody_has_is_named_with_its_nearest(terminal: Terminal) -> None:
+    job_id = terminal.submit("")
+    terminal("wait", job_id)
+    for command in (["status"], ["wait"], ["cancel"], ["logs"], ["logs", "-f"], ["status", job_id]):
+        done = terminal(*command, f"{job_id[:-1]}1", code=2)
+        assert done.stdout == ""
+        assert f"there is no job '{job_id[:-1]}1'" in done.stderr
+        assert f"did you mean {job_id}?" in done.stderr
+    done = terminal("status", "zzzzzz", code=2)
+    assert "clusterjob list" in done.stderr
+
+
+def test_logs_show_a_rank_a_node_or_the_end(terminal: Terminal) -> None:
+    job_id = terminal.submit(
+        """
+        import os, sys
+        for number in range(3):
+            print("line", number, "of", os.environ["RANK"])
+        print("error of", os.environ["RANK"], file=sys.stderr)
+        """,
+        "--nodes", "2", "--nproc-per-node", "2",
+    )  # fmt: skip
+    terminal("wait", job_id)
+    done = terminal("logs", job_id)
+    assert len(done.stdout.splitlines()) == 12
+    assert sorted(done.stderr.splitlines()) == [f"[{rank}] error of {rank}" for rank in range(4)]
+    done = terminal("logs", job_id, "--rank", "2")
+    assert done.stdout.splitlines() == [f"[2] line {number} of 2" for number in range(3)]
+    assert done.stderr == "[2] error of 2\n"
+    done = terminal("logs", "--node", "1", job_id)
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"[2]", "[3]"}
+    done = terminal("logs", "--rank", "0", "--tail", "2", job_id)
+    assert len((done.stdout + done.stderr).splitlines()) == 2
+    assert terminal("logs", "--tail", "0", job_id).stdout == ""
+    assert terminal("logs", "--tail", "1000", job_id).stdout == terminal("logs", job_id).stdout
+    assert terminal("logs", "--rank", "77", job_id).stdout == ""
+
+
+def test_logs_are_followed_from_another_terminal(terminal: Terminal) -> None:
+    job_id = terminal.submit(GUEST + "    raise SystemExit(5)\n", "--nodes", "2")
+    following = terminal.start("logs", "-f", job_id)
+    wait_until(lambda: "line of 0" in terminal.said(following)[0], PATIENCE)
+    assert following.poll() is None
+    terminal.path("leave").touch()
+    assert following.wait(PATIENCE) == 5
+    out, err = terminal.said(following)
+    assert sorted(out.splitlines()) == ["[0] left 0", "[0] line of 0", "[1] left 1", "[1] line of 1"]
+    assert re.search(r"^clusterjob: job \S+ FAILED: rank", err, re.MULTILINE)
+    again = terminal("logs", "--follow", "--rank", "1", job_id, code=5)
+    assert again.stdout == "[1] line of 1\n[1] left 1\n"
+
+
+def test_cancel_ends_a_job_that_another_terminal_runs(terminal: Terminal) -> None:
+    running = terminal.start("run", "--nodes", "2", terminal.script(SLEEPER))
+    terminal.wait_for("up0", "up1")
+    job_id = terminal.the_job()["id"]
+    done = terminal("cancel", job_id)
+    assert (done.stdout, done.stderr) == ("", f"clusterjob: job {job_id} is cancelled\n")
+    assert running.wait(PATIENCE) == 143
+    assert "CANCELLED" in terminal.said(running)[1]
+    job = terminal.the_job()
+    assert (job["state"], job["exit_code"], job["failure"]) == ("CANCELLED", 143, None)
+    assert "had ended already" in terminal("cancel", job_id).stderr
+    nothing_survives()
+
+
+def test_jobs_can_be_asked_after_from_any_directory(terminal: Terminal, tmp_path: Path) -> None:
+    job_id = terminal.submit("print('hello')")
+    terminal("wait", job_id, cwd=tmp_path)
+    assert terminal("logs", job_id, cwd="/").stdout == "hello\n"
+
+
+# -- interruptions ---------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_cancels_a_run(terminal: Terminal) -> None:
+    running = terminal.start("run", "--nodes", "2", terminal.script(SLEEPER))
+    terminal.wait_for("up0", "up1")
+    wait_until(lambda: terminal.said(running)[0].count("line of") == 2, PATIENCE)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(PATIENCE) == 130
+    nothing_survives()
+    out, err = terminal.said(running)
+    assert terminal.the_job()["state"] == "CANCELLED"
+    assert "cancelling" in err
+    assert PACKAGE not in err
+    assert sorted(out.splitlines()) == ["[0] line of 0", "[1] line of 1"], "what was shown is not shown again"
+
+
+def test_what_workers_say_when_they_are_cancelled_is_shown(terminal: Terminal) -> None:
+    running = terminal.start(
+        "run",
+        terminal.script("""
+            import pathlib, signal, sys, time
+            def save(*_):
+                print("saved")
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, save)
+            pathlib.Path("up0").touch()
+            while True:
+                time.sleep(0.05)
+        """),
+    )
+    terminal.wait_for("up0")
+    running.send_signal(signal.SIGINT)
+    assert running.wait(PATIENCE) == 130
+    assert terminal.said(running)[0] == "saved\n"
+
+
+def test_a_second_ctrl_c_ends_a_run_that_takes_long_to_cancel(terminal: Terminal) -> None:
+    script = terminal.script("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(SLEEPER))
+    running = terminal.start("run", "--grace", "2", script)
+    terminal.wait_for("up0")
+    running.send_signal(signal.SIGINT)
+    wait_until(lambda: "cancelling" in terminal.said(running)[1], PATIENCE)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(PATIENCE) == 130
+    assert PACKAGE not in terminal.said(running)[1]
+    nothing_survives()
+
+
+@pytest.mark.parametrize("command", ["submit --follow", "logs -f"])
+def test_ctrl_c_leaves_a_job_alone_that_is_only_watched(terminal: Terminal, command: str) -> None:
+    program = terminal.script(SLEEPER) if command.startswith("submit") else terminal.submit(SLEEPER)
+    watching = terminal.start(*command.split(), program)
+    wait_until(lambda: "line of 0" in terminal.said(watching)[0], PATIENCE)
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(PATIENCE) == 130
+    assert PACKAGE not in terminal.said(watching)[1]
+    job = terminal.the_job()
+    assert job["state"] == "RUNNING"
+    terminal("cancel", job["id"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_survives_the_end_of_run(terminal: Terminal, number: signal.Signals) -> None:
+    script = terminal.script("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + textwrap.dedent(SLEEPER))
+    running = terminal.start("run", "--nodes", "2", script)
+    terminal.wait_for("up0", "up1")
+    running.send_signal(number)
+    running.wait(PATIENCE)
+    print(f"{number.name} of run: nothing was left after {nothing_survives():.2f} s")
+    job = terminal.the_job()
+    assert job["state"] == "CANCELLED"
+    assert "the command that ran the job is gone" in job["reason"] or number.name in job["reason"]
+
+
+def test_nothing_survives_the_kill_of_run_during_a_setup_line(terminal: Terminal) -> None:
+    running = terminal.start("run", "--nodes", "2", "--setup", 'touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000', terminal.script(""))
+    terminal.wait_for("in0", "in1")
+    running.kill()
+    running.wait(PATIENCE)
+    print(f"nothing was left after {nothing_survives():.2f} s")
+    assert terminal.the_job()["state"] in ("CANCELLED", "LOST")
+
+
+def test_nothing_survives_the_kill_of_submit_in_the_middle(terminal: Terminal) -> None:
+    """It is killed as soon as the first agent's log is there; those that had finished by then are not counted."""
+    script = terminal.script(SLEEPER)
+    jobs_dir = terminal.home / "jobs"
+    hits = 0
+    for number in range(8):
+        submitting = terminal.start("submit", "--nodes", "12", "--name", f"killed{number}", script)
+        wait_until(lambda number=number: list(jobs_dir.glob(f"killed{number}-*/logs/node0/agent.log")), PATIENCE)
+        submitting.kill()
+        submitting.wait(PATIENCE)
+        if terminal.said(submitting)[0]:
+            terminal("cancel", f"killed{number}")
+            continue
+        hits += 1
+        print(f"nothing was left after {nothing_survives():.2f} s")
+        job = terminal.job(f"killed{number}")
+        assert job["state"] in ("CANCELLED", "LOST")
+        assert job["reason"]
+        if hits == 3:
+            break
+    assert hits
+
+
+def test_a_terminal_s_ctrl_c_goes_to_the_command_alone(terminal: Terminal) -> None:
+    """In a real terminal; the workers have not been interrupted but stopped in order."""
+    script = terminal.script("""
+        import pathlib, signal, sys, time
+        def on(number, _):
+            pathlib.Path("got").open("a").write(f"{signal.Signals(number).name} ")
+            sys.exit(0)
+        signal.signal(signal.SIGINT, on)
+        signal.signal(signal.SIGTERM, on)
+        pathlib.Path("up0").touch()
+        while True:
+            time.sleep(0.05)
+    """)
+    with pseudo_terminal() as (master, slave):
+        session = {"stdin": slave, "start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
+        running = terminal.start("run", script, **session)
+        terminal.wait_for("up0")
+        os.write(master, b"\x03")
+        assert running.wait(PATIENCE) == 130
+    nothing_survives()
+    assert terminal.path("got").read_text() == "SIGTERM "
+
+
+def test_progress_is_shown_in_a_terminal_while_a_job_waits(terminal: Terminal) -> None:
+    with pseudo_terminal() as (master, slave):
+        running = terminal.start(
+            "run", "--setup", "while [ ! -e go ]; do sleep 0.02; done", terminal.script("print('hello')"), stderr=slave
+        )
+        shown = b""
+
+        def starting() -> bool:
+            nonlocal shown
+            with contextlib.suppress(BlockingIOError):
+                shown += os.read(master, 65536)
+            return b"starting (" in shown
+
+        os.set_blocking(master, False)
+        wait_until(starting, PATIENCE, "a line that says what is waited for")
+        terminal.path("go").touch()
+        assert running.wait(PATIENCE) == 0
+        assert terminal.said(running)[0] == "hello\n"
+
+
+@contextlib.contextmanager
+def pseudo_terminal() -> Iterator[tuple[int, int]]:
+    master, slave = pty.openpty()
+    try:
+        yield master, slave
+    finally:
+        os.close(slave)
+        os.close(master)
+
+
+# -- what cannot be understood ---------------------------------------------------------------------------------------------
+
+USAGE = {
+    "no script": (["submit", "scirpt.py"], "the script 'scirpt.py' is not there", "did you mean script.py?"),
+    "no script at all": (["run", "nosuch.sh"], "the script 'nosuch.sh' is not there", ""),
+    "a directory": (["run", "folder"], "'folder' is not a file", ""),
+    "a shell script": (["run", "train.sh"], "'train.sh' is not a Python script", "-- ./train.sh"),
+    "nothing": (["run"], "nothing to run", "SCRIPT"),
+    "nothing after --": (["run", "--"], "nothing to run", "SCRIPT"),
+    "nothing after -m": (["run", "-m"], "nothing to run", "SCRIPT"),
+    "an empty command": (["run", "--", ""], "the command is empty", ""),
+    "no module": (["run", "-m", "not-a/module"], "'not-a/module' is not a module's name", "package.train"),
+    "nodes 0": (["submit", "--nodes", "0", "script.py"], "nodes is 0", ""),
+    "nodes -1": (["submit", "--nodes", "-1", "script.py"], "nodes is -1", ""),
+    "nodes --5": (["submit", "--nodes=--5", "script.py"], "'--5' is not a whole number", ""),
+    "nodes 1.5": (["submit", "--nodes", "1.5", "script.py"], "'1.5' is not a whole number", ""),
+    "nodes ²": (["submit", "--nodes", "²", "script.py"], "'²' is not a whole number", ""),
+    "many digits": (["submit", "--nodes", "9" * 5000, "script.py"], "is not a whole number", ""),
+    "nproc 0": (["submit", "--nproc-per-node", "0", "script.py"], "nproc per node is 0", ""),
+    "gpus -1": (["submit", "--gpus-per-node", "-1", "script.py"], "gpus per node is -1", ""),
+    "cpus 0": (["submit", "--cpus-per-task", "0", "script.py"], "cpus per task is 0", ""),
+    "restarts -1": (["submit", "--max-restarts", "-1", "script.py"], "max restarts is -1", ""),
+    "potatoes": (["submit", "--mem", "12 potatoes", "script.py"], "'12 potatoes' is not a memory size", "64G"),
+    "no memory": (["submit", "--mem", "0", "script.py"], "'0' is not a memory size", "64G"),
+    "endless memory": (["submit", "--mem", "9" * 400 + "G", "script.py"], "is not a memory size", "64G"),
+    "no time": (["submit", "--time", "0", "script.py"], "'0' is not a duration", "90s"),
+    "fortnight": (["submit", "--time", "1 fortnight", "script.py"], "'1 fortnight' is not a duration", "90s"),
+    "endless time": (["submit", "--time", "9" * 400 + "h", "script.py"], "is not a duration", "90s"),
+    "cluster": (["submit", "--cluster", "lcoal", "script.py"], "there is no cluster 'lcoal'", "did you mean local?"),
+    "env": (["submit", "--env", "NOVALUE", "script.py"], "'NOVALUE' is not KEY=VALUE", ""),
+    "env name": (["submit", "--env", "A-B=1", "script.py"], "'A-B' cannot be a variable's name", "--env"),
+    "env of ours": (["submit", "--env", "RANK=1", "script.py"], "RANK is set by the launcher", "--env"),
+    "workdir": (["submit", "--workdir", "nowhere", "script.py"], "nowhere' is not there", ""),
+    "home of nobody": (["submit", "--workdir", "~nobody-of-this-name/x", "script.py"], "nobody-of-this-name", ""),
+    "name": (["submit", "--name", "a\nb", "script.py"], "cannot be a job's name", "printable"),
+    "start": (["submit", "--start", "spwan", "script.py"], "start is 'spwan'", "fork"),
+    "launcher": (["submit", "--launcher", "mpirun", "script.py"], "launcher is 'mpirun'", "torchrun"),
+    "grace 0": (["submit", "--grace", "0", "script.py"], "grace is 0", ""),
+    "grace nan": (["submit", "--grace", "nan", "script.py"], "grace is nan", ""),
+    "grace x": (["submit", "--grace", "x", "script.py"], "'x' is not a number of seconds", ""),
+    "set": (["submit", "--set", "partition=gpu", "script.py"], "no option 'partition'", ""),
+    "set without value": (["submit", "--set", "partition", "script.py"], "'partition' is not KEY=VALUE", ""),
+    "template": (["submit", "--template", "nosuch.j2", "script.py"], "nosuch.j2' is not there", ""),
+    "undefined": (["submit", "--template", "undefined.j2", "script.py"], "undefined.j2, line 2: 'no_such_name' is undefined", ""),
+    "unquoted": (["submit", "--template", "unquoted.j2", "script.py"], "unquoted.j2, line 3: the value", "sh"),
+    "broken": (["submit", "--template", "broken.j2", "script.py"], "broken.j2, line 2: ", ""),
+    "wrong": (["submit", "--template", "wrong.j2", "script.py"], "wrong.j2, line 2: ", ""),
+    "unknown option": (["submit", "--nodez", "2", "script.py"], "No such option: --nodez", "--help"),
+    "unknown verb": (["sbumit", "script.py"], "No such command 'sbumit'", "--help"),
+    "no value": (["submit", "--nodes"], "'--nodes' requires an argument", "--help"),
+    "no id": (["wait"], "Missing argument", "--help"),
+    "tail": (["logs", "x", "--tail", "-1"], "--tail", "--help"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_bad_input_gets_one_line_and_a_hint_before_anything_starts(
+    terminal: Terminal, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, for there are many of them; an exception that is not translated would reach the test."""
+    args, message, hint = USAGE[case]
+    terminal.script("")
+    terminal.path("folder").mkdir()
+    terminal.script("#!/bin/bash\necho hello\n", "train.sh")
+    terminal.script("#!/bin/bash\n{{ no_such_name|sh }}\n", "undefined.j2")
+    terminal.script("#!/bin/bash\n\ncd {{ workdir }}\n", "unquoted.j2")
+    terminal.script("#!/bin/bash\n{% if %}\n", "broken.j2")
+    terminal.script("#!/bin/bash\n{{ nnodes|sh_words }}\n", "wrong.j2")
+    monkeypatch.chdir(terminal.directory)
+    code = command_line(args)
+    out, err = capsys.readouterr()
+    assert code == 2
+    one_line_and_a_hint(terminal, out, err, message, hint)
+
+
+CONFIGURATIONS = {
+    "broken": ("[defaults]\nnodes = \n", "is not valid TOML", ""),
+    "unknown key": ("[defaults]\nnodez = 1\n", "nodez", "did you mean nodes?"),
+    "unknown top key": ("default = 1\n", "default", "did you mean defaults?"),
+    "unknown key of a cluster": ("[clusters.lab]\nbackend = 'local'\nnode = 1\n", "[clusters.lab] node", "did you mean nodes?"),
+    "wrong value": ("[defaults]\nmem = '12 potatoes'\n", "[defaults] mem: '12 potatoes' is not a memory size", "64G"),
+    "wrong type": ("[defaults]\nenv = 3\n", "[defaults] env: 3", ""),
+    "unknown cluster": ("cluster = 'lab'\n[clusters.lap]\nbackend = 'local'\n", "there is no cluster 'lab'", "did you mean lap?"),
+    "unknown backend": ("cluster = 'lab'\n[clusters.lab]\nbackend = 'lcoal'\n", "lcoal", "did you mean local?"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_a_bad_file_gets_one_line_and_a_hint_before_anything_starts(terminal: Terminal, case: str) -> None:
+    text, message, hint = CONFIGURATIONS[case]
+    terminal.path("clusterjob.toml").write_text(text)
+    done = terminal("submit", terminal.script(""), code=2)
+    error = one_line_and_a_hint(terminal, done.stdout, done.stderr, message, hint)
+    assert str(terminal.path("clusterjob.toml")) in error
+    assert case != "broken" or "line 2" in error
+
+
+def one_line_and_a_hint(terminal: Terminal, out: str, err: str, message: str, hint: str) -> str:
+    assert out == ""
+    assert not terminal.home.exists(), "nothing was started and nothing was written"
+    first, *rest = err.splitlines()
+    assert first.startswith("clusterjob: error: ")
+    assert message in first
+    assert len(rest) == 1, f"one line and one hint, not\n{err}"
+    assert rest[0].startswith("  hint: ")
+    assert hint in rest[0]
+    return first
+
+
+def test_a_wrong_value_in_a_variable_names_the_variable(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERJOB_NODES", "two")
+    done = terminal("submit", terminal.script(""), code=2)
+    one_line_and_a_hint(terminal, done.stdout, done.stderr, "CLUSTERJOB_NODES: 'two' is not a whole number", "")
+
+
+def test_the_cause_of_an_error_is_shown_on_request(terminal: Terminal) -> None:
+    terminal.path("clusterjob.toml").write_text("[defaults\n")
+    command = [*CLUSTERJOB, "-v", "config"]
+    done = subprocess.run(command, check=False, cwd=terminal.directory, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert "TOMLDecodeError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "source"),
+    [
+        ({"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_NODE_RANK": "1", "CLUSTERJOB_MASTER_ADDR": "host0"}, "clusterjob"),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}, "env"),
+        ({"RANK": "1"}, "env"),
+    ],
+)
+def test_inside_a_job_nothing_is_submitted_by_mistake(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], source: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    script = terminal.script("print('hello')")
+    for command in ("submit", "run", "render"):
+        done = terminal(command, script, code=2)
+        assert done.stdout == ""
+        assert source in done.stderr
+        assert next(iter(variables)) in done.stderr
+        assert "clusterjob launch" in done.stderr
+        assert "--cluster" in done.stderr
+    assert not terminal.home.exists()
+    assert terminal("run", "--cluster", "local", script).stdout == "hello\n"
+
+
+# -- env and config --------------------------------------------------------------------------------------------------------
+
+
+def test_env_tells_this_process_s_place(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rank", "local_rank", "world_size", "local_world_size"}
+    told = json.loads(terminal("env", "--json").stdout)
+    assert told.keys() == {"schema", "source", "level", "evidence", "ignored", "conflicts"} | fields
+    assert (told["schema"], told["source"], told["level"], told["evidence"], told["conflicts"]) == (1, "none", "none", {}, [])
+    assert all(told[field] is None for field in fields)
+    monkeypatch.setenv("CLUSTERJOB_NNODES", "2")
+    monkeypatch.setenv("CLUSTERJOB_NODE_RANK", "1")
+    done = terminal("env", "--json", code=1)
+    told = json.loads(done.stdout)
+    assert told["level"] == "none"
+    assert "CLUSTERJOB_MASTER_ADDR" in told["conflicts"][0]
+    assert "conflict: CLUSTERJOB_MASTER_ADDR is not set" in terminal("env", code=1).stdout
+    monkeypatch.setenv("CLUSTERJOB_MASTER_ADDR", "host0")
+    told = json.loads(terminal("env", "--json").stdout)
+    assert (told["level"], told["nnodes"], told["node_rank"], told["master_addr"], told["rank"]) == ("node", 2, 1, "host0", None)
+    assert told["evidence"]["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
+    table = terminal("env").stdout
+    assert re.search(r"^nnodes\s+2\s+CLUSTERJOB_NNODES$", table, re.MULTILINE)
+
+
+def test_config_tells_where_each_setting_comes_from(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = terminal.path("clusterjob.toml")
+    path.write_text("cluster = 'lab'\n[defaults]\nmem = '1G'\n[clusters.lab]\nbackend = 'local'\nworkdir = '/tmp'\nsetup = 'true'\n")
+    monkeypatch.setenv("CLUSTERJOB_NODES", "3")
+    told = json.loads(terminal("config", "--json").stdout)
+    assert (told["schema"], told["cluster"], told["backend"]) == (1, "lab", "local")
+    settings = told["settings"]
+    assert settings["nodes"] == {"value": 3, "origin": "CLUSTERJOB_NODES"}
+    assert settings["mem"] == {"value": 1024**3, "origin": f"{path}: [defaults] mem"}
+    assert settings["workdir"] == {"value": "/tmp", "origin": f"{path}: [clusters.lab] workdir"}
+    assert settings["setup"]["value"] == ["true"]
+    assert re.search(r"^nodes\s+3\s+CLUSTERJOB_NODES$", terminal("config").stdout, re.MULTILINE)
+    assert "mem" in terminal("config", "--cluster", "local").stdout
+    terminal("config", "--cluster", "nosuch", code=2)
+
+
+# -- help, and readers that go away ----------------------------------------------------------------------------------------
+
+VERBS = ["submit", "run", "render", "launch", "status", "list", "wait", "cancel", "logs", "env", "config"]
+
+
+def test_help_is_a_result(terminal: Terminal) -> None:
+    done = terminal("--help")
+    assert done.stderr == ""
+    assert all(re.search(rf"^  {verb} +\S", done.stdout, re.MULTILINE) for verb in VERBS)
+    done = terminal(code=2)
+    assert done.stdout == ""
+    assert "Usage" in done.stderr
+    assert re.fullmatch(r"clusterjob \d+\.\d+\.\d+\S*\n", terminal("--version").stdout)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_help(terminal: Terminal, verb: str) -> None:
+    done = terminal(verb, "--help")
+    assert done.stderr == ""
+    assert verb in done.stdout
+    if verb in ("submit", "run", "render"):
+        assert "SCRIPT [ARGS]" in done.stdout
+        assert "--gpus-per-node" in done.stdout
+
+
+@pytest.mark.parametrize("args", [["list"], ["list", "--json"], ["status", "--json"], ["logs", "ID"], ["render", "script.py"], ["--help"]])
+def test_a_reader_that_goes_away_is_no_error_worth_a_word(terminal: Terminal, args: list[str]) -> None:
+    terminal("run", terminal.script("print('hello')"))
+    args = [terminal.the_job()["id"] if word == "ID" else word for word in args]
+    read, write = os.pipe()
+    os.close(read)  # the surest way to be too late
+    try:
+        done = subprocess.run(
+            [*CLUSTERJOB, *args], check=False, cwd=terminal.directory, stdout=write, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
+        )
+    finally:
+        os.close(write)
+    assert done.stderr == ""
+
+
+def test_the_first_line_of_a_list_is_enough_for_head(terminal: Terminal) -> None:
+    for _ in range(3):
+        terminal("wait", terminal.submit(""))
+    command = f"{shlex.join([*CLUSTERJOB, 'list'])} | head -1"
+    done = subprocess.run(["bash", "-c", command], check=False, cwd=terminal.directory, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout.split()[:2] == ["ID", "STATE"]
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""
+
+
+def test_output_that_the_terminal_s_encoding_lacks_is_shown_all_the_same(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = terminal("run", "--name", "schneemann ☃", terminal.script("import os; os.write(1, '☃ \\n'.encode() + b'\\xff\\n')"))
+    assert len(done.stdout.splitlines()) == 2
+    assert terminal.the_job()["name"] == "schneemann ☃"
+
+
+def test_arguments_that_are_no_text_arrive_and_are_shown(terminal: Terminal) -> None:
+    script = terminal.script("import os, sys; print(ascii(sys.argv[1:]))")
+    assert terminal("run", script, "\udcff").stdout == "['\\udcff']\n"
+    terminal("render", script, "\udcff")
+    terminal("render", "--json", script, "\udcff")
+    assert terminal.the_job()["state"] == "SUCCEEDED"
+
+
+def test_a_job_s_directory_that_goes_away_while_it_is_watched(terminal: Terminal) -> None:
+    running = terminal.start("run", "--nodes", "2", terminal.script(GUEST))
+    terminal.wait_for("up0", "up1")
+    job = terminal.the_job()
+    moved = Path(job["job_dir"]).rename(terminal.path("moved"))
+    terminal.path("leave").touch()
+    assert running.wait(PATIENCE) == 1
+    assert moved.exists()
+    assert "LOST" in terminal.said(running)[1]
+    assert PACKAGE not in terminal.said(running)[1]

@@ -1,0 +1,364 @@
+"""Settings: which layer wins, where each value was written, and what is said of a file that is wrong."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.config import Settings, find_files, resolve
+from clusterjob.errors import ConfigError, UnknownCluster
+
+BACKENDS = ("local", "slurm", "ssh")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project's directory, below which commands are run."""
+    directory = tmp_path / "project"
+    (directory / "src" / "deep").mkdir(parents=True)
+    return directory
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def user_file(text: str) -> Path:
+    return write(Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml", text)
+
+
+def settings(
+    directory: Path, cluster: str | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+) -> Settings:
+    return resolve(flags or {}, cluster, environ or {}, directory, BACKENDS)
+
+
+# -- layers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_without_files_the_first_backend_serves(project: Path) -> None:
+    assert settings(project) == Settings("local", "local", {}, {})
+
+
+def test_the_stronger_layer_wins_and_is_named(project: Path) -> None:
+    user = user_file("[defaults]\nnodes = 1\nmax_restarts = 1\ngrace = 1\ntime = '1m'\nmem = '1G'\nname = 'u'\n[clusters.lab]\ngrace = 2\n")
+    own = write(
+        project / "clusterjob.toml",
+        "[defaults]\nmax_restarts = 2\ngrace = 3\ntime = '2m'\nmem = '2G'\n[clusters.lab]\nbackend = 'ssh'\ntime = '3m'\nmem = '3G'\n",
+    )
+    found = settings(project, "lab", {"CLUSTERJOB_MEM": "4G", "CLUSTERJOB_NPROC_PER_NODE": "4"}, {"nproc_per_node": "5"})
+    assert (found.cluster, found.backend) == ("lab", "ssh")
+    assert {key: (value, found.origins[key]) for key, value in found.values.items()} == {
+        "nodes": (1, f"{user}: [defaults] nodes"),
+        "name": ("u", f"{user}: [defaults] name"),
+        "max_restarts": (2, f"{own}: [defaults] max_restarts"),
+        "grace": (2.0, f"{user}: [clusters.lab] grace"),
+        "time": (180, f"{own}: [clusters.lab] time"),
+        "mem": (4 * 1024**3, "CLUSTERJOB_MEM"),
+        "nproc_per_node": (5, "--nproc-per-node"),
+    }
+
+
+def test_another_cluster_s_profile_does_not_hold(project: Path) -> None:
+    write(project / "clusterjob.toml", "[clusters.lab]\nbackend = 'local'\nnodes = 2\n[clusters.other]\nbackend = 'local'\nnodes = 3\n")
+    assert settings(project).values == {}
+    assert settings(project, "other").values == {"nodes": 3}
+
+
+def test_tables_and_lists_add_up_from_the_weakest_on(project: Path) -> None:
+    user = user_file("[defaults]\nenv = {A = 'user', B = 'user'}\nsetup = 'first'\n")
+    own = write(
+        project / "clusterjob.toml",
+        "[clusters.local]\nenv = {B = 'own', C = 3, D = true, E = 0.5}\nsetup = ['second', 'third']\nset = {x = 1}\n",
+    )
+    found = settings(project, flags={"env": ["C=flag", "F=a=b", "G="], "setup": ["fourth"], "set": ["y=2"]})
+    assert found.values == {
+        "env": {"A": "user", "B": "own", "C": "flag", "D": "true", "E": "0.5", "F": "a=b", "G": ""},
+        "setup": ("first", "second", "third", "fourth"),
+        "set": {"x": "1", "y": "2"},
+    }
+    assert found.origins["env"] == f"{user}: [defaults] env; {own}: [clusters.local] env; --env"
+    assert found.origins["setup"] == f"{user}: [defaults] setup; {own}: [clusters.local] setup; --setup"
+
+
+def test_variables_of_the_environment_that_are_empty_or_add_up_are_not_settings(project: Path) -> None:
+    environ = {
+        "CLUSTERJOB_NODES": "",
+        "CLUSTERJOB_ENV": "A=1",
+        "CLUSTERJOB_SETUP": "x",
+        "CLUSTERJOB_SET": "x=1",
+        "CLUSTERJOB_JOB_ID": "j",
+        "NODES": "3",
+    }
+    assert settings(project, environ=environ).values == {}
+
+
+def test_every_scalar_setting_can_be_a_variable(project: Path) -> None:
+    environ = {
+        "CLUSTERJOB_NODES": "2", "CLUSTERJOB_GPUS_PER_NODE": "4", "CLUSTERJOB_CPUS_PER_TASK": "3", "CLUSTERJOB_TIME": "90s",
+        "CLUSTERJOB_NAME": "n", "CLUSTERJOB_WORKDIR": "~/x", "CLUSTERJOB_PYTHON": "py", "CLUSTERJOB_START": "exec",
+        "CLUSTERJOB_LAUNCHER": "torchrun", "CLUSTERJOB_REQUIRE_GPUS": "yes", "CLUSTERJOB_TEMPLATE": "t.j2", "CLUSTERJOB_JOIN_TIMEOUT": "9",
+        "CLUSTERJOB_HEARTBEAT": "0.5", "CLUSTERJOB_LEASE": "5", "CLUSTERJOB_GRACE": "1.5",
+    }  # fmt: skip
+    assert settings(project, environ=environ).values == {
+        "nodes": 2, "gpus_per_node": 4, "cpus_per_task": 3, "time": 90, "name": "n", "workdir": Path.home() / "x", "python": "py",
+        "start": "exec", "launcher": "torchrun", "require_gpus": True, "template": Path("t.j2"), "join_timeout": 9.0, "heartbeat": 0.5,
+        "lease": 5.0, "grace": 1.5,
+    }  # fmt: skip
+
+
+def test_values_of_a_file_have_the_types_of_toml(project: Path) -> None:
+    write(
+        project / "clusterjob.toml",
+        "[defaults]\nnodes = 2\nmem = 64\ntime = 01:30:00\nrequire_gpus = false\ngrace = 2\nsetup = []\nenv = {}\nworkdir = '~'\n",
+    )
+    assert settings(project).values == {
+        "nodes": 2, "mem": 64 * 1024**2, "time": 5400, "require_gpus": False, "grace": 2.0, "setup": (), "env": {}, "workdir": Path.home(),
+    }  # fmt: skip
+
+
+# -- which cluster ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_cluster_is_named_by_the_strongest_that_names_one(project: Path) -> None:
+    assert settings(project).cluster == "local"
+    user_file("cluster = 'slurm'\n")
+    assert settings(project).cluster == "slurm"
+    write(project / "clusterjob.toml", "cluster = 'lab'\n[clusters.lab]\nbackend = 'ssh'\n")
+    found = settings(project)
+    assert (found.cluster, found.backend) == ("lab", "ssh")
+    assert settings(project, environ={"CLUSTERJOB_CLUSTER": "slurm"}).cluster == "slurm"
+    assert settings(project, "ssh", {"CLUSTERJOB_CLUSTER": "slurm"}).cluster == "ssh"
+
+
+def test_a_profile_of_a_backend_s_name_needs_no_backend(project: Path) -> None:
+    write(project / "clusterjob.toml", "[clusters.slurm]\nnodes = 2\n")
+    found = settings(project, "slurm")
+    assert (found.backend, found.values) == ("slurm", {"nodes": 2})
+
+
+def test_a_backend_s_name_may_be_a_profile_of_another_backend(project: Path) -> None:
+    write(project / "clusterjob.toml", "[clusters.slurm]\nbackend = 'local'\n")
+    assert settings(project, "slurm").backend == "local"
+
+
+def test_the_two_files_may_share_a_profile(project: Path) -> None:
+    """The user's file says how the cluster is reached, the project's what it needs there."""
+    user_file("[clusters.lab]\nbackend = 'ssh'\nnodes = 1\n")
+    write(project / "clusterjob.toml", "[clusters.lab]\nnodes = 2\n")
+    found = settings(project, "lab")
+    assert (found.backend, found.values) == ("ssh", {"nodes": 2})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "environ", "chosen_at"),
+    [("lba", {}, "--cluster"), (None, {"CLUSTERJOB_CLUSTER": "lba"}, "CLUSTERJOB_CLUSTER"), (None, {}, "toml")],
+)
+def test_an_unknown_cluster_is_named_with_who_named_it_and_the_nearest(
+    project: Path, cluster: str | None, environ: dict[str, str], chosen_at: str
+) -> None:
+    path = write(project / "clusterjob.toml", ("cluster = 'lba'\n" if chosen_at == "toml" else "") + "[clusters.lab]\nbackend = 'local'\n")
+    with pytest.raises(UnknownCluster) as caught:
+        settings(project, cluster, environ)
+    assert caught.value.message == f"there is no cluster 'lba' ({str(path) if chosen_at == 'toml' else chosen_at})"
+    assert caught.value.hint == "did you mean lab?"
+    assert caught.value.exit_code == 2
+
+
+def test_an_unknown_cluster_that_resembles_none_gets_all_names(project: Path) -> None:
+    with pytest.raises(UnknownCluster) as caught:
+        settings(project, "zzz")
+    assert all(name in caught.value.hint for name in BACKENDS)
+
+
+def test_an_unknown_backend_is_named_with_its_file_and_the_nearest(project: Path) -> None:
+    path = write(project / "clusterjob.toml", "[clusters.lab]\nbackend = 'slrum'\n")
+    with pytest.raises(ConfigError) as caught:
+        settings(project, "lab")
+    assert str(path) in caught.value.message
+    assert "'slrum'" in caught.value.message
+    assert caught.value.hint == "did you mean slurm?"
+
+
+# -- which files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_project_s_file_is_looked_for_upwards(project: Path) -> None:
+    far = write(project / "clusterjob.toml", "[defaults]\nnodes = 1\nname = 'far'\n")
+    assert [file.path for file in find_files(project / "src" / "deep")] == [far]
+    near = write(project / "src" / "clusterjob.toml", "[defaults]\nnodes = 2\n")
+    assert settings(project / "src" / "deep").values == {"nodes": 2}
+    assert settings(project / "src" / "deep").origins == {"nodes": f"{near}: [defaults] nodes"}
+
+
+def test_pyproject_holds_the_same_below_its_table(project: Path) -> None:
+    path = write(
+        project / "pyproject.toml",
+        """
+        [project]
+        name = "x"
+        [tool.clusterjob]
+        cluster = "lab"
+        [tool.clusterjob.clusters.lab]
+        backend = "ssh"
+        nodes = 2
+        """,
+    )
+    found = settings(project / "src")
+    assert (found.cluster, found.backend, found.values) == ("lab", "ssh", {"nodes": 2})
+    assert found.origins == {"nodes": f"{path}: [clusters.lab] nodes"}
+
+
+def test_pyproject_with_a_subtable_alone_counts(project: Path) -> None:
+    write(project / "pyproject.toml", "[tool.clusterjob.defaults]\nnodes = 2\n")
+    assert settings(project).values == {"nodes": 2}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[project]\nname = 'x'\n",
+        "# [tool.clusterjob] may be written here\n[project]\nname = 'x'\n",
+        "[tool.clusterjob-extras]\nnodes = 2\n",
+        "[tool.other]\ntext = '''\n[tool.clusterjob]\n'''\n",
+    ],
+)
+def test_a_pyproject_without_our_table_is_passed_over(project: Path, text: str) -> None:
+    write(project / "src" / "pyproject.toml", text)
+    write(project / "clusterjob.toml", "[defaults]\nnodes = 2\n")
+    assert settings(project / "src").values == {"nodes": 2}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tool.clusterjob.defaults.nodes = 2\n",
+        "[tool]\nclusterjob = {defaults = {nodes = 2}}\n",
+        "[tool . clusterjob.defaults]\nnodes = 2\n",
+        "[tool.'clusterjob'.defaults]\nnodes=2\n",
+    ],
+)
+def test_pyproject_may_spell_its_table_in_any_way_of_toml(project: Path, text: str) -> None:
+    write(project / "pyproject.toml", text)
+    assert settings(project).values == {"nodes": 2}
+
+
+def test_a_broken_pyproject_of_others_is_no_concern_of_ours(project: Path) -> None:
+    write(project / "src" / "pyproject.toml", "[project\n")
+    write(project / "clusterjob.toml", "[defaults]\nnodes = 2\n")
+    assert settings(project / "src").values == {"nodes": 2}
+
+
+def test_clusterjob_toml_comes_before_pyproject_in_one_directory(project: Path) -> None:
+    write(project / "pyproject.toml", "[tool.clusterjob.defaults]\nnodes = 1\n")
+    write(project / "clusterjob.toml", "[defaults]\nnodes = 2\n")
+    assert settings(project).values == {"nodes": 2}
+
+
+def test_a_directory_is_no_file(project: Path) -> None:
+    (project / "clusterjob.toml").mkdir()
+    assert settings(project).values == {}
+
+
+# -- what is wrong with a file ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("default = 1\n", "default means nothing here", "did you mean defaults?"),
+        ("zzz = 1\n", "zzz means nothing here", "cluster"),
+        ("[defaults]\nnodse = 1\n", "[defaults] nodse means nothing here", "did you mean nodes?"),
+        ("[defaults]\nbackend = 'local'\n", "[defaults] backend means nothing here", ""),
+        ("[clusters.lab]\nbackned = 'local'\n", "[clusters.lab] backned means nothing here", "did you mean backend?"),
+        ("cluster = 3\n", "cluster is not a name", ""),
+        ("defaults = 3\n", "defaults is not a table", "[defaults]"),
+        ("clusters = 3\n", "clusters is not a table", "[clusters]"),
+        ("clusters.lab = 3\n", "[clusters] lab is not a table", ""),
+        ("[defaults]\nnodes = 'two'\n", "[defaults] nodes: 'two' is not a whole number", ""),
+        ("[defaults]\nnodes = true\n", "[defaults] nodes: True is not a whole number", ""),
+        ("[defaults]\nnodes = 1.5\n", "[defaults] nodes: 1.5 is not a whole number", ""),
+        ("[defaults]\nmem = '12 potatoes'\n", "[defaults] mem: '12 potatoes' is not a memory size", "64G"),
+        ("[defaults]\ntime = 'soon'\n", "[defaults] time: 'soon' is not a duration", "90s"),
+        ("[defaults]\nname = 3\n", "[defaults] name: 3 is not a text", ""),
+        ("[defaults]\nworkdir = 3\n", "[defaults] workdir: 3 is not a text", ""),
+        ("[defaults]\nenv = 3\n", "[defaults] env: 3 is not a", ""),
+        ("[defaults]\nenv = 'A=1'\n", "[defaults] env: ", ""),
+        ("[defaults]\nenv = {A = [1]}\n", "[defaults] env: [1] is not a text or a number", ""),
+        ("[defaults]\nsetup = 3\n", "[defaults] setup: 3 is not a list of lines", ""),
+        ("[defaults]\nsetup = ['x', 3]\n", "[defaults] setup: 3 is not a text", ""),
+        ("[defaults]\nrequire_gpus = 'maybe'\n", "[defaults] require_gpus: 'maybe' is neither true nor false", ""),
+        ("[defaults]\ngrace = 'x'\n", "[defaults] grace: 'x' is not a number of seconds", ""),
+        ("[clusters.local]\nnodes = 'two'\n", "[clusters.local] nodes: 'two' is not a whole number", ""),
+        ("[clusters.local]\nbackend = 3\n", "[clusters.local]", ""),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_file_and_key(project: Path, text: str, message: str, hint: str) -> None:
+    path = write(project / "clusterjob.toml", text)
+    with pytest.raises(ConfigError) as caught:
+        settings(project)
+    assert caught.value.message.startswith(f"{path}: ")
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+    assert "\n" not in caught.value.message
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("[defaults\n", 1), ("[defaults]\nnodes = \n", 2), ("[defaults]\n\nnodes = 1\nnodes = 2\n", 4), ("x = 'abc\n", 1), ("x = [\n1,\n", 3)],
+)
+def test_a_broken_file_is_named_with_its_line(project: Path, text: str, line: int) -> None:
+    path = write(project / "clusterjob.toml", text)
+    with pytest.raises(ConfigError) as caught:
+        settings(project)
+    assert caught.value.message.startswith(f"{path} is not valid TOML: ")
+    assert f"line {line}" in caught.value.message or "end of document" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_broken_user_file_is_named(project: Path) -> None:
+    path = user_file("[defaults]\nnodez = 2\n")
+    with pytest.raises(ConfigError, match="nodez") as caught:
+        settings(project)
+    assert caught.value.message.startswith(f"{path}: ")
+
+
+def test_a_file_that_is_no_text_is_named(project: Path) -> None:
+    path = project / "clusterjob.toml"
+    path.write_bytes(b"name = '\xff\xfe'\n")
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        settings(project)
+    assert str(path) in caught.value.message
+
+
+def test_wrong_flags_and_variables_are_named_by_their_own_names(project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--cpus-per-task: 'x' is not a whole number"):
+        settings(project, flags={"cpus_per_task": "x"})
+    with pytest.raises(ConfigError, match=r"^CLUSTERJOB_CPUS_PER_TASK: 'x' is not a whole number"):
+        settings(project, environ={"CLUSTERJOB_CPUS_PER_TASK": "x"})
+    with pytest.raises(ConfigError, match=r"^--env: 'A' is not KEY=VALUE"):
+        settings(project, flags={"env": ["A"]})
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_file_or_an_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any" / "clusterjob.toml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    try:
+        settings(path.parent)
+    except (ConfigError, UnknownCluster) as error:
+        message = error.message
+    else:
+        return
+    assert str(path) in message

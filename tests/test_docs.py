@@ -1,0 +1,149 @@
+"""The documentation names everything that there is, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from clusterjob import bootstrap
+from clusterjob.backends import local
+from clusterjob.cli import app
+from clusterjob.context import Context
+from clusterjob.node.options import parse
+from clusterjob.node.program import Program
+from clusterjob.settings import SETTINGS
+from clusterjob.spec import JobSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md")])
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands
+WITH_JOB_OPTIONS = ("submit", "run", "render")
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def section(text: str, title: str) -> str:
+    """Return what stands below a heading, down to the next one of its level or above; empty where there is no such heading."""
+    match = re.search(rf"^(#+) {re.escape(title)}$(.*?)(?=^\1 |\Z)", text, re.MULTILINE | re.DOTALL)
+    return match[2] if match else ""
+
+
+def flags_in(text: str) -> set[str]:
+    """Return the options that are written as code, with or without a value: `--name NAME`."""
+    return set(re.findall(r"`(--?[a-z][a-z-]*)[^`\n]*`", text))
+
+
+def options_of(command: Any) -> set[str]:
+    return {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("-")}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_is_in_the_page_of_the_command_line(name: str) -> None:
+    page = read("cli.md")
+    own = section(page, f"`clusterjob {name}`")
+    assert own, f"docs/cli.md has no section for {name}"
+    described = flags_in(own) | (flags_in(section(page, "Options of a job")) if name in WITH_JOB_OPTIONS else set())
+    assert options_of(COMMANDS[name]) - {"-h", "--help"} <= described
+
+
+def test_no_option_of_a_job_is_made_up() -> None:
+    assert flags_in(section(read("cli.md"), "Options of a job")) - flags_in(section(read("cli.md"), "`clusterjob launch`")) <= {
+        flag for name in WITH_JOB_OPTIONS for flag in options_of(COMMANDS[name])
+    }
+
+
+def test_the_options_of_the_command_itself_are_described() -> None:
+    assert options_of(typer.main.get_command(app)) <= flags_in(read("cli.md").partition("## Exit codes")[0])
+
+
+def test_every_option_of_launch_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    offered = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert len(offered) > 10
+    assert offered <= flags_in(section(read("cli.md"), "`clusterjob launch`")) | {"--help"}
+
+
+def test_every_setting_is_described_with_its_option_and_its_variable() -> None:
+    rows = section(read("configuration.md"), "Settings").splitlines()
+    flags = {flag for name in WITH_JOB_OPTIONS for flag in options_of(COMMANDS[name])}
+    for key, setting in SETTINGS.items():
+        row = next((row for row in rows if row.startswith(f"| `{key}` |")), None)
+        assert row is not None, f"docs/configuration.md does not have the setting {key}"
+        flag = f"--{key.replace('_', '-')}"
+        assert (f"`{flag}`" in row) == (flag in flags), f"{key}: the option {flag}"
+        assert (f"CLUSTERJOB_{key.upper()}" in row) == (not setting.merge), f"{key}: its variable"
+
+
+def test_every_variable_of_ours_is_described() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "clusterjob").rglob("*.py"))
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "templates").iterdir())
+    named = {*re.findall(r"CLUSTERJOB_[A-Z_]+[A-Z]", code), *re.findall(r"export (CLUSTERJOB_\w+)", scripts)}
+    assert named - {"CLUSTERJOB_KEY"} <= set(re.findall(r"CLUSTERJOB_[A-Z_]+[A-Z]", read("configuration.md")))
+
+
+def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+
+    def note(_template: object, values: dict[str, Any]) -> str:
+        given.update(values)
+        return ""
+
+    monkeypatch.setattr(local, "render", note)
+    local.LocalBackend().plan(JobSpec(Program("command", "true"), workdir=tmp_path))
+    assert given
+    rows = re.findall(r"^\| `(\w+)` \|", section(read("templates.md"), "Variables"), re.MULTILINE)
+    assert sorted(rows) == sorted(given)
+
+
+def test_every_argument_of_init_and_all_of_a_context_is_described() -> None:
+    for_bootstrap_alone = {"join_group", "holds_group", "close", "leave"}
+    members = {name for name in vars(Context) if not name.startswith("_")} | {*inspect.signature(Context).parameters, "backend"}
+    wanted = {*inspect.signature(bootstrap.init).parameters} | members - for_bootstrap_alone
+    assert wanted <= set(re.findall(r"`(\w+)[`(]", read("bootstrap.md")))
+
+
+def test_the_tree_is_that_of_the_package() -> None:
+    tree = section(read("architecture.md"), "The tree")
+    block = re.search(r"^```\n(.*?)^```$", tree, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    folders: list[str] = []
+    files = set()
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        if name.endswith("/"):
+            folders[depth:] = [name]
+        else:
+            assert len(line.split()) > 1, f"{name} has no description"
+            files.add("".join(folders[:depth]) + name)
+    assert files == {path.relative_to(ROOT).as_posix() for path in (ROOT / "clusterjob").rglob("*.py")}
+
+
+def test_links_from_page_to_page_lead_somewhere() -> None:
+    broken = []
+    for page in PAGES:
+        for target in _LINK.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,80 @@
+"""The job's story, a line an event."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.node.events import EventLog, now, read_events
+
+
+def test_now_is_rfc_3339_in_utc_with_milliseconds() -> None:
+    text = now()
+    assert text.endswith("Z")
+    assert len(text) == len("2024-01-01T00:00:00.000Z")
+    parsed = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    assert abs(datetime.now(timezone.utc) - parsed) < timedelta(minutes=1)
+
+
+def test_events_come_back_in_order_with_both_clocks(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    before = time.monotonic()
+    log.add("joined", node_rank=1, host="näme ☃")
+    log.add("ended", why="a\nb", missing=[1, 2])
+    joined, ended = read_events(tmp_path / "events.jsonl")
+    assert (joined["event"], joined["node_rank"], joined["host"]) == ("joined", 1, "näme ☃")
+    assert (ended["event"], ended["why"], ended["missing"]) == ("ended", "a\nb", [1, 2])
+    assert before - 0.001 <= joined["monotonic"] <= ended["monotonic"] <= time.monotonic() + 0.001
+    assert joined["time"] <= ended["time"]
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
+
+
+@given(
+    st.text(st.characters()),
+    st.dictionaries(st.sampled_from(["why", "host", "reason"]), st.text(st.characters()) | st.integers() | st.lists(st.text())),
+)
+def test_any_words_come_back(tmp_path_factory: pytest.TempPathFactory, event: str, details: dict[str, object]) -> None:
+    path = tmp_path_factory.mktemp("events", numbered=True) / "events.jsonl"
+    EventLog(path).add(event, **details)
+    EventLog(path).add("next")
+    first, second = read_events(path)
+    assert second["event"] == "next"
+    # A lone surrogate cannot be written as UTF-8; all other text can.
+    if all(printable(text) for text in [event, *details.values()]):
+        assert first["event"] == event
+        assert {name: first[name] for name in details} == details
+
+
+def printable(value: object) -> bool:
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode() == json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
+def test_what_some_take_for_the_end_of_a_line_is_none(tmp_path: Path, separator: str) -> None:
+    EventLog(tmp_path / "events.jsonl").add("ended", reason=f"one{separator}two")
+    assert [event["reason"] for event in read_events(tmp_path / "events.jsonl")] == [f"one{separator}two"]
+
+
+def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventLog(path).add("joined")
+    with path.open("ab") as stream:
+        stream.write(b'\xff{"event": "torn\n[1, 2]\n"text"\n\n{"event"')
+    assert [event["event"] for event in read_events(path)] == ["joined"]
+
+
+def test_a_job_without_events_has_none(tmp_path: Path) -> None:
+    assert list(read_events(tmp_path / "nowhere")) == []
+
+
+def test_a_log_that_cannot_be_written_costs_the_line_and_not_the_job(tmp_path: Path) -> None:
+    EventLog(tmp_path / "nowhere" / "events.jsonl").add("joined")
+    if os.path.exists("/dev/full"):
+        EventLog(Path("/dev/full")).add("joined")

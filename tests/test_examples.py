@@ -1,0 +1,49 @@
+"""The examples do what they say, under our launcher, under torchrun and alone."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Run, launch, run
+
+DIGITS = ROOT / "examples" / "train_digits.py"
+PLAIN = ROOT / "examples" / "plain_env.py"
+
+
+def check_training(ran: Run, processes: int) -> None:
+    assert ran.code == 0, ran.err
+    [accuracy] = re.findall(r"held-out accuracy (\d\.\d+) on 359 digits", ran.out)
+    assert float(accuracy) >= 0.95
+    [speed] = re.findall(rf"(\d+) samples per second on {processes} x cpu", ran.out)
+    assert int(speed) > 0
+    assert len(re.findall(r"epoch \d+/10: loss", ran.out)) == 10  # the main process alone prints
+    assert "arning" not in ran.err
+
+
+def test_digits_as_a_plain_script(tmp_path: Path) -> None:
+    check_training(run([sys.executable, DIGITS], tmp_path), 1)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_digits_under_our_launcher(processes: int, tmp_path: Path) -> None:
+    check_training(launch("fork", processes, [DIGITS], tmp_path), processes)
+
+
+def test_digits_that_are_not_learned_fail_the_job_and_say_so(tmp_path: Path) -> None:
+    ran = launch("fork", 2, [DIGITS, "--epochs", 1, "--target", 0.999], tmp_path)
+    assert ran.code == 1
+    assert re.search(r"FAILED: rank 0 .*: held-out accuracy 0\.\d+ is below the target of 0\.999", ran.err)
+
+
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+def test_a_script_that_never_heard_of_clusterjob(launcher: str, tmp_path: Path) -> None:
+    assert "clusterjob" not in PLAIN.read_text().replace("clusterjob launch", "")
+    ran = launch(launcher, 2, [PLAIN], tmp_path)
+    assert ran.code == 0, ran.err
+    assert "all-reduce over 2 ranks: 3\n" in ran.out
+    slope, intercept = re.search(r"fitted y = (\S+) x \+ (\S+),", ran.out).groups()
+    assert float(slope) == pytest.approx(3.0, abs=0.02)
+    assert float(intercept) == pytest.approx(-1.0, abs=0.02)

@@ -1,0 +1,103 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.node import files
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters()), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def test_a_file_is_written_with_its_mode_and_nothing_beside_it(weird_path: Path) -> None:
+    path = weird_path / "-file 'x'.json"
+    files.write_atomic(path, b"content")
+    assert path.read_bytes() == b"content"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    files.write_atomic(path, b"new", mode=0o644)
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert os.listdir(weird_path) == [path.name]
+
+
+def test_a_failed_write_leaves_the_old_content_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    files.write_atomic(path, b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        files.write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.write_json(tmp_path / "nowhere" / "file", {})
+
+
+def test_a_file_that_cannot_take_the_place_of_a_directory_leaves_no_litter(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        files.write_atomic(tmp_path / "taken", b"x")
+    assert os.listdir(tmp_path) == ["taken"]
+
+
+def test_readers_find_the_old_content_or_the_new_and_never_a_part(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    contents = [bytes([letter]) * 300_000 for letter in b"abcd"]
+    files.write_atomic(path, contents[0])
+    over = threading.Event()
+    torn: list[bytes] = []
+
+    def read() -> None:
+        while not over.is_set():
+            if (seen := path.read_bytes()) not in contents:
+                torn.append(seen)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(60):
+        files.write_atomic(path, contents[turn % 4])
+    over.set()
+    reader.join()
+    assert not torn
+
+
+@given(json_values)
+def test_json_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
+    path = tmp_path_factory.getbasetemp() / "value.json"
+    files.write_json(path, value)
+    assert files.read_json(path) == value
+
+
+def test_json_is_for_people_too(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "file", {"näme": "☃"})
+    assert (tmp_path / "file").read_text(encoding="utf-8") == '{\n "näme": "☃"\n}\n'
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"{'a': 1}", b"[1, 2", b"[" * 100_000])
+def test_what_is_no_json_is_no_value(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert files.read_json(tmp_path / "file") is None
+
+
+def test_what_is_absent_is_no_value(tmp_path: Path) -> None:
+    assert files.read_json(tmp_path / "nowhere") is None
+    (tmp_path / "file").write_text(json.dumps(1))
+    assert files.read_json(tmp_path / "file" / "below") is None

@@ -1,0 +1,112 @@
+"""Which GPUs a job on this machine may use, and how nodes that share the machine divide them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.backends.local import LocalBackend
+from clusterjob.errors import SpecError
+from clusterjob.gpus import listed_gpus, shares, visible_gpus
+from clusterjob.node.program import Program
+from clusterjob.spec import JobSpec, Resources
+
+UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"
+
+
+@pytest.mark.parametrize(
+    ("listed", "installed", "found"),
+    [
+        ("", 8, []), ("0", 8, ["0"]), ("0,1", 8, ["0", "1"]), ("3,1", 8, ["3", "1"]), (" 0 , 1 ", 8, ["0", "1"]),
+        (f"{UUID},{MIG}", 8, [UUID, MIG]), ("-1", 8, []), ("0,-1,1", 8, ["0"]), ("NoDevFiles", 8, []), ("0,,1", 8, ["0"]), ("none", 8, []),
+        ("0,1,0", 8, ["0", "1"]), ("0,1,2", 2, ["0", "1"]), ("7,0", 2, []), ("0,1", 0, []), (UUID, 0, []), ("²", 8, []),
+        (None, 2, ["0", "1"]), (None, 0, []), ("9" * 5000, 8, []),
+    ],
+)  # fmt: skip
+def test_what_is_listed_and_there_holds_up_to_the_first_that_is_not(listed: str | None, installed: int, found: list[str]) -> None:
+    assert listed_gpus(listed, installed) == found
+
+
+@given(st.text(), st.integers(0, 8))
+def test_any_text_is_a_list_of_gpus(listed: str, installed: int) -> None:
+    assert len(listed_gpus(listed, installed)) <= len(listed)
+
+
+def test_without_the_variable_all_installed_gpus_are_visible() -> None:
+    found = visible_gpus({})
+    assert found == [str(index) for index in range(len(found))]
+    if not list(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        assert found == []
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 8))
+def test_shares_are_disjoint_and_in_order(installed: int, nodes: int, per_node: int) -> None:
+    available = [str(index) for index in range(installed)]
+    found = shares(available, nodes, per_node)
+    if installed < nodes * per_node:
+        assert found is None
+    else:
+        assert found is not None
+        assert [len(share) for share in found] == [per_node] * nodes
+        assert [gpu for share in found for gpu in share] == available[: nodes * per_node]
+
+
+def devices(tmp_path: Path, **fields: object) -> tuple[list[str | None], tuple[str, ...]]:
+    """Return what a plan sets CUDA_VISIBLE_DEVICES to on each node, and its notes."""
+    resources = {key: fields.pop(key) for key in ("nodes", "gpus_per_node", "mem") if key in fields}
+    spec = JobSpec(Program("command", "true"), tmp_path, resources=Resources(**resources), **fields)  # type: ignore[arg-type]
+    plan = LocalBackend().plan(spec)
+    return [command.env.get("CUDA_VISIBLE_DEVICES") for command in plan.commands], plan.notes
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the one thing that most machines that run these tests do not have."""
+    monkeypatch.setattr("clusterjob.gpus._installed", lambda: 8)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_each_node_gets_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices(tmp_path, nodes=2, gpus_per_node=4) == (["0,1,2,3", "4,5,6,7"], ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"3,1,{UUID},0,7")
+    assert devices(tmp_path, nodes=2, gpus_per_node=2) == (["3,1", f"{UUID},0"], ())
+    assert devices(tmp_path, nodes=1, gpus_per_node=5) == ([f"3,1,{UUID},0,7"], ())
+
+
+def test_a_job_that_asks_for_no_gpus_is_left_as_it_is_or_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert devices(tmp_path, nodes=2) == ([None, None], ())
+    assert devices(tmp_path, nodes=2, gpus_per_node=0) == (["", ""], ())
+    assert devices(tmp_path, nodes=2, gpus_per_node=0, require_gpus=True) == (["", ""], ())
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_too_few_gpus_are_a_rehearsal_for_all_nodes_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    found, notes = devices(tmp_path, nodes=2, gpus_per_node=2)
+    assert found == ["", ""]
+    assert len(notes) == 1
+    assert "3 of the 4 GPUs" in notes[0]
+    assert "\n" not in notes[0]
+    with pytest.raises(SpecError, match="3 of the 4 GPUs"):
+        devices(tmp_path, nodes=2, gpus_per_node=2, require_gpus=True)
+
+
+def test_gpus_that_the_variable_lists_and_the_machine_has_not_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that a shell's profile sets, on a machine that has fewer."""
+    installed = len(visible_gpus({}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(index) for index in range(installed + 2)))
+    found, notes = devices(tmp_path, gpus_per_node=installed + 2)
+    assert found == [""]
+    assert len(notes) == 1
+    assert f"{installed} of the {installed + 2} GPUs" in notes[0]
+
+
+def test_memory_that_nobody_enforces_is_said(tmp_path: Path) -> None:
+    _, notes = devices(tmp_path, mem=1 << 30)
+    assert len(notes) == 1
+    assert "--mem" in notes[0]

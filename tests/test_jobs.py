@@ -1,0 +1,254 @@
+"""What can be done with jobs, as functions: from settings to a spec, a plan, a record; the local backend carries them out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import PATIENCE, alive, all_pids, kill_one_by_one, wait_until
+
+from clusterjob import backends, jobs
+from clusterjob.backends import Status
+from clusterjob.config import Settings
+from clusterjob.errors import PlaceError, RecordError, SpecError, UnknownCluster
+from clusterjob.node.logs import Line
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState
+from clusterjob.plans import Plan
+from clusterjob.records import Records
+from clusterjob.spec import JobSpec, Resources
+
+SCRIPT = Program("script", "script.py")
+MakePlan = Callable[..., Plan]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory with a script, and an interpreter for jobs that starts at once: it finds no torch to import."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python))
+    (tmp_path / "script.py").write_text("print('hello')\n")
+    return tmp_path
+
+
+@pytest.fixture
+def make_plan(work: Path) -> Iterator[MakePlan]:
+    def make(text: str = "print('hello')\n", **flags: Any) -> Plan:
+        (work / "script.py").write_text(text)
+        settings = jobs.settle(flags, "local", work)
+        return jobs.plan(jobs.make_spec(SCRIPT, settings, work), settings)
+
+    yield make
+    wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
+
+    def left() -> list[int]:
+        return [pid for pid in all_pids() if wanted in environment_of(pid) and alive(pid)]
+
+    try:
+        wait_until(lambda: not left(), 5, "the end of all processes")
+    finally:
+        kill_one_by_one(left())
+
+
+def environment_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def spec_of(directory: Path, **values: Any) -> JobSpec:
+    return jobs.make_spec(SCRIPT, Settings("local", "local", values), directory)
+
+
+# -- settings and specs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}, ["clusterjob", "CLUSTERJOB_NNODES"]),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, ["env", "LOCAL_RANK"]),
+        ({"RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, ["torchrun", "RANK"]),
+        ({"CLUSTERJOB_NODE_RANK": "0"}, ["clusterjob", "CLUSTERJOB_NODE_RANK"]),
+    ],
+)
+def test_inside_a_job_a_cluster_has_to_be_named(
+    work: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: list[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlaceError) as caught:
+        jobs.settle({}, None, work)
+    assert caught.value.exit_code == 2
+    assert all(word in caught.value.message for word in words)
+    assert "clusterjob launch" in caught.value.hint
+    assert jobs.settle({}, "local", work).backend == "local"
+
+
+def test_settings_become_a_spec(work: Path) -> None:
+    (work / "t.j2").touch()
+    spec = spec_of(
+        work, nodes=2, gpus_per_node=4, cpus_per_task=3, mem=5, time=6, name="n", env={"A": "b"}, workdir=Path("."), python="py",
+        setup=("s",), max_restarts=7, start="exec", launcher="torchrun", require_gpus=True, template=Path("t.j2"), set={"x": "y"},
+        join_timeout=8.0, heartbeat=0.5, lease=9.0, grace=10.0,
+    )  # fmt: skip
+    assert spec == JobSpec(
+        SCRIPT, work, name="n", python="py", env={"A": "b"}, setup=("s",), resources=Resources(2, 4, 3, 5, 6), nproc_per_node=4,
+        max_restarts=7, start="exec", launcher="torchrun", require_gpus=True, template=work / "t.j2", options={"x": "y"},
+        join_timeout=8.0, heartbeat=0.5, lease=9.0, grace=10.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "nproc"),
+    [
+        ({}, 1),
+        ({"gpus_per_node": 4}, 4),
+        ({"gpus_per_node": 0}, 1),
+        ({"nproc_per_node": 2}, 2),
+        ({"gpus_per_node": 4, "nproc_per_node": 2}, 2),
+    ],
+)
+def test_there_is_a_worker_for_each_gpu_unless_told_otherwise(work: Path, values: dict[str, int], nproc: int) -> None:
+    assert spec_of(work, **values).nproc_per_node == nproc
+
+
+def test_no_worker_at_all_is_an_error(work: Path) -> None:
+    with pytest.raises(SpecError, match="nproc per node is 0"):
+        spec_of(work, nproc_per_node=0, gpus_per_node=2)
+
+
+def test_a_working_directory_is_relative_to_where_the_command_runs(work: Path) -> None:
+    (work / "sub").mkdir()
+    (work / "sub" / "script.py").touch()
+    assert spec_of(work).workdir == work
+    assert spec_of(work, workdir=Path("sub")).workdir == work / "sub"
+    assert spec_of(Path("/"), workdir=work / "sub").workdir == work / "sub"
+
+
+def test_the_interpreter_is_the_active_environment_s(tmp_path: Path) -> None:
+    for name in ("venv", "conda", "empty"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+    for name in ("venv", "conda"):
+        (tmp_path / name / "bin" / "python").touch()
+    venv, conda, empty = (str(tmp_path / name) for name in ("venv", "conda", "empty"))
+    assert jobs.default_python({"VIRTUAL_ENV": venv, "CONDA_PREFIX": conda}) == f"{venv}/bin/python"
+    assert jobs.default_python({"CONDA_PREFIX": conda}) == f"{conda}/bin/python"
+    assert jobs.default_python({"VIRTUAL_ENV": empty, "CONDA_PREFIX": conda}) == f"{conda}/bin/python"
+    assert jobs.default_python({"VIRTUAL_ENV": empty}) == sys.executable
+    assert jobs.default_python({"VIRTUAL_ENV": ""}) == sys.executable
+    assert jobs.default_python({}) == sys.executable
+
+
+def test_an_isolated_installation_s_interpreter_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    (tmp_path / "pipx_metadata.json").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert jobs.default_python({}) == str(tmp_path / "bin" / "python3")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert jobs.default_python({}) == sys.executable
+
+
+def test_the_backends_are_known_by_name() -> None:
+    names = backends.names()
+    assert names[0] == "local"
+    assert "local" in names
+    assert "nosuch" not in names
+    assert len(names) == len(list(names))
+    with pytest.raises(UnknownCluster, match="nosuch"):
+        backends.load("nosuch")
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_pure(make_plan: MakePlan) -> None:
+    one, two = make_plan(nodes="2"), make_plan(nodes="2")
+    assert one.job_id != two.job_id
+    assert one.text().replace(one.job_id, two.job_id) == two.text()
+    assert not Path(os.environ["CLUSTERJOB_HOME"]).exists()
+
+
+def test_a_submitted_job_has_a_record_with_its_handle(make_plan: MakePlan) -> None:
+    plan = make_plan(nodes="2", name="a name")
+    record = jobs.submit(plan, "lab", detach=True)
+    assert Records().find(plan.job_id).to_json() == json.loads(json.dumps(record.to_json()))
+    assert (record.job_id, record.name, record.cluster, record.backend, record.nodes) == (plan.job_id, "a name", "lab", "local", 2)
+    assert (record.job_dir, record.spec["nproc_per_node"], record.end) == (plan.job_dir, 1, None)
+    assert record.handle is not None
+    assert (record.handle.backend, record.handle.id) == ("local", plan.job_id)
+    assert [agent["node_rank"] for agent in record.handle.data["agents"]] == [0, 1]
+    assert jobs.wait(record).state is JobState.SUCCEEDED
+
+
+def test_a_job_is_followed_to_its_verdict(make_plan: MakePlan) -> None:
+    record = jobs.submit(make_plan("print('one')\nprint('two')\nraise SystemExit(3)\n"), "local", detach=True)
+    lines: list[Line] = []
+    looks: list[Status] = []
+    verdict = jobs.follow(record, lines.extend, looks.append)
+    assert [(line.rank, line.stream, line.text) for line in lines] == [(0, "out", "one"), (0, "out", "two")]
+    assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 3)
+    assert all(not look.state.final for look in looks)
+    lines.clear()
+    assert jobs.follow(Records().find(record.job_id), lines.extend, looks.append) == verdict, "and again, on another day"
+    assert [line.text for line in lines] == ["one", "two"]
+    assert jobs.wait(record) == verdict
+
+
+def test_many_jobs_are_asked_after_in_one_question(make_plan: MakePlan) -> None:
+    text = "import os\nraise SystemExit(int(os.environ['CODE']))\n"
+    records = [jobs.submit(make_plan(text, env=[f"CODE={code}"]), "local", detach=True) for code in (0, 1, 2)]
+    for record in records:
+        jobs.wait(record)
+    pairs = jobs.statuses([*records, records[1]])
+    assert [status.verdict.exit_code if status.verdict else None for _, status in pairs] == [0, 1, 2, 1]
+    assert [record.job_id for record, _ in pairs] == [record.job_id for record in (*records, records[1])]
+    assert all(record.end is not None for record, _ in pairs)
+    assert jobs.statuses([]) == []
+
+
+def test_several_may_wait_for_one_job(make_plan: MakePlan, work: Path) -> None:
+    record = jobs.submit(
+        make_plan("import os, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.01)\nraise SystemExit(5)\n"), "local", detach=True
+    )
+    codes: list[int] = []
+    waiting = [threading.Thread(target=lambda: codes.append(jobs.wait(record).exit_code)) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    (work / "leave").touch()
+    for thread in waiting:
+        thread.join(PATIENCE)
+    assert codes == [5, 5, 5, 5]
+    assert Records().find(record.job_id).end is not None
+
+
+def test_a_job_that_cannot_be_recorded_is_not_there(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    home = Path(os.environ["CLUSTERJOB_HOME"])
+    home.mkdir(parents=True)
+    (home / "records").touch()
+    with pytest.raises(RecordError, match="cannot be written"):
+        jobs.submit(plan, "local", detach=True)
+    assert not plan.job_dir.exists()
+
+
+def test_a_plan_is_carried_out_once(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    record = jobs.submit(plan, "local", detach=True)
+    with pytest.raises(RecordError, match="cannot be made: File exists"):
+        jobs.submit(plan, "local", detach=True)
+    assert Records().find(plan.job_id).handle == record.handle, "the first is untouched"
+    assert jobs.wait(record).state is JobState.SUCCEEDED

@@ -1,0 +1,152 @@
+"""The command line of a node, both ways."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from clusterjob.errors import UsageError
+from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions, parse
+from clusterjob.node.program import Program
+
+PROGRAM = Program("script", "train.py")
+
+
+def test_the_defaults() -> None:
+    assert parse(["train.py"]) == LaunchOptions(PROGRAM)
+    assert LaunchOptions(PROGRAM).arguments() == ["train.py"]
+
+
+def test_all_options() -> None:
+    words = [
+        "--nproc-per-node", "4", "--cpus-per-task", "2", "--max-restarts", "3", "--start", "exec", "--launcher", "torchrun",
+        "--time-limit", "60", "--join-timeout", "30", "--heartbeat", "0.5", "--lease", "3", "--grace", "7.5", "--lifeline", "--no-echo",
+    ]  # fmt: skip
+    options = parse([*words, "train.py", "--lr", "1"])
+    assert options == LaunchOptions(
+        Program("script", "train.py", ("--lr", "1")), 4, 2, 3, "exec", "torchrun", 60.0, 30.0, 0.5, 3.0, 7.5, lifeline=True, echo=False
+    )
+
+
+def test_a_value_may_follow_an_equals_sign() -> None:
+    assert parse(["--nproc-per-node=4", "--start=fork", "train.py"]) == LaunchOptions(PROGRAM, nproc_per_node=4, start="fork")
+
+
+# -- where the program starts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["train.py"], Program("script", "train.py")),
+        (["train.py", "--start", "exec", "-m", "--", "x"], Program("script", "train.py", ("--start", "exec", "-m", "--", "x"))),
+        (["--start", "exec", "a b.py"], Program("script", "a b.py")),
+        (["--lifeline", "train.py", "--lifeline"], Program("script", "train.py", ("--lifeline",))),
+        (["-m", "pkg.mod", "-m", "--help"], Program("module", "pkg.mod", ("-m", "--help"))),
+        (["-m", "-odd"], Program("module", "-odd")),
+        (["--", "train.py"], Program("command", "train.py")),
+        (["--", "--", "-m"], Program("command", "--", ("-m",))),
+        (["--", "-m", "x"], Program("command", "-m", ("x",))),
+        (["./-train.py"], Program("script", "./-train.py")),
+        (["--start", "fork", "--", "sh", "-c", "echo $RANK"], Program("command", "sh", ("-c", "echo $RANK"))),
+        ([""], Program("script", "")),
+    ],
+)
+def test_everything_after_the_program_is_its_own(words: list[str], program: Program) -> None:
+    assert parse(words).program == program
+
+
+@pytest.mark.parametrize("words", [[], ["--"], ["-m"], ["--start", "exec"], ["--lifeline"], ["--nproc-per-node", "2", "--"]])
+def test_no_program_is_a_usage_error_with_a_hint(words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(words)
+    assert "nothing to launch" in caught.value.message
+    assert caught.value.hint
+
+
+# -- what makes no sense -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--no-such-option"],
+        ["--no-such-option=3"],
+        ["-x"],
+        ["--nproc", "2"],  # no abbreviations: a later option might make them ambiguous
+        ["--nproc-per-node"],
+        ["--lifeline=yes"],
+        *[[name, value] for name in ("--nproc-per-node", "--cpus-per-task") for value in ("0", "-1", "x", "", "1.5", "1e3", "9" * 5000)],
+        *[["--max-restarts", value] for value in ("-1", "x", "", "0.5")],
+        *[
+            [name, value]
+            for name in ("--time-limit", "--join-timeout", "--heartbeat", "--lease", "--grace")
+            for value in ("0", "-1", "x", "", "nan", "inf", "-inf", "1e999")
+        ],
+        ["--start", "spawn"],
+        ["--launcher", "slurm"],
+        ["--start", ""],
+    ],
+)
+def test_what_makes_no_sense_is_a_usage_error(words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse([*words, "train.py"])
+    assert caught.value.exit_code == 2
+    assert "\n" not in caught.value.message
+    assert caught.value.hint
+
+
+@given(
+    st.lists(
+        st.text(max_size=8)
+        | st.sampled_from(["--", "-m", "--start", "--nproc-per-node", "--lifeline", "exec", "2", "a.py", "-", "--=", "-h-"]),
+        max_size=6,
+    )
+)
+def test_any_words_are_options_or_a_usage_error(words: list[str]) -> None:
+    assume("-h" not in words and "--help" not in words)
+    try:
+        options = parse(words)
+    except UsageError:
+        return
+    assert parse(options.arguments()) == options
+
+
+# -- and back ------------------------------------------------------------------------------------------------------------------
+
+counts = st.none() | st.integers(1, 10**6)
+seconds = st.floats(1e-6, 1e9, allow_nan=False) | st.integers(1, 10**7).map(float)
+programs = st.builds(
+    Program, st.sampled_from(["script", "module", "command"]), st.text(min_size=1), st.lists(st.text(), max_size=4).map(tuple)
+)
+
+
+@given(
+    st.builds(
+        LaunchOptions, programs, nproc_per_node=counts, cpus_per_task=counts, max_restarts=st.integers(0, 10**6),
+        start=st.sampled_from(START_MODES), launcher=st.sampled_from(LAUNCHERS), time_limit=st.none() | seconds, join_timeout=seconds,
+        heartbeat=seconds, lease=seconds, grace=seconds, lifeline=st.booleans(), echo=st.booleans(),
+    )
+)  # fmt: skip
+def test_a_command_line_gives_back_its_options(options: LaunchOptions) -> None:
+    program = options.program
+    parsed = parse(options.arguments())
+    if program.kind == "script" and program.target.startswith("-"):
+        program = Program("script", f"./{program.target}", program.args)
+    assert parsed.program == program
+    for name, value in vars(options).items():
+        if name != "program":
+            assert getattr(parsed, name) == value, name
+
+
+def test_only_what_differs_from_the_defaults_is_written() -> None:
+    assert LaunchOptions(PROGRAM, nproc_per_node=2, grace=0.25, echo=False, lifeline=True).arguments() == [
+        "--nproc-per-node", "2", "--grace", "0.25", "--lifeline", "--no-echo", "train.py"
+    ]  # fmt: skip
+
+
+def test_long_times_are_written_exactly() -> None:
+    """Two weeks and a second are not 1.2096e+06."""
+    options = LaunchOptions(PROGRAM, time_limit=1209601.0)
+    assert parse(options.arguments()).time_limit == 1209601.0

@@ -1,0 +1,140 @@
+"""The node zip: small, the same bytes each time, and enough for a host that has a Python and nothing of ours."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from procs import PATIENCE
+
+import clusterjob
+from clusterjob import pack
+
+PACKAGE = Path(clusterjob.__file__).parent
+CLEAN = {"PATH": os.environ["PATH"]}
+
+
+def interpreters() -> Iterator[tuple[tuple[int, int], str]]:
+    """Yield the Pythons of this machine with their versions, as pyenv and PATH have them."""
+    candidates = sorted(Path.home().glob(".pyenv/versions/*/bin/python3"))
+    for minor in range(6, 20):
+        candidates += [Path(folder) / f"python3.{minor}" for folder in os.environ["PATH"].split(os.pathsep)]
+    seen = set()
+    for path in candidates:
+        if path.is_file() and "shims" not in path.parts:
+            asked = [str(path), "-c", "import sys; print(*sys.version_info[:2])"]
+            done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=PATIENCE)
+            if done.returncode == 0:
+                major, minor = map(int, done.stdout.split())
+                if (major, minor) not in seen:
+                    seen.add((major, minor))
+                    yield (major, minor), str(path)
+
+
+PYTHONS = dict(interpreters())
+OLD = [version for version in PYTHONS if version < (3, 10)]
+OTHERS = [version for version in PYTHONS if version >= (3, 10) and version != sys.version_info[:2]]
+
+
+@pytest.fixture
+def zip_file(tmp_path: Path) -> Path:
+    path = tmp_path / pack.NAME
+    path.write_bytes(pack.node_zip())
+    return path
+
+
+def test_the_same_package_gives_the_same_bytes(tmp_path: Path) -> None:
+    again = "import hashlib, clusterjob.pack; print(hashlib.sha256(clusterjob.pack.node_zip()).hexdigest())"
+    digests = set()
+    for seed in ("1", "2"):
+        environ = os.environ | {"PYTHONHASHSEED": seed, "TZ": f"UTC{seed}"}
+        done = subprocess.run([sys.executable, "-c", again], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
+        digests.add(done.stdout)
+    assert len(digests) == 1
+
+
+def test_it_is_small() -> None:
+    size = len(pack.node_zip())
+    print(f"the node zip has {size} bytes")
+    assert size < pack.LIMIT == 150_000
+
+
+def test_it_holds_the_whole_package_and_nothing_else() -> None:
+    """All of it, so that it may shadow an installed one of another version; sources alone."""
+    with zipfile.ZipFile(io.BytesIO(pack.node_zip())) as archive:
+        assert archive.testzip() is None
+        names = set(archive.namelist())
+        texts = {name: archive.read(name) for name in names}
+    modules = {f"clusterjob/{path.relative_to(PACKAGE).as_posix()}": path for path in PACKAGE.rglob("*.py")}
+    assert names == {"__main__.py", *modules}
+    assert all(texts[name] == path.read_bytes() for name, path in modules.items())
+    assert texts["__main__.py"] == texts["clusterjob/node/zip_main.py"]
+
+
+@pytest.mark.parametrize("flags", [["-I"], ["-I", "-S"]])
+def test_it_runs_a_job_from_anywhere_with_nothing_installed(zip_file: Path, tmp_path: Path, flags: list[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, clusterjob; print(os.environ['RANK'], sys.argv[1:], clusterjob.__file__, clusterjob.__version__)\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job")}
+    command = [sys.executable, *flags, str(zip_file), "--start", "fork", str(script), "--flag"]
+    done = subprocess.run(command, env=environ, cwd=elsewhere, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    path = zip_file / "clusterjob" / "__init__.py"
+    assert done.stdout == f"[0] 0 ['--flag'] {path} {clusterjob.__version__}\n"
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_what_is_wrong_is_said_without_a_traceback(zip_file: Path) -> None:
+    command = [sys.executable, "-I", "-S", str(zip_file)]
+    done = subprocess.run([*command, "--nodez"], env=CLEAN, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("clusterjob: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_it_is_imported_from_pythonpath_before_an_installed_one(zip_file: Path, tmp_path: Path) -> None:
+    code = (
+        "import clusterjob, clusterjob.node.agent, clusterjob.spec, json; print(json.dumps([clusterjob.__file__, clusterjob.__version__]))"
+    )
+    environ = {**CLEAN, "PYTHONPATH": str(zip_file)}
+    for flags in ([], ["-S"]):
+        done = subprocess.run([sys.executable, *flags, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout) == [str(zip_file / "clusterjob" / "__init__.py"), clusterjob.__version__]
+
+
+@pytest.mark.parametrize("version", OLD or [pytest.param(None, marks=pytest.mark.skip(reason="no Python before 3.10 here"))])
+def test_an_old_python_is_told_in_its_own_words(zip_file: Path, tmp_path: Path, version: tuple[int, int]) -> None:
+    ends = tmp_path / "job" / "ends"
+    ends.mkdir(parents=True)
+    environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job"), "CLUSTERJOB_NODE_RANK": "3"}
+    command = [PYTHONS[version], str(zip_file), "--nproc-per-node", "1", "script.py"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 1
+    said = re.fullmatch(rf"clusterjob: (\S+ is Python {version[0]}\.{version[1]}: 3\.10 or newer is needed)\n", done.stderr)
+    assert said, done.stderr
+    code, _, message = (ends / "node3.refused").read_text().partition("\n")
+    assert (code, message.strip()) == ("1", f"{os.uname().nodename}: {said[1]}")
+
+
+@pytest.mark.parametrize("version", OTHERS or [pytest.param(None, marks=pytest.mark.skip(reason="no other Python here"))])
+def test_other_pythons_run_it(zip_file: Path, tmp_path: Path, version: tuple[int, int]) -> None:
+    environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job")}
+    code = "import sys; print(*sys.version_info[:2])"
+    command = [PYTHONS[version], "-I", "-S", str(zip_file), "--nproc-per-node", "2", "--", PYTHONS[version], "-c", code]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) in (
+        [f"[{rank}] {version[0]} {version[1]}" for rank in (0, 1)],
+        [f"[0-1] {version[0]} {version[1]}"],
+    )
+    assert done.stderr == "clusterjob: SUCCEEDED\n"

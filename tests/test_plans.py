@@ -1,0 +1,124 @@
+"""Plans: pure data, shown as they are carried out; and the files of a job, all of them or none."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.errors import RecordError
+from clusterjob.node.program import Program
+from clusterjob.plans import Plan, PlannedCommand, PlannedFile, new_id, token_file, write_files
+from clusterjob.spec import JobSpec
+
+
+def plan_in(job_dir: Path, *files: PlannedFile, commands: tuple[PlannedCommand, ...] = ()) -> Plan:
+    return Plan("x-abc234", "local", job_dir, JobSpec(Program("command", "true"), Path("/")), files, commands, ("a note",))
+
+
+@given(st.text())
+def test_an_id_is_a_file_name_and_a_word(name: str) -> None:
+    job_id = new_id(name)
+    stem, _, random = job_id.rpartition("-")
+    assert len(random) == 6
+    assert set(random) <= set("abcdefghjkmnpqrstuvwxyz23456789")
+    assert 0 < len(stem) <= 24
+    assert shlex.quote(job_id) == job_id
+    assert job_id.isascii()
+    assert job_id == job_id.lower()
+    assert not job_id.startswith("-")
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("train", "train"),
+        ("My Job_1", "my-job-1"),
+        ("", "job"),
+        ("☃", "job"),
+        ("--x--", "x"),
+        ("a" * 23 + "-bcd", "a" * 23),
+        ("../../etc", "etc"),
+    ],
+)
+def test_an_id_begins_with_the_name(name: str, stem: str) -> None:
+    assert new_id(name).rpartition("-")[0] == stem
+
+
+def test_ids_differ() -> None:
+    assert len({new_id("x") for _ in range(1000)}) == 1000
+
+
+def test_text_is_shown_as_it_is_and_other_bytes_by_their_digest(tmp_path: Path) -> None:
+    assert PlannedFile(tmp_path / "a", "é\n".encode()).text() == "é\n"
+    shown = PlannedFile(tmp_path / "b", b"\xff\x00").text()
+    assert shown == f"(2 bytes, sha256 {hashlib.sha256(bytes([255, 0])).hexdigest()})\n"
+
+
+words = st.text(st.characters(exclude_characters="\0", codec="utf-8"))
+
+
+@given(st.lists(words, min_size=1), words)
+def test_a_command_is_shown_as_a_shell_takes_it(argv: list[str], value: str) -> None:
+    command = PlannedCommand(tuple(argv), {"NAME": value})
+    assert shlex.split(command.text()) == [f"NAME={value}", *argv]
+
+
+def test_a_plan_is_written_as_it_is_shown(tmp_path: Path) -> None:
+    job_dir = tmp_path / "deep" / "er" / "job"
+    files = (
+        PlannedFile(job_dir / "a.txt", b"text\n"),
+        PlannedFile(job_dir / "b.sh", b"#!/bin/sh\n", 0o700),
+        PlannedFile(job_dir / "c", b"\xff"),
+    )
+    plan = plan_in(job_dir, *files, commands=(PlannedCommand(("bash", "b c"), {"A": "1 2"}),))
+    old = os.umask(0o002)
+    try:
+        write_files(plan)
+    finally:
+        os.umask(old)
+    assert [(file.path.read_bytes(), stat.S_IMODE(file.path.stat().st_mode)) for file in files] == [
+        (file.data, file.mode) for file in files
+    ]
+    assert {path.name for path in job_dir.iterdir()} == {"a.txt", "b.sh", "c", "token", "logs", "ends"}
+    assert [stat.S_IMODE((job_dir / name).stat().st_mode) for name in (".", "logs", "ends", "token")] == [0o700, 0o700, 0o700, 0o600]
+    assert plan.text() == (
+        f"### {job_dir}/a.txt (0600)\ntext\n\n### {job_dir}/b.sh (0700)\n#!/bin/sh\n\n"
+        f"### {job_dir}/c (0600)\n{files[2].text()}\n### commands\nA='1 2' bash 'b c'"
+    )
+    assert plan.to_json()["files"][1] == {"path": f"{job_dir}/b.sh", "mode": "0700", "text": "#!/bin/sh\n"}
+    assert plan.to_json()["commands"] == [{"argv": ["bash", "b c"], "env": {"A": "1 2"}, "node_rank": 0}]
+    assert plan.to_json()["notes"] == ["a note"]
+
+
+def test_tokens_are_secrets(tmp_path: Path) -> None:
+    tokens = set()
+    for name in ("a", "b"):
+        write_files(plan_in(tmp_path / name))
+        tokens.add(token_file(tmp_path / name).read_text())
+    assert len(tokens) == 2
+    assert all(len(token) == 64 for token in tokens)
+
+
+def test_a_directory_that_is_there_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "mine").touch()
+    with pytest.raises(RecordError, match="cannot be made: File exists") as caught:
+        write_files(plan_in(tmp_path / "job"))
+    assert "CLUSTERJOB_HOME" in caught.value.hint
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["mine"]
+
+
+def test_a_file_that_cannot_be_written_takes_the_whole_directory_with_it(tmp_path: Path) -> None:
+    job_dir = tmp_path / "job"
+    with pytest.raises(RecordError, match="cannot be written: ") as caught:
+        write_files(plan_in(job_dir, PlannedFile(job_dir / "a", b""), PlannedFile(job_dir / "nowhere" / "b", b"")))
+    assert "No such file or directory" in caught.value.message
+    assert caught.value.exit_code == 1
+    assert list(tmp_path.iterdir()) == []

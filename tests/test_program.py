@@ -1,0 +1,637 @@
+"""A worker must not be able to tell, and nobody must be able to tell from it, that it was not started as ``python script.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from procs import PATIENCE, PLAIN, WITH_TORCH, Job
+
+from clusterjob.node.program import Program
+
+NewJob = Callable[..., Job]
+STARTS = ["fork", "exec"]
+
+
+@dataclass
+class Run:
+    """What one run of a program showed of itself."""
+
+    code: int
+    out: str
+    err: str
+
+
+def as_worker(job: Job, start: str, *program: str, python: tuple[str, ...] = PLAIN, env: dict[str, str] | None = None) -> Run:
+    """Run a program as the one worker of a node."""
+    agent = job.start(0, "--start", start, "--no-echo", *program, python=python, env=env)
+    code = agent.wait(PATIENCE)
+    return Run(code, job.log(0, "rank0.out"), job.log(0, "rank0.err"))
+
+
+def as_python(job: Job, start: str, *program: str, python: tuple[str, ...] = PLAIN, env: dict[str, str] | None = None) -> Run:
+    """Run the same program as a shell would; a worker that is exec-ed gets the bare interpreter."""
+    command = [*(python if start == "fork" else python[:1]), *program]
+    ended = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        cwd=job.directory,
+        timeout=PATIENCE,
+        env=os.environ | (env or {}),
+    )
+    code = ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
+    return Run(code, ended.stdout.decode(errors="replace"), ended.stderr.decode(errors="replace"))
+
+
+# -- Program -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_of_each_kind() -> None:
+    assert Program("script", "a b.py", ("-x",)).argv("/py") == ["/py", "a b.py", "-x"]
+    assert Program("module", "pkg.mod", ("-x",)).argv("/py") == ["/py", "-m", "pkg.mod", "-x"]
+    assert Program("command", "ls", ("-x",)).argv("/py") == ["ls", "-x"]
+    assert [Program(kind, "x").is_python for kind in ("script", "module", "command")] == [True, True, False]
+
+
+def test_how_a_launch_line_names_each_kind() -> None:
+    assert Program("script", "a.py", ("--", "-m")).launch_arguments() == ["a.py", "--", "-m"]
+    assert Program("script", "-a.py").launch_arguments() == ["./-a.py"]
+    assert Program("module", "a", ("-x",)).launch_arguments() == ["-m", "a", "-x"]
+    assert Program("command", "-a", ("--",)).launch_arguments() == ["--", "-a", "--"]
+
+
+@given(st.sampled_from(["script", "module", "command"]), st.text(min_size=1), st.lists(st.text()))
+def test_arguments_are_never_touched(kind: str, target: str, args: list[str]) -> None:
+    program = Program(kind, target, tuple(args))
+    assert program.argv("/py")[len(program.argv("/py")) - len(args) :] == args
+    assert program.launch_arguments()[len(program.launch_arguments()) - len(args) :] == args
+
+
+# -- what a program sees of itself -------------------------------------------------------------------------------------------
+
+DUMP = """
+import gc, json, locale, multiprocessing, os, pickle, signal, sys, threading
+import helper
+class Thing:
+    def __init__(self):
+        self.value = 42
+main = sys.modules["__main__"]
+spec = __spec__ and [__spec__.name, __spec__.origin, __spec__.parent, __spec__.submodule_search_locations, type(__spec__.loader).__name__]
+copy = pickle.loads(pickle.dumps(Thing()))
+streams = (sys.stdin, sys.stdout, sys.stderr)
+handled = ("SIGINT", "SIGTERM", "SIGCHLD", "SIGHUP", "SIGUSR1", "SIGPIPE")
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path, "spec": spec, "package": __package__, "cached": __cached__,
+    "keys": sorted(set(vars(main)) - {"annotated"}), "doc": __doc__, "loader": type(__loader__).__name__,
+    "builtins": type(__builtins__).__name__, "annotations": sorted(__annotations__), "main is this": vars(main) is globals(),
+    "cwd": os.getcwd(), "helper": helper.__file__, "pickled": [repr(type(copy)), type(copy) is Thing, copy.value],
+    "gc": [gc.isenabled(), gc.get_threshold()], "threads": [thread.name for thread in threading.enumerate()],
+    "main thread": threading.current_thread() is threading.main_thread(), "recursion": sys.getrecursionlimit(),
+    "streams": [[stream.name, stream.mode, stream.encoding, stream.errors, stream.fileno()] for stream in streams],
+    "signals": {name: str(signal.getsignal(getattr(signal, name))) for name in handled},
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "wakeup": signal.set_wakeup_fd(-1),
+    "locale": locale.setlocale(locale.LC_ALL), "umask": os.umask(0o22),
+    "process": [multiprocessing.current_process().name, multiprocessing.parent_process()], "code": sys._getframe().f_code.co_filename,
+    "executable": sys.executable, "warnings": sys.warnoptions, "dont write": sys.dont_write_bytecode,
+}, sort_keys=True, indent=1))
+"""
+
+
+def package(job: Job) -> None:
+    (job.directory / "helper.py").write_text("")
+    (job.directory / "pkg").mkdir()
+    (job.directory / "pkg" / "__init__.py").write_text("from . import sibling\n")
+    (job.directory / "pkg" / "sibling.py").write_text("")
+    for name in ("__main__", "mod"):
+        (job.directory / "pkg" / f"{name}.py").write_text("'''Some module.'''\nfrom . import sibling\nfrom .sibling import *" + DUMP)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("form", ["relative", "absolute", "dotted", "below", "symlink", "-m pkg", "-m pkg.mod", "-m mod"])
+def test_a_program_sees_what_it_always_sees(new_job: NewJob, form: str, start: str) -> None:
+    job = new_job()
+    package(job)
+    job.script("'''Some script.'''\nannotated: int = 1" + DUMP)
+    (job.directory / "below").mkdir()
+    (job.directory / "below" / "script.py").write_text(DUMP)
+    (job.directory / "below" / "helper.py").write_text("")
+    (job.directory / "mod.py").write_text(DUMP)
+    (job.directory / "elsewhere").mkdir()
+    (job.directory / "elsewhere" / "link.py").symlink_to("../script.py")
+    program = {
+        "relative": ["script.py"], "absolute": [str(job.directory / "script.py")], "dotted": ["./below/../script.py"],
+        "below": ["below/script.py"], "symlink": ["elsewhere/link.py"], "-m pkg": ["-m", "pkg"], "-m pkg.mod": ["-m", "pkg.mod"],
+        "-m mod": ["-m", "mod"],
+    }[form] + ["--flag", "a b", "-m", "--"]  # fmt: skip
+    wanted, seen = as_python(job, start, *program), as_worker(job, start, *program)
+    assert (seen.code, seen.err) == (0, "")
+    assert json.loads(seen.out) == json.loads(wanted.out)
+
+
+def test_a_warm_worker_sees_what_it_always_sees(new_job: NewJob) -> None:
+    job = new_job()
+    (job.directory / "helper.py").write_text("")
+    job.script(DUMP)
+    env = {"OMP_NUM_THREADS": "1"}
+    wanted = as_python(job, "fork", "script.py", "an argument", python=WITH_TORCH, env=env)
+    seen = as_worker(job, "fork", "script.py", "an argument", python=WITH_TORCH, env=env)
+    assert (seen.code, seen.err) == (0, "")
+    assert json.loads(seen.out) == json.loads(wanted.out)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_flags_of_the_interpreter_hold_in_its_workers(new_job: NewJob, start: str) -> None:
+    job = new_job()
+    job.script("import sys; print(sys.path, sys.flags.safe_path, sys.flags.isolated, sys.warnoptions, sys.flags.optimize)")
+    env = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "PYTHONOPTIMIZE": "1"}
+    assert as_worker(job, start, "script.py", env=env) == as_python(job, start, "script.py", env=env)
+
+
+# -- how a program ends ------------------------------------------------------------------------------------------------------
+
+# Each part is a script of its own.
+SCRIPTS = r"""
+## nothing
+pass
+## exit 3
+import sys
+sys.exit(3)
+## exit text
+import sys
+sys.exit('some text')
+## exit none
+import sys
+sys.exit(None)
+## exit empty text
+import sys
+sys.exit('')
+## exit 0
+import sys
+sys.exit(0)
+## exit True
+import sys
+sys.exit(True)
+## exit -1
+import sys
+sys.exit(-1)
+## exit 256
+import sys
+sys.exit(256)
+## exit 259
+import sys
+sys.exit(259)
+## exit list
+import sys
+sys.exit([1, 2])
+## exit in finally
+import sys
+try:
+    raise ValueError('hidden')
+finally:
+    sys.exit(4)
+## own SystemExit
+class Mine(SystemExit): pass
+raise Mine(6)
+## _exit
+import os
+os._exit(5)
+## raise
+def f(x):
+    raise ValueError('boom')
+
+f(1)
+## raise from
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    raise KeyError('k') from error
+## raise in raise
+try:
+    1 / 0
+except ZeroDivisionError:
+    raise KeyError('k')
+## many lines
+raise RuntimeError('one\ntwo\n')
+## no words
+raise RuntimeError
+## assert
+assert 1 == 2, 'no'
+## own BaseException
+class Mine(BaseException): pass
+raise Mine('mine')
+## str fails
+class Mine(Exception):
+    def __str__(self):
+        raise ValueError('in str')
+raise Mine
+## keyboard interrupt
+raise KeyboardInterrupt
+## real interrupt
+import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(60)
+## caught interrupt
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise SystemExit(8)
+## recursion
+import sys
+sys.tracebacklimit = 2
+def f(): f()
+f()
+## syntax error
+print('never')
+x = (
+## indentation
+if True:
+x = 1
+## syntax error in import
+import broken
+## missing import
+import no_such_module_anywhere
+## error in import
+import failing
+## eval error
+eval('1 +')
+## notes
+error = ValueError('boom')
+if hasattr(error, 'add_note'):
+    error.add_note('a note')
+raise error
+## thread
+import threading, time
+def later():
+    time.sleep(0.3)
+    print('the thread ends')
+threading.Thread(target=later).start()
+print('main ends')
+## thread after error
+import threading, time
+def later():
+    time.sleep(0.3)
+    print('the thread ends')
+threading.Thread(target=later).start()
+raise ValueError('boom')
+## daemon thread
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print('main ends')
+## error in thread
+import threading
+t = threading.Thread(target=lambda: 1 / 0, name='t')
+t.start()
+t.join()
+## atexit
+import atexit
+atexit.register(print, 'goodbye')
+print('main ends')
+## atexit after exit
+import atexit, sys
+atexit.register(print, 'goodbye')
+sys.exit(3)
+## atexit after error
+import atexit
+atexit.register(print, 'goodbye')
+raise ValueError('boom')
+## error in atexit
+import atexit
+class Handler:
+    __repr__ = lambda self: 'Handler()'
+    def __call__(self): 1 / 0
+atexit.register(Handler())
+## excepthook
+import sys
+sys.excepthook = lambda kind, error, frames: print('hook', kind.__name__, error, frames.tb_lineno, frames.tb_next)
+raise ValueError('boom')
+## excepthook fails
+import sys
+def hook(kind, error, frames): raise KeyError('in the hook')
+sys.excepthook = hook
+raise ValueError('boom')
+## no newline
+import sys
+sys.stdout.write('no newline')
+sys.stderr.write('nor here')
+## stdout closed
+import sys
+print('before')
+sys.stdout.close()
+## unflushed
+import sys
+sys.stdout.reconfigure(line_buffering=False)
+print('unflushed')
+## future
+from __future__ import annotations
+x: nonsense = 1
+print(__annotations__)
+## no future
+def f(x: 1 + 1): pass
+print(f.__annotations__)
+## del
+class Last:
+    def __del__(self):
+        print('collected')
+last = Last()
+## warning
+import warnings
+warnings.warn('careful')
+warnings.warn('old', DeprecationWarning)
+## source
+import inspect
+def f():
+    return 1
+print(inspect.getsource(f))
+## subprocess
+import subprocess
+print(subprocess.run(['sh', '-c', 'exit 7']).returncode)
+## asyncio
+import asyncio
+async def main():
+    child = await asyncio.create_subprocess_exec('sh', '-c', 'exit 7')
+    print(await child.wait())
+asyncio.run(main())
+## os.fork
+import os, sys
+if os.fork() == 0:
+    print('child')
+    sys.exit(9)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+ENDINGS = dict(part.split("\n", 1) for part in SCRIPTS.split("\n## ")[1:])
+
+
+# A worker that is exec-ed is an interpreter like any other: what lies around it is all that may differ.
+IN_EXEC = ("exit 3", "exit text", "_exit", "raise", "keyboard interrupt", "syntax error", "thread", "atexit", "no newline")
+
+
+@pytest.mark.parametrize(("ending", "start"), [(ending, "fork") for ending in ENDINGS] + [(ending, "exec") for ending in IN_EXEC])
+def test_a_program_ends_as_it_always_ends(new_job: NewJob, ending: str, start: str) -> None:
+    job = new_job()
+    (job.directory / "script.py").write_text(ENDINGS[ending])
+    (job.directory / "broken.py").write_text("def f(:\n")
+    (job.directory / "failing.py").write_text("def f():\n    raise ValueError('in the import')\nf()\n")
+    assert as_worker(job, start, "script.py") == as_python(job, start, "script.py")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_script_says_in_which_coding_it_is(new_job: NewJob, start: str) -> None:
+    job = new_job()
+    (job.directory / "script.py").write_bytes(b"# -*- coding: latin-1 -*-\nprint(ascii('\xe9'))\n")
+    assert as_worker(job, start, "script.py") == Run(0, "'\\xe9'\n", "")
+
+
+@pytest.mark.parametrize("source", [b"x = 1\0", b"x = '\xff'"])
+def test_a_script_that_is_no_text_is_a_syntax_error(new_job: NewJob, source: bytes) -> None:
+    job = new_job()
+    (job.directory / "script.py").write_bytes(source)
+    seen = as_worker(job, "fork", "script.py")
+    assert seen.code == 1
+    assert "SyntaxError" in seen.err
+    assert "Traceback" not in seen.err
+    assert "clusterjob/node" not in seen.err
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_files_that_a_program_never_closes_are_written_whole(new_job: NewJob, start: str) -> None:
+    """Nothing of the starter's may close a descriptor whose number the program has got since."""
+    job = new_job()
+    job.script("""
+        files = [open(f"file{index}", "w") for index in range(40)]
+        for file in files:
+            file.write("content")
+    """)
+    assert as_worker(job, start, "script.py").code == 0
+    assert [(job.directory / f"file{index}").read_text() for index in range(40)] == ["content"] * 40
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("ending", ["raise ValueError('boom')", "import sys; sys.exit(3)", "x = ("])
+def test_a_module_ends_as_it_always_ends(new_job: NewJob, ending: str, start: str) -> None:
+    job = new_job()
+    (job.directory / "mod.py").write_text(ending)
+    wanted, seen = as_python(job, start, "-m", "mod"), as_worker(job, start, "-m", "mod")
+    assert (seen.code, seen.out) == (wanted.code, wanted.out)
+    assert without_runpy(seen.err) == without_runpy(wanted.err)
+
+
+def without_runpy(text: str) -> str:
+    """Return a traceback without its title and the frames that only show how a module is run."""
+    return re.sub(r'Traceback .*\n|  File "<frozen [\w.]+>", line \d+, in \w+\n', "", text)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "pkg.no_such", "plain"])
+def test_a_module_that_cannot_be_run_is_said(new_job: NewJob, name: str, start: str) -> None:
+    job = new_job()
+    package(job)
+    (job.directory / "plain").mkdir()
+    (job.directory / "plain" / "__init__.py").touch()
+    wanted, seen = as_python(job, start, "-m", name), as_worker(job, start, "-m", name)
+    assert seen.code == wanted.code == 1
+    assert seen.out == ""
+    assert "No module named" in seen.err
+    assert "Traceback" not in seen.err
+    assert name.split(".", maxsplit=1)[0] in seen.err
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_script_that_is_not_there_ends_as_it_always_does(new_job: NewJob, start: str) -> None:
+    job = new_job()
+    wanted, seen = as_python(job, start, "nowhere.py"), as_worker(job, start, "nowhere.py")
+    assert seen.code == wanted.code == 2
+    assert "can't open file" in seen.err
+    assert "Traceback" not in seen.err
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_two_threads_and_an_atexit_handler_keep_their_order(new_job: NewJob, start: str) -> None:
+    """Threads are joined first, then come the handlers, last in first out."""
+    job = new_job()
+    job.script("""
+        import atexit, threading, time
+        atexit.register(print, "second handler")
+        atexit.register(print, "first handler")
+        threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+        print("main")
+    """)
+    assert as_worker(job, start, "script.py").out.splitlines() == ["main", "thread", "first handler", "second handler"]
+
+
+# -- what a program starts itself --------------------------------------------------------------------------------------------
+
+CHILDREN = """
+    import multiprocessing, os, sys
+    class Thing:
+        def __init__(self, value):
+            self.value = value
+    def double(thing):
+        return Thing(thing.value * 2), __name__, multiprocessing.current_process().name != "MainProcess"
+    if __name__ == "__main__":
+        context = multiprocessing.get_context(sys.argv[1])
+        with context.Pool(2) as pool:
+            for thing, name, is_child in pool.map(double, [Thing(1), Thing(2)]):
+                print(type(thing) is Thing, thing.value, is_child)
+        queue = context.SimpleQueue()
+        child = context.Process(target=queue.put, args=("from the child",))
+        child.start()
+        print(queue.get())
+        child.join()
+        failing = context.Process(target=sys.exit, args=(3,))
+        failing.start()
+        failing.join()
+        print(failing.exitcode)
+        from multiprocessing import shared_memory
+        block = shared_memory.SharedMemory(create=True, size=10)
+        block.close()
+        block.unlink()
+        print("done")
+"""
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("form", ["script", "module"])
+def test_multiprocessing(new_job: NewJob, method: str, form: str, start: str) -> None:
+    job = new_job()
+    job.script(CHILDREN)
+    program = ["script.py"] if form == "script" else ["-m", "script"]
+    seen = as_worker(job, start, *program, method)
+    assert seen == Run(0, "True 2 True\nTrue 4 True\nfrom the child\n3\ndone\n", "")
+
+
+def test_executors_and_subprocess(new_job: NewJob) -> None:
+    job = new_job()
+    job.script("""
+        import concurrent.futures, subprocess, sys
+        def square(number):
+            return number * number
+        if __name__ == "__main__":
+            with concurrent.futures.ProcessPoolExecutor(2) as pool:
+                print(list(pool.map(square, range(4))))
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                print(list(pool.map(square, range(4))))
+            print(subprocess.run([sys.executable, "-c", "print('a child')"], capture_output=True, text=True, check=True).stdout)
+    """)
+    assert as_worker(job, "fork", "script.py") == Run(0, "[0, 1, 4, 9]\n[0, 1, 4, 9]\na child\n\n", "")
+
+
+LOADING = """
+    import sys
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    class Numbers(Dataset):
+        def __len__(self):
+            return 8
+        def __getitem__(self, index):
+            return torch.tensor([index, torch.utils.data.get_worker_info().num_workers])
+    if __name__ == "__main__":
+        for method in sys.argv[1:]:
+            loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method, persistent_workers=method == "fork")
+            print(method, [batch.tolist() for batch in loader])
+"""
+
+
+@pytest.mark.parametrize("methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)])
+def test_a_data_loader_with_workers_of_every_start_method(new_job: NewJob, methods: list[str]) -> None:
+    job = new_job()
+    job.script(LOADING)
+    batches = [[[index, 2] for index in range(first, first + 4)] for first in (0, 4)]
+    seen = as_worker(job, "fork", "script.py", *methods, python=WITH_TORCH)
+    assert seen == Run(0, "".join(f"{method} {batches}\n" for method in methods), "")
+
+
+# -- what ranks must not share -----------------------------------------------------------------------------------------------
+
+
+def each_rank(job: Job, text: str, count: int = 3) -> list[Any]:
+    job.script(text)
+    assert job.start(0, "--start", "fork", "--nproc-per-node", str(count), "script.py", python=WITH_TORCH).wait(PATIENCE) == 0
+    return [json.loads(job.log(0, f"rank{rank}.out")) for rank in range(count)]
+
+
+DRAWS = """
+    import json, random, sys, uuid, secrets, tempfile
+    warm = "torch" in sys.modules
+    import numpy, torch
+    print(json.dumps({
+        "random": random.random(), "numpy": numpy.random.rand(), "new": numpy.random.default_rng().random(), "uuid": str(uuid.uuid4()),
+        "secret": secrets.token_hex(), "file": next(tempfile._get_candidate_names()), "seed": torch.initial_seed(),
+        "torch": torch.rand(1).item(), "permutation": torch.randperm(1000).tolist(), "warm": warm,
+    }))
+"""
+
+
+def alone(text: str) -> Any:
+    """Return what a process of its own says."""
+    command = [sys.executable, "-c", textwrap.dedent(text)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE).stdout)
+
+
+def test_ranks_draw_random_numbers_like_processes_that_never_met(new_job: NewJob) -> None:
+    ranks = each_rank(new_job(), DRAWS)
+    assert all(rank.pop("warm") for rank in ranks), "the workers were not forked from a starter that had imported torch"
+    bare = [alone(DRAWS), alone(DRAWS)]
+    for name in ranks[0]:
+        # torch seeds its generator at random in some versions and with a constant in others.
+        if bare[0][name] == bare[1][name]:
+            assert all(rank[name] == bare[0][name] for rank in ranks), name
+        else:
+            assert len({str(rank[name]) for rank in ranks}) == len(ranks), f"{name}: {[rank[name] for rank in ranks]}"
+
+
+def test_seeds_work_as_ever(new_job: NewJob) -> None:
+    text = """
+        import json, random
+        import numpy, torch
+        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+        print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item()]))
+    """
+    assert each_rank(new_job(), text, 2) == [alone(text)] * 2
+
+
+def test_torch_computes_in_a_forked_worker(new_job: NewJob) -> None:
+    """Threads of a pool that was started before a fork would be missing here."""
+    seen = each_rank(
+        new_job(),
+        """
+        import json, os, torch
+        torch.set_num_threads(2)
+        matrix = torch.ones(300, 300, requires_grad=True)
+        (matrix @ matrix).sum().backward()
+        print(json.dumps([matrix.grad[0, 0].item(), torch.linalg.svdvals(torch.eye(50)).sum().item(), torch.get_num_threads()]))
+        """,
+        2,
+    )
+    assert seen == [[600.0, 50.0, 2]] * 2
+
+
+def test_the_threads_of_torch_are_this_node_s_share(new_job: NewJob) -> None:
+    job = new_job()
+    seen = each_rank(job, "import json, os, torch; print(json.dumps([os.environ['OMP_NUM_THREADS'], torch.get_num_threads()]))", 2)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert seen == [[str(share), share]] * 2
+
+
+def test_relative_working_directory_paths(new_job: NewJob, weird_path: Path) -> None:
+    job = new_job()
+    (weird_path / "script.py").write_text("import os; print(ascii(os.getcwd()), ascii(__file__))")
+    job.directory = weird_path
+    for start in STARTS:
+        (job.dir / "logs").exists() and (job.dir / "logs" / "node0" / "rank0.out").unlink()
+        assert as_worker(job, start, "script.py").out == f"{str(weird_path)!a} {str(weird_path / 'script.py')!a}\n"

@@ -1,0 +1,177 @@
+"""Records: whole or absent, whoever else writes; found by their id or its beginning."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from procs import PATIENCE
+
+from clusterjob.errors import JobNotFound, RecordError
+from clusterjob.records import Handle, Record, Records, home
+
+HANDLE = Handle("local", "x", {"agents": [{"pid": 1}], "name": "☃"})
+
+
+def record(job_id: str, submitted_at: str = "2026-01-01T00:00:00.000Z", **fields: object) -> Record:
+    made = Record(
+        job_id, "a name ☃", "lab", "local", Path("/jobs") / job_id, 2, submitted_at, {"nproc_per_node": 4, "env": {"A": "\udcff"}}
+    )
+    return replace(made, **fields)
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path / "records")
+
+
+def test_what_was_saved_is_found(records: Records) -> None:
+    for saved in (record("a-222222"), record("b-222222", handle=HANDLE), record("c-222222", handle=HANDLE, end={"state": "LOST"})):
+        records.save(saved)
+        assert records.find(saved.job_id) == saved
+        assert Record.from_json(json.loads(json.dumps(saved.to_json()))) == saved
+    assert [found.job_id for found in records.all()] == ["a-222222", "b-222222", "c-222222"]
+
+
+def test_a_record_is_its_owner_s_alone_and_carries_its_schema(records: Records, tmp_path: Path) -> None:
+    records.save(record("a-222222", handle=HANDLE))
+    path = tmp_path / "records" / "a-222222.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    data = json.loads(path.read_bytes())
+    assert (data["schema"], data["job_dir"], data["handle"]["data"]) == (1, "/jobs/a-222222", HANDLE.data)
+    assert os.listdir(path.parent) == ["a-222222.json"]
+
+
+def test_the_oldest_comes_first(records: Records) -> None:
+    for job_id, day in (("b", 2), ("a", 3), ("c", 1), ("d", 2)):
+        records.save(record(job_id, f"2026-01-0{day}T00:00:00.000Z"))
+    assert [found.job_id for found in records.all()] == ["c", "b", "d", "a"]
+
+
+def test_no_directory_is_no_job(records: Records, tmp_path: Path) -> None:
+    assert records.all() == []
+    with pytest.raises(JobNotFound, match="there is no job 'x'") as caught:
+        records.find("x")
+    assert "clusterjob list" in caught.value.hint
+    assert not (tmp_path / "records").exists()
+
+
+def test_an_id_may_be_shortened_as_long_as_it_is_clear(records: Records) -> None:
+    for job_id in ("train-222222", "train-233333", "eval-222222", "eval-222222x"):
+        records.save(record(job_id))
+    assert records.find("train-22").job_id == "train-222222"
+    assert records.find("eval-222222").job_id == "eval-222222", "a whole id is clear, even where another begins so"
+    with pytest.raises(JobNotFound, match="'train' is the beginning of 2 jobs") as caught:
+        records.find("train")
+    assert caught.value.hint == "it could be train-222222, train-233333"
+    assert caught.value.exit_code == 2
+    for text in ("", "222222", "../records/train-222222", "train-222222.json", "."):
+        with pytest.raises(JobNotFound):
+            records.find(text)
+
+
+def test_the_nearest_id_is_named(records: Records) -> None:
+    records.save(record("train-222222"))
+    with pytest.raises(JobNotFound) as caught:
+        records.find("trian-222222")
+    assert caught.value.hint == "did you mean train-222222?"
+
+
+def test_a_handle_and_an_end_are_added(records: Records) -> None:
+    saved = record("a-222222")
+    records.save(saved)
+    saved = records.with_handle(saved, HANDLE)
+    assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE)
+    saved = records.with_end(saved, {"state": "SUCCEEDED"})
+    assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE, end={"state": "SUCCEEDED"})
+
+
+def test_a_record_can_be_forgotten_twice(records: Records) -> None:
+    records.save(record("a-222222"))
+    records.remove("a-222222")
+    records.remove("a-222222")
+    assert records.all() == []
+
+
+NO_RECORDS = {
+    "empty": b"",
+    "half": b'{"schema": 1, "job_id": "bad-22',
+    "list": b"[]",
+    "null": b"null",
+    "binary": b"\xff\xfe",
+    "no fields": b'{"schema": 1}',
+    "newer": b'{"schema": 2, "job_id": "bad"}',
+    "wrong types": b'{"schema": 1, "job_id": 3, "job_dir": []}',
+    "wrong handle": b'{"schema": 1, "job_id": "bad-222222", "job_dir": "/x", "submitted_at": "2026", "handle": {"x": 1}}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("data", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_a_file_that_is_no_record_spoils_no_other(records: Records, tmp_path: Path, data: bytes) -> None:
+    records.save(record("good-222222"))
+    (tmp_path / "records" / "bad-222222.json").write_bytes(data)
+    (tmp_path / "records" / "notes.txt").touch()
+    (tmp_path / "records" / ".good-222222.json.tmp").write_text("{}")
+    assert [found.job_id for found in records.all()] == ["good-222222"]
+    assert records.find("good").job_id == "good-222222"
+    with pytest.raises((JobNotFound, RecordError)) as caught:
+        records.find("bad-222222")
+    assert "bad-222222" in caught.value.message
+
+
+def test_a_record_that_cannot_be_read_is_said(records: Records, tmp_path: Path) -> None:
+    (tmp_path / "records" / "bad-222222.json").mkdir(parents=True)
+    with pytest.raises(RecordError, match=r"bad-222222\.json cannot be read: Is a directory"):
+        records.find("bad")
+    blocked = Records(tmp_path / "file")
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match="cannot be read: Not a directory"):
+        blocked.all()
+    with pytest.raises(RecordError, match="cannot be written"):
+        blocked.save(record("x"))
+
+
+def test_an_end_that_cannot_be_noted_costs_the_note_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    blocked = Records(tmp_path / "file")
+    assert blocked.with_end(record("x"), {"state": "LOST"}).end == {"state": "LOST"}
+
+
+def test_writers_at_the_same_time_leave_a_whole_record(records: Records, tmp_path: Path) -> None:
+    """Three processes write one record of many kilobytes, over and over; whoever reads finds the one or the other."""
+    writer = f"""
+import sys
+from pathlib import Path
+from clusterjob.records import Record, Records
+records = Records(Path({str(tmp_path / "records")!r}))
+mark = sys.argv[1]
+for number in range(40):
+    records.save(Record("x-222222", mark, "c", "local", Path("/x"), 1, "t", {{"text": mark * 50_000}}))
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", writer, mark]) for mark in "abc"]
+    seen = set()
+    while any(process.poll() is None for process in writers):
+        for found in records.all():
+            assert found.spec["text"] == found.name * 50_000
+            seen.add(found.name)
+    assert [process.wait(PATIENCE) for process in writers] == [0, 0, 0]
+    found = records.find("x")
+    assert found.spec["text"] == found.name * 50_000
+    assert seen
+    assert os.listdir(tmp_path / "records") == ["x-222222.json"]
+
+
+def test_home_is_where_it_is_told_to_be() -> None:
+    assert home({"CLUSTERJOB_HOME": "/somewhere"}) == Path("/somewhere")
+    assert home({"CLUSTERJOB_HOME": "~/jobs"}) == Path.home() / "jobs"
+    assert home({"CLUSTERJOB_HOME": "relative"}) == Path.cwd() / "relative"
+    assert home({}).name == "clusterjob"
+    assert home({"CLUSTERJOB_HOME": ""}) == home({})

@@ -1,0 +1,87 @@
+"""A node's place and a process's place: what is possible, and what is refused in words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.errors import PlaceError
+from clusterjob.node.topology import Topology, Worker
+
+NODE = Topology(nnodes=2, node_rank=1, nproc_per_node=4, master_addr="10.0.0.1", master_port=29500, source="test")
+WORKER = Worker(NODE, rank=5, local_rank=1, world_size=8, local_world_size=4)
+
+
+def test_a_place_is_a_value() -> None:
+    assert dataclasses.replace(NODE) == NODE
+    assert hash(WORKER) == hash(dataclasses.replace(WORKER))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NODE.nnodes = 3  # type: ignore[misc]
+
+
+def test_what_a_platform_does_not_say_stays_open() -> None:
+    open_place = dataclasses.replace(NODE, nproc_per_node=None, master_port=None)
+    assert (open_place.nproc_per_node, open_place.master_port) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nnodes": 0}, "nnodes is 0"),
+        ({"nnodes": -1}, "nnodes is -1"),
+        ({"node_rank": 2}, "node_rank is 2, outside 0..1"),
+        ({"node_rank": -1}, "node_rank is -1"),
+        ({"nproc_per_node": 0}, "nproc_per_node is 0"),
+        ({"master_port": 0}, "master_port is 0"),
+        ({"master_port": 65536}, "master_port is 65536"),
+        ({"master_addr": ""}, "master_addr is empty"),
+    ],
+)
+def test_an_impossible_node_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(PlaceError, match=words):
+        dataclasses.replace(NODE, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"world_size": 0}, "world_size is 0"),
+        ({"rank": 8}, "rank is 8, outside 0..7"),
+        ({"rank": -1}, "rank is -1"),
+        ({"local_rank": 4}, "local_rank is 4, outside 0..3"),
+        ({"local_rank": -1}, "local_rank is -1"),
+        ({"local_world_size": 0}, "local_world_size is 0"),
+        ({"local_world_size": 9}, "local_world_size is 9"),
+    ],
+)
+def test_an_impossible_process_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(PlaceError, match=words):
+        dataclasses.replace(WORKER, **change)
+
+
+small = st.integers(-2, 5)
+
+
+@given(small, small, st.none() | small, st.none() | st.integers(-1, 70000))
+def test_a_node_exists_exactly_when_it_is_possible(nnodes: int, node_rank: int, nproc: int | None, port: int | None) -> None:
+    possible = nnodes >= 1 and 0 <= node_rank < nnodes and (nproc is None or nproc >= 1) and (port is None or 1 <= port <= 65535)
+    try:
+        Topology(nnodes, node_rank, nproc, "h", port, "test")
+    except PlaceError:
+        assert not possible
+    else:
+        assert possible
+
+
+@given(small, small, small, small)
+def test_a_process_exists_exactly_when_it_is_possible(rank: int, local_rank: int, world_size: int, local_world_size: int) -> None:
+    possible = 0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size
+    try:
+        Worker(NODE, rank, local_rank, world_size, local_world_size)
+    except PlaceError:
+        assert not possible
+    else:
+        assert possible

@@ -1,0 +1,126 @@
+"""Sizes and durations: what people write, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from clusterjob.errors import SpecError
+from clusterjob.units import parse_duration, parse_size
+
+MIB, GIB = 1024**2, 1024**3
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64G", 64 * GIB), ("64g", 64 * GIB), ("64GB", 64 * GIB), ("64GiB", 64 * GIB), ("64 GiB", 64 * GIB), (" 64G ", 64 * GIB),
+        ("512M", 512 * MIB), ("512", 512 * MIB), ("1.5T", 1536 * GIB), ("0.5K", 512), ("1K", 1024), ("007G", 7 * GIB),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12 potatoes",
+        "",
+        " ",
+        "G",
+        "0",
+        "0G",
+        "0.0001K",
+        "-1G",
+        "+1G",
+        "1e3G",
+        "1,5G",
+        "1.G",
+        ".5G",
+        "1 2G",
+        "1GG",
+        "1P",
+        "nan",
+        "inf",
+        "1G\n2G",
+        "0x10G",
+    ],
+)
+def test_what_is_no_size_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(SpecError, match="is not a memory size") as caught:
+        parse_size(text)
+    assert repr(text) in caught.value.message
+    assert "64G" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90s", 90), ("30m", 1800), ("2h", 7200), ("1d", 86400), ("1d12h", 129600), ("1d 12h", 129600), ("1.5h", 5400), ("2H", 7200),
+        ("01:30:00", 5400), ("1:30:00", 5400), ("100:00:00", 360000), ("1-12:00:00", 129600), ("0:0:1", 1), ("30", 1800), (" 30 ", 1800),
+        ("1h30m15s", 5415),
+    ],
+)  # fmt: skip
+def test_durations(text: str, seconds: int) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "soon",
+        "",
+        "0",
+        "0s",
+        "0:00:00",
+        "0.4s",
+        "-1m",
+        "1:60:00",
+        "1:00:60",
+        "1:00",
+        "1 fortnight",
+        "h",
+        "1h2",
+        "1-1h",
+        "٣٠",
+        "1e3s",
+        "1d-12:00:00",
+    ],
+)
+def test_what_is_no_duration_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(SpecError, match="is not a duration") as caught:
+        parse_duration(text)
+    assert repr(text) in caught.value.message
+    assert "HH:MM:SS" in caught.value.hint
+
+
+@given(st.integers(1, 10**6), st.sampled_from("KMGT"), st.sampled_from(["", "B", "iB"]))
+def test_a_whole_size_is_exact(number: int, letter: str, unit: str) -> None:
+    assert parse_size(f"{number}{letter}{unit}") == number * 1024 ** ("KMGT".index(letter) + 1)
+
+
+@given(st.integers(0, 10**4), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_clocks_and_parts_agree(days: int, hours: int, minutes: int, seconds: int) -> None:
+    total = days * 86400 + hours * 3600 + minutes * 60 + seconds
+    if total:
+        assert parse_duration(f"{days}-{hours:02}:{minutes:02}:{seconds:02}") == total
+        assert parse_duration(f"{days}d{hours}h{minutes}m{seconds}s") == total
+        assert parse_duration(f"{days * 24 + hours}:{minutes}:{seconds}") == total
+
+
+@given(st.one_of(st.text(), st.from_regex(r"\s*\d{0,20}[.:\-]?\d{0,5}\s*[KMGTBidhms]{0,3}\s*")))
+@example("9" * 400 + "G")
+@example("9" * 400 + "h")
+@example("9" * 5000)
+@example("1" + "0" * 308 + "T")
+@example("9" * 400 + ":00:00")
+def test_any_text_is_a_positive_number_or_refused(text: str) -> None:
+    for parse in (parse_size, parse_duration):
+        try:
+            value = parse(text)
+        except SpecError:
+            continue
+        assert isinstance(value, int)
+        assert value > 0
