@@ -25,7 +25,7 @@ def listed_gpus(listed: str | None, installed: int) -> list[str]:
         return [str(index) for index in range(installed)]
     found: list[str] = []
     for entry in (part.strip() for part in listed.split(",")):
-        is_index = entry.isascii() and entry.isdigit() and int(entry) < installed
+        is_index = entry.isascii() and entry.isdigit() and len(entry) < 10 and int(entry) < installed
         if not (is_index or (installed and entry.startswith(("GPU-", "MIG-")))) or entry in found:
             break
         found.append(entry)

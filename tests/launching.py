@@ -38,8 +38,6 @@ class Run:
 def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment that names no job, whose temporary files lie in the test's own directory."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES}
-    if "CLUSTERJOB_TEST_ID" in os.environ:  # by which a test's processes are found again
-        keep["CLUSTERJOB_TEST_ID"] = os.environ["CLUSTERJOB_TEST_ID"]
     own = {"TMPDIR": str(directory), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
     return keep | own | dict(extra or {})
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-MARKER = "CLUSTERJOB_TEST_ID"
+MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend keeps those from its agents
 T = TypeVar("T")
 
 

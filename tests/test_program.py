@@ -504,9 +504,8 @@ CHILDREN = """
 """
 
 
-@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("form", ["script", "module"])
+@pytest.mark.parametrize(("form", "start"), [("script", "fork"), ("module", "fork"), ("script", "exec")])
 def test_multiprocessing(new_job: NewJob, method: str, form: str, start: str) -> None:
     job = new_job()
     job.script(CHILDREN)

@@ -9,22 +9,27 @@ export CLUSTERJOB_NNODES=2
 export CLUSTERJOB_MASTER_ADDR=127.0.0.1
 
 # A node that cannot start its agent says so where the other nodes' agents look, so that nobody waits for it.
+note() {
+  local end="$CLUSTERJOB_JOB_DIR/ends/node$CLUSTERJOB_NODE_RANK.refused"
+  [ -e "$end" ] || { printf '%s\n%s: %s\n' "$1" "$(uname -n)" "$2" > "$end.part" && mv -- "$end.part" "$end"; }
+}
 refuse() {
   trap - EXIT
-  local end="$CLUSTERJOB_JOB_DIR/ends/node$CLUSTERJOB_NODE_RANK.refused"
-  printf '%s\n%s: %s\n' "$1" "$(uname -n)" "$2" > "$end.part" && mv -- "$end.part" "$end"
+  note "$1" "$2"
   printf 'clusterjob: %s\n' "$2" >&2
   exit "$(( $1 ? $1 : 1 ))"
 }
 # Setup lines run before there is an agent to end them: this watcher does, if the shell is killed.
 watch() {
-  while sleep 0.5 && kill -0 $$ 2> /dev/null; do
-    :
+  local stat
+  while sleep 0.5; do
+    read -r -a stat < "/proc/$BASHPID/stat" # pid (bash) state parent; a killed shell may stay a zombie, but it is no parent
+    [ "${stat[3]}" = $$ ] || { note 137 'the script was killed in its setup lines'; break; }
   done
   kill -KILL 0
 }
 watch < /dev/null &
-CLUSTERJOB_WATCHER=$!  # before the trap is set: a subshell that is killed early would run it too
+CLUSTERJOB_WATCHER=$! # before the trap is set: a subshell that is killed early would run it too
 CLUSTERJOB_DOING='the script ended early'
 trap 'refuse "$?" "$CLUSTERJOB_DOING"' EXIT
 
