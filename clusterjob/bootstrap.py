@@ -261,7 +261,8 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     where = f"{worker.topology.master_addr}:{worker.topology.master_port}"
     hook = sys.excepthook
     try:
-        dist.init_process_group(rank=worker.rank, world_size=worker.world_size, **_meeting_point(worker, options), **options)
+        store = _meeting_store(worker, options)
+        dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)
     except RuntimeError as error:  # torch's DistError is one
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise GangError(
@@ -272,8 +273,8 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     _process.rounds += 1
 
 
-def _meeting_point(worker: Worker, options: dict[str, Any]) -> dict[str, Any]:
-    """Return how torch is told where the processes meet."""
+def _meeting_store(worker: Worker, options: dict[str, Any]) -> Any:
+    """Return the store over which the processes tell each other their addresses: env://, wherever that is all it takes."""
     import torch.distributed as dist
 
     address, port = worker.topology.master_addr, worker.topology.master_port
@@ -282,13 +283,11 @@ def _meeting_point(worker: Worker, options: dict[str, Any]) -> dict[str, Any]:
     method = "env://"
     if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != (address, str(port)):
         method = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-    if _process.rounds == 0:
-        return {"init_method": method}
-    # A launcher's store outlives the first group, whose addresses it still holds under the very keys of the next one: torch
-    # would connect to them. So every further group has a corner of its own.
     wait = {"timeout": options["timeout"]} if "timeout" in options else {}
     store, _, _ = next(dist.rendezvous(method, worker.rank, worker.world_size, **wait))
-    return {"store": dist.PrefixStore(f"clusterjob/{_process.rounds}", store)}
+    # A launcher's store outlives a group, whose addresses it still holds under the very keys of the next one: torch would
+    # connect to them. So every group has a corner of its own.
+    return dist.PrefixStore(f"clusterjob/{_process.rounds}", store)
 
 
 def _adopt(finding: Finding, backend: str | None, *, process_group: bool | None) -> Context:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,9 +81,10 @@ def resolve(
         raise UnknownCluster(f"there is no cluster {cluster!r} ({chosen_at})", _nearest(cluster, [*profiles, *backends]))
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for origin, layer in _layers(files, cluster, environ, flags):
+    for origin, base, layer in _layers(files, cluster, environ, flags, directory):
         for key, value in layer.items():
             read = read_setting(key, value, origin(key))
+            read = base / read if isinstance(read, Path) else read
             merge = SETTINGS[key].merge and key in values
             values[key] = _merged(values[key], read) if merge else read
             origins[key] = f"{origins[key]}; {origin(key)}" if merge else origin(key)
@@ -117,16 +119,18 @@ def _choose(cluster: str | None, environ: Mapping[str, str], files: list[ConfigF
     return fallback, "default"
 
 
-def _layers(files: list[ConfigFile], cluster: str, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield (origin of a key, values), the weakest first."""
+def _layers(
+    files: list[ConfigFile], cluster: str, environ: Mapping[str, str], flags: Mapping[str, Any], directory: Path
+) -> Iterator[tuple[Callable[[str], str], Path, Mapping[str, Any]]]:
+    """Yield (origin of a key, what its paths are relative to, values), the weakest first."""
     for file in files:
-        yield lambda key, path=file.path: f"{path}: [defaults] {key}", file.data.get("defaults", {})
+        yield partial("{}: [defaults] {}".format, file.path), file.path.parent, file.data.get("defaults", {})
     for file in files:
         profile = {key: value for key, value in file.clusters.get(cluster, {}).items() if key != "backend"}
-        yield lambda key, path=file.path: f"{path}: [clusters.{cluster}] {key}", profile
+        yield partial("{}: [clusters.{}] {}".format, file.path, cluster), file.path.parent, profile
     variables = {key: environ[_variable(key)] for key, setting in SETTINGS.items() if not setting.merge and environ.get(_variable(key))}
-    yield _variable, variables
-    yield lambda key: f"--{key.replace('_', '-')}", flags
+    yield _variable, directory, variables
+    yield lambda key: f"--{key.replace('_', '-')}", directory, flags
 
 
 def _variable(key: str) -> str:

@@ -107,9 +107,8 @@ class Progress:
             say(f"restart {status.restarts}")
         if status.state is not JobState.PENDING:
             self.stop()
-            return
         text = status.reason or "starting"
-        if sys.stderr.isatty():
+        if status.state is JobState.PENDING and sys.stderr.isatty():
             if time.monotonic() - self._begin > 0.5:  # most jobs are up before a spinner is worth its import
                 self._spin(f"{text} ({time.monotonic() - self._begin:.0f} s)")
         elif status.reason and status.reason != self._told:

@@ -58,6 +58,7 @@ def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
                 patch.delenv(name)
         home = tmp_path_factory.mktemp("home")
         patch.setenv(MARKER, marker)
+        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))  # for interpreters that are started with -S
         patch.setenv("CLUSTERJOB_HOME", str(home / "clusterjob"))
         patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
         given = _environment()

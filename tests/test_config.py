@@ -111,7 +111,7 @@ def test_every_scalar_setting_can_be_a_variable(project: Path) -> None:
     }  # fmt: skip
     assert settings(project, environ=environ).values == {
         "nodes": 2, "gpus_per_node": 4, "cpus_per_task": 3, "time": 90, "name": "n", "workdir": Path.home() / "x", "python": "py",
-        "start": "exec", "launcher": "torchrun", "require_gpus": True, "template": Path("t.j2"), "join_timeout": 9.0, "heartbeat": 0.5,
+        "start": "exec", "launcher": "torchrun", "require_gpus": True, "template": project / "t.j2", "join_timeout": 9.0, "heartbeat": 0.5,
         "lease": 5.0, "grace": 1.5,
     }  # fmt: skip
 

@@ -275,6 +275,8 @@ def _progress(job_dir: Path) -> tuple[str | None, int, str]:
             started_at, restarts, waiting = started_at or event.get("time"), int(event.get("restart", 0)), ""
         elif kind == "waiting":
             waiting = f"waiting for node {', '.join(map(str, event.get('missing', [])))}"
+        elif kind == "exec":
+            waiting = str(event.get("why", ""))
     return started_at, restarts, waiting
 
 

@@ -17,7 +17,7 @@ app = typer.Typer(
     name="clusterjob",
     help="Write a distributed training script once; one command runs it here, over SSH, under Slurm or inside a platform.",
     add_completion=False,
-    rich_markup_mode=None,  # rich would triple the time of --help
+    rich_markup_mode=None,  # rich would double the time of --help
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

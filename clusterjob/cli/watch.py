@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from clusterjob import jobs
+from clusterjob.errors import UsageError
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.verdict import JobState
 from clusterjob.output import LogPrinter, Progress, say
@@ -24,6 +25,9 @@ class Watch:
         self._record = record
         self._reader = LogReader(record.job_dir, rank=rank, node=node)
         world_size = record.nodes * int(record.spec.get("nproc_per_node", 1))
+        for label, index, count in (("rank", rank, world_size), ("node", node, record.nodes)):
+            if index is not None and index >= count:
+                raise UsageError(f"job {record.job_id} has no {label} {index}", f"its {label}s are 0 to {count - 1}")
         self._printer = LogPrinter(world_is_one=world_size == 1)
         self._progress = Progress()
 

@@ -75,6 +75,7 @@ class Agent:
         self._world: World | None = None
         self._pending: tuple[bytes, socket.socket | None] | None = None  # a round that the starter was not yet told of
         self._running: set[int] = set()  # local ranks
+        self._exec_reason = ""  # why the workers are not forked, until the lead was told
         self._oom_kills = processes.oom_kills()
         self._stop_ordered = False
         self._cancelled: asyncio.Future[str] | None = None
@@ -92,7 +93,7 @@ class Agent:
         loop.add_reader(self._starter.control, self._hear_starter)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, asked for that
-                loop.add_signal_handler(number, self._cancel, f"{processes.signal_name(number)} on {self._host}")
+                loop.add_signal_handler(number, self._interrupted, number)
         if self._options.lifeline:
             self._hold_lifeline()
         noting = asyncio.create_task(self._note_growth())
@@ -191,8 +192,14 @@ class Agent:
         variables |= {
             contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
         }  # fmt: skip
+        self._tell_exec_reason()
         self._pending = (starter.world_message(world, variables), order.get("store"))
         self._send_pending()
+
+    def _tell_exec_reason(self) -> None:
+        if self._link is not None and self._exec_reason:
+            self._link.send({"t": "event", "event": "exec", "details": {"why": self._exec_reason}})
+            self._exec_reason = ""
 
     def _send_pending(self) -> None:
         """Hand the starter the next round once it can take it: a round that is called off while it imports never begins."""
@@ -241,7 +248,9 @@ class Agent:
             if message["why"] and self._options.start == "fork":
                 self._starter_trouble(f"--start fork is impossible: {message['why']}")
             elif message["why"]:
-                self._voice.say(f"node {self._topology.node_rank} starts its workers by exec: {message['why']}")
+                self._exec_reason = f"node {self._topology.node_rank} starts its workers by exec: {message['why']}"
+                self._voice.say(self._exec_reason)
+                self._tell_exec_reason()
         elif kind == "failing":
             self._worker_failing(message)
         elif kind == "exit":
@@ -338,6 +347,10 @@ class Agent:
             self._link.send({"t": "failing", "failure": failure.to_json(), "age": age, "exited": exited})
 
     # -- interruptions -------------------------------------------------------------------------------------------------
+
+    def _interrupted(self, number: int) -> None:
+        wished = ends.cancelled(self._job_dir)
+        self._cancel("cancelled" if wished else f"{processes.signal_name(number)} on {self._host}")
 
     def _cancel(self, why: str) -> None:
         assert self._cancelled is not None

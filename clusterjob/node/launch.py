@@ -76,8 +76,10 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     try:
         agent = Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end), voice)
         verdict = asyncio.run(agent.run())
-        if topology.node_rank == 0 or verdict.state is JobState.LOST:
+        if topology.node_rank == 0:
             voice.say(verdict.text())
+        elif verdict.state is not JobState.SUCCEEDED:
+            voice.say(f"{verdict.state}: {verdict.reason}")
         if temporary and verdict.state is JobState.SUCCEEDED:
             shutil.rmtree(job_dir, ignore_errors=True)
         elif temporary:

@@ -43,7 +43,7 @@ def _files(directory: Path, stem: str, restart: int) -> tuple[Path, Path]:
     return directory / f"{stem}.out", directory / f"{stem}.err"
 
 
-def last_lines(path: Path, count: int = 20, limit: int = 16384) -> tuple[str, ...]:
+def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...]:
     """Return the last lines of a file, at most `count` of them and from its last `limit` bytes; none if there is no file."""
     try:
         with path.open("rb") as stream:

@@ -38,6 +38,7 @@ _LEFTOVER_TERM = 0.1
 _LEFTOVER_KILL = 0.5
 _ORPHANED_GRACE = 0.5  # between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
+_NO_STORE = 3  # exit code of a store's process that could not import torch
 
 
 class Starter:
@@ -201,6 +202,9 @@ class Starter:
             os.dup2(log, 2)
             os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
             warm.serve_store(world.master_addr, world.master_port, listener)
+        except ImportError as error:  # a torch that is broken: a worker that wants it will show the error whole
+            os.write(2, f"no store: {error!r}\n".encode())
+            os._exit(_NO_STORE)
         except BaseException as error:
             os.write(2, f"the store ended: {error!r}\n".encode())
         os._exit(1)
@@ -217,7 +221,7 @@ class Starter:
                 return
             if pid == self._store:
                 self._store = None
-                if self._stopping is None:
+                if self._stopping is None and os.waitstatus_to_exitcode(status) != _NO_STORE:
                     self._tell({"t": "store", "status": status})
             elif pid in self._live:
                 self._read_reports()  # what the worker said before it ended comes before its end

@@ -53,8 +53,11 @@ def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int]) -
     starter = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
+    # The starter ignores SIGTERM; blocked, one that meets the child before it has its own handler waits instead of being lost.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     pid = os.fork()
     if pid != 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(out)
         os.close(err)
         return pid

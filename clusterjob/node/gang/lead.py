@@ -335,7 +335,8 @@ class Lead:
         if outcome.failure is not None and outcome.failure.rank is not None:
             root = self._judge.root() or outcome.failure  # what came in while stopping may be older, or know more
             outcome = self._failed(root)
-        consequences = tuple(item for item in self._judge.consequences() if item != outcome.failure)
+        # Their last lines are in their logs: together they could be longer than a message between agents may be.
+        consequences = tuple(replace(item, last_lines=()) for item in self._judge.consequences() if item != outcome.failure)
         verdict = Verdict(
             outcome.state, outcome.exit_code, outcome.reason, outcome.failure, consequences if outcome.failure else (),
             self._restarts, self._job.attempt, self._started_at, now(),
