@@ -248,7 +248,11 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     from datetime import timedelta
 
     import torch.distributed as dist
+    import torch.distributed.nn.functional  # noqa: F401 - see below
 
+    # Functions of that module take the default group of the moment of its import for a default argument. Imported later, as by
+    # the first optimizer, it keeps the group for ever: gloo's threads outlive destroy_process_group(), and now and then abort
+    # the process when the interpreter ends (pytorch#179291).
     options: dict[str, Any] = {"backend": backend}
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)

@@ -32,14 +32,12 @@ def main() -> None:
     x = torch.rand(256, generator=generator).to(device)
     y = SLOPE * x + INTERCEPT + 0.01 * torch.randn(256, generator=generator).to(device)
     weights = torch.zeros(2, device=device, requires_grad=True)
-    optimizer = torch.optim.SGD([weights], lr=0.5)
     for _ in range(200):
-        optimizer.zero_grad()
         loss = ((weights[0] * x + weights[1] - y) ** 2).mean()
-        loss.backward()
-        dist.all_reduce(weights.grad)  # what DistributedDataParallel does for a whole model
-        weights.grad /= world_size
-        optimizer.step()
+        (gradient,) = torch.autograd.grad(loss, weights)
+        dist.all_reduce(gradient)  # what DistributedDataParallel does for a whole model
+        with torch.no_grad():
+            weights -= 0.5 * gradient / world_size
 
     if rank == 0:
         slope, intercept = weights.tolist()

@@ -100,13 +100,15 @@ def own_marked() -> list[int]:
     return marked(os.environ[MARKER])
 
 
-def nothing_left(timeout: float) -> None:
-    """Fail the test unless every process that it has started is gone in time."""
+def nothing_left(timeout: float) -> float:
+    """Fail the test unless every process that it has started is gone in time; return how long that took (seconds)."""
+    begin = time.monotonic()
     try:
         wait_until(lambda: not own_marked(), timeout)
     except AssertionError:
         left = [f"{pid} {command_line(pid)}" for pid in own_marked()]
         raise AssertionError(f"still alive after {timeout:g} s: {left}") from None
+    return time.monotonic() - begin
 
 
 def kill_one_by_one(pids: list[int]) -> None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE, alive, all_pids, kill_one_by_one, wait_until
-from procs import command_line as command_line_of
+from procs import PATIENCE, kill_one_by_one, nothing_left, own_marked, wait_until
 
 import clusterjob
 from clusterjob.cli import main as command_line
@@ -116,26 +115,8 @@ class Terminal:
         return [str(path) for path in self.home.rglob("*") if not path.is_dir()]
 
 
-def started_here() -> list[int]:
-    """Return the live processes that this test has started, agents of detached jobs included: no other has its XDG_CONFIG_HOME."""
-    wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
-    found = []
-    for pid in all_pids():
-        with contextlib.suppress(OSError):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and alive(pid):
-                found.append(pid)
-    return found
-
-
 def nothing_survives(timeout: float = PROMPT) -> float:
-    """Fail the test unless all that it started is gone in time; return how long that took."""
-    begin = time.monotonic()
-    try:
-        wait_until(lambda: not started_here(), timeout)
-    except AssertionError:
-        left = [f"{pid} {command_line_of(pid)}" for pid in started_here()]
-        raise AssertionError(f"still alive after {timeout:g} s: {left}") from None
-    return time.monotonic() - begin
+    return nothing_left(timeout)
 
 
 @pytest.fixture
@@ -147,7 +128,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Termin
     try:
         nothing_survives()
     finally:
-        kill_one_by_one(started_here())
+        kill_one_by_one(own_marked())
         for process in user.running:
             process.wait(PATIENCE)
 
@@ -421,7 +402,6 @@ def test_logs_show_a_rank_a_node_or_the_end(terminal: Terminal) -> None:
     assert len((done.stdout + done.stderr).splitlines()) == 2
     assert terminal("logs", "--tail", "0", job_id).stdout == ""
     assert terminal("logs", "--tail", "1000", job_id).stdout == terminal("logs", job_id).stdout
-    assert terminal("logs", "--rank", "77", job_id).stdout == ""
 
 
 def test_logs_are_followed_from_another_terminal(terminal: Terminal) -> None:
@@ -881,3 +861,20 @@ def test_a_job_s_directory_that_goes_away_while_it_is_watched(terminal: Terminal
     assert moved.exists()
     assert "LOST" in terminal.said(running)[1]
     assert PACKAGE not in terminal.said(running)[1]
+
+
+def test_logs_of_a_rank_or_a_node_that_the_job_never_had_are_refused(terminal: Terminal) -> None:
+    job_id = terminal.submit("print('hello')")
+    terminal("wait", job_id)
+    assert "has no rank 1" in terminal("logs", job_id, "--rank", "1", code=2).stderr
+    assert "has no node 3" in terminal("logs", job_id, "--node", "3", code=2).stderr
+
+
+def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why(terminal: Terminal) -> None:
+    broken = terminal.path("torch")
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('libcudart.so.99 is not there')\n")
+    script = terminal.script("import time; print('ran'); time.sleep(1)")
+    done = terminal("run", "--setup", f"export PYTHONPATH='{broken.parent}':$PYTHONPATH", script)
+    assert done.stdout == "ran\n", "a store that cannot be served is no reason to stop a job that wants none"
+    assert done.stderr.count("starts its workers by exec: import torch failed: libcudart.so.99 is not there") == 1

@@ -362,3 +362,13 @@ def test_any_bytes_are_a_file_or_an_error(tmp_path_factory: pytest.TempPathFacto
     else:
         return
     assert str(path) in message
+
+
+def test_paths_in_a_file_are_relative_to_the_file(project: Path) -> None:
+    """The same job from any directory below it; a path on the command line is relative to where one stands."""
+    write(project / "clusterjob.toml", "[defaults]\ntemplate = 'mine.j2'\n[clusters.local]\nworkdir = 'runs'\n")
+    below = project / "deep" / "below"
+    below.mkdir(parents=True)
+    found = settings(below, "local")
+    assert (found.values["template"], found.values["workdir"]) == (project / "mine.j2", project / "runs")
+    assert settings(below, "local", flags={"workdir": "here"}).values["workdir"] == below / "here"

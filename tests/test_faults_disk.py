@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE, alive, all_pids, kill_one_by_one, wait_until
+from procs import PATIENCE, kill_one_by_one, own_marked, wait_until
 
 import clusterjob
 from clusterjob import jobs
@@ -51,22 +51,11 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         yield make
     finally:
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not started_here(), 5)
-        kill_one_by_one(started_here())
+            wait_until(lambda: not own_marked(), 5)
+        kill_one_by_one(own_marked())
         for path in reversed(mounted):
             if subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode:
                 subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
-
-
-def started_here() -> list[int]:
-    """Return the live processes that this test has started, agents of detached jobs included: no other has its XDG_CONFIG_HOME."""
-    wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
-    found = []
-    for pid in all_pids():
-        with contextlib.suppress(OSError):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and alive(pid):
-                found.append(pid)
-    return found
 
 
 def fill(directory: Path, leave: int) -> None:
@@ -129,7 +118,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(mount: Mount, work: Path, monke
     refused(run(work, verb, "script.py"), "No space left on device")
     assert [name for name in files_in(disk) if name not in ("filler", "home", "home/jobs", "home/records")] == []
     assert json.loads(run(work, "list", "--json").stdout)["jobs"] == []
-    assert started_here() == []
+    assert own_marked() == []
 
 
 def test_a_disk_without_inodes_is_said_and_nothing_is_left(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +174,7 @@ def test_records_that_cannot_be_written_are_said_and_the_job_is_not_there(mount:
     refused(run(work, "submit", "script.py"), "Read-only file system" if option == "ro" else "No space left on device")
     assert files_in(disk) == before
     assert files_in(home / "jobs") == []
-    assert started_here() == []
+    assert own_marked() == []
 
 
 def test_a_disk_that_is_full_once_the_agents_run_ends_them(mount: Mount, work: Path) -> None:
@@ -199,7 +188,7 @@ def test_a_disk_that_is_full_once_the_agents_run_ends_them(mount: Mount, work: P
         jobs.submit(plan, "local", detach=True)
     assert files_in(disk) == ["filler"]
     assert not plan.job_dir.exists()
-    wait_until(lambda: not started_here(), 5, "the end of the agents")
+    wait_until(lambda: not own_marked(), 5, "the end of the agents")
     assert not plan.job_dir.exists(), "an agent that was still there made it again"
 
 
@@ -223,7 +212,7 @@ def test_output_that_fills_the_disk_costs_its_end_and_no_more(mount: Mount, work
     done = run(work, "run", "--start", "exec", "script.py")
     assert done.returncode != 0
     assert done.stdout.startswith("line 0\nline 1\n")
-    assert started_here() == []
+    assert own_marked() == []
     [job] = json.loads(run(work, "list", "--json").stdout)["jobs"]
     assert job["state"] in ("FAILED", "LOST")
     assert run(work, "logs", job["id"]).stdout.startswith("line 0\nline 1\n")
@@ -270,7 +259,7 @@ def test_a_verdict_that_cannot_be_written_is_no_success(mount: Mount, work: Path
     done = run(work, "wait", job_id)
     assert done.returncode == 1
     assert "LOST" in done.stderr
-    wait_until(lambda: not started_here(), 5, "the end of the agents")
+    wait_until(lambda: not own_marked(), 5, "the end of the agents")
     assert run(work, "list").returncode == 0
 
 
@@ -283,7 +272,7 @@ def test_cancel_works_on_a_full_disk(mount: Mount, work: Path, monkeypatch: pyte
     fill(disk, 0)
     done = run(work, "cancel", job_id)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: not started_here(), 5, "the end of the agents")
+    wait_until(lambda: not own_marked(), 5, "the end of the agents")
     assert json.loads(run(work, "status", "--json", job_id).stdout)["jobs"][0]["state"] in ("CANCELLED", "LOST")
 
 
@@ -299,7 +288,7 @@ def test_ctrl_c_ends_a_run_on_a_full_disk(mount: Mount, work: Path, monkeypatch:
     running.send_signal(signal.SIGINT)
     assert running.wait(PATIENCE) == 130
     assert PACKAGE not in (work / "out").read_text()
-    wait_until(lambda: not started_here(), 5, "the end of the agents")
+    wait_until(lambda: not own_marked(), 5, "the end of the agents")
 
 
 # -- files that are whole or absent ------------------------------------------------------------------------------------
@@ -339,4 +328,4 @@ def test_results_that_cannot_be_written_are_an_error(work: Path, args: list[str]
         done = run(work, *args, stdout=full)
     assert done.returncode == 1
     assert done.stderr.startswith("clusterjob: error: No space left on device")
-    wait_until(lambda: not started_here(), PATIENCE, "the end of what was started")
+    wait_until(lambda: not own_marked(), PATIENCE, "the end of what was started")

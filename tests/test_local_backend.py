@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import socket
 import stat
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE, alive, all_pids, below, command_line, kill_one_by_one, stat_of, wait_until
+from procs import PATIENCE, alive, below, command_line, kill_one_by_one, nothing_left, own_marked, stat_of, wait_until
 
 from clusterjob import jobs
 from clusterjob.backends.local import LocalBackend
@@ -73,31 +72,6 @@ class Place:
         wait_until(lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}")
 
 
-def started_here() -> list[int]:
-    """Return the live processes that this test has started, agents of detached jobs included: no other has its XDG_CONFIG_HOME."""
-    wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
-    found = []
-    for pid in all_pids():
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue
-        if wanted in environ.split(b"\0") and alive(pid):
-            found.append(pid)
-    return found
-
-
-def nothing_survives(timeout: float) -> float:
-    """Fail the test unless all that it started is gone in time; return how long that took."""
-    begin = time.monotonic()
-    try:
-        wait_until(lambda: not started_here(), timeout)
-    except AssertionError:
-        left = [f"{pid} {command_line(pid)}" for pid in started_here()]
-        raise AssertionError(f"still alive after {timeout:g} s: {left}") from None
-    return time.monotonic() - begin
-
-
 def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
     """Return the verdict of a job; fail the test when there is none in time."""
     verdict = wait_until(lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}")
@@ -131,9 +105,9 @@ def place(tmp_path: Path) -> Place:
 def _no_job_survives() -> Iterator[None]:
     yield
     try:
-        nothing_survives(PROMPT)
+        nothing_left(PROMPT)
     finally:
-        kill_one_by_one(started_here())
+        kill_one_by_one(own_marked())
 
 
 # -- a job that goes well ------------------------------------------------------------------------------------------------
@@ -162,7 +136,7 @@ def test_a_job_is_pending_then_running_then_over(place: Place) -> None:
     assert verdict.started_at == during.started_at
     assert record.submitted_at <= str(verdict.started_at) <= str(verdict.ended_at)
     assert Records().find(record.job_id).end == verdict.to_json(), "the record keeps the end, whatever becomes of the directory"
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
 
 
 def test_what_was_planned_is_what_is_done(place: Place) -> None:
@@ -309,7 +283,7 @@ def test_everything_of_a_job_is_its_owner_s_alone_and_the_token_is_nowhere_else(
         tokens = [path for path in record.job_dir.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
         assert tokens == [record.job_dir / "token"]
         assert token not in json.dumps(Records().find(record.job_id).to_json())
-        assert not [pid for pid in started_here() if token in command_line(pid)]
+        assert not [pid for pid in own_marked() if token in command_line(pid)]
         assert stat.S_IMODE((record.job_dir / "token").stat().st_mode) == 0o600
         for directory in (record.job_dir, *(path for path in record.job_dir.rglob("*") if path.is_dir())):
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700, directory
@@ -358,7 +332,7 @@ def test_a_setup_line_that_fails_fails_the_job(place: Place, line: str, code: in
     assert (verdict.failure.rank, verdict.failure.host, verdict.failure.exit_code) == (None, HOST, code)
     assert "setup line failed" in verdict.reason
     assert "no such module" in verdict.text()
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
 
 
 def test_a_setup_line_that_is_no_shell_fails_the_job(place: Place) -> None:
@@ -376,7 +350,7 @@ def test_a_setup_line_that_fails_on_one_node_fails_all(place: Place, line: str) 
     assert verdict.failure is not None
     assert (verdict.failure.node_rank, verdict.failure.host) == (1, HOST)
     assert "setup line failed" in verdict.reason
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -427,7 +401,7 @@ def test_an_agent_that_cannot_be_started_takes_the_others_with_it(place: Place) 
     plan = replace(plan, commands=(plan.commands[0], PlannedCommand(("/nonexistent/bash",), node_rank=1)))
     with pytest.raises(SubmitError, match="No such file"):
         jobs.submit(plan, "local", detach=True)
-    assert started_here() == []
+    assert own_marked() == []
     assert not plan.job_dir.exists()
     with pytest.raises(JobNotFound):
         Records().find(plan.job_id)
@@ -502,7 +476,7 @@ def test_a_worker_that_dies_ends_both_nodes(place: Place, end: str, guilty: int)
     )
     place.wait_for("moment")
     died = float(place.path("moment").read_text())
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
     took = time.monotonic() - died
     verdict = end_of(record, PROMPT)
     print(f"{end} of rank {guilty}: nothing was left of two nodes {took:.2f} s after it")
@@ -555,7 +529,7 @@ def test_the_root_cause_among_effects_in_a_real_process_group(place: Place) -> N
         python=sys.executable,
     )
     verdict = end_of(record)
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
     print(f"nothing was left {time.monotonic() - float(place.path('moment').read_text()):.2f} s after the exception")
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
     assert verdict.failure is not None
@@ -591,7 +565,7 @@ def test_the_time_limit_ends_a_job(place: Place) -> None:
     verdict = end_of(record)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 124)
     assert "time limit of 1 s" in verdict.reason
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
 
 
 # -- processes that are killed ---------------------------------------------------------------------------------------------
@@ -610,7 +584,7 @@ def test_nothing_survives_the_kill_of_any_process(place: Place, kind: str) -> No
     node_rank = int(node) if node.isdigit() else 0
     targets = {"agent": [agents[node_rank]], "starter": [starters[node_rank]], "worker": [workers[node_rank][0]], "all": agents}[what]
     kill_one_by_one(targets)
-    took = nothing_survives(LOST)
+    took = nothing_left(LOST)
     verdict = end_of(record, PROMPT)
     print(f"kill -9 of {kind}: nothing was left {took:.2f} s after it; {verdict.text().splitlines()[0]}")
     if what == "worker":
@@ -634,7 +608,7 @@ def test_nothing_survives_the_kill_of_a_node_that_is_still_being_set_up(place: P
     record = place.submit(SLEEPER, setup=line, join_timeout="2")
     place.wait_for("in")
     kill_one_by_one([agents_of(record)[node_rank]])
-    print(f"nothing was left after {nothing_survives(LOST):.2f} s, with a join timeout of 2 s")
+    print(f"nothing was left after {nothing_left(LOST):.2f} s, with a join timeout of 2 s")
     verdict = end_of(record, PROMPT)
     assert verdict.state in (JobState.FAILED, JobState.LOST)
     assert verdict.exit_code != 0
@@ -653,7 +627,7 @@ def test_nothing_survives_the_kill_of_an_agent_whose_workers_are_stubborn(place:
     )
     place.wait_for("up0", "up1")
     kill_one_by_one([agents_of(record)[0]])
-    print(f"nothing was left after {nothing_survives(LOST):.2f} s")
+    print(f"nothing was left after {nothing_left(LOST):.2f} s")
     assert end_of(record).state in (JobState.FAILED, JobState.LOST)
 
 
@@ -665,7 +639,7 @@ def test_a_running_job_is_cancelled_once(place: Place) -> None:
     place.wait_for("up0", "up1")
     begin = time.monotonic()
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
     print(f"cancel took {time.monotonic() - begin:.2f} s")
     status = jobs.status(record)
     assert status.state is JobState.CANCELLED
@@ -709,7 +683,7 @@ def test_a_worker_that_ignores_the_wish_is_killed_after_the_grace(place: Place) 
     place.wait_for("up0", "up1")
     begin = time.monotonic()
     jobs.cancel([record])
-    took = time.monotonic() - begin + nothing_survives(PROMPT)
+    took = time.monotonic() - begin + nothing_left(PROMPT)
     print(f"workers that ignore SIGTERM were gone {took:.2f} s after cancel, with a grace of 0.5 s")
     assert 0.4 < took < PROMPT
     assert jobs.status(record).state is JobState.CANCELLED
@@ -724,7 +698,7 @@ def test_a_job_can_be_cancelled_at_every_moment_of_its_start(place: Place) -> No
         jobs.cancel([record])
         status = jobs.status(record)
         states[milliseconds] = (str(status.state), status.verdict.exit_code if status.verdict else None)
-        nothing_survives(PROMPT)
+        nothing_left(PROMPT)
     assert states == dict.fromkeys(states, ("CANCELLED", 143))
 
 
@@ -734,7 +708,7 @@ def test_a_job_is_cancelled_during_a_long_setup_line(place: Place) -> None:
     assert jobs.status(record).state is JobState.PENDING
     begin = time.monotonic()
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
     print(f"cancel during setup took {time.monotonic() - begin:.2f} s")
     status = jobs.status(record)
     assert status.state is JobState.CANCELLED, status
@@ -746,7 +720,7 @@ def test_a_setup_line_that_ignores_the_wish_to_end_is_killed_with_all_its_childr
     record = place.submit(SLEEPER, setup='trap "" TERM; touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000', grace="0.3")
     place.wait_for("in0", "in1")
     jobs.cancel([record])
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
     assert jobs.status(record).state is JobState.CANCELLED
 
 
@@ -766,7 +740,7 @@ def test_a_directory_deleted_under_a_running_job(place: Place) -> None:
     shutil.rmtree(record.job_dir)
     assert jobs.status(record).state in (JobState.RUNNING, JobState.UNKNOWN), "it was started: it cannot be pending"
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
     status = jobs.status(record)
     assert status.state in (JobState.CANCELLED, JobState.LOST)
     assert status.verdict is not None
@@ -785,7 +759,7 @@ def test_a_directory_deleted_under_a_job_that_then_ends_well_is_no_proof_of_succ
     place.wait_for("up0", "up1")
     shutil.rmtree(record.job_dir)
     place.path("leave").touch()
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
     verdict = end_of(record)
     assert (verdict.state, verdict.exit_code) == (JobState.LOST, 1)
     assert "gone" in verdict.reason
@@ -795,7 +769,7 @@ def test_a_directory_deleted_after_the_end(place: Place) -> None:
     known, unasked = place.submit(""), place.submit("")
     assert end_of(known).state is JobState.SUCCEEDED
     wait_until((unasked.job_dir / "result.json").exists, PATIENCE)
-    nothing_survives(PROMPT)
+    nothing_left(PROMPT)
     shutil.rmtree(known.job_dir)
     shutil.rmtree(unasked.job_dir)
     assert jobs.status(Records().find(known.job_id)).state is JobState.SUCCEEDED, "its end was noted in the record"
@@ -895,6 +869,6 @@ def test_signals_to_the_submitting_terminal_do_not_reach_a_job(place: Place) -> 
     record = place.submit(SLEEPER)
     place.wait_for("up0", "up1")
     own_group = os.getpgrp()
-    assert all(os.getpgid(pid) != own_group for pid in started_here())
+    assert all(os.getpgid(pid) != own_group for pid in own_marked())
     jobs.cancel([record])
-    assert jobs.status(record).reason.startswith(f"{signal.SIGTERM.name} on ")
+    assert jobs.status(record).reason == "cancelled"

@@ -320,7 +320,7 @@ class Agent:
         # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always its own.
         effect = signal_name in (None, "SIGABRT") and is_peer_loss("\n".join((message, *last)))
         exception = last_exception(last)
-        if exception is not None and message.startswith("exited"):
+        if exception is not None and (message.startswith("exited") or signal_name == "SIGABRT"):
             message = f"{exception} ({message})"
         elif signal_name == "SIGKILL" and processes.oom_kills() > self._oom_kills:
             message += " (this machine ran out of memory meanwhile)"

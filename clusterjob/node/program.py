@@ -68,6 +68,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoR
             true time.
     """
     failure: BaseException | None = None
+    sys.orig_argv = program.argv(sys.executable)
     try:
         code, module = _load_module(program) if program.kind == "module" else _load_script(program)
         sys.modules["__main__"] = module

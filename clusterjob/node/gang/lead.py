@@ -20,6 +20,8 @@ from clusterjob.node.options import LaunchOptions
 from clusterjob.node.topology import Topology
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
+_MOST_CONSEQUENCES = 256  # failures after the first that a verdict lists
+_LONGEST_MESSAGE = 200  # characters of each
 TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
 _FAILURE_GRACE = 0.5  # between SIGTERM and SIGKILL once a worker has failed: its peers have nothing left to save
@@ -335,8 +337,9 @@ class Lead:
         if outcome.failure is not None and outcome.failure.rank is not None:
             root = self._judge.root() or outcome.failure  # what came in while stopping may be older, or know more
             outcome = self._failed(root)
-        # Their last lines are in their logs: together they could be longer than a message between agents may be.
-        consequences = tuple(replace(item, last_lines=()) for item in self._judge.consequences() if item != outcome.failure)
+        # Each has its own log; all that a thousand ranks have to say would not fit into a message between agents.
+        others = [item for item in self._judge.consequences() if item != outcome.failure][:_MOST_CONSEQUENCES]
+        consequences = tuple(replace(item, last_lines=(), message=item.message[:_LONGEST_MESSAGE]) for item in others)
         verdict = Verdict(
             outcome.state, outcome.exit_code, outcome.reason, outcome.failure, consequences if outcome.failure else (),
             self._restarts, self._job.attempt, self._started_at, now(),

@@ -116,6 +116,8 @@ async def find_lead(
     while True:
         troubles: dict[str, list[int]] = {}
         for port in job.ports:
+            if troubles and time.monotonic() - begin > options.join_timeout:
+                break  # where packets are dropped each try takes its time
             try:
                 return await _try(topology.master_addr, port, options, job, hello)
             except (OSError, UnicodeError, asyncio.TimeoutError, wire.Stranger) as error:

@@ -1,0 +1,81 @@
+"""torch's own agent as launcher: how it is started, and what its last words say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterjob.node.contract import World
+from clusterjob.node.program import Program
+from clusterjob.node.torchrun import command_line, root_cause
+
+WORLD = World(0, "10.0.0.1", 1234, False, 1, 2, 4, 4, 8)
+
+# As torch 2.13 writes it, with the times and paths shortened.
+CLOSING = """\
+W1120 06:25:42 4711 torch/distributed/elastic/multiprocessing/api.py:1049] Sending process 11458 closing signal SIGTERM
+E1120 06:25:43 4711 torch/distributed/elastic/multiprocessing/api.py:1023] failed (exitcode: {code}) local_rank: 1 (pid: 11460) of binary
+============================================================
+die.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  rank      : 2 (local_rank: 0)
+  exitcode  : -15 (pid: 11458)  (SIGTERM)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-20_06:25:42
+  host      : localhost
+  rank      : 3 (local_rank: 1)
+  exitcode  : {code} (pid: 11460)
+  error_file: <N/A>
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        (Program("script", "train.py", ("--lr", "1")), ["train.py", "--lr", "1"]),
+        (Program("module", "pkg.train", ("x",)), ["-m", "pkg.train", "x"]),
+        (Program("command", "bash", ("a.sh",)), ["--no-python", "bash", "a.sh"]),
+    ],
+)
+def test_torchrun_is_told_the_place_and_the_program(program: Program, end: list[str]) -> None:
+    words = command_line(program, WORLD, "train-abc")
+    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    told = dict(zip(words[3 : -len(end) : 2], words[4 : -len(end) : 2], strict=True))
+    assert told == {
+        "--nnodes": "2", "--node-rank": "1", "--nproc-per-node": "4", "--master-addr": "10.0.0.1", "--master-port": "1234",
+        "--rdzv-id": "train-abc", "--max-restarts": "0",
+    }  # fmt: skip
+    assert words[-len(end) :] == end
+
+
+@pytest.mark.parametrize(("written", "code", "signal"), [(3, 3, None), (-9, 137, "SIGKILL"), (-11, 139, "SIGSEGV")])
+def test_its_last_words_name_the_rank_and_how_it_ended(tmp_path: Path, written: int, code: int, signal: str | None) -> None:
+    path = tmp_path / "torchrun.err"
+    path.write_text("[rank2]: peer is gone\n[rank3]: ValueError: boom\n" + CLOSING.format(code=written))
+    cause = root_cause(path)
+    assert cause is not None
+    assert (cause.rank, cause.local_rank, cause.exit_code, cause.signal) == (3, 1, code, signal)
+    assert cause.last_lines == ("[rank3]: ValueError: boom",), "another rank's words are not this one's"
+
+
+def test_a_rank_that_said_nothing_is_not_given_its_peers_words(tmp_path: Path) -> None:
+    path = tmp_path / "torchrun.err"
+    path.write_text("[rank2]: Connection closed by peer\nterminate called\n" + CLOSING.format(code=-6))
+    cause = root_cause(path)
+    assert cause is not None
+    assert cause.last_lines == ("terminate called",)
+
+
+@pytest.mark.parametrize("text", ["", "Traceback: torchrun itself\n", "Root Cause (first observed failure):\n[0]:\n  rank"])
+def test_a_torchrun_that_names_nobody_is_not_read_into(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "torchrun.err"
+    path.write_text(text)
+    assert root_cause(path) is None
+    assert root_cause(tmp_path / "absent") is None
