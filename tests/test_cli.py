@@ -46,7 +46,10 @@ GUEST = """
     pathlib.Path(f"up{os.environ['RANK']}").touch()
     while not os.path.exists("leave"):
         time.sleep(0.01)
-    print("left", os.environ["RANK"])
+    print("left", os.environ["RANK"], flush=True)
+    pathlib.Path(f"left{os.environ['RANK']}").touch()
+    while not all(os.path.exists(f"left{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))):
+        time.sleep(0.01)  # a rank that fails before the others have said so would have them stopped
 """
 
 
