@@ -9,7 +9,7 @@ import pytest
 
 from clusterjob.node.contract import World
 from clusterjob.node.program import Program
-from clusterjob.node.torchrun import command_line, root_cause
+from clusterjob.node.workers.torchrun import command_line, root_cause
 
 WORLD = World(0, "10.0.0.1", 1234, False, 1, 2, 4, 4, 8)
 

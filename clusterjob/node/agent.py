@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, ends, files, logs, processes, starter, torchrun
+from clusterjob.node import contract, ends, files, logs, processes
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.gang.lead import Lead
@@ -24,6 +24,7 @@ from clusterjob.node.options import LaunchOptions
 from clusterjob.node.topology import Topology
 from clusterjob.node.verdict import Failure, JobState, Verdict, is_peer_loss, last_exception
 from clusterjob.node.voice import Voice
+from clusterjob.node.workers import starter, torchrun
 
 _LOST_GRACE = 0.5  # between SIGTERM and SIGKILL for workers whose lead is gone
 _QUIT_PATIENCE = 3.0  # for a starter that was told to quit

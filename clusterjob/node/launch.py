@@ -13,15 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clusterjob.errors import ClusterJobError, PlaceError
-from clusterjob.node import contract, ends, environments, logs, processes, warm, workers
+from clusterjob.node import contract, ends, environments, logs, processes
 from clusterjob.node.gang import ports
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.logs import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
-from clusterjob.node.starter import Starter
+from clusterjob.node.report import report
 from clusterjob.node.topology import Topology
 from clusterjob.node.verdict import JobState
+from clusterjob.node.workers import warm
+from clusterjob.node.workers.starter import Starter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +121,7 @@ def _serve_as_starter(starter: Starter) -> None:
 
     def on_failure(message: str, exit_code: int) -> None:
         if os.getpid() == own_pid:  # a child that the program forked runs the same code to its end
-            workers.report(report_fd, local_rank, message, exit_code)
+            report(report_fd, local_rank, message, exit_code)
 
     run_as_main(program, on_failure)
 

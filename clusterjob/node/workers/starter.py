@@ -24,12 +24,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract, ends, logs, processes, torchrun, warm, workers
+from clusterjob.node import contract, ends, logs, processes
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
+from clusterjob.node.workers import torchrun, warm, worker
 
 MESSAGE_BYTES = 1 << 17  # of one message; a socket pair of SOCK_SEQPACKET keeps them apart
 # What workers leave behind is asked to go, then killed. Between the two, multiprocessing's resource tracker (which ignores
@@ -158,7 +159,7 @@ class Starter:
         own = [self._control.fileno(), self._wake_read, self._wake_write]
         for start in self._starts(world, variables, directory):
             try:
-                pid = workers.start(start, (self._report_read, self._report_write), own)
+                pid = worker.start(start, (self._report_read, self._report_write), own)
             except OSError as error:
                 self._tell({"t": "failing", "local_rank": start.local_rank, "monotonic": time.monotonic(),
                             "message": f"cannot start a worker: {error}", "exit_code": 1, "fatal": True})  # fmt: skip
@@ -169,13 +170,13 @@ class Starter:
             self._live[pid] = start.local_rank
         return None
 
-    def _starts(self, world: World, variables: dict[str, str], directory: Path) -> list[workers.WorkerStart]:
+    def _starts(self, world: World, variables: dict[str, str], directory: Path) -> list[worker.WorkerStart]:
         if self._options.launcher == "torchrun":
             out, err = logs.torchrun_files(directory, world.restart)
-            return [workers.WorkerStart(0, variables, torchrun.command_line(self._options.program, world, self._job_id), out, err)]
+            return [worker.WorkerStart(0, variables, torchrun.command_line(self._options.program, world, self._job_id), out, err)]
         argv = None if self._fork else self._options.program.argv(sys.executable)
         return [
-            workers.WorkerStart(
+            worker.WorkerStart(
                 local_rank,
                 variables | contract.worker_variables(world, local_rank, self._job_id, self._options.max_restarts),
                 argv,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterjob.node import contract, processes, warm
+from clusterjob.node import contract, processes
+from clusterjob.node.report import report
+from clusterjob.node.workers import warm
 
-# The longest write that a pipe takes whole, whoever else writes to it (pipe(7) promises 4096 on Linux).
-_WHOLE_WRITE = 4096
 _NOT_STARTED = 127  # as a shell says of a command that it cannot start
 
 
@@ -108,28 +106,3 @@ def _wire(out: int, err: int, close: list[int]) -> None:
     for source, target in ((nothing, 0), (out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
-
-
-def report(report_fd: int, local_rank: int, message: str, exit_code: int) -> None:
-    """Tell the starter, at this moment, that the worker fails: its exit may follow much later.
-
-    One write that a pipe takes whole, so that lines of many workers do not mix.
-
-    Args:
-        report_fd: the write end of the starter's report pipe.
-        local_rank: the worker.
-        message: what went wrong, one line.
-        exit_code: what the worker is going to return.
-    """
-
-    def encode(text: str) -> bytes:
-        line = {"local_rank": local_rank, "monotonic": time.monotonic(), "message": text, "exit_code": exit_code}
-        return (json.dumps(line) + "\n").encode()
-
-    line = encode(message)
-    if len(line) > _WHOLE_WRITE:
-        line = encode(message[:300])
-    try:
-        os.write(report_fd, line)
-    except OSError:
-        pass  # the starter is gone, and so shall this worker be
