@@ -146,7 +146,10 @@ def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
 
 
 def _compile(source: bytes, path: str) -> types.CodeType:
-    return compile(source, path, "exec", dont_inherit=True)
+    try:
+        return compile(source, path, "exec", dont_inherit=True)
+    except ValueError as error:  # null bytes, before Python 3.11.4
+        raise SyntaxError(str(error)) from None
 
 
 def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
