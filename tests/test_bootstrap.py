@@ -63,8 +63,13 @@ EVERYTHING = """
         except UsageError as error:
             return str(error)
 
+    def gloo_threads():
+        names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+        return sum("gloo" in name for name in names)
+
     told = {}
     with bootstrap.init(timeout=60) as ctx:
+        import torch.distributed.nn.functional  # as the first optimizer does; imported now, it would hold the group for ever
         r = ctx.rank
         told["place"] = {name: getattr(ctx, name) for name in (
             "rank", "local_rank", "world_size", "local_world_size", "node_rank", "nnodes", "master_addr", "master_port",
@@ -135,6 +140,8 @@ EVERYTHING = """
         ctx.barrier()
 
     told["left"] = dist.is_initialized()
+    del wrapped, inner
+    told["threads"] = gloo_threads()
     told["closed"] = [refused(lambda: ctx.reduce(1)), refused(ctx.barrier), refused(lambda: ctx.wrap(model))]
     sums = []
     for _ in range(2):  # as a notebook does, or a test: the launcher's store still knows the group before
@@ -249,6 +256,7 @@ def test_leaving_leaves_nothing_and_init_works_again(launched: Launched) -> None
     for rank in launched.ranks:
         assert rank["child"] == 0
         assert rank["left"] is False
+        assert rank["threads"] == 0
         assert all("shut down" in message for message in rank["closed"])
         assert rank["rounds"] == [2, 2]
         assert rank["last"] == 2

@@ -241,3 +241,13 @@ def test_every_rank_of_every_world_is_found_again(sizes: list[int], restart: int
             seen.append(place.rank)
         first += nproc
     assert seen == list(range(sum(sizes)))
+
+
+def test_more_than_one_node_of_unknown_size_is_refused() -> None:
+    """RANK=9 with LOCAL_RANK=1 is no world of one node, whatever else is not set."""
+    environ = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    found = detect(environ)
+    assert found.place is None
+    assert any("LOCAL_WORLD_SIZE" in conflict for conflict in found.conflicts)
+    assert detect(environ | {"LOCAL_WORLD_SIZE": "8"}).place is not None
+    assert detect(environ | {"RANK": "1"}).place is not None

@@ -32,6 +32,10 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     reading.ignored += [Ignored(name, "a worker's own variables come first") for name in _NODE_VARIABLES if name in environ]
     if rank is None or world_size is None or local_rank is None or master_addr is None or master_port is None:
         return reading.finding(None)
+    if local_world_size is None and nnodes in (None, 1) and rank != local_rank:
+        # On one node the two are the same: there are more, and nothing says how many processes each has.
+        reading.conflicts.append("LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK")
+        return reading.finding(None)
     if local_world_size is None:
         local_world_size = world_size if nnodes in (None, 1) else max(1, world_size // (nnodes or 1))
     if nnodes is None:
