@@ -369,9 +369,9 @@ def _watch_the_end(local_rank: int) -> None:
 
         own = os.getpid() == _process.pid and threading.current_thread() is threading.main_thread()
         if own and report_fd is not None:
-            from clusterjob.node import report
+            from clusterjob.node import program, report
 
-            report.report(report_fd, local_rank, _one_line(error), 130 if kind is KeyboardInterrupt else 1)
+            report.report(report_fd, local_rank, program.summary(error), 130 if kind is KeyboardInterrupt else 1)
         previous(kind, error, trace)
         if own and not _interactive():
             _leave(failed=True)
@@ -385,7 +385,7 @@ def _report_pipe() -> int | None:
     """Return the descriptor on which our agent hears of failures; None under other launchers, and in a worker's children."""
     import stat
 
-    from clusterjob.node import contract, report  # noqa: F401 - report so that the hook, in a process in trouble, finds it loaded
+    from clusterjob.node import contract, program, report  # noqa: F401 - so that the hook, in a process in trouble, finds them loaded
 
     descriptor, _, pid = os.environ.get(contract.REPORT_FD, "").partition(":")
     try:
@@ -396,11 +396,6 @@ def _report_pipe() -> int | None:
     except (ValueError, OSError):
         return None
     return int(descriptor)
-
-
-def _one_line(error: BaseException) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
 def _interactive() -> bool:

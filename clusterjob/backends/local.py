@@ -22,7 +22,7 @@ from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract, ends, files, processes
 from clusterjob.node.events import now, read_events
 from clusterjob.node.logs import node_directory
-from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.plans import Plan, PlannedCommand, PlannedFile
 from clusterjob.records import Handle, Record, home
 from clusterjob.render import render
@@ -31,7 +31,6 @@ from clusterjob.spec import JobSpec
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
-_CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
 _CANCEL_PATIENCE = 2.0  # beyond the job's own grace, before an agent that does not stop is killed
 
 
@@ -284,7 +283,7 @@ def _end_without_lead(record: Record, started_at: str | None, restarts: int) -> 
     """Return the end of a job whose lead wrote none: from what the nodes wrote, else LOST. Never a success."""
     common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
     if ends.cancelled(record.job_dir):
-        return Verdict(JobState.CANCELLED, _CANCELLED_EXIT_CODE, "cancelled before its agents could say so", **common)
+        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled before its agents could say so", **common)
     for failure in ends.refusals(record.job_dir):
         return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure, **common)
     for end in ends.written(record.job_dir):

@@ -22,7 +22,7 @@ from clusterjob.node.gang.wire import Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.topology import Topology
-from clusterjob.node.verdict import Failure, JobState, Verdict, is_peer_loss, last_exception
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict, is_peer_loss, last_exception
 from clusterjob.node.voice import Voice
 from clusterjob.node.workers import starter, torchrun
 
@@ -401,7 +401,9 @@ class Agent:
         failure = None
         if state is not JobState.CANCELLED:
             failure = Failure(None, None, self._topology.node_rank, self._host, 1, None, reason)
-        return Verdict(state, 143 if state is JobState.CANCELLED else 1, reason, failure, attempt=self._job.attempt, ended_at=now())
+        return Verdict(
+            state, CANCELLED_EXIT_CODE if state is JobState.CANCELLED else 1, reason, failure, attempt=self._job.attempt, ended_at=now()
+        )
 
     def _record_end(self, verdict: Verdict) -> None:
         """Write this node's end where it happened, and the job's where node 0 could not come to one."""

@@ -63,7 +63,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     starter_pid = os.fork()
     if starter_pid == 0:
         agent_end.close()
-        _serve_as_starter(Starter(starter_end, options, job_dir, job.job_id, nproc, topology.node_rank))
+        _serve_as_starter(Starter(starter_end, options, job_dir, job.job_id, topology.node_rank))
     starter_end.close()
     agent_end.setblocking(False)
     processes.adopt_orphans()

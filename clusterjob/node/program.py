@@ -84,7 +84,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoR
     if failure is None:
         sys.exit(0)
     interrupted = isinstance(failure, KeyboardInterrupt)
-    on_failure(_summary(failure), 130 if interrupted else 1)
+    on_failure(summary(failure), 130 if interrupted else 1)
     _show(failure)  # out here, where it is nobody's context
     if interrupted:
         sys.excepthook = _silent
@@ -127,7 +127,8 @@ def _text(value: object) -> str:
         return f"<{type(value).__name__}, str() failed>"
 
 
-def _summary(error: BaseException) -> str:
+def summary(error: BaseException) -> str:
+    """Return an exception as one line: ``ValueError: boom``."""
     first_line = _text(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
@@ -162,7 +163,7 @@ def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
             name = f"{name}.__main__"
             spec = importlib.util.find_spec(name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # the list of runpy
-        _refuse(f"Error while finding module specification for {name!r} ({_summary(error)})")
+        _refuse(f"Error while finding module specification for {name!r} ({summary(error)})")
     if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
         package = f"; {program.target!r} is a package and cannot be directly executed" if name != program.target else ""
         _refuse(f"No module named {name}{package}")

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 SCHEMA = 1
+CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
 
 
 class JobState(str, Enum):

@@ -50,16 +50,14 @@ class Starter:
         options: what the node was told.
         job_dir: where logs and this node's end are written.
         job_id: the job's id.
-        nproc: workers of this node.
         node_rank: this node's index, for the record of an end.
     """
 
-    def __init__(self, control: socket.socket, options: LaunchOptions, job_dir: Path, job_id: str, nproc: int, node_rank: int) -> None:
+    def __init__(self, control: socket.socket, options: LaunchOptions, job_dir: Path, job_id: str, node_rank: int) -> None:
         self._control = control
         self._options = options
         self._job_dir = job_dir
         self._job_id = job_id
-        self._nproc = nproc
         self._node_rank = node_rank
         self._agent_pid = os.getppid()
         self._fork = False
