@@ -62,7 +62,7 @@ class LocalBackend:
             spec=spec,
             files=(
                 PlannedFile(job_dir / "spec.json", (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
-                PlannedFile(job_dir / pack.NAME, pack.node_zip()),
+                PlannedFile(job_dir / pack.NAME, pack.node_zip(home() / "cache")),
                 PlannedFile(job_dir / _SCRIPT, script.encode(errors="surrogateescape"), 0o700),
             ),
             commands=tuple(
