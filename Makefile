@@ -1,19 +1,22 @@
-# Few verbs: demo, test, test-slow, lint, bench, clean. Each sets up what it needs; run again, each is quick.
+# Few verbs: demo, test, test-slow, slurm, lint, bench, clean. Each sets up what it needs; run again, each is quick.
 # A fresh machine needs Python >= 3.10 and make; the rest is installed into .venv.
 
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow slurm lint bench clean
 
 demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
-test: lint  ## everything but the slow fault and scale runs
+test: lint slurm  ## everything but the slow fault and scale runs
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(READY)
+test-slow: $(READY) slurm
 	$(BIN)/python -m pytest -m slow
+
+slurm:  ## Debian packages for the tests' own Slurm; a moment when they are there
+	tools/slurm.sh
 
 lint: $(READY)
 	$(BIN)/ruff check .
