@@ -23,29 +23,42 @@ def node_zip(cache: Path | None = None) -> bytes:
     line for line, so that a traceback names the lines of the source; the command line keeps its docstrings, which are its help.
 
     Args:
-        cache: a directory of the user's own where the zip of these very sources may lie, or be left: making it takes 0.15 s.
+        cache: a directory of the user's own where `keep` may have left the zip of these very sources: making it takes 0.15 s.
     """
     package = Path(__file__).resolve().parent
-    sources = sorted(path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
-    if cache is None:
-        return _make(package, sources)
-    kept = cache / f"node-{_fingerprint(package, sources)}.pyz"
+    sources = _sources(package)
+    if cache is not None:
+        try:
+            data = (cache / _kept_name(package, sources)).read_bytes()
+        except OSError:
+            data = b""
+        if zipfile.is_zipfile(io.BytesIO(data)):
+            return data
+    return _make(package, sources)
+
+
+def keep(data: bytes, cache: Path) -> None:
+    """Leave the zip of these very sources in a directory, in the place of older ones; a disk that is full costs that alone."""
+    package = Path(__file__).resolve().parent
+    kept = cache / _kept_name(package, _sources(package))
     try:
-        data = kept.read_bytes()
-    except OSError:
-        data = b""
-    if zipfile.is_zipfile(io.BytesIO(data)):
-        return data
-    data = _make(package, sources)
-    try:
+        if kept.exists() and kept.stat().st_size == len(data):
+            return
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         files.write_atomic(kept, data)
         for other in cache.glob("node-*.pyz"):
             if other != kept:
                 other.unlink(missing_ok=True)
     except OSError:
-        pass  # it is made anew next time
-    return data
+        pass
+
+
+def _sources(package: Path) -> list[Path]:
+    return sorted(path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def _kept_name(package: Path, sources: list[Path]) -> str:
+    return f"node-{_fingerprint(package, sources)}.pyz"
 
 
 def _fingerprint(package: Path, sources: list[Path]) -> str:

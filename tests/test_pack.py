@@ -63,18 +63,21 @@ def test_the_same_package_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_zip_that_was_made_once_is_taken_again_until_the_sources_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = pack.node_zip(tmp_path / "cache")
-    (kept,) = (tmp_path / "cache").iterdir()
+    cache = tmp_path / "cache"
+    made = pack.node_zip(cache)
+    assert not cache.exists()
+    pack.keep(made, cache)
+    (kept,) = cache.iterdir()
     assert kept.read_bytes() == made == pack.node_zip()
     assert kept.stat().st_mode & 0o077 == 0
     monkeypatch.setattr(pack, "_make", lambda *_: pytest.fail("it was made again"))
-    assert pack.node_zip(tmp_path / "cache") == made
+    assert pack.node_zip(cache) == made
     monkeypatch.undo()
     kept.write_bytes(made[:1000])  # a file that somebody cut short
-    assert pack.node_zip(tmp_path / "cache") == made
+    assert pack.node_zip(cache) == made
     monkeypatch.setattr(pack, "_fingerprint", lambda *_: "other")
-    assert pack.node_zip(tmp_path / "cache") == made
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["node-other.pyz"]
+    pack.keep(made, cache)
+    assert [path.name for path in cache.iterdir()] == ["node-other.pyz"]
 
 
 def test_it_is_small() -> None:
