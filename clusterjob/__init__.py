@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clusterjob.errors import ClusterJobError
+    from clusterjob.errors import ClusterJobError, JobFailed
+    from clusterjob.functions import FunctionJob, map, submit  # noqa: A004 - as Executor.map
     from clusterjob.node.program import Program
     from clusterjob.node.topology import Topology, Worker
     from clusterjob.node.verdict import JobState, Verdict
@@ -19,6 +20,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ClusterJobError": "clusterjob.errors",
+    "FunctionJob": "clusterjob.functions",
+    "JobFailed": "clusterjob.errors",
     "JobSpec": "clusterjob.spec",
     "JobState": "clusterjob.node.verdict",
     "Program": "clusterjob.node.program",
@@ -26,9 +29,14 @@ _HOMES = {
     "Topology": "clusterjob.node.topology",
     "Verdict": "clusterjob.node.verdict",
     "Worker": "clusterjob.node.topology",
+    "map": "clusterjob.functions",
+    "submit": "clusterjob.functions",
 }
 
-__all__ = ["ClusterJobError", "JobSpec", "JobState", "Program", "Resources", "Topology", "Verdict", "Worker", "__version__"]
+__all__ = [
+    "ClusterJobError", "FunctionJob", "JobFailed", "JobSpec", "JobState", "Program", "Resources", "Topology", "Verdict", "Worker",
+    "__version__", "map", "submit",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

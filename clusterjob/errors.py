@@ -71,6 +71,10 @@ class SubmitInDoubtError(SubmitError):
     """The cluster did not answer, and the job may run all the same: its record and its directory stay."""
 
 
+class JobFailed(ClusterJobError):
+    """A job whose result was asked for has none: it failed, was cancelled or is lost."""
+
+
 class RecordError(ClusterJobError):
     """A job's record or directory cannot be written or read."""
 
