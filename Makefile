@@ -1,5 +1,5 @@
 # Few verbs: demo, test, test-slow, slurm, lint, bench, clean. Each sets up what it needs; run again, each is quick.
-# A fresh machine needs Python >= 3.10 and make; the rest is installed into .venv.
+# A fresh machine needs Python >= 3.10 and make; the rest is installed into .venv, and Slurm for the tests from Debian's packages.
 
 BIN := .venv/bin
 READY := .venv/ready
@@ -24,8 +24,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## speed against torchrun, in one run on this machine
+bench: $(READY) slurm  ## speed against torchrun, in one run on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/start.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/slurm.py
 
 $(READY): pyproject.toml constraints.txt tools/setup.sh
 	tools/setup.sh
