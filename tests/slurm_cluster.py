@@ -260,7 +260,7 @@ class SlurmCluster:
         raise ClusterError(f"no ten free ports in a row between {PORTS.start} and {PORTS.stop}")
 
     def _lay_out(self) -> None:
-        for name in ("etc", "run", "log", "state", "spool", "devices", "munge"):
+        for name in ("etc", "run", "log", "state", "spool", "devices", "munge", "tmp"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         for number in range(GPUS):
             device = self.directory / "devices" / f"gpu{number}"
@@ -397,9 +397,13 @@ class SlurmCluster:
 
     @property
     def _daemons_environment(self) -> dict[str, str]:
-        # libmariadb, in slurmdbd, takes the database's socket from MYSQL_UNIX_PORT.
-        socket_of_database = f"{self.directory}/run/mariadb.socket"
-        return self.environment | {DAEMON: str(self.directory), "PATH": _PATH, "LANG": "C.UTF-8", "MYSQL_UNIX_PORT": socket_of_database}
+        return self.environment | {
+            DAEMON: str(self.directory),
+            "PATH": _PATH,
+            "LANG": "C.UTF-8",
+            "TMPDIR": f"{self.directory}/tmp",  # a MariaDB that starts removes the others' temporary tables
+            "MYSQL_UNIX_PORT": f"{self.directory}/run/mariadb.socket",  # where slurmdbd's library looks
+        }
 
     def _daemon(self, argv: list[str]) -> None:
         """Start a daemon that puts itself into the background."""

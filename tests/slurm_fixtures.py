@@ -36,6 +36,7 @@ def _started(*options: str) -> Iterator[SlurmCluster]:
         yield SlurmCluster.attached(directory / "cluster")
     finally:
         keeper.communicate(timeout=STOPPING)  # the end of its standard input is what it waits for
+        SlurmCluster(directory / "cluster").stop()  # nothing is left, unless the keeper was killed
         shutil.rmtree(directory)
     assert keeper.returncode == 0
 
