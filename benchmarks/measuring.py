@@ -72,9 +72,14 @@ def command(name: str) -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of both sides: the user's, without what a launcher or another job has set."""
+    """Return the environment of both sides: the user's, without what a launcher or another job has set, and with bytecode.
+
+    A package that pip has installed comes with its bytecode; a source tree gets it at the first turn, which does not count.
+    """
     inherited = {
-        name: value for name, value in os.environ.items() if name not in contract.LAUNCH_VARIABLES and not name.startswith("CLUSTERJOB_")
+        name: value
+        for name, value in os.environ.items()
+        if name not in contract.LAUNCH_VARIABLES and name != "PYTHONDONTWRITEBYTECODE" and not name.startswith("CLUSTERJOB_")
     }
     return inherited | {"CLUSTERJOB_HOME": str(home)}
 
