@@ -393,7 +393,7 @@ def _watch_the_end(local_rank: int) -> None:
     _process.watched = True
     atexit.register(_leave, failed=False)
     previous = sys.excepthook
-    report_fd = _report_pipe()
+    report_fd = report_pipe()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         import threading
@@ -407,12 +407,12 @@ def _watch_the_end(local_rank: int) -> None:
         if own and not _interactive():
             _leave(failed=True)
             if _process.abandoned and kind is not KeyboardInterrupt:  # that one ends by its signal
-                _end_process()
+                end_process(1)
 
     sys.excepthook = hook
 
 
-def _report_pipe() -> int | None:
+def report_pipe() -> int | None:
     """Return the descriptor on which our agent hears of failures; None under other launchers, and in a worker's children."""
     import stat
 
@@ -433,8 +433,8 @@ def _interactive() -> bool:
     return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
-def _end_process() -> None:
-    """End with exit code 1 as the interpreter would, but for the taking apart of its modules.
+def end_process(exit_code: int) -> None:
+    """End as the interpreter would, but for the taking apart of its modules.
 
     Threads of an abandoned group still hold tensors. One that lets go of a tensor while the interpreter is being taken apart
     brings the process down by SIGABRT ("terminate called without an active exception"), which then hides the failure itself
@@ -451,4 +451,4 @@ def _end_process() -> None:
                 stream.flush()
         ctypes.CDLL(None).fflush(None)  # what C libraries have printed, such as NCCL's log
     finally:
-        os._exit(1)
+        os._exit(exit_code)

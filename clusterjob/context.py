@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from clusterjob.errors import UsageError
+from clusterjob.preemption import Preemptible
 
 # Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
 TYPE_CHECKING = False
@@ -20,7 +21,7 @@ _SETTLING = 1.0  # seconds at most for threads that have nothing to wait for
 OPERATIONS = ("mean", "sum", "min", "max", "product")
 
 
-class Context:
+class Context(Preemptible):
     """One process's place in the job; made by `bootstrap.init`, never by hand.
 
     As a context manager it leaves the process group when the block ends. A block that ends by an exception is left at once:
@@ -71,6 +72,7 @@ class Context:
         self._devices: dict[str, str] = {}  # device type -> the backend that serves it
         self._owned = False  # whether leaving destroys the group
         self._leave = leave
+        self._pid = os.getpid()
         self._depth = 0
         self._closed = False
 

@@ -595,16 +595,16 @@ def test_failures_are_reported_by_the_worker_itself_and_by_none_of_its_children(
         os.set_inheritable(write, True)
         for value in ("", "x:y", f"{write}:{os.getppid()}", f"999999:{os.getpid()}"):
             monkeypatch.setenv("CLUSTERJOB_REPORT_FD", value)
-            assert bootstrap._report_pipe() is None
+            assert bootstrap.report_pipe() is None
         monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:{os.getpid()}")
-        assert bootstrap._report_pipe() == write
+        assert bootstrap.report_pipe() == write
         assert not os.get_inheritable(write)
     finally:
         os.close(read)
         os.close(write)
     with open(os.devnull) as no_pipe:
         monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{no_pipe.fileno()}:{os.getpid()}")
-        assert bootstrap._report_pipe() is None
+        assert bootstrap.report_pipe() is None
 
 
 # -- Slurm's tasks, as srun's variables make them -------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob.node import ends
+from clusterjob.node.verdict import JobState, Verdict
 
 
 @pytest.fixture
@@ -59,3 +60,39 @@ def test_a_directory_that_is_gone_takes_no_wish_and_has_no_ends(tmp_path: Path) 
     with pytest.raises(OSError, match="gone"):
         ends.detach(gone)
     assert ends.written(gone) == ends.refusals(gone) == []
+
+
+def test_an_older_start_s_ends_do_not_count_for_a_later_one(job_dir: Path) -> None:
+    ends.write(job_dir, 0, {"state": "FAILED"})
+    ends.write(job_dir, 1, {"state": "FAILED", "attempt": 2})
+    ends.write(job_dir, 1, {"state": "LOST", "attempt": 1})  # by an agent that lived on
+    assert [end["node_rank"] for end in ends.written(job_dir)] == [0]
+    assert [end["state"] for end in ends.written(job_dir, 2)] == ["FAILED"]
+    assert ends.written(job_dir, 1) == []
+    for name in ("node0.refused", "node0.attempt1.refused", "node1.attempt11.refused"):
+        (job_dir / "ends" / name).write_text(f"1\nh: {name}")
+    assert [failure.message for failure in ends.refusals(job_dir)] == ["node0.refused"]
+    assert [failure.message for failure in ends.refusals(job_dir, 1)] == ["node0.attempt1.refused"]
+    assert ends.refusals(job_dir, 2) == []
+
+
+def test_an_older_start_s_verdict_is_put_aside(job_dir: Path) -> None:
+    assert not ends.has_result(job_dir, 0)
+    ends.put_aside_result(job_dir, 1)
+    ends.write_result(job_dir, Verdict(JobState.PREEMPTED, 75, attempt=1))
+    assert ends.has_result(job_dir, 0)
+    assert ends.has_result(job_dir, 1)
+    assert not ends.has_result(job_dir, 2)
+    for attempt in (0, 1):
+        ends.put_aside_result(job_dir, attempt)
+        assert ends.has_result(job_dir, 1)
+    ends.put_aside_result(job_dir, 2)
+    assert not ends.has_result(job_dir, 0)
+    assert '"PREEMPTED"' in (job_dir / "ends" / "result.attempt1.json").read_text()
+
+
+def test_a_warning_is_for_one_start(job_dir: Path) -> None:
+    ends.warn(job_dir, 1)
+    ends.warn(job_dir, 1)
+    assert [ends.warned(job_dir, attempt) for attempt in (0, 1, 2, 11)] == [False, True, False, False]
+    ends.warn(job_dir / "gone", 0)

@@ -87,7 +87,7 @@ def test_nodes_of_different_size_get_consecutive_ranks(new_job: NewJob, order: t
     ports = set()
     for node_rank, size in enumerate(sizes):
         for local_rank in range(size):
-            seen = json.loads(job.log(node_rank, f"rank{rank}.out"))
+            seen = json.loads(job.log(node_rank, f"rank{rank}.attempt7.out"))
             ports.add(seen.pop("MASTER_PORT"))
             assert seen.pop("CLUSTERJOB_REPORT_FD")
             assert seen.items() >= {

@@ -50,6 +50,9 @@ def test_where_logs_lie(tmp_path: Path) -> None:
     assert logs.rank_files(directory, 5, 2) == (directory / "rank5.restart2.out", directory / "rank5.restart2.err")
     assert logs.torchrun_files(directory, 0) == (directory / "torchrun.out", directory / "torchrun.err")
     assert logs.torchrun_files(directory, 1) == (directory / "torchrun.restart1.out", directory / "torchrun.restart1.err")
+    assert logs.rank_files(directory, 5, 0, 1) == (directory / "rank5.attempt1.out", directory / "rank5.attempt1.err")
+    assert logs.rank_files(directory, 5, 2, 3)[0] == directory / "rank5.attempt3.restart2.out"
+    assert logs.torchrun_files(directory, 1, 2)[1] == directory / "torchrun.attempt2.restart1.err"
 
 
 # -- the order of time -----------------------------------------------------------------------------------------------------
@@ -121,6 +124,24 @@ def test_restarts_without_a_timeline_are_read_in_their_order(tmp_path: Path) -> 
     for name in ("rank0.restart10.out", "rank0.out", "rank0.restart2.out"):
         node.write(name, f"{name}\n", note=False)
     assert texts(LogReader(tmp_path).finish()) == ["rank0.out", "rank0.restart2.out", "rank0.restart10.out"]
+
+
+STARTS = ("rank0.out", "rank0.restart2.out", "rank0.attempt2.out", "rank0.attempt2.restart1.out", "rank0.attempt10.out")
+
+
+@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.usefixtures("clock")
+def test_attempts_are_read_in_their_order(tmp_path: Path, noted: bool) -> None:
+    """What an agent wrote at its end may be noted by that of the next attempt, together with that one's first lines."""
+    node = Node(tmp_path, 0)
+    for name in sorted(STARTS):
+        node.write(name, f"{name}\n", note=False)
+    if noted:
+        node.timeline.note()
+        assert texts(LogReader(tmp_path).read()) == list(STARTS)
+    assert texts(LogReader(tmp_path).finish()) == list(STARTS)
+    assert texts(LogReader(tmp_path, attempt=2).finish()) == list(STARTS[2:4])
+    assert texts(LogReader(tmp_path, attempt=0, rank=0).finish()) == list(STARTS[:2])
 
 
 @pytest.mark.usefixtures("clock")

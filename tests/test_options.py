@@ -22,10 +22,24 @@ def test_all_options() -> None:
     words = [
         "--nproc-per-node", "4", "--cpus-per-task", "2", "--max-restarts", "3", "--start", "exec", "--launcher", "torchrun",
         "--time-limit", "60", "--join-timeout", "30", "--heartbeat", "0.5", "--lease", "3", "--grace", "7.5", "--lifeline", "--no-echo",
+        "--warning", "90",
     ]  # fmt: skip
     options = parse([*words, "train.py", "--lr", "1"])
     assert options == LaunchOptions(
-        Program("script", "train.py", ("--lr", "1")), 4, 2, 3, "exec", "torchrun", 60.0, 30.0, 0.5, 3.0, 7.5, lifeline=True, echo=False
+        Program("script", "train.py", ("--lr", "1")),
+        4,
+        2,
+        3,
+        "exec",
+        "torchrun",
+        60.0,
+        30.0,
+        0.5,
+        3.0,
+        7.5,
+        lifeline=True,
+        echo=False,
+        warning=90.0,
     )
 
 
@@ -81,7 +95,7 @@ def test_no_program_is_a_usage_error_with_a_hint(words: list[str]) -> None:
         *[["--max-restarts", value] for value in ("-1", "x", "", "0.5")],
         *[
             [name, value]
-            for name in ("--time-limit", "--join-timeout", "--heartbeat", "--lease", "--grace")
+            for name in ("--time-limit", "--join-timeout", "--heartbeat", "--lease", "--grace", "--warning")
             for value in ("0", "-1", "x", "", "nan", "inf", "-inf", "1e999")
         ],
         ["--start", "spawn"],
@@ -126,7 +140,7 @@ programs = st.builds(
     st.builds(
         LaunchOptions, programs, nproc_per_node=counts, cpus_per_task=counts, max_restarts=st.integers(0, 10**6),
         start=st.sampled_from(START_MODES), launcher=st.sampled_from(LAUNCHERS), time_limit=st.none() | seconds, join_timeout=seconds,
-        heartbeat=seconds, lease=seconds, grace=seconds, lifeline=st.booleans(), echo=st.booleans(),
+        heartbeat=seconds, lease=seconds, grace=seconds, lifeline=st.booleans(), echo=st.booleans(), warning=st.none() | seconds,
     )
 )  # fmt: skip
 def test_a_command_line_gives_back_its_options(options: LaunchOptions) -> None:

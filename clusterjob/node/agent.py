@@ -8,12 +8,12 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, ends, files, logs, processes
+from clusterjob.node import contract, ends, logs, processes
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.gang.lead import Lead
@@ -24,6 +24,7 @@ from clusterjob.node.options import LaunchOptions
 from clusterjob.node.topology import Topology
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict, is_peer_loss, last_exception
 from clusterjob.node.voice import Voice
+from clusterjob.node.wishes import Wishes
 from clusterjob.node.workers import starter, torchrun
 
 _LOST_GRACE = 0.5  # between SIGTERM and SIGKILL for workers whose lead is gone
@@ -32,10 +33,11 @@ _QUIT_PATIENCE = 3.0  # for a starter that was told to quit
 
 @dataclass
 class StarterProcess:
-    """The agent's handle of its starter."""
+    """The agent's handle of its starter, and the signals that came while it was being forked."""
 
     pid: int
     control: socket.socket
+    early: list[int] = field(default_factory=list)
     ready: bool = False
     gone: bool = False
     trouble: str = ""
@@ -79,7 +81,7 @@ class Agent:
         self._exec_reason = ""  # why the workers are not forked, until the lead was told
         self._oom_kills = processes.oom_kills()
         self._stop_ordered = False
-        self._cancelled: asyncio.Future[str] | None = None
+        self._warning_told = False
         self._starter_end: asyncio.Future[None] | None = None
         self._directory = logs.node_directory(job_dir, topology.node_rank)
         self._timeline = logs.Timeline(self._directory)
@@ -89,14 +91,10 @@ class Agent:
     async def run(self) -> Verdict:
         """Meet the other agents, obey the lead, and return the verdict once no process of this node is left."""
         loop = asyncio.get_running_loop()
-        self._cancelled = loop.create_future()
         self._starter_end = loop.create_future()
         loop.add_reader(self._starter.control, self._hear_starter)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, asked for that
-                loop.add_signal_handler(number, self._interrupted, number)
-        if self._options.lifeline:
-            self._hold_lifeline()
+        self._wishes = Wishes(self._options, self._job_dir, self._job.attempt)
+        self._wishes.listen(self._starter.early)
         noting = asyncio.create_task(self._note_growth())
         try:
             verdict = await self._serve()
@@ -116,7 +114,7 @@ class Agent:
     async def _serve(self) -> Verdict:
         leading = await self._join()
         if self._link is None:
-            return self._own_verdict(JobState.CANCELLED, self._cancel_reason())
+            return self._own_verdict(JobState.CANCELLED, self._wishes.cancelled.result())
         lead_task = leading
         while True:
             order = await self._next_order(lead_task)
@@ -127,6 +125,8 @@ class Agent:
                 self._start_workers(order)
             elif kind == "stop":
                 self._stop_workers(float(order["grace"]))
+            elif kind == "warn":
+                self._warn_workers()
             elif kind == "end":
                 return Verdict.from_json(order["verdict"])
             elif kind == "lost":
@@ -136,11 +136,12 @@ class Agent:
     async def _next_order(self, lead_task: asyncio.Task[Verdict] | None) -> Message | None:
         """Return the lead's next order; None after an interruption that was dealt with."""
         assert self._link is not None
-        assert self._cancelled is not None
         ordering = asyncio.ensure_future(self._link.orders.get())
         waiting: set[asyncio.Future[Any]] = {ordering}
         if not self._stop_ordered:
-            waiting.add(self._cancelled)
+            waiting.add(self._wishes.cancelled)
+        if not self._warning_told:
+            waiting.add(self._wishes.warned)
         if lead_task is not None:
             waiting.add(lead_task)
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -149,14 +150,16 @@ class Agent:
         ordering.cancel()
         if lead_task is not None and lead_task.done() and lead_task.exception() is not None:
             lead_task.result()  # raises: the lead cannot lead
-        if self._cancelled.done() and not self._stop_ordered:
+        if self._wishes.warned.done() and not self._warning_told:
+            self._warning_told = True
+            self._link.send({"t": "warned", "why": self._wishes.warned.result()})
+        if self._wishes.cancelled.done() and not self._stop_ordered:
             self._stop_ordered = True  # once is enough; the lead's order to stop follows
-            self._link.send({"t": "cancel", "why": self._cancel_reason()})
+            self._link.send({"t": "cancel", "why": self._wishes.cancelled.result()})
         return None
 
     async def _join(self) -> asyncio.Task[Verdict] | None:
         """Become part of the gang; returns the lead's own task on node 0. No link is set if the wish to end came first."""
-        assert self._cancelled is not None
         hello = {
             "job": self._job.job_id, "attempt": self._job.attempt, "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
             "nproc": self._nproc, "host": self._host, "pid": os.getpid(),
@@ -166,7 +169,7 @@ class Agent:
             self._link = OwnLead(lead, hello)
             return asyncio.create_task(lead.lead())
         finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, self._voice.say, self._lead_given_up))
-        either: set[asyncio.Future[Any]] = {finding, self._cancelled}
+        either: set[asyncio.Future[Any]] = {finding, self._wishes.cancelled}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if finding.done():
             self._link = finding.result()
@@ -176,7 +179,7 @@ class Agent:
 
     def _lead_given_up(self) -> str:
         """Node 0's script may say in the job's directory, where nodes share it, that it cannot start."""
-        return next((failure.message for failure in ends.refusals(self._job_dir) if failure.node_rank == 0), "")
+        return next((failure.message for failure in ends.refusals(self._job_dir, self._job.attempt) if failure.node_rank == 0), "")
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -222,6 +225,11 @@ class Agent:
             self._pending[1].close()
         self._pending = None
         self._workers_gone()
+
+    def _warn_workers(self) -> None:
+        """Have the workers told, and leave word for those that were started by somebody else than our starter."""
+        ends.warn(self._job_dir, self._job.attempt)
+        self._tell_starter({"t": "warn"})
 
     def _tell_starter(self, message: dict[str, Any]) -> None:
         try:
@@ -305,19 +313,18 @@ class Agent:
         local_rank = int(message["local_rank"])
         self._running.discard(local_rank)
         code, signal_name = processes.exit_code_of(message["status"])
-        if code == 0:
-            if not self._running and self._link is not None:
-                self._link.send({"t": "done"})
-            return
-        failure = self._failure(local_rank, code, signal_name, _how(code, signal_name))
-        self._send_failure(failure, message["monotonic"], exited=True)
+        if code != 0:
+            failure = self._failure(local_rank, code, signal_name, _how(code, signal_name))
+            self._send_failure(failure, message["monotonic"], exited=True)
+        if not self._running and self._link is not None:
+            self._link.send({"t": "done"})
 
     def _failure(self, local_rank: int, code: int, signal_name: str | None, message: str) -> Failure:
         assert self._world is not None
         if self._options.launcher == "torchrun":
             return self._torchrun_failure(code, signal_name, message)
         rank = self._world.first_rank + local_rank
-        last = logs.last_lines(logs.rank_files(self._directory, rank, self._world.restart)[1])
+        last = logs.last_lines(logs.rank_files(self._directory, rank, self._world.restart, self._job.attempt)[1])
         # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always its own.
         effect = signal_name in (None, "SIGABRT") and is_peer_loss("\n".join((message, *last)))
         exception = last_exception(last)
@@ -330,7 +337,7 @@ class Agent:
     def _torchrun_failure(self, code: int, signal_name: str | None, message: str) -> Failure:
         assert self._world is not None
         node_rank, host = self._topology.node_rank, self._host
-        stderr = logs.torchrun_files(self._directory, self._world.restart)[1]
+        stderr = logs.torchrun_files(self._directory, self._world.restart, self._job.attempt)[1]
         cause = torchrun.root_cause(stderr)
         if cause is None:
             return Failure(None, None, node_rank, host, code, signal_name, f"torchrun {message}", logs.last_lines(stderr))
@@ -347,31 +354,7 @@ class Agent:
             age = time.monotonic() - monotonic
             self._link.send({"t": "failing", "failure": failure.to_json(), "age": age, "exited": exited})
 
-    # -- interruptions -------------------------------------------------------------------------------------------------
-
-    def _interrupted(self, number: int) -> None:
-        wished = ends.cancelled(self._job_dir)
-        self._cancel("cancelled" if wished else f"{processes.signal_name(number)} on {self._host}")
-
-    def _cancel(self, why: str) -> None:
-        assert self._cancelled is not None
-        if not self._cancelled.done():
-            self._cancelled.set_result(why)
-
-    def _cancel_reason(self) -> str:
-        assert self._cancelled is not None
-        return self._cancelled.result()
-
-    def _hold_lifeline(self) -> None:
-        try:
-            asyncio.get_running_loop().add_reader(0, self._hear_lifeline)
-        except PermissionError:  # epoll takes no plain file and no /dev/null: what such a stdin says is there already
-            self._hear_lifeline()
-
-    def _hear_lifeline(self) -> None:
-        asyncio.get_running_loop().remove_reader(0)
-        if not ends.detached(self._job_dir):
-            self._cancel("the command that ran the job is gone")
+    # -- output -------------------------------------------------------------------------------------------------------------
 
     async def _note_growth(self) -> None:
         while True:
@@ -409,8 +392,8 @@ class Agent:
         """Write this node's end where it happened, and the job's where node 0 could not come to one."""
         try:
             ends.write(self._job_dir, self._topology.node_rank, verdict.to_json() | {"host": self._host})
-            if self._topology.node_rank == 0 and not (self._job_dir / "result.json").exists():
-                files.write_json(self._job_dir / "result.json", verdict.to_json())
+            if self._topology.node_rank == 0 and not ends.has_result(self._job_dir, self._job.attempt):
+                ends.write_result(self._job_dir, verdict)
         except OSError as error:
             self._voice.say(f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}: {error.strerror}")
 

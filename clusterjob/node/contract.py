@@ -21,6 +21,7 @@ TOKEN = "CLUSTERJOB_TOKEN"
 TOKEN_FILE = "CLUSTERJOB_TOKEN_FILE"
 ARRAY_INDEX = "CLUSTERJOB_ARRAY_INDEX"
 REPORT_FD = "CLUSTERJOB_REPORT_FD"
+WARNING_FD = "CLUSTERJOB_WARNING_FD"
 _RESTARTS = "SLURM_RESTART_COUNT"
 
 # What a launcher sets for its workers; a job started from inside another must not inherit them.

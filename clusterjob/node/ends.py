@@ -1,8 +1,12 @@
-"""How nodes ended, written where they ended.
+"""How nodes and jobs ended, written where they ended.
 
 ``ends/node<k>.json`` is an agent's word; ``ends/node<k>.refused`` that of a script that could not start one: line 1 the exit
-code, line 2 ``host: why``. Two wishes of the submitting side lie beside them: ``detached``, the job lives on without it, and
-``cancelled``, it is to end.
+code, line 2 ``host: why``. ``result.json`` is the job's verdict. Wishes lie beside them: ``detached``, the job lives on
+without the submitting side, and ``cancelled``, it is to end, hold for the job; ``ends/warned.<attempt>``, the end is near,
+for one start of it.
+
+A job that is queued again starts again in the same directory. What an older start left does not count for a later one: ends
+and verdicts bear their attempt, and from the second on a refusal does so in its name, ``node<k>.attempt<n>.refused``.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any
 
 from clusterjob.node import files
 from clusterjob.node.logs import last_lines, node_directory
-from clusterjob.node.verdict import Failure
+from clusterjob.node.verdict import Failure, Verdict
 
 
 def directory(job_dir: Path) -> Path:
@@ -47,28 +51,82 @@ def cancel(job_dir: Path) -> None:
         pass
 
 
+def warned(job_dir: Path, attempt: int) -> bool:
+    """Return whether this start of the job was told that its end is near."""
+    return warning_file(job_dir, attempt).exists()
+
+
+def warn(job_dir: Path, attempt: int) -> None:
+    """Note that the end of this start is near, for whoever cannot be told; what cannot be written costs the note alone."""
+    try:
+        warning_file(job_dir, attempt).touch(0o600)
+    except OSError:
+        pass
+
+
+def warning_file(job_dir: Path, attempt: int) -> Path:
+    """Return the file whose being there says that the end of this start is near."""
+    return directory(job_dir) / f"warned.{attempt}"
+
+
 def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
-    """Record a node's end.
+    """Record a node's end, which says of which attempt it is; that of a later one stays.
 
     Raises:
         OSError: it cannot be written.
     """
-    files.write_json(directory(job_dir) / f"node{node_rank}.json", end | {"node_rank": node_rank})
+    path = directory(job_dir) / f"node{node_rank}.json"
+    if _attempt_of(path) <= int(end.get("attempt", 0)):
+        files.write_json(path, end | {"node_rank": node_rank})
 
 
-def written(job_dir: Path) -> list[dict[str, Any]]:
-    """Return the ends that agents wrote, in the order of their nodes."""
+def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
+    """Return the ends of one start of the job that agents wrote, in the order of their nodes."""
     found = [files.read_json(path) for path in directory(job_dir).glob("node*.json")]
-    return sorted((end for end in found if isinstance(end, dict)), key=lambda end: int(end.get("node_rank", 0)))
+    own = [end for end in found if isinstance(end, dict) and end.get("attempt", 0) == attempt]
+    return sorted(own, key=lambda end: int(end.get("node_rank", 0)))
 
 
-def refusals(job_dir: Path) -> list[Failure]:
+def write_result(job_dir: Path, verdict: Verdict) -> None:
+    """Record the job's end.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    files.write_json(job_dir / "result.json", verdict.to_json())
+
+
+def has_result(job_dir: Path, attempt: int) -> bool:
+    """Return whether the end of this start of the job, or of a later one, is on record."""
+    return _attempt_of(job_dir / "result.json") >= attempt
+
+
+def put_aside_result(job_dir: Path, attempt: int) -> None:
+    """Move the verdict of an older start to ``ends/result.attempt<n>.json``: the job runs again, and has none.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    path = job_dir / "result.json"
+    older = _attempt_of(path)
+    if 0 <= older < attempt:
+        path.replace(directory(job_dir) / f"result.attempt{older}.json")
+
+
+def _attempt_of(path: Path) -> int:
+    """Return which start of the job a verdict or a node's end is of; -1 where there is none."""
+    end = files.read_json(path)
+    return int(end.get("attempt") or 0) if isinstance(end, dict) else -1
+
+
+def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
     """Return the nodes whose script could not start an agent, as failures with the last lines that it printed."""
     found = []
-    for path in directory(job_dir).glob("node*.refused"):
+    suffix = f".attempt{attempt}.refused" if attempt else ".refused"
+    for path in directory(job_dir).glob(f"node*{suffix}"):
         code, _, message = path.read_text(errors="replace").strip().partition("\n")
         host, _, why = message.partition(": ")
-        number = path.stem.removeprefix("node")
+        number = path.name.removeprefix("node").removesuffix(suffix)
         if number.isdigit():
             exit_code = int(code) if code.isdigit() and int(code) else 1
             last = last_lines(node_directory(job_dir, int(number)) / "agent.log")

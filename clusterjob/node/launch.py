@@ -6,6 +6,7 @@ import gc
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -56,15 +57,16 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     nproc = options.nproc_per_node or topology.nproc_per_node or 1
     os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task))
     job = _identity(environ, topology)
-    job_dir, temporary = _job_directory(environ, topology)
+    job_dir, temporary = _job_directory(environ, topology, job.attempt)
 
     agent_end, starter_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sys.stdout.flush()
     sys.stderr.flush()
+    early = _note_early_signals(options)
     starter_pid = os.fork()
     if starter_pid == 0:
         agent_end.close()
-        _serve_as_starter(Starter(starter_end, options, job_dir, job.job_id, topology.node_rank))
+        _serve_as_starter(Starter(starter_end, options, job_dir, job.job_id, job.attempt, topology.node_rank))
     starter_end.close()
     agent_end.setblocking(False)
     processes.adopt_orphans()
@@ -75,9 +77,9 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     from clusterjob.node.agent import Agent, StarterProcess
     from clusterjob.node.voice import Voice
 
-    voice = Voice(LogReader(job_dir, node=topology.node_rank) if options.echo else None)
+    voice = Voice(LogReader(job_dir, node=topology.node_rank, attempt=job.attempt) if options.echo else None)
     try:
-        agent = Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end), voice)
+        agent = Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end, early), voice)
         verdict = asyncio.run(agent.run())
         if topology.node_rank == 0:
             voice.say(verdict.text())
@@ -143,12 +145,24 @@ def _identity(environ: Mapping[str, str], topology: Topology) -> JobIdentity:
     return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), warm.has_torch())
 
 
-def _job_directory(environ: Mapping[str, str], topology: Topology) -> tuple[Path, bool]:
+def _note_early_signals(options: LaunchOptions) -> list[int]:
+    """Return the list to which a warning is added that comes while this process is not yet an agent; it would be its end."""
+    early: list[int] = []
+    if options.warning is not None:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGUSR1:
+                signal.signal(number, lambda number, _: early.append(number))
+    return early
+
+
+def _job_directory(environ: Mapping[str, str], topology: Topology, attempt: int) -> tuple[Path, bool]:
     named = environ.get(contract.JOB_DIR)
     job_dir = Path(named) if named else Path(tempfile.mkdtemp(prefix="clusterjob-"))
     try:
         for directory in (logs.node_directory(job_dir, topology.node_rank), ends.directory(job_dir)):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if topology.node_rank == 0:
+            ends.put_aside_result(job_dir, attempt)
     except OSError as error:
         raise ClusterJobError(f"the job's directory {job_dir} cannot be written: {error.strerror}") from error
     return job_dir, not named

@@ -5,12 +5,14 @@ reader. ``timeline`` notes, ten times a second, how far each file of the node ha
 another day show all ranks in the order of time. Lines that many ranks write alike fold into one: ``[0-15] loading``.
 
     logs/node0/rank0.out  rank0.err  rank1.out ...      first start
-    logs/node0/rank0.restart1.out ...                   after a restart
+    logs/node0/rank0.restart1.out ...                   after a restart of the workers
+    logs/node0/rank0.attempt1.out ...                   of the job that was queued again
     logs/node0/timeline                                 "<seconds> <file> <size>" a line
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import Counter, deque
@@ -20,7 +22,7 @@ from typing import NamedTuple
 
 INTERVAL = 0.1  # seconds between two looks at the files
 _NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
-_NAME = re.compile(r"(?:rank(?P<rank>\d+)|torchrun)(?:\.restart(?P<restart>\d+))?\.(?P<stream>out|err)")
+_NAME = re.compile(r"(?:rank(?P<rank>\d+)|torchrun)(?:\.attempt(?P<attempt>\d+))?(?:\.restart(?P<restart>\d+))?\.(?P<stream>out|err)")
 
 
 def node_directory(job_dir: Path, node_rank: int) -> Path:
@@ -28,17 +30,18 @@ def node_directory(job_dir: Path, node_rank: int) -> Path:
     return job_dir / "logs" / f"node{node_rank}"
 
 
-def rank_files(directory: Path, rank: int, restart: int) -> tuple[Path, Path]:
+def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tuple[Path, Path]:
     """Return one worker's files for stdout and stderr."""
-    return _files(directory, f"rank{rank}", restart)
+    return _files(directory, f"rank{rank}", restart, attempt)
 
 
-def torchrun_files(directory: Path, restart: int) -> tuple[Path, Path]:
+def torchrun_files(directory: Path, restart: int, attempt: int = 0) -> tuple[Path, Path]:
     """Return the files of one node's torchrun, which mixes its workers' output itself."""
-    return _files(directory, "torchrun", restart)
+    return _files(directory, "torchrun", restart, attempt)
 
 
-def _files(directory: Path, stem: str, restart: int) -> tuple[Path, Path]:
+def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path, Path]:
+    stem += f".attempt{attempt}" if attempt else ""
     stem += f".restart{restart}" if restart else ""
     return directory / f"{stem}.out", directory / f"{stem}.err"
 
@@ -136,12 +139,14 @@ class LogReader:
         job_dir: the job's directory.
         rank: only this worker's lines.
         node: only this node's lines.
+        attempt: only the lines of this start of the job.
     """
 
-    def __init__(self, job_dir: Path, rank: int | None = None, node: int | None = None) -> None:
+    def __init__(self, job_dir: Path, rank: int | None = None, node: int | None = None, attempt: int | None = None) -> None:
         self._logs = job_dir / "logs"
         self._rank = rank
         self._node = node
+        self._attempt = attempt
         self._files: dict[tuple[int, str], _File] = {}
         self._timelines: dict[int, _File] = {}
 
@@ -157,7 +162,8 @@ class LogReader:
                 if note is not None:
                     notes.append((float(note[1]), node_rank, note[2], int(note[3])))
         found: list[Line] = []
-        for _, node_rank, name, noted in sorted(notes):
+        notes.sort(key=lambda note: (note[0], note[1], _by_start(note[2]), note[3]))
+        for _, node_rank, name, noted in notes:
             file = self._file(node_rank, name)
             if file is not None:
                 found += file.lines_up_to(noted)
@@ -167,8 +173,8 @@ class LogReader:
         """Return all that is left, lines without an end included: for a job that is over, or of which this is enough."""
         found = self.read()
         for node_rank in self._nodes():
-            for path in sorted(node_directory(self._logs.parent, node_rank).iterdir(), key=_by_restart):
-                file = self._file(node_rank, path.name)
+            for name in sorted(os.listdir(node_directory(self._logs.parent, node_rank)), key=_by_start):
+                file = self._file(node_rank, name)
                 if file is not None:
                     found += file.lines_up_to(None) + file.last_line()
         return found
@@ -185,16 +191,18 @@ class LogReader:
         if match is None:
             return None
         rank = int(match["rank"]) if match["rank"] else None
-        if self._rank is not None and rank != self._rank:
+        if self._rank not in (None, rank) or self._attempt not in (None, int(match["attempt"] or 0)):
             return None
         path = node_directory(self._logs.parent, node_rank) / name
         return self._files.setdefault((node_rank, name), _File(node_rank, rank, match["stream"], path))
 
 
-def _by_restart(path: Path) -> tuple[int, int, str]:
+def _by_start(name: str) -> tuple[int, int, int, str]:
     """Order files as they were written: start by start, and in each by rank."""
-    match = _NAME.fullmatch(path.name)
-    return (int(match["restart"] or 0), int(match["rank"] or -1), path.name) if match else (0, -1, path.name)
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return 0, 0, -1, name
+    return int(match["attempt"] or 0), int(match["restart"] or 0), int(match["rank"] or -1), name
 
 
 @dataclass(frozen=True)

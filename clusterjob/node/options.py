@@ -34,6 +34,7 @@ class LaunchOptions:
         lifeline: whether stdin is a lifeline: its end cancels the job, unless a file ``detached`` in the job's directory says
             that the job was let go.
         echo: whether the workers' output is shown on this command's own stdout and stderr.
+        warning: the job may be preempted, and is warned this long before the end; None for a job that may not.
     """
 
     program: Program
@@ -49,6 +50,7 @@ class LaunchOptions:
     grace: float = 3.0
     lifeline: bool = False
     echo: bool = True
+    warning: float | None = None
 
     def arguments(self) -> list[str]:
         """Return the command line that `parse` turns into these options: only what differs from the defaults."""
@@ -119,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heartbeat", type=_seconds, default=default.heartbeat, metavar="SECONDS", help="between two signs of life")
     add("--lease", type=_seconds, default=default.lease, metavar="SECONDS", help="silence after which a node is lost")
     add("--grace", type=_seconds, default=default.grace, metavar="SECONDS", help="between SIGTERM and SIGKILL")
+    add("--warning", type=_seconds, metavar="SECONDS", help="how long before its end a preempted job is warned")
     add("--lifeline", action="store_true", help="stdin's end cancels the job")
     add("--no-echo", dest="echo", action="store_false", help="leave the workers' output in their files")
     return parser

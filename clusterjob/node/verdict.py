@@ -10,6 +10,7 @@ from typing import Any
 
 SCHEMA = 1
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: of a worker that leaves to be queued again, and of its job
 
 
 class JobState(str, Enum):
@@ -46,6 +47,15 @@ _PEER_LOSS = re.compile(
 def is_peer_loss(text: str) -> bool:
     """Return whether these last words of a worker only say that another worker is gone."""
     return _PEER_LOSS.search(text) is not None
+
+
+# What a worker says when a SIGTERM met not itself but a process that it needs: a DataLoader's worker, or torchrun.
+_TERMINATED = re.compile(r"killed by signal: Terminated|DataLoader worker .* exited unexpectedly|got signal: 15\b")
+
+
+def is_termination(failure: Failure) -> bool:
+    """Return whether a failure is nothing but a SIGTERM, to the worker or to a process that it needs."""
+    return failure.signal == "SIGTERM" or _TERMINATED.search("\n".join((failure.message, *failure.last_lines))) is not None
 
 
 # Once there is a process group, torch marks every line of a traceback.

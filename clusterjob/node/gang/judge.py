@@ -54,6 +54,10 @@ class Judge:
         """Note when the order to stop went out: later failures are its work."""
         self._stopped_at = min(at, self._stopped_at)
 
+    def pardon_effects(self) -> None:
+        """Forget the failures that only tell of a lost peer: it has left on purpose."""
+        self._troubles = {key: trouble for key, trouble in self._troubles.items() if not trouble.failure.effect}
+
     def stop_due(self) -> float:
         """Return when everything is to be stopped, by the lead's monotonic clock; infinity while nothing has failed."""
         if not self._troubles:

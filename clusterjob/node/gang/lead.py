@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from clusterjob.errors import GangError
-from clusterjob.node import ends, files, network
+from clusterjob.node import ends, network
 from clusterjob.node.contract import World
 from clusterjob.node.events import EventLog, now
 from clusterjob.node.gang import ports, wire
 from clusterjob.node.gang.judge import Judge
+from clusterjob.node.gang.notice import Notice
 from clusterjob.node.gang.wire import Channel, Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.topology import Topology
-from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, PREEMPTED_EXIT_CODE, Failure, JobState, Verdict
 
 _MOST_CONSEQUENCES = 256  # failures after the first that a verdict lists
 _LONGEST_MESSAGE = 200  # characters of each
@@ -81,6 +82,7 @@ class Lead:
         self._deadline = float("inf")
         self._restarts = 0
         self._judge = Judge()
+        self._notice = Notice(options.warning, options.grace)
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
@@ -93,6 +95,8 @@ class Lead:
         listener = ports.listen(self._topology.master_addr, self._job.ports)
         server = await asyncio.start_server(self._welcome, sock=listener, limit=wire.LINE_BYTES)
         self._events.add("listening", address=self._topology.master_addr, port=listener.getsockname()[1])
+        if self._job.attempt:
+            self._say(f"attempt {self._job.attempt}: the job was queued again")
         beating = asyncio.create_task(self._beat())
         try:
             outcome = await self._roll_call()
@@ -219,6 +223,8 @@ class Lead:
             names = "node " + ", ".join(map(str, missing))
             if not missing:
                 break
+            if time.monotonic() > self._notice.due:
+                return self._preempted("before its workers had started")
             if waited > self._options.join_timeout:
                 text = f"{names} of {self._topology.nnodes} never joined within {self._options.join_timeout:g} s"
                 return self._failed(Failure(None, None, missing[0], "unknown", 1, None, f"{text}: never heard of"))
@@ -226,7 +232,7 @@ class Lead:
                 told = time.monotonic()
                 self._say(f"waiting for {names} of {self._topology.nnodes}, {waited:.0f} s so far")
                 self._events.add("waiting", missing=missing, seconds=round(waited, 1))
-        return None
+        return self._preempted("before its workers had started") if self._notice.why else None
 
     async def _before_start(self, patience: float) -> Outcome | None:
         try:
@@ -237,13 +243,14 @@ class Lead:
 
     def _refused_nodes(self) -> Outcome | None:
         """A node whose script could not even start the agent says so in a file, where the directory is shared."""
-        refused = self._refusals or ends.refusals(self._job_dir)
+        refused = self._refusals or ends.refusals(self._job_dir, self._job.attempt)
         return self._failed(refused[0]) if refused else None
 
     # -- one round -----------------------------------------------------------------------------------------------------
 
     def _start_round(self) -> None:
         self._judge = Judge()
+        self._notice.begin_round()
         peers = [self._peers[rank] for rank in sorted(self._peers)]
         store = network.listen_at(self._topology.master_addr, 0, 4096)
         port = int(store.getsockname()[1])
@@ -258,34 +265,58 @@ class Lead:
                           first_rank, world_size)  # fmt: skip
             peer.send({"t": "start", "world": asdict(world)} | ({"store": store} if serve and peer.node_rank == 0 else {}))
             first_rank += peer.nproc
-        self._events.add("started", restart=self._restarts, world_size=world_size, master_port=port)
+        self._events.add("started", attempt=self._job.attempt, restart=self._restarts, world_size=world_size, master_port=port)
         if self._started_at is None:
             self._started_at = now()
             if self._options.time_limit is not None:
                 self._deadline = time.monotonic() + self._options.time_limit
 
     async def _round(self) -> Outcome:
-        """Wait until all workers have ended well, or one has failed, or someone wants an end."""
-        while not all(peer.done for peer in self._peers.values()):
-            patience = min(self._judge.stop_due(), self._deadline) - time.monotonic()
-            if patience <= 0:
-                root = self._judge.root()
-                return self._failed(root) if root is not None else self._out_of_time()
-            try:
-                node_rank, message = await asyncio.wait_for(self._inbox.get(), min(patience, 3600.0))
-            except asyncio.TimeoutError:
-                continue
-            outcome = self._decisive(node_rank, message)
+        """Wait until all workers have ended, or one has failed, or someone wants an end."""
+        while not all(peer.done for peer in self._peers.values()) or self._notice.suspicion_due < float("inf"):
+            due = min(self._judge.stop_due(), self._notice.suspicion_due, self._notice.due, self._deadline)
+            patience = due - time.monotonic()
+            if patience > 0:
+                try:
+                    outcome = self._decisive(*await asyncio.wait_for(self._inbox.get(), min(patience, 3600.0)))
+                except asyncio.TimeoutError:
+                    continue
+            else:
+                outcome = self._overdue()
             if outcome is not None:
                 return outcome
-        return Outcome(JobState.SUCCEEDED)
+        root = self._root()
+        if root is not None:
+            return self._failed(root)
+        return self._preempted("its workers left to be queued again") if self._notice.left else Outcome(JobState.SUCCEEDED)
+
+    def _overdue(self) -> Outcome | None:
+        """Return the outcome now that something cannot be waited for any longer; None if it can, after all."""
+        moment = time.monotonic()
+        self._notice.give_up(self._judge, moment)
+        root = self._root()
+        if root is not None and self._judge.stop_due() <= moment:
+            return self._failed(root)
+        if self._notice.due <= moment:
+            return self._preempted(f"its workers still ran {self._notice.seconds:g} s later and were stopped")
+        if self._deadline <= moment:
+            return self._failed(root) if root is not None else self._out_of_time()
+        return None
+
+    def _root(self) -> Failure | None:
+        """Return the first failure; one that only tells of a peer that has left on purpose is none."""
+        if self._notice.left:
+            self._judge.pardon_effects()
+        return self._judge.root()
 
     def _decisive(self, node_rank: int, message: Message) -> Outcome | None:
         """Take in one message; return an outcome if it ends the round at once."""
         peer = self._peers[node_rank]
         kind = message["t"]
         if kind == "failing":
-            self._judge.hear(Failure.from_json(message["failure"]), time.monotonic() - float(message["age"]), exited=message["exited"])
+            failure, at = Failure.from_json(message["failure"]), time.monotonic() - float(message["age"])
+            if not self._notice.takes(failure, at, exited=message["exited"]):
+                self._judge.hear(failure, at, exited=message["exited"])
         elif kind == "done":
             peer.done = True
         elif kind == "stopped":
@@ -294,18 +325,31 @@ class Lead:
             self._events.add(str(message["event"]), node_rank=node_rank, **message.get("details", {}))
         elif kind == "cancel":
             return Outcome(JobState.CANCELLED, CANCELLED_EXIT_CODE, str(message["why"]))
+        elif kind == "warned":
+            self._warn(str(message["why"]))
         elif kind == "lost" and not peer.lost:
             peer.lost = peer.stopped = True
             self._events.add("lost", node_rank=node_rank, host=peer.host, why=message["why"])
             text = f"the agent on {peer.host} (pid {peer.pid}) was lost: {message['why']}"
+            if self._notice.why:
+                return self._preempted(text)  # whoever warned has taken the node
             failure = Failure(None, None, node_rank, peer.host, 1, None, text)
             self._judge.hear(failure, time.monotonic(), exited=True)
             return self._failed(self._judge.root() or failure)
         return None
 
+    def _warn(self, why: str) -> None:
+        if not self._notice.begin(why, time.monotonic()):
+            return
+        self._say(f"warned: {why}: the workers have {self._notice.seconds:g} s to leave")
+        self._events.add("warned", attempt=self._job.attempt, why=why, seconds=self._notice.seconds)
+        for peer in self._peers.values():
+            peer.send({"t": "warn"})
+
     async def _stop_round(self, outcome: Outcome) -> Outcome | None:
         """Have every agent stop what still runs, and wait for their word; return the wish to cancel if one came meanwhile."""
         cancelled = None
+        self._notice.give_up(self._judge)
         self._judge.stopped(time.monotonic())
         grace = 0.0 if outcome.state is JobState.SUCCEEDED else _FAILURE_GRACE if outcome.failure else self._options.grace
         for peer in self._peers.values():
@@ -329,6 +373,9 @@ class Lead:
     def _failed(self, failure: Failure) -> Outcome:
         return Outcome(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure)
 
+    def _preempted(self, how: str) -> Outcome:
+        return Outcome(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, f"{self._notice.why}: {how}")
+
     def _out_of_time(self) -> Outcome:
         return Outcome(JobState.FAILED, TIMEOUT_EXIT_CODE, f"the time limit of {self._options.time_limit:g} s was reached")
 
@@ -344,7 +391,7 @@ class Lead:
             self._restarts, self._job.attempt, self._started_at, now(),
         )  # fmt: skip
         try:
-            files.write_json(self._job_dir / "result.json", verdict.to_json())
+            ends.write_result(self._job_dir, verdict)
         except OSError as error:
             self._say(f"the verdict cannot be written to {self._job_dir}: {error.strerror}")
             verdict = replace(verdict, reason=f"{verdict.reason} (not recorded: {error.strerror})".strip())

@@ -7,6 +7,7 @@ directory and ends; if it is killed itself, its workers are killed by the kernel
 The agent and the starter exchange JSON messages over a socket pair:
 
     start {world, variables} (+ the store's socket)  ->  exit {local_rank, status, monotonic} for each worker, in time
+    warn {}                                              the end is near, for this round and those to come
     stop {grace}                                     ->  gone {} when no process of the workers is left
                                                          ready {fork, why} once, failing {...} when a worker says so
 """
@@ -31,6 +32,7 @@ from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 from clusterjob.node.workers import torchrun, warm, worker
+from clusterjob.node.workers.warning import WarningPipe
 
 MESSAGE_BYTES = 1 << 17  # of one message; a socket pair of SOCK_SEQPACKET keeps them apart
 # What workers leave behind is asked to go, then killed. Between the two, multiprocessing's resource tracker (which ignores
@@ -50,20 +52,24 @@ class Starter:
         options: what the node was told.
         job_dir: where logs and this node's end are written.
         job_id: the job's id.
+        attempt: which start of the job this is.
         node_rank: this node's index, for the record of an end.
     """
 
-    def __init__(self, control: socket.socket, options: LaunchOptions, job_dir: Path, job_id: str, node_rank: int) -> None:
+    def __init__(self, control: socket.socket, options: LaunchOptions, job_dir: Path, job_id: str, attempt: int, node_rank: int) -> None:
         self._control = control
         self._options = options
         self._job_dir = job_dir
         self._job_id = job_id
+        self._attempt = attempt
         self._node_rank = node_rank
         self._agent_pid = os.getppid()
         self._fork = False
         self._live: dict[int, int] = {}  # pid -> local rank
         self._store: int | None = None
         self._stopping: float | None = None  # when SIGKILL is due
+        self._warning: WarningPipe | None = None  # of this round's workers, in a job that may be preempted
+        self._warned = False
         self._empty_since: float | None = None  # when the last worker was gone
         self._asked_leftovers = False
         self._agent_gone = False
@@ -71,7 +77,12 @@ class Starter:
 
     def serve(self) -> Program | None:
         """Serve the agent until the end; returns the program only in a forked worker, which is to run it."""
-        processes.die_with_parent(self._agent_pid, signal.SIGTERM)  # for as long as an import keeps it from listening
+        if self._options.warning is None:
+            processes.die_with_parent(self._agent_pid, signal.SIGTERM)  # for as long as an import keeps it from listening
+        else:
+            for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler may send its warning to every process of a job
+                signal.signal(number, signal.SIG_IGN)
+            processes.die_with_parent(self._agent_pid, signal.SIGKILL)
         processes.adopt_orphans()
         self._agents_group = os.getpgid(0)
         os.setpgid(0, 0)  # Ctrl-C in a terminal is for the agent, which stops the workers in order
@@ -113,6 +124,7 @@ class Starter:
             self._selector.register(descriptor, selectors.EVENT_READ)
         # From here on the end of the control socket tells of the agent's death, and the workers need a proper stop.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        processes.die_with_parent(self._agent_pid, signal.SIGTERM)
 
     def _patience(self) -> float | None:
         return None if self._stopping is None else _SWEEP_INTERVAL
@@ -140,7 +152,11 @@ class Starter:
         message = json.loads(data)
         if message["t"] == "start":
             return self._start(World(**message["world"]), message["variables"], descriptors)
-        if message["t"] == "stop":
+        if message["t"] == "warn":
+            self._warned = True
+            if self._warning is not None:
+                self._warning.warn()
+        elif message["t"] == "stop":
             self._begin_stop(message["grace"])
         elif message["t"] == "quit":
             self._quit = True
@@ -155,6 +171,10 @@ class Starter:
         if descriptors:
             self._store = self._start_store(world, descriptors[0], directory)
         own = [self._control.fileno(), self._wake_read, self._wake_write]
+        if self._options.warning is not None:
+            self._warning = WarningPipe(warned=self._warned)
+            variables = variables | {contract.WARNING_FD: self._warning.name}
+            own.append(self._warning.write_end)
         for start in self._starts(world, variables, directory):
             try:
                 pid = worker.start(start, (self._report_read, self._report_write), own)
@@ -170,7 +190,7 @@ class Starter:
 
     def _starts(self, world: World, variables: dict[str, str], directory: Path) -> list[worker.WorkerStart]:
         if self._options.launcher == "torchrun":
-            out, err = logs.torchrun_files(directory, world.restart)
+            out, err = logs.torchrun_files(directory, world.restart, self._attempt)
             return [worker.WorkerStart(0, variables, torchrun.command_line(self._options.program, world, self._job_id), out, err)]
         argv = None if self._fork else self._options.program.argv(sys.executable)
         return [
@@ -178,7 +198,7 @@ class Starter:
                 local_rank,
                 variables | contract.worker_variables(world, local_rank, self._job_id, self._options.max_restarts),
                 argv,
-                *logs.rank_files(directory, world.first_rank + local_rank, world.restart),
+                *logs.rank_files(directory, world.first_rank + local_rank, world.restart, self._attempt),
             )
             for local_rank in range(world.nproc)
         ]
@@ -246,6 +266,9 @@ class Starter:
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _begin_stop(self, grace: float) -> None:
+        if self._warning is not None:  # before the signal: a worker that takes a scheduler's SIGTERM for a warning sees whose this is
+            self._warning.close()
+            self._warning = None
         due = time.monotonic() + grace
         self._stopping = due if self._stopping is None else min(due, self._stopping)
         for pid in self._live:
@@ -298,8 +321,9 @@ class Starter:
     def _record_end(self) -> None:
         why = f"the agent of node {self._node_rank} on {socket.gethostname()} (pid {self._agent_pid}) was killed"
         try:
-            if all(end["node_rank"] != self._node_rank for end in ends.written(self._job_dir)):
-                ends.write(self._job_dir, self._node_rank, {"state": str(JobState.LOST), "reason": why, "time": now()})
+            if all(end["node_rank"] != self._node_rank for end in ends.written(self._job_dir, self._attempt)):
+                end = {"state": str(JobState.LOST), "reason": why, "attempt": self._attempt, "time": now()}
+                ends.write(self._job_dir, self._node_rank, end)
         except OSError:
             pass
 

@@ -1,0 +1,87 @@
+"""What others want of an agent: that the job end, or that its workers know of an end which is near.
+
+Signals, the lifeline and files in the job's directory all come down to these two. SIGTERM is the one with two meanings: a
+scheduler that takes a job's nodes away sends it too. In a job that may be preempted it is a warning, unless somebody has noted
+that the job is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from clusterjob.node import ends, processes
+from clusterjob.node.options import LaunchOptions
+
+
+class Wishes:
+    """The wishes that reach one agent. Made, and listened to, in a running event loop.
+
+    Args:
+        options: whether there is a lifeline, and whether the job may be preempted.
+        job_dir: the job's directory as this node sees it.
+        attempt: which start of the job this is.
+
+    Attributes:
+        cancelled: done once the job is to end; its result says why.
+        warned: done once the end is near; its result says who warned.
+    """
+
+    def __init__(self, options: LaunchOptions, job_dir: Path, attempt: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.cancelled: asyncio.Future[str] = loop.create_future()
+        self.warned: asyncio.Future[str] = loop.create_future()
+        self._options = options
+        self._job_dir = job_dir
+        self._attempt = attempt
+
+    def listen(self, early: Iterable[int]) -> None:
+        """Take wishes from now on.
+
+        Args:
+            early: signals that came before there was an event loop.
+        """
+        loop = asyncio.get_running_loop()
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        if self._options.warning is not None:
+            numbers.append(signal.SIGUSR1)
+        for number in numbers:
+            # nohup, or a shell's background job, asked for that; SIGUSR1 is ignored so that none is lost on a shell.
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGUSR1:
+                loop.add_signal_handler(number, self._interrupted, number)
+        for early_number in early:
+            self._interrupted(early_number)
+        if self._options.lifeline:
+            self._hold_lifeline()
+        if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
+            self._warn(f"a warning on {socket.gethostname()}, while the job was starting")
+
+    def _interrupted(self, number: int) -> None:
+        why = f"{processes.signal_name(number)} on {socket.gethostname()}"
+        wished = ends.cancelled(self._job_dir)
+        if self._options.warning is not None and (number == signal.SIGUSR1 or (number == signal.SIGTERM and not wished)):
+            self._warn(why)
+        else:
+            self._cancel("cancelled" if wished else why)
+
+    def _warn(self, why: str) -> None:
+        if not self.warned.done():
+            self.warned.set_result(why)
+
+    def _cancel(self, why: str) -> None:
+        if not self.cancelled.done():
+            self.cancelled.set_result(why)
+
+    def _hold_lifeline(self) -> None:
+        try:
+            asyncio.get_running_loop().add_reader(0, self._hear_lifeline)
+        except PermissionError:  # epoll takes no plain file and no /dev/null: what such a stdin says is there already
+            self._hear_lifeline()
+
+    def _hear_lifeline(self) -> None:
+        asyncio.get_running_loop().remove_reader(0)
+        if not ends.detached(self._job_dir):
+            self._cancel("the command that ran the job is gone")

@@ -1,0 +1,715 @@
+"""Jobs that are warned before their nodes are taken away: real agents and workers, and the signals that a scheduler sends."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+from procs import PATIENCE, WITH_TORCH, Job, below, nothing_left, own_marked, wait_until
+
+from clusterjob.node import ends
+from clusterjob.node.gang.judge import Judge
+from clusterjob.node.gang.notice import SUSPICION, Notice
+from clusterjob.node.verdict import Failure, is_termination
+from clusterjob.node.workers.warning import WarningPipe
+
+NewJob = Callable[..., Job]
+HOST = socket.gethostname()
+# Half of it, 30 s, is what workers have at least: no test waits for that.
+WARNING = ("--warning", "60")
+
+# What a Context is made of, for workers that need no torch.
+PLACE = """
+    import os, pathlib, signal, sys, time
+    from types import SimpleNamespace
+    from clusterjob.preemption import Preemptible
+    class Place(Preemptible):
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = SimpleNamespace(type="cpu")
+        def __init__(self):
+            self._pid = os.getpid()
+        def _leave(self, failed):
+            assert not failed
+    ctx = Place()
+    rank = os.environ["RANK"]
+    def tell(name, text=""):
+        pathlib.Path(f"{name}{rank}.new").write_text(text)
+        os.rename(f"{name}{rank}.new", f"{name}{rank}")
+"""
+# Leaves as soon as it is warned, or ends by itself when the test lets it.
+ASKING = """
+    from place import *
+    ctx.preempted
+    tell("up")
+    while not ctx.preempted:
+        if os.path.exists("go"):
+            sys.exit(0)
+        time.sleep(0.01)
+    print("warned at attempt", ctx.attempt)
+    tell("warned")
+    ctx.requeue()
+"""
+CALLED = """
+    import threading
+    from place import *
+    def first():
+        assert threading.current_thread() is threading.main_thread()
+        print("first")
+    def second():
+        print("second")
+        ctx.requeue()
+    ctx.on_preempt(first)
+    ctx.on_preempt(second)
+    tell("up")
+    time.sleep(1000)
+"""
+DEAF = """
+    from place import *
+    tell("up")
+    time.sleep(1000)
+"""
+
+
+def prepared(job: Job, text: str) -> str:
+    job.script(PLACE, "place.py")
+    return job.script(text)
+
+
+def up(job: Job, ranks: int) -> None:
+    job.wait_for(*(f"up{rank}" for rank in range(ranks)))
+
+
+def check_preempted(job: Job, why: str, how: str = "its workers left to be queued again") -> None:
+    result = job.result
+    assert (result["state"], result["exit_code"], result["failure"], result["consequences"]) == ("PREEMPTED", 75, None, [])
+    assert result["reason"] == f"{why}: {how}"
+    assert len(job.events("warned")) == 1
+    assert job.events("warned")[0]["why"] == why
+    assert not job.events("restart")
+    assert not own_marked()
+
+
+# -- who is warned, and how ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fork", "exec"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, mode: str) -> None:
+    job = new_job(2)
+    job.start_all(*WARNING, "--start", mode, "--nproc-per-node", "2", "--max-restarts", "3", prepared(job, ASKING))
+    up(job, 4)
+    job.agents[node].send_signal(signal.SIGUSR1)
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"SIGUSR1 on {HOST}")
+    for rank in range(4):
+        assert job.log(rank // 2, f"rank{rank}.out") == "warned at attempt 0\n"
+    assert [job.end_of(rank)["state"] for rank in (0, 1)] == ["PREEMPTED", "PREEMPTED"]
+    assert f"warned: SIGUSR1 on {HOST}: the workers have 55 s to leave" in job.stderr(job.agents[0])
+    assert f"PREEMPTED: SIGUSR1 on {HOST}" in job.stderr(job.agents[1])
+
+
+@pytest.mark.parametrize("mode", ["fork", "exec"])
+def test_callbacks_run_once_in_order_on_the_main_thread(new_job: NewJob, mode: str) -> None:
+    job = new_job(2)
+    job.start_all(*WARNING, "--start", mode, prepared(job, CALLED))
+    up(job, 2)
+    for _ in range(3):
+        job.agents[1].send_signal(signal.SIGUSR1)
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"SIGUSR1 on {HOST}")
+    assert [job.log(rank, f"rank{rank}.out") for rank in (0, 1)] == ["first\nsecond\n"] * 2
+
+
+def test_sigterm_is_a_warning_too_unless_the_job_is_cancelled(new_job: NewJob) -> None:
+    job = new_job(2)
+    job.start_all(*WARNING, prepared(job, ASKING))
+    up(job, 2)
+    job.agents[1].terminate()
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"SIGTERM on {HOST}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_that_may_be_preempted_is_cancelled_as_any_other(new_job: NewJob, number: signal.Signals) -> None:
+    """And at once: workers that would take a SIGTERM for a warning see whose this one is."""
+    job = new_job(2)
+    job.start_all(*WARNING, "--grace", "45", prepared(job, CALLED))
+    up(job, 2)
+    if number == signal.SIGTERM:
+        ends.cancel(job.dir)
+    begin = time.monotonic()
+    job.agents[1].send_signal(number)
+    assert job.wait() == [143, 143]
+    assert time.monotonic() - begin < 30
+    assert job.result["state"] == "CANCELLED"
+    assert not job.events("warned")
+    assert job.log(0, "rank0.out") == ""
+
+
+def test_a_job_that_may_not_be_preempted_is_ended_by_sigterm(new_job: NewJob) -> None:
+    job = new_job()
+    job.start(0, prepared(job, ASKING))
+    up(job, 1)
+    job.agents[0].terminate()
+    assert job.wait() == [143]
+    assert job.result["state"] == "CANCELLED"
+
+
+def test_a_warning_before_the_agents_listen_is_not_lost(new_job: NewJob) -> None:
+    job = new_job(2)
+    (job.dir / "ends").mkdir()
+    ends.warn(job.dir, 0)
+    job.start_all(*WARNING, prepared(job, DEAF))
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"a warning on {HOST}, while the job was starting", "before its workers had started")
+    assert not job.path("up0").exists()
+
+
+def test_the_warning_of_another_attempt_is_none(new_job: NewJob) -> None:
+    job = new_job()
+    (job.dir / "ends").mkdir()
+    ends.warn(job.dir, 0)
+    job.path("go").touch()
+    job.start(0, *WARNING, prepared(job, ASKING), env={"CLUSTERJOB_ATTEMPT": "1"})
+    assert job.wait() == [0]
+
+
+@pytest.mark.parametrize("moment", [0.02, 0.06, 0.1, 0.15, 0.2, 0.3])
+def test_a_signal_while_a_job_starts_never_breaks_it(new_job: NewJob, moment: float) -> None:
+    """From the fork of the starter on; before it the script's `trap '' USR1` is in force."""
+    job = new_job()
+    script = prepared(job, ASKING)
+    trapped = ["bash", "-c", "trap '' USR1; exec \"$@\"", "-", sys.executable, "-S"]
+    agent = job.start(0, *WARNING, script, python=tuple(trapped))
+    time.sleep(moment)
+    wait_until(lambda: below(agent.pid) or agent.poll() is not None, PATIENCE)
+    for pid in (agent.pid, *below(agent.pid)):
+        os.kill(pid, signal.SIGUSR1)
+    assert job.wait() == [75]
+    assert job.result["reason"].startswith(f"SIGUSR1 on {HOST}: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("mode", ["fork", "exec"])
+def test_a_signal_to_every_process_of_a_job_ends_none(new_job: NewJob, mode: str, number: signal.Signals) -> None:
+    """Slurm signals all processes of a step. A worker's own children are by default not kept from SIGTERM."""
+    job = new_job(2)
+    script = prepared(job, """
+        import subprocess
+        from place import *
+        children = []
+        if os.path.exists("usr1"):
+            forked = os.fork()
+            if forked == 0:
+                time.sleep(1000)
+            children = [forked, subprocess.Popen(["sleep", "1000"]).pid]
+        ctx.preempted
+        tell("up")
+        while not ctx.preempted:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        for child in children:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "a child was ended"
+            os.kill(child, signal.SIGKILL)
+        print("saved")
+        ctx.requeue()
+    """)  # fmt: skip
+    if number == signal.SIGUSR1:
+        job.path("usr1").touch()
+    job.start_all(*WARNING, "--start", mode, "--nproc-per-node", "2", script, python=WITH_TORCH)
+    up(job, 4)
+    for pid in own_marked():
+        os.kill(pid, number)
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"{number.name} on {HOST}")
+    assert [job.log(rank // 2, f"rank{rank}.out") for rank in range(4)] == ["saved\n"] * 4
+
+
+# -- how a warned job ends -------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_know_of_no_warning_are_stopped_in_time(new_job: NewJob) -> None:
+    job = new_job(2)
+    job.start_all("--warning", "4", "--grace", "1", prepared(job, DEAF))
+    up(job, 2)
+    begin = time.monotonic()
+    job.agents[0].send_signal(signal.SIGUSR1)
+    assert job.wait() == [75, 75]
+    assert time.monotonic() - begin >= 1.9
+    check_preempted(job, f"SIGUSR1 on {HOST}", "its workers still ran 2 s later and were stopped")
+
+
+def test_a_job_that_ends_well_after_a_warning_has_succeeded(new_job: NewJob) -> None:
+    job = new_job(2)
+    script = prepared(job, """
+        from place import *
+        tell("up")
+        while not ctx.preempted:
+            time.sleep(0.01)
+        print("done anyway")
+    """)  # fmt: skip
+    job.start_all(*WARNING, script)
+    up(job, 2)
+    job.agents[1].send_signal(signal.SIGUSR1)
+    assert job.wait() == [0, 0]
+    assert job.result["state"] == "SUCCEEDED"
+
+
+def test_who_leaves_early_leaves_the_others_their_time(new_job: NewJob) -> None:
+    job = new_job(2)
+    script = prepared(job, """
+        from place import *
+        tell("up")
+        while not ctx.preempted:
+            time.sleep(0.01)
+        if rank == "1":
+            time.sleep(1.5)
+            print("saved at last")
+        if rank == "2":
+            sys.exit("RuntimeError: Connection closed by peer")
+        ctx.requeue()
+    """)  # fmt: skip
+    job.start_all(*WARNING, "--nproc-per-node", "2", script)
+    up(job, 4)
+    job.agents[0].send_signal(signal.SIGUSR1)
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"SIGUSR1 on {HOST}")
+    assert job.log(0, "rank1.out") == "saved at last\n"
+
+
+def test_a_failure_after_the_warning_is_a_failure(new_job: NewJob) -> None:
+    job = new_job(2)
+    script = prepared(job, """
+        from place import *
+        tell("up")
+        while not ctx.preempted:
+            time.sleep(0.01)
+        if rank == "1":
+            raise ValueError("the checkpoint cannot be written")
+        ctx.requeue()
+    """)  # fmt: skip
+    job.start_all(*WARNING, script)
+    up(job, 2)
+    job.agents[0].send_signal(signal.SIGUSR1)
+    assert job.wait() == [1, 1]
+    assert (job.result["state"], job.result["failure"]["rank"]) == ("FAILED", 1)
+    assert "the checkpoint cannot be written" in job.result["reason"]
+
+
+def test_an_exception_of_a_callback_leaves_the_script(new_job: NewJob) -> None:
+    job = new_job()
+    script = prepared(job, """
+        from place import *
+        def save():
+            raise OSError("no space left")
+        ctx.on_preempt(save)
+        ctx.on_preempt(lambda: tell("second"))
+        tell("up")
+        try:
+            time.sleep(1000)
+        finally:
+            tell("finally")
+    """)  # fmt: skip
+    job.start(0, *WARNING, script)
+    up(job, 1)
+    job.agents[0].send_signal(signal.SIGUSR1)
+    assert job.wait() == [1]
+    assert "OSError: no space left" in job.result["reason"]
+    assert job.path("finally0").exists()
+    assert not job.path("second0").exists()
+
+
+@pytest.mark.parametrize("warning", [(), WARNING])
+def test_exit_code_75_without_a_warning_is_a_failure(new_job: NewJob, warning: tuple[str, ...]) -> None:
+    job = new_job()
+    job.start(0, *warning, job.script("import sys; sys.exit(75)"))
+    assert job.wait() == [75]
+    assert (job.result["state"], job.result["failure"]["rank"]) == ("FAILED", 0)
+
+
+def test_workers_that_die_of_the_scheduler_s_sigterm_are_preempted(new_job: NewJob) -> None:
+    """It reaches the workers first here; the warning that explains it comes after."""
+    job = new_job(2)
+    job.start_all(*WARNING, prepared(job, DEAF))
+    up(job, 2)
+    for agent in job.agents:
+        for worker in below(job.starter_of(agent)):
+            os.kill(worker, signal.SIGTERM)
+    time.sleep(0.3)
+    job.agents[1].terminate()
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"SIGTERM on {HOST}")
+
+
+def test_a_worker_that_somebody_terminates_is_a_failure_in_the_end(new_job: NewJob) -> None:
+    job = new_job(2)
+    job.start_all(*WARNING, prepared(job, DEAF))
+    up(job, 2)
+    (worker,) = below(job.starter_of(job.agents[1]))
+    os.kill(worker, signal.SIGTERM)
+    assert job.wait() == [143, 143]
+    assert (job.result["state"], job.result["failure"]["rank"], job.result["failure"]["signal"]) == ("FAILED", 1, "SIGTERM")
+
+
+def test_an_agent_that_is_lost_after_the_warning_was_taken_away(new_job: NewJob) -> None:
+    job = new_job(2)
+    job.start_all(*WARNING, prepared(job, DEAF))
+    up(job, 2)
+    job.agents[0].send_signal(signal.SIGUSR1)
+    wait_until(lambda: job.events("warned"), PATIENCE)
+    job.agents[1].kill()
+    assert job.wait()[0] == 75
+    assert job.result["state"] == "PREEMPTED"
+    assert "was lost" in job.result["reason"]
+
+
+def test_a_worker_is_told_again_after_a_restart(new_job: NewJob) -> None:
+    """A failure after the warning, with restarts left: the new workers see the warning from the beginning."""
+    job = new_job()
+    script = prepared(job, """
+        from place import *
+        tell("up")
+        while not ctx.preempted:
+            time.sleep(0.01)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("the first time")
+        ctx.requeue()
+    """)  # fmt: skip
+    job.start(0, *WARNING, "--max-restarts", "1", script)
+    up(job, 1)
+    job.agents[0].send_signal(signal.SIGUSR1)
+    assert job.wait() == [75]
+    assert (job.result["state"], job.result["restarts"]) == ("PREEMPTED", 1)
+
+
+# -- the next attempt ------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_attempt_runs_in_the_same_directory(new_job: NewJob) -> None:
+    job = new_job(2)
+    script = prepared(job, ASKING)
+    job.start_all(*WARNING, script)
+    up(job, 2)
+    job.agents[0].send_signal(signal.SIGUSR1)
+    assert job.wait() == [75, 75]
+    (job.dir / "ends" / "node1.refused").write_text("1\nold: an older start's refusal")
+    for rank in (0, 1):
+        job.path(f"up{rank}").unlink()
+
+    for node_rank in (0, 1):
+        job.start(node_rank, *WARNING, script, env={"CLUSTERJOB_ATTEMPT": "1"})
+    wait_until(lambda: job.path("up0").exists() and job.path("up1").exists(), PATIENCE)
+    assert not (job.dir / "result.json").exists(), "the job runs: it has no result"
+    job.agents[2].send_signal(signal.SIGUSR1)
+    assert job.wait()[2:] == [75, 75]
+    assert (job.result["state"], job.result["attempt"]) == ("PREEMPTED", 1)
+    assert json.loads((job.dir / "ends" / "result.attempt0.json").read_text())["attempt"] == 0
+    assert [job.end_of(node)["attempt"] for node in (0, 1)] == [1, 1]
+    for rank in (0, 1):
+        assert job.log(rank, f"rank{rank}.out") == "warned at attempt 0\n"
+        assert job.log(rank, f"rank{rank}.attempt1.out") == "warned at attempt 1\n"
+    assert "warned at attempt 0" not in job.stdout(job.agents[2])
+    assert "warned at attempt 1" in job.stdout(job.agents[2])
+    assert "attempt 1: the job was queued again" in job.stderr(job.agents[2])
+    assert [event["attempt"] for event in job.events("started")] == [0, 1]
+
+
+def test_the_end_of_an_agent_of_an_old_attempt_is_not_the_job_s(new_job: NewJob) -> None:
+    job = new_job()
+    job.path("go").touch()
+    script = prepared(job, ASKING)
+    job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "2"})
+    assert job.wait() == [0]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "1", "CLUSTERJOB_MASTER_PORT": port})  # it cannot lead
+        assert job.wait() == [0, 1]
+    assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
+    assert job.end_of(0)["attempt"] == 2
+
+
+# -- the worker's side alone -----------------------------------------------------------------------------------------------
+
+
+def run_alone(directory: Path, text: str, extra: dict[str, str], fd: int | None = None) -> subprocess.Popen[str]:
+    """Start a process that is a worker by its variables, with nobody who would be its agent."""
+    (directory / "place.py").write_text(textwrap.dedent(PLACE))
+    (directory / "alone.py").write_text(textwrap.dedent(text))
+    environ = os.environ | {"RANK": "0", "LOCAL_RANK": "0"} | extra
+    return subprocess.Popen(
+        [sys.executable, "-S", "alone.py"], cwd=directory, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        pass_fds=() if fd is None else (fd,),
+    )  # fmt: skip
+
+
+def said(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    assert "Traceback" not in err, err
+    return process.returncode, out
+
+
+def test_without_an_agent_the_file_in_the_job_s_directory_counts(tmp_path: Path) -> None:
+    (tmp_path / "ends").mkdir()
+    process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_JOB_DIR": str(tmp_path), "CLUSTERJOB_ATTEMPT": "3"})
+    wait_until((tmp_path / "up0").exists, PATIENCE)
+    ends.warn(tmp_path, 2)
+    ends.warn(tmp_path, 3)
+    assert said(process) == (75, "first\nsecond\n")
+
+
+@pytest.mark.parametrize(("number", "variable"), [(signal.SIGUSR1, ""), (signal.SIGTERM, "none")])
+def test_without_an_agent_the_scheduler_s_signals_count(tmp_path: Path, number: int, variable: str) -> None:
+    process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": variable})
+    wait_until((tmp_path / "up0").exists, PATIENCE)
+    process.send_signal(number)
+    assert said(process) == (75, "first\nsecond\n")
+
+
+@pytest.mark.parametrize("variable", ["", "x", "7:", "0:1", "999999:1"])
+def test_sigterm_ends_a_process_that_no_scheduler_warns(tmp_path: Path, variable: str) -> None:
+    process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": variable})
+    wait_until((tmp_path / "up0").exists, PATIENCE)
+    process.terminate()
+    assert said(process) == (-signal.SIGTERM, "")
+
+
+def test_a_cancelled_job_s_sigterm_is_meant(tmp_path: Path) -> None:
+    process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": "none", "CLUSTERJOB_JOB_DIR": str(tmp_path)})
+    wait_until((tmp_path / "up0").exists, PATIENCE)
+    ends.cancel(tmp_path)
+    process.terminate()
+    assert said(process) == (-signal.SIGTERM, "")
+
+
+@pytest.fixture
+def pipe():
+    made = WarningPipe(warned=False)
+    yield made
+    for descriptor in (made.write_end, int(made.name.partition(":")[0])):
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass
+
+
+def test_the_first_sigterm_warns_and_the_second_ends(tmp_path: Path, pipe: WarningPipe) -> None:
+    text = """
+        from place import *
+        ctx.on_preempt(lambda: tell("warned"))
+        tell("up")
+        while True:
+            time.sleep(0.01)
+    """
+    process = run_alone(tmp_path, text, {"CLUSTERJOB_WARNING_FD": pipe.name}, int(pipe.name.partition(":")[0]))
+    wait_until((tmp_path / "up0").exists, PATIENCE)
+    process.terminate()
+    wait_until((tmp_path / "warned0").exists, PATIENCE)
+    assert process.poll() is None
+    process.terminate()
+    assert said(process)[0] == -signal.SIGTERM
+
+
+def test_any_number_of_processes_see_one_warning_at_any_time(pipe: WarningPipe) -> None:
+    read_end = int(pipe.name.partition(":")[0])
+
+    def state() -> int:
+        poll = select.poll()
+        poll.register(read_end, select.POLLIN)
+        return sum(event for _, event in poll.poll(0))
+
+    assert state() == 0
+    for _ in range(3):
+        pipe.warn()
+        assert state() == select.POLLIN
+    os.close(os.dup(pipe.write_end))
+    assert state() == select.POLLIN
+    os.close(pipe.write_end)
+    assert state() == select.POLLIN | select.POLLHUP
+
+
+def test_a_worker_s_children_keep_their_sigterm(tmp_path: Path, pipe: WarningPipe) -> None:
+    """multiprocessing and torch's DataLoader end theirs by it, and wait."""
+    text = """
+        import multiprocessing
+        from place import *
+        asked = sys.argv[1:] == ["asked"]
+        def sleep():
+            ctx.preempted
+            tell("child")
+            time.sleep(1000)
+        if os.environ["ASKED"] == "before":
+            ctx.on_preempt(lambda: None)
+        child = multiprocessing.get_context("fork").Process(target=sleep)
+        child.start()
+        while not os.path.exists("child0"):
+            time.sleep(0.01)
+        child.terminate()
+        child.join(30)
+        print(child.exitcode)
+    """
+    for asked in ("before", "after"):
+        extra = {"CLUSTERJOB_WARNING_FD": pipe.name, "ASKED": asked}
+        assert said(run_alone(tmp_path, text, extra, int(pipe.name.partition(":")[0]))) == (0, "-15\n")
+        (tmp_path / "child0").unlink()
+
+
+def test_a_callback_after_the_warning_runs_at_once_and_one_of_a_thread_on_a_thread(tmp_path: Path, pipe: WarningPipe) -> None:
+    text = """
+        import threading
+        from place import *
+        def name():
+            print(threading.current_thread().name, flush=True)
+        thread = threading.Thread(target=ctx.on_preempt, args=(name,))
+        thread.start()
+        thread.join()
+        tell("up")
+        while not ctx.preempted:
+            time.sleep(0.01)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        ctx.on_preempt(name)
+        begin = time.perf_counter()
+        for _ in range(1000):
+            ctx.preempted
+        assert time.perf_counter() - begin < 1
+    """
+    process = run_alone(tmp_path, text, {"CLUSTERJOB_WARNING_FD": pipe.name}, int(pipe.name.partition(":")[0]))
+    wait_until((tmp_path / "up0").exists, PATIENCE)
+    pipe.warn()
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    assert said(process) == (0, "clusterjob-warning\nMainThread\n")
+
+
+def test_a_plain_process_is_never_preempted(tmp_path: Path) -> None:
+    text = """
+        from place import *
+        ctx.on_preempt(lambda: print("called"))
+        print(ctx.preempted, ctx.attempt)
+    """
+    assert said(run_alone(tmp_path, text, {})) == (0, "False 0\n")
+
+
+# -- what the lead makes of ends -------------------------------------------------------------------------------------------
+
+
+def failure(rank: int, code: int = 1, *, signal_name: str | None = None, effect: bool = False, message: str = "m") -> Failure:
+    return Failure(rank, rank, 0, "h", code, signal_name, message, (), effect)
+
+
+def test_the_time_that_workers_have() -> None:
+    assert Notice(90, 3).seconds == 85
+    assert Notice(4, 3).seconds == 2
+    assert Notice(None, 3).seconds == float("inf")
+
+
+def test_an_end_that_looks_like_a_preemption_waits_for_the_warning() -> None:
+    notice, judge = Notice(60, 3), Judge()
+    assert not notice.takes(failure(0), 10.0, exited=True)
+    assert notice.takes(failure(1, 143, signal_name="SIGTERM"), 10.0, exited=False)
+    assert notice.takes(failure(1, 143, signal_name="SIGTERM"), 10.1, exited=True)
+    assert notice.takes(failure(2, 75), 10.5, exited=True)
+    assert notice.suspicion_due == 10.0 + SUSPICION
+    assert not notice.left
+    notice.give_up(judge, 10.0 + SUSPICION)
+    assert judge.root() == failure(1, 143, signal_name="SIGTERM")
+    assert judge.stop_due() == 0.0
+    assert notice.begin("SIGTERM on h", 11.0)
+    assert not notice.begin("SIGUSR1 on h", 12.0)
+    assert notice.left
+    assert (notice.why, notice.due, notice.suspicion_due) == ("SIGTERM on h", 66.0, float("inf"))
+
+
+def test_only_those_whose_peer_left_are_pardoned() -> None:
+    notice = Notice(60, 3)
+    notice.begin("SIGUSR1 on h", 0.0)
+    assert not notice.takes(failure(0, effect=True), 1.0, exited=True)
+    assert notice.takes(failure(1, 75), 2.0, exited=False)
+    assert notice.takes(failure(1, 134, signal_name="SIGABRT"), 3.0, exited=True)  # it said that it leaves
+    assert notice.takes(failure(0, effect=True), 4.0, exited=True)
+    assert not notice.takes(failure(2), 5.0, exited=True)
+
+
+def test_a_job_that_may_not_be_preempted_has_no_suspects() -> None:
+    notice = Notice(None, 3)
+    assert not notice.takes(failure(0, 75), 1.0, exited=True)
+    assert not notice.takes(failure(0, 143, signal_name="SIGTERM"), 1.0, exited=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "signal_name", "expected"),
+    [
+        ("killed by SIGTERM", "SIGTERM", True),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. ", None, True),
+        ("RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly", None, True),
+        ("torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15", None, True),
+        ("ValueError: boom", None, False),
+        ("killed by SIGKILL", "SIGKILL", False),
+    ],
+)
+def test_who_was_ended_by_sigterm(message: str, signal_name: str | None, expected: bool) -> None:
+    assert is_termination(failure(0, message=message, signal_name=signal_name)) is expected
+
+
+# -- a training that is interrupted ----------------------------------------------------------------------------------------
+
+RESUME = ROOT / "examples" / "train_resume.py"
+
+
+def train(job: Job, attempt: int, steps: int, *, steps_between: int = 1000) -> subprocess.Popen[bytes]:
+    """Start one attempt of the example on two processes."""
+    arguments = ("--checkpoint", "model.pt", "--steps", str(steps), "--save-every", str(steps_between))
+    variables = {"CLUSTERJOB_ATTEMPT": str(attempt)}
+    return job.start(0, *WARNING, "--nproc-per-node", "2", str(RESUME), *arguments, python=WITH_TORCH, env=variables)
+
+
+def weights(job: Job, agent: subprocess.Popen[bytes]) -> str:
+    assert agent.wait(PATIENCE) == 0, job.stderr(agent)
+    return job.stdout(agent).rpartition("weights ")[2].strip()
+
+
+def steps_before(job: Job, attempt: int, count: int) -> None:
+    """Wait until an attempt has saved so many checkpoints."""
+    path = job.dir / "logs" / "node0" / (f"rank0.attempt{attempt}.out" if attempt else "rank0.out")
+    wait_until(lambda: path.exists() and path.read_text().count("saved") >= count, PATIENCE, "the checkpoints")
+
+
+def test_an_interrupted_training_ends_with_the_weights_of_an_undisturbed_one(new_job: NewJob) -> None:
+    """Warned once, killed once without a warning, each time in the middle of its steps."""
+    steps = 800
+    undisturbed = new_job()
+    expected = weights(undisturbed, train(undisturbed, 0, steps))
+    assert len(expected) == 16
+
+    job = new_job()
+    warned = train(job, 0, steps, steps_between=50)
+    steps_before(job, 0, 2)
+    warned.send_signal(signal.SIGUSR1)
+    assert warned.wait(PATIENCE) == 75, job.stderr(warned)
+    assert job.result["state"] == "PREEMPTED"
+
+    killed = train(job, 1, steps, steps_between=50)
+    steps_before(job, 1, 2)
+    killed.kill()
+    killed.wait(PATIENCE)
+    nothing_left(PATIENCE)
+
+    last = train(job, 2, steps, steps_between=50)
+    assert weights(job, last) == expected
+    first_steps = [int(job.log(0, f"rank0{name}.out").partition("from step ")[2].split()[0]) for name in ("", ".attempt1", ".attempt2")]
+    assert first_steps[0] == 0 < first_steps[1] < first_steps[2] < steps
+    assert first_steps[2] % 50 == 0
+    assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
