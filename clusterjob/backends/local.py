@@ -119,6 +119,9 @@ class LocalBackend:
         """Return how jobs stand, from their directories and the process table."""
         return {record.job_id: _status(record) for record in records}
 
+    def collect(self, record: Record) -> None:
+        """The job writes into `record.job_dir` itself."""
+
     def cancel(self, records: Sequence[Record]) -> None:
         """Have every agent stop its workers; kill the agents that do not within the job's grace.
 
