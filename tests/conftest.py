@@ -25,6 +25,7 @@ from procs import (
     marked,
 )
 from slurm_fixtures import _slurm_dbd, _slurm_either, _slurm_none, slurm, slurm_accounted, slurm_cluster  # noqa: F401  fixtures
+from slurm_user import user, user_accounted, user_of_either  # noqa: F401  fixtures
 
 SETTLING = 2.0  # seconds that what a test has started may take to be gone
 _FAMILIES = ("SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_", "OMPI_", "PMI_")

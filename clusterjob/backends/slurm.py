@@ -127,7 +127,7 @@ class SlurmBackend:
         found: dict[str, Status] = {}
         open_: dict[tuple[str | None, str | None], list[Record]] = {}
         for record in records:
-            verdict = slurm_ends.verdict_of(record.job_dir)
+            verdict = _told(record)
             if verdict is not None and slurm_ends.settled(verdict, record.job_dir):
                 found[record.job_id] = directory.ended(verdict)
             else:
@@ -297,7 +297,16 @@ def _adopt(record: Record, snapshot: Snapshot) -> Handle | None:
 
 
 def _has_news(record: Record) -> bool:
-    return ends.cancelled(record.job_dir) or slurm_ends.verdict_of(record.job_dir) is not None
+    """Return whether the job's directory tells of an end that only Slurm can explain."""
+    by_srun = _started_by_srun(record) and slurm_ends.step_code(record.job_dir) is not None
+    return by_srun or ends.cancelled(record.job_dir) or slurm_ends.verdict_of(record.job_dir) is not None
+
+
+def _told(record: Record) -> Verdict | None:
+    """Return how the job ended as its directory tells it: the agents' verdict; where srun started the workers, its success."""
+    if _started_by_srun(record):
+        return slurm_ends.of_step(record.job_dir, 0, None) if slurm_ends.step_code(record.job_dir) == 0 else None
+    return slurm_ends.verdict_of(record.job_dir)
 
 
 def _unseen(record: Record, snapshot: Snapshot) -> Status:

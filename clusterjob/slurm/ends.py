@@ -34,11 +34,17 @@ def verdict_of(job_dir: Path) -> Verdict | None:
 def settled(verdict: Verdict, job_dir: Path) -> bool:
     """Return whether a verdict of the agents needs no word of Slurm's.
 
-    A SIGTERM may be a scancel, the time limit or a preemption, after which the job is queued again: only Slurm knows.
+    A SIGTERM may be a scancel, the time limit or a preemption, after which the job is queued again: only Slurm knows. It goes to
+    every process of the step at once, so a worker may have ended by it before its agent was told.
     """
-    if verdict.state in (JobState.SUCCEEDED, JobState.FAILED):
-        return True
-    return verdict.state is JobState.CANCELLED and ends.cancelled(job_dir)
+    if verdict.state is JobState.FAILED:
+        return not _by_the_way(verdict, job_dir)
+    return verdict.state is JobState.SUCCEEDED or (verdict.state is JobState.CANCELLED and ends.cancelled(job_dir))
+
+
+def _by_the_way(verdict: Verdict, job_dir: Path) -> bool:
+    """Return whether a failure may be nothing but how a worker took its SIGTERM."""
+    return ends.cancelled(job_dir) or (verdict.failure is not None and verdict.failure.signal == "SIGTERM")
 
 
 def step_code(job_dir: Path) -> int | None:
@@ -46,8 +52,11 @@ def step_code(job_dir: Path) -> int | None:
     found = {}
     for path in ends.directory(job_dir).glob("srun.*"):
         number = path.suffix[1:]
-        text = path.read_text(errors="replace").strip()
-        if number.isdigit() and text.isdigit():
+        try:
+            text = path.read_bytes().strip()
+        except OSError:  # gone since it was listed
+            continue
+        if number.isascii() and number.isdigit() and text.isdigit():
             found[int(number)] = int(text)
     return found[max(found)] if found else None
 
@@ -85,13 +94,13 @@ def _task(job_dir: Path, rank: int, host: str, how: str, code: int, *, ended_by_
     exited = re.fullmatch(r"Exited with exit code (\d+)", how)
     signal = next((name for text, name in _SIGNALS if how.startswith(text)), None)
     own = int(exited[1]) if exited else _SIGNAL_CODES.get(signal or "", code)
-    node_rank, lines = _rank_lines(job_dir, rank)
+    node_rank, local_rank, lines = _rank_lines(job_dir, rank)
     effect = is_peer_loss("\n".join(lines)) or (ended_by_srun and signal in ("SIGKILL", "SIGTERM"))
     message = f"killed by {signal}" if signal else f"exited with code {own}" if exited else how
     exception = last_exception(lines)
     if exception is not None and exited:
         message = f"{exception} ({message})"
-    return Failure(rank, None, node_rank, host, own, signal, message, lines, effect)
+    return Failure(rank, local_rank, node_rank, host, own, signal, message, lines, effect)
 
 
 _SIGNALS = (
@@ -104,13 +113,15 @@ _SIGNALS = (
 _SIGNAL_CODES = {"SIGKILL": 137, "SIGTERM": 143, "SIGSEGV": 139, "SIGABRT": 134, "SIGBUS": 135}
 
 
-def _rank_lines(job_dir: Path, rank: int) -> tuple[int, tuple[str, ...]]:
+def _rank_lines(job_dir: Path, rank: int) -> tuple[int, int | None, tuple[str, ...]]:
+    """Return a rank's node and its place there, as its log lies beside those of the others, and its last words."""
     for folder in sorted((job_dir / "logs").glob("node*")):
         number = folder.name.removeprefix("node")
         err = rank_files(node_directory(job_dir, int(number)), rank, 0)[1] if number.isdigit() else folder
         if err.is_file():
-            return int(number), last_lines(err)
-    return 0, ()
+            beside = [path.stem.removeprefix("rank") for path in folder.glob("rank*.err")]
+            return int(number), sum(other.isdigit() and int(other) < rank for other in beside), last_lines(err)
+    return 0, None, ()
 
 
 def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | None) -> Verdict:
@@ -126,6 +137,9 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         return Verdict(JobState.LOST, 1, f"Slurm says {row.state}: a node of the job failed", **common)
     if row.state == "PREEMPTED":
         return Verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, "Slurm preempted the job and did not queue it again", **common)
+    if row.state == "CANCELLED" and own is not None and own.state is JobState.FAILED and _by_the_way(own, job_dir):
+        reason = "cancelled" if ends.cancelled(job_dir) else f"Slurm says CANCELLED{why}"
+        return replace(own, state=JobState.CANCELLED, exit_code=CANCELLED_EXIT_CODE, reason=reason, failure=None, consequences=())
     if own is not None:
         return own
     if row.state == "CANCELLED":

@@ -1,0 +1,206 @@
+"""A user of a real Slurm in the tests: a directory, an interpreter that starts at once, and clusterjob as a command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import PATIENCE, kill_one_by_one, nothing_left, own_marked, wait_until
+from slurm_cluster import SlurmCluster
+
+import clusterjob
+
+PACKAGE = str(Path(clusterjob.__file__).parent)
+CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
+PROMPT = 10.0  # seconds; several times what nothing but Slurm's own delays needs
+
+# Names itself by a file, then waits for ever.
+SLEEPER = """
+    import os, pathlib, time
+    print("line of", os.environ["RANK"], flush=True)
+    pathlib.Path(f"up{os.environ['RANK']}").touch()
+    time.sleep(1000)
+"""
+# The same, until the file `leave` is there.
+GUEST = """
+    import os, pathlib, time
+    print("line of", os.environ["RANK"], flush=True)
+    pathlib.Path(f"up{os.environ['RANK']}").touch()
+    while not os.path.exists("leave"):
+        time.sleep(0.02)
+    print("left", os.environ["RANK"], flush=True)
+"""
+
+
+class User:
+    """Somebody on a login node. The interpreter of the jobs finds no torch to import, and so starts in a tenth of the time."""
+
+    def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
+        self.slurm = slurm
+        self.directory = directory
+        self.python = directory.parent / "python"
+        self.python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+        self.python.chmod(0o755)
+        patch.setenv("CLUSTERJOB_PYTHON", str(self.python))
+        self.patch = patch
+        self.home = Path(os.environ["CLUSTERJOB_HOME"])
+        self.running: list[subprocess.Popen[str]] = []
+
+    # -- files ----------------------------------------------------------------------------------------------------------
+
+    def path(self, name: str) -> Path:
+        return self.directory / name
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        self.path(name).write_text(textwrap.dedent(text))
+        return name
+
+    def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
+        wait_until(lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}")
+
+    def command_first_on_path(self, name: str, text: str) -> Path:
+        """Put a shell script of this name before the real command, which it finds as $REAL; return a file for its notes, $NOTES."""
+        bin_, notes = self.directory.parent / "bin", self.directory.parent / f"notes-{name}"
+        bin_.mkdir(exist_ok=True)
+        notes.touch()
+        real = subprocess.run(["which", name], capture_output=True, text=True, check=False).stdout.strip()
+        (bin_ / name).write_text(f"#!/bin/sh\nREAL={shlex.quote(real)} NOTES={shlex.quote(str(notes))}\n{textwrap.dedent(text)}")
+        (bin_ / name).chmod(0o755)
+        if not os.environ["PATH"].startswith(f"{bin_}:"):
+            self.patch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
+        return notes
+
+    # -- commands -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: str, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run clusterjob to its end; fail the test unless it ends with this code."""
+        options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, "timeout": PATIENCE, **options}
+        done = subprocess.run([*CLUSTERJOB, *args], check=False, capture_output=True, text=True, errors="surrogateescape", **options)
+        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
+        assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
+        return done
+
+    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        """Start clusterjob; its output goes to files, which `said` returns."""
+        number = len(self.running)
+        with self._output(number, "out").open("w") as out, self._output(number, "err").open("w") as err:
+            options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options}
+            self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
+        return self.running[-1]
+
+    def said(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+        """Return what a started command has written to stdout and to stderr so far."""
+        number = self.running.index(process)
+        return self._output(number, "out").read_text(), self._output(number, "err").read_text()
+
+    def _output(self, number: int, stream: str) -> Path:
+        return self.directory.parent / f"command{number}.{stream}"
+
+    def run(self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0) -> subprocess.CompletedProcess[str]:
+        return self("run", "--cluster", "slurm", *options, self.script(text), *args, code=code)
+
+    def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
+        return self("submit", "--cluster", "slurm", *options, self.script(text), *args).stdout.strip()
+
+    def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
+        """Return what is said of a job that is refused, of which nothing may be left."""
+        before = self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout
+        said = self(command, "--cluster", "slurm", *options, self.script("pass"), code=code).stderr
+        assert self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout == before
+        assert self.left_behind() == []
+        return said
+
+    # -- jobs -----------------------------------------------------------------------------------------------------------
+
+    def jobs(self, *ids: str) -> list[dict[str, Any]]:
+        jobs: list[dict[str, Any]] = json.loads(self(*(("status", "--json", *ids) if ids else ("list", "--json"))).stdout)["jobs"]
+        return jobs
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        [job] = self.jobs(job_id)
+        return job
+
+    def wait_for_state(self, job_id: str, *states: str, timeout: float = PATIENCE) -> dict[str, Any]:
+        def there() -> dict[str, Any] | None:
+            job = self.job(job_id)
+            return job if job["state"] in states else None
+
+        found = wait_until(there, timeout, f"{job_id} to be {' or '.join(states)}: {self.job(job_id)}")
+        assert found is not None
+        return found
+
+    def directory_of(self, job_id: str) -> Path:
+        whole, _, index = job_id.partition("_")
+        return self.home / "jobs" / whole / (f"elements/{index}" if index else "")
+
+    def slurm_id(self, job_id: str) -> str:
+        """Return Slurm's id of a job, as its record has it."""
+        return str(json.loads((self.home / "records" / f"{job_id}.json").read_text())["handle"]["id"])
+
+    def slurm_job(self, job_id: str) -> dict[str, str]:
+        return self.slurm.job(self.slurm_id(job_id))
+
+    def output(self, job_id: str, *options: str) -> str:
+        return self("logs", job_id, *options).stdout
+
+    def left_behind(self) -> list[str]:
+        """Return the files of jobs and the records that are there."""
+        places = (self.home / "jobs", self.home / "records")
+        return [str(path) for place in places for path in place.rglob("*") if not path.is_dir()]
+
+    def logs(self) -> str:
+        """Return the ends of what jobs have written where nobody looks while all is well."""
+        found = sorted([*self.home.glob("jobs/**/slurm*.out"), *self.home.glob("jobs/**/agent.log")])
+        return "\n".join(f"-- {path}:\n{path.read_text(errors='replace')[-2000:]}" for path in found)
+
+
+@contextlib.contextmanager
+def _user_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[User]:
+    directory = tmp_path / "work"
+    directory.mkdir()
+    user = User(slurm, directory, patch)
+    try:
+        yield user
+    finally:
+        still = [process for process in user.running if process.poll() is None]
+        for process in still:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+        slurm.restore()
+        with contextlib.suppress(AssertionError):
+            nothing_left(PROMPT)
+        left = own_marked()
+        kill_one_by_one(left)
+    assert not still, f"commands that the test left running: {[process.args for process in still]}"
+
+
+@pytest.fixture
+def user(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
+    """Return a user of the Slurm that has no accounting."""
+    with _user_of(slurm, tmp_path, monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def user_of_either(slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
+    """Return a user of a Slurm without accounting and then, in another run of the test, of one with it."""
+    with _user_of(slurm_cluster, tmp_path, monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def user_accounted(slurm_accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
+    """Return a user of the Slurm that has accounting."""
+    with _user_of(slurm_accounted, tmp_path, monkeypatch) as made:
+        yield made

@@ -1,0 +1,199 @@
+"""Jobs under a real Slurm: what arrives on the nodes, how they end, and what other commands, of other processes, can do with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+from procs import nothing_left, wait_until
+from slurm_user import GUEST, PROMPT, SLEEPER, User
+
+TELL = """
+    import json, os, sys
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
+    print(json.dumps({name: os.environ.get(name) for name in names}))
+"""
+
+
+def told(out: str) -> list[dict[str, str]]:
+    """Return what each rank has told of itself, in the order of the ranks."""
+    return [json.loads(line.partition("] ")[2]) for line in sorted(out.splitlines())]
+
+
+@pytest.mark.parametrize("launcher", ["agent", "srun"])
+def test_two_nodes_run_one_job(user: User, launcher: str) -> None:
+    options = ("--nodes", "2", "--gpus-per-node", "8", "--nproc-per-node", "2", "--exclude", "n1", "--launcher", launcher)
+    if launcher == "srun":  # it is the script's own business then where the others are
+        text = TELL.replace('"RANK"', '"SLURM_PROCID"').replace('"LOCAL_RANK"', '"SLURM_LOCALID"').replace('"WORLD_SIZE"', '"SLURM_NTASKS"')
+        ranks = told(user.run(text, *options).stdout)
+        seen = [(one["SLURM_PROCID"], one["SLURM_LOCALID"], one["SLURM_NTASKS"], one["SLURMD_NODENAME"]) for one in ranks]
+    else:
+        ranks = told(user.run(TELL, *options).stdout)
+        seen = [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["SLURMD_NODENAME"]) for one in ranks]
+        assert {one["MASTER_ADDR"] for one in ranks} == {"127.0.0.2"}  # NodeAddr of n2, whose name does not resolve
+        assert [one["GROUP_RANK"] for one in ranks] == ["0", "0", "1", "1"]
+    assert seen == [("0", "0", "4", "n2"), ("1", "1", "4", "n2"), ("2", "0", "4", "n3"), ("3", "1", "4", "n3")]
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in ranks} == {"0,1,2,3,4,5,6,7"}  # each rank sees its peers' GPUs too
+    [job] = user.jobs()
+    assert (job["state"], job["exit_code"], job["nodes"], job["backend"]) == ("SUCCEEDED", 0, 2, "slurm")
+    assert (user.directory_of(job["id"]) / "ends" / "srun.0").read_text() == "0\n"
+    assert user.slurm.wait_for_job(job["backend_id"])["ExitCode"] == "0:0"
+    nothing_left(PROMPT)
+
+
+@pytest.mark.parametrize("launcher", ["agent", "srun"])
+def test_a_rank_that_fails_ends_the_job_on_all_nodes_and_is_named(user: User, launcher: str) -> None:
+    text = """
+        import os, pathlib, sys, time
+        rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+        pathlib.Path(f"up{rank}").touch()
+        while not all(os.path.exists(f"up{one}") for one in range(4)):
+            time.sleep(0.02)
+        if rank == "3":
+            raise ValueError("boom")
+        time.sleep(1000)
+    """
+    options = ("--nodes", "2", "--nproc-per-node", "2", "--nodelist", "n3,n4", "--launcher", launcher)
+    said = user.run(text, *options, code=1).stderr
+    assert re.search(r"FAILED: rank 3 \(node 1, local rank 1, host n4\): ValueError: boom", said), said
+    nothing_left(PROMPT)
+    [job] = user.jobs()
+    assert {key: job["failure"][key] for key in ("rank", "local_rank", "node_rank", "host", "exit_code")} == {
+        "rank": 3, "local_rank": 1, "node_rank": 1, "host": "n4", "exit_code": 1,
+    }  # fmt: skip
+    ended = user.slurm.wait_for_job(job["backend_id"])
+    # srun's own is the highest of all tasks' codes, also of those that it has ended itself.
+    code = (user.directory_of(job["id"]) / "ends" / "srun.0").read_text().strip()
+    assert code in (("1",) if launcher == "agent" else ("1", "137", "143"))
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{code}:0")
+
+
+def test_the_exit_code_is_the_guilty_rank_s(user: User) -> None:
+    text = "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(1000)"
+    said = user.run(text, "--nodes", "2", "--launcher", "srun", code=137).stderr
+    assert "rank 1 (node 1, local rank 0, host n2): killed by SIGKILL" in said  # srun itself may well say 143 of the other
+    said = user.run("import sys; sys.exit(7)", code=7).stderr
+    assert "rank 0 (node 0, local rank 0, host n1): sys.exit(7)" in said
+    assert {user.slurm.wait_for_job(job["backend_id"])["JobState"] for job in user.jobs()} == {"FAILED"}
+
+
+def test_torchrun_is_the_launcher_on_each_node(user: User) -> None:
+    user.patch.delenv("CLUSTERJOB_PYTHON")  # torch has to be there
+    text = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['SLURMD_NODENAME'])"
+    out = user.run(text, "--nodes", "2", "--nproc-per-node", "1", "--launcher", "torchrun").stdout
+    assert sorted(re.findall(r"rank \d of 2 n\d", out)) == ["rank 0 of 2 n1", "rank 1 of 2 n2"]
+
+
+def test_what_was_asked_for_arrives_at_slurm(user: User) -> None:
+    job_id = user.submit(
+        SLEEPER, "--name", "a name", "--time", "30m", "--mem", "3G", "--nproc-per-node", "3", "--cpus-per-task", "2",
+        "--partition", "small", "--set", "hold=true", "--set", "nice=7", "--set", "comment=my own | words", "--set", "begin=now+1hour", "--gpus-per-node", "4",
+    )  # fmt: skip
+    job = user.slurm_job(job_id)
+    assert {name: job[name] for name in ("Partition", "TimeLimit", "NumNodes", "NumCPUs", "CPUs/Task", "Nice", "Requeue")} == {
+        "Partition": "small", "TimeLimit": "00:30:00", "NumNodes": "1-1", "NumCPUs": "6", "CPUs/Task": "6", "Nice": "7", "Requeue": "0",
+    }  # fmt: skip
+    assert "mem=3G" in job["TRES"]
+    assert job["TresPerNode"] == "gres:gpu:4"
+    shown = user.slurm.run("squeue", "--noheader", "--format=%j|%k|%Z").stdout.strip()
+    assert shown == f"a name|clusterjob:{job_id} my own | words|{user.directory_of(job_id)}"
+    status = user.job(job_id)
+    assert (status["state"], status["backend_id"]) == ("PENDING", user.slurm_id(job_id))
+    assert "JobHeldUser" in status["reason"] or "BeginTime" in status["reason"]
+    user("cancel", job_id)
+    assert user.wait_for_state(job_id, "CANCELLED")["exit_code"] == 143
+    assert user.slurm_job(job_id)["JobState"] == "CANCELLED"
+    assert user("wait", job_id, code=143).stderr.startswith(f"clusterjob: job {job_id} CANCELLED")
+
+
+def test_another_process_asks_follows_and_cancels(user: User) -> None:
+    """And what the directory does not tell, such as whose scancel it was, is asked of Slurm."""
+    job_id = user.submit(SLEEPER, "--nodes", "2")
+    user.wait_for("up0", "up1")
+    assert user.wait_for_state(job_id, "RUNNING")["started_at"] is not None
+    assert user.output(job_id) == "[0] line of 0\n[1] line of 1\n"
+    follower = user.start("logs", "-f", job_id)
+    waiter = user.start("wait", job_id)
+    wait_until(lambda: "line of 1" in user.said(follower)[0], PROMPT)
+    user("cancel", job_id)
+    assert (follower.wait(PROMPT), waiter.wait(PROMPT)) == (143, 143)
+    assert "CANCELLED: cancelled" in user.said(waiter)[1]
+    nothing_left(PROMPT)
+    assert "had ended already" in user("cancel", job_id).stderr
+
+    job_id = user.submit(SLEEPER.replace("up", "down"), "--nodes", "2")
+    user.wait_for("down0", "down1")
+    user.slurm.run("scancel", user.slurm_id(job_id))
+    assert user.wait_for_state(job_id, "CANCELLED", timeout=PROMPT)["exit_code"] == 143
+    nothing_left(PROMPT)
+
+
+def test_run_cancels_at_ctrl_c(user: User) -> None:
+    command = user.start("run", "--cluster", "slurm", "--nodes", "2", user.script(SLEEPER))
+    user.wait_for("up0", "up1")
+    command.send_signal(2)
+    assert command.wait(PROMPT) == 130
+    [job] = user.jobs()
+    assert job["state"] == "CANCELLED"
+    assert user.slurm.wait_for_job(job["backend_id"])["JobState"] in ("CANCELLED", "FAILED")
+    nothing_left(PROMPT)
+
+
+def test_a_plain_scancel_of_a_job_that_waits(user: User) -> None:
+    job_id = user.submit(SLEEPER, "--set", "hold=true")
+    user.slurm.run("scancel", user.slurm_id(job_id))
+    job = user.wait_for_state(job_id, "CANCELLED", timeout=PROMPT)
+    assert (job["exit_code"], job["started_at"]) == (143, None)
+
+
+def test_setup_lines_run_on_each_node_and_one_that_fails_is_named(user: User) -> None:
+    text = "import os\nprint(os.environ['SLURMD_NODENAME'], os.environ['FROM_SETUP'])"
+    out = user.run(text, "--nodes", "2", "--setup", "export FROM_SETUP=$(echo $SLURMD_NODENAME | tr n N)").stdout
+    assert sorted(out.splitlines()) == ["[0] n1 N1", "[1] n2 N2"]
+    said = user.run(text, "--nodes", "2", "--setup", "if [ $SLURM_NODEID = 1 ]; then sh -c 'exit 9'; fi", code=9).stderr
+    assert "FAILED: node 1 (host n2): a setup line failed: if [" in said
+    nothing_left(PROMPT)
+
+
+def test_a_template_of_one_s_own(user: User) -> None:
+    user.path("mine.sh.j2").write_text('#!/bin/bash\n#SBATCH --nice=77\necho mine >&2\n{% include "slurm.sh.j2" %}\n')
+    job_id = user.submit("print('worked')", "--template", "mine.sh.j2")
+    assert user("wait", job_id).stderr == f"clusterjob: job {job_id} SUCCEEDED\n"
+    assert user.slurm_job(job_id)["Nice"] == "77"
+    assert (user.directory_of(job_id) / "logs" / "slurm.out").read_text().startswith("mine\n")
+
+
+def test_an_image_reaches_the_engine(user: User) -> None:
+    """Neither engine can run here: Pyxis' words are seen in the script, apptainer's as a stand-in is handed them."""
+    rendered = user("render", "--cluster", "slurm", "--container", "nvcr.io/nvidia/pytorch:24.01-py3", user.script("pass")).stdout
+    job_dir = re.search(r"export CLUSTERJOB_JOB_DIR=(\S+)", rendered)
+    assert job_dir is not None
+    srun = next(line for line in rendered.splitlines() if "CLUSTERJOB_TASK=1 srun" in line)
+    mounts = f"--container-mounts={job_dir[1]}:{job_dir[1]},{user.directory}:{user.directory}"
+    for word in ("--container-image=nvcr.io/nvidia/pytorch:24.01-py3", mounts, f"--container-workdir={user.directory}"):
+        assert word in srun
+
+    notes = user.command_first_on_path("apptainer", 'printf "%s\\n" "$@" > "$NOTES"\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
+    user.path("my image.sif").touch()
+    out = user.run("print('inside')", "--gpus-per-node", "1", "--container", "my image.sif", "--python", str(user.python)).stdout
+    assert out == "inside\n"
+    [job] = user.jobs()
+    job_dir_ = str(user.directory_of(job["id"]))
+    binds = ["--bind", f"{job_dir_}:{job_dir_}", "--bind", f"{user.directory}:{user.directory}"]
+    image = str(user.directory / "my image.sif")
+    assert notes.read_text().splitlines() == ["exec", "--nv", *binds, "--pwd", str(user.directory), image, "bash", f"{job_dir_}/slurm.sh"]
+
+
+def test_clusterjob_chooses_slurm_where_it_is(user: User) -> None:
+    job_id = user("submit", user.script(GUEST)).stdout.strip()
+    user.wait_for("up0")
+    assert user.job(job_id)["backend"] == "slurm"
+    user.path("leave").touch()
+    assert user("wait", job_id).returncode == 0
+    del os.environ["SLURM_CONF"]
+    try:
+        assert json.loads(user("config", "--json").stdout)["backend"] == "local"
+    finally:
+        user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
