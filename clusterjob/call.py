@@ -16,6 +16,10 @@ from typing import Any
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract, files
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from clusterjob.context import Context
+
 _FOLDER = "call"
 
 
@@ -81,10 +85,11 @@ def main() -> None:
     job_dir = Path(named)
     index = os.environ.get(contract.ARRAY_INDEX)
     base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
-    delayed = _load(call_file(base, number))
+    paths, delayed = _load(call_file(base, number))
     from clusterjob import bootstrap
 
     with bootstrap.init() as context:
+        _continue_later(context, delayed, paths, call_file(base, number))
         outcome_file = _outcome_file(job_dir, context.rank, contract.read_attempt(os.environ))
         outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -94,12 +99,41 @@ def main() -> None:
             raise
 
 
-def _load(path: Path) -> Any:
+def _continue_later(context: Context, delayed: Any, paths: list[str], path: Path) -> None:
+    """Have a function that says how it is to be continued do so when the job is warned of its end.
+
+    That is submitit's Checkpointable: ``checkpoint(*args, **kwargs)`` returns the call that the next attempt is to make. Rank 0 is asked.
+    """
+    checkpoint = getattr(delayed.function, "__submitit_checkpoint__", None) or getattr(delayed.function, "checkpoint", None)
+    if checkpoint is None:
+        return
+
+    def leave() -> None:
+        if context.is_main:
+            files.write_atomic(path, pickled(paths, checkpoint(*delayed.args, **delayed.kwargs)))
+        context.requeue()
+
+    context.on_preempt(leave)
+
+
+def pickled(paths: list[str], delayed: Any) -> bytes:
+    """Return a call as the worker reads it.
+
+    Args:
+        paths: where its modules may lie.
+        delayed: submitit's DelayedSubmission.
+    """
+    import cloudpickle
+
+    return pickle.dumps(paths) + bytes(cloudpickle.dumps(delayed))
+
+
+def _load(path: Path) -> tuple[list[str], Any]:
     with path.open("rb") as stream:
         paths = pickle.load(stream)  # noqa: S301 - the user's own call, from the user's own directory
         sys.path[1:1] = [entry for entry in paths if entry not in sys.path]
         try:
-            return pickle.load(stream)  # noqa: S301
+            return paths, pickle.load(stream)  # noqa: S301
         except ModuleNotFoundError as error:
             raise ClusterJobError(f"the function cannot be loaded: {error}", f"{sys.executable} has to have what it needs") from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -147,13 +146,12 @@ def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> lis
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    import cloudpickle
     from submitit.core.utils import DelayedSubmission
 
     # Modules that lie beside the submitting script are found there by the workers too.
     paths = [os.path.abspath(entry) for entry in sys.path[:1]]
     try:
-        return pickle.dumps(paths) + bytes(cloudpickle.dumps(DelayedSubmission(function, *args, **kwargs)))
+        return call.pickled(paths, DelayedSubmission(function, *args, **kwargs))
     except Exception as error:  # whatever the object's own code raises
         raise ClusterJobError(
             f"the call cannot be pickled: {type(error).__name__}: {error}", "open files, locks and sockets cannot travel"

@@ -82,7 +82,9 @@ def main() -> None:
         images, labels = torch.tensor(data.images, dtype=torch.float32) / 16.0, torch.tensor(data.target)
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        wrapped = ctx.wrap(model)  # which gives all processes rank 0's weights
+        # DDP gives all processes rank 0's weights. After its first step it regroups the gradients, and with that the order in which
+        # they are summed: the first step after a resume would differ in the last bit. Looking for unused parameters keeps it from that.
+        wrapped = ctx.wrap(model, find_unused_parameters=True)
 
         first = resume(ctx, options.checkpoint, model, optimizer)
         ctx.print(f"attempt {ctx.attempt}: from step {first}")

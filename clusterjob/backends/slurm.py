@@ -30,6 +30,7 @@ _SCRIPT = "slurm.sh"
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
 _STRAGGLERS = 60  # seconds that srun lets tasks outlive the first that ended: agents end together
 _UNSEEN = 120.0  # seconds after which a job that Slurm has never shown did not get there
+_KILL_WAIT = 30  # seconds between Slurm's SIGTERM and its SIGKILL (KillWait), as it is by default
 _SETTLING = 2.0  # seconds that an accepted job may take to be shown by squeue
 _SCANCEL_WORDS = 1000  # ids on one command line
 
@@ -252,6 +253,7 @@ def _launch(spec: JobSpec, program: Program) -> list[str]:
     more: dict[str, Any] = {"echo": False, "program": program}
     if spec.signal_before is not None or spec.requeue:
         more["time_limit"] = None  # the warning and Slurm's own limit end the job, which is to be queued again
+        more["warning"] = float(spec.signal_before or _KILL_WAIT)
     return spec.launch_options(**more).arguments()
 
 
