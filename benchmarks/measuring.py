@@ -75,13 +75,16 @@ def environment(home: Path) -> dict[str, str]:
     """Return the environment of both sides: the user's, without what a launcher or another job has set, and with bytecode.
 
     A package that pip has installed comes with its bytecode; a source tree gets it at the first turn, which does not count.
+    Temporary files, which torchrun leaves behind, lie beside ``home``.
     """
+    temporary = home.parent / "tmp"
+    temporary.mkdir(exist_ok=True)
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in contract.LAUNCH_VARIABLES and name != "PYTHONDONTWRITEBYTECODE" and not name.startswith("CLUSTERJOB_")
     }
-    return inherited | {"CLUSTERJOB_HOME": str(home)}
+    return inherited | {"CLUSTERJOB_HOME": str(home), "TMPDIR": str(temporary)}
 
 
 def run(argv: list[str], environ: Mapping[str, str], directory: Path) -> tuple[float, float, int, str]:

@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import sys
@@ -252,9 +253,10 @@ def main() -> int:
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
     if options.runs < 1:
         parser.error("--runs has to be at least 1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is stopped then, too
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SRUN_"))]:
         del os.environ[name]
-    with tempfile.TemporaryDirectory(prefix="clusterjob-bench-", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="clusterjob-bench-") as directory:
         cluster = SlurmCluster(Path(directory) / "slurm", accounting=options.accounting)
         try:
             cluster.start()

@@ -312,7 +312,7 @@ class SlurmCluster:
             "TCPTimeout": 2,
             "MinJobAge": 300,
             "MaxArraySize": 1001,
-            "MaxJobCount": 10000,
+            "MaxJobCount": 100_000,  # each element of an array is one, until MinJobAge after its end
             "ReturnToService": 2,
             "JobRequeue": 1,
             "RebootProgram": "/bin/false",
