@@ -129,14 +129,13 @@ def _axis(item: str) -> tuple[str, list[str]]:
 
 def program_of(program: Program, values: Sequence[tuple[str, str]]) -> Program:
     """Return what one element of a sweep runs: each value in the place of ``{name}``, else as an argument ``--name=value``."""
-    args = list(program.args)
-    for name, value in values:
-        marked = "{" + name + "}"
-        if any(marked in arg for arg in program.args):
-            args = [arg.replace(marked, value) for arg in args]
-        else:
-            args.append(f"--{name}={value}")
-    return replace(program, args=tuple(args))
+    if not values:
+        return program
+    given = dict(values)
+    mark = re.compile("|".join(re.escape("{" + name + "}") for name in given))  # all at once: a value may look like a mark
+    placed = {match[1:-1] for arg in program.args for match in mark.findall(arg)}
+    args = [mark.sub(lambda match: given[match[0][1:-1]], arg) for arg in program.args]
+    return replace(program, args=(*args, *(f"--{name}={value}" for name, value in values if name not in placed)))
 
 
 def pieces(array: Array, largest: int) -> list[Piece]:

@@ -89,7 +89,8 @@ def test_torchrun_is_the_launcher_on_each_node(user: User) -> None:
 def test_what_was_asked_for_arrives_at_slurm(user: User) -> None:
     job_id = user.submit(
         SLEEPER, "--name", "a name", "--time", "30m", "--mem", "3G", "--nproc-per-node", "3", "--cpus-per-task", "2",
-        "--partition", "small", "--set", "hold=true", "--set", "nice=7", "--set", "comment=my own | words", "--set", "begin=now+1hour", "--gpus-per-node", "4",
+        "--partition", "small", "--gpus-per-node", "4",
+        "--set", "hold=true", "--set", "nice=7", "--set", "comment=my own | words", "--set", "begin=now+1hour",
     )  # fmt: skip
     job = user.slurm_job(job_id)
     assert {name: job[name] for name in ("Partition", "TimeLimit", "NumNodes", "NumCPUs", "CPUs/Task", "Nice", "Requeue")} == {

@@ -224,9 +224,14 @@ def _comment(job_id: str, spec: JobSpec | None = None) -> str:
 
 
 def _sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
-    """Return each element's arguments, one line an element, as the shell reads them."""
-    lines = [sh_words(arrays.program_of(spec.program, values).args) for values in array.values]
+    """Return each element's arguments, one line an element, as bash reads them."""
+    lines = [shell_line(arrays.program_of(spec.program, values).args) for values in array.values]
     return PlannedFile(job_dir / "sweep.args", ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """Return words as bash reads them, on one line: a line break within one would begin another element's."""
+    return sh_words(words).replace("\n", "'$'\\n''")  # which quotes it in single quotes, and nowhere else
 
 
 def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None) -> dict[str, Any]:

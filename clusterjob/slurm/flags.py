@@ -18,10 +18,12 @@ _WITH_VALUE = frozenset({
     "extra", "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-socket", "gres", "gres-flags", "hint",
     "kill-on-invalid-dep", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
     "network", "nodefile", "nodelist", "partition", "power", "prefer", "priority", "profile", "qos", "reservation", "resv-ports",
-    "sockets-per-node", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-per-task", "uid", "wckey",
+    "sockets-per-node", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind", "tres-per-task", "uid",
+    "wait-all-nodes", "wckey",
 })  # fmt: skip
 _SWITCHES = frozenset({
-    "contiguous", "get-user-env", "hold", "oom-kill-step", "overcommit", "oversubscribe", "reboot", "spread-job", "use-min-nodes",
+    "contiguous", "get-user-env", "hold", "ignore-pbs", "oom-kill-step", "overcommit", "oversubscribe", "reboot", "spread-job",
+    "use-min-nodes",
 })  # fmt: skip
 _WITH_OPTIONAL_VALUE = frozenset({"exclusive", "nice", "no-kill", "propagate"})
 KNOWN = _WITH_VALUE | _SWITCHES | _WITH_OPTIONAL_VALUE
@@ -57,7 +59,8 @@ def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
         if not name.isascii() or not name.replace("-", "").isalnum():
             raise SpecError(f"--set {key!r} is no option of sbatch", "write it as its long name, such as --set qos=high")
         if name not in KNOWN:
-            near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
+            # Pyxis' own, such as container-image, are near container-id and no slip of the pen.
+            near = [] if name.startswith("container-") else difflib.get_close_matches(name, KNOWN, 1, 0.8)
             if near:
                 raise SpecError(f"sbatch has no option --{name} (--set)", f"did you mean {near[0]}?")
             unknown.append(name)

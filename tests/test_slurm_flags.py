@@ -1,0 +1,169 @@
+"""From a job to the words of sbatch's command line: what is known, what is ours to say, and what cannot be meant."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slurm_cluster import SlurmCluster
+
+from clusterjob.errors import SpecError
+from clusterjob.node.program import Program
+from clusterjob.slurm import containers, flags
+from clusterjob.spec import JobSpec, Resources
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Any:
+    (tmp_path / "train.py").touch()
+
+    def make(**fields: Any) -> JobSpec:
+        names = ("nodes", "gpus_per_node", "cpus_per_task", "mem", "time_limit")
+        resources = Resources(**{name: fields.pop(name) for name in names if name in fields})
+        return JobSpec(Program("script", "train.py"), tmp_path, resources=resources, **fields)
+
+    return make
+
+
+def test_every_option_that_this_sbatch_has_is_known(slurm: SlurmCluster) -> None:
+    """A release that has more makes this fail: then it is to be said who has the say in it."""
+    shown = set(re.findall(r"(?<=[\s,])--([a-z][a-z0-9-]+)", slurm.run("sbatch", "--help").stdout))
+    assert len(shown) > 60
+    assert shown - flags.KNOWN - set(flags._OURS) - {"help", "usage", "version"} == set()
+
+
+def test_an_option_of_sbatch_s_goes_through() -> None:
+    given_ = {"qos": "high", "--constraint": "a100&ib", "mail_type": "END,FAIL", "exclusive": "true", "hold": "false", "nice": "-5",
+              "oversubscribe": "yes", "no-kill": "off", "exclude": "n[1-2]", "begin": "now+1hour", "exclusive ": "x"}  # fmt: skip
+    del given_["exclusive "]
+    words, unknown = flags.options(given_)
+    assert words == ["--qos=high", "--constraint=a100&ib", "--mail-type=END,FAIL", "--exclusive", "--nice=-5", "--oversubscribe",
+                     "--exclude=n[1-2]", "--begin=now+1hour"]  # fmt: skip
+    assert unknown == []
+
+
+@pytest.mark.parametrize("name", ["container-image", "container-mounts", "container-writable", "container-name", "bb-of-the-site", "x"])
+def test_an_option_that_no_sbatch_documents_may_be_a_plug_in_s(name: str) -> None:
+    assert flags.options({name: "value"}) == ([f"--{name}=value"], [name])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says", "hint"),
+    [
+        ("partion", "gpu", "sbatch has no option --partion", "did you mean partition?"),
+        ("acount", "x", "sbatch has no option --acount", "did you mean account?"),
+        ("nodes", "3", "--set nodes does not go through", "--nodes has the say"),
+        ("job_name", "x", "--set job-name does not go through", "--name has the say"),
+        ("output", "/x", "--set output does not go through", "the job's own logs"),
+        ("signal", "TERM@60", "--set signal does not go through", "--signal-before"),
+        ("array", "0-3", "--set array does not go through", "--array"),
+        ("qos", "", "--set qos needs a value", "--set qos=VALUE"),
+        ("qos", "a\nb", "holds a line break", ""),
+        ("hold", "maybe", "it is a switch", "true or false"),
+        ("", "x", "is no option of sbatch", "long name"),
+        ("qos high", "x", "is no option of sbatch", "long name"),
+        ("qos=high", "x", "is no option of sbatch", "long name"),
+        ("ünicode", "x", "is no option of sbatch", "long name"),
+    ],
+)
+def test_an_option_that_cannot_be_meant(name: str, value: str, says: str, hint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        flags.options({name: value})
+    assert says in caught.value.message
+    assert hint in caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
+        ({"nodes": 3, "nproc_per_node": 4}, "--nodes=3 --ntasks=3 --ntasks-per-node=1 --cpus-per-task=4"),
+        ({"nodes": 2, "nproc_per_node": 8, "cpus_per_task": 3}, "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24"),
+        ({"nodes": 2, "nproc_per_node": 8, "launcher": "srun"}, "--nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=1"),
+        ({"options": {"exclusive": "true"}, "nproc_per_node": 8}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
+        ({"options": {"exclusive": "no"}, "nproc_per_node": 8}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8"),
+        ({"gpus_per_node": 0}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
+        ({"gpus_per_node": 8, "mem": 1024**3 + 1, "time_limit": 90061},
+         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=8 --mem=1025M --time=1-01:01:01"),
+    ],
+)  # fmt: skip
+def test_the_shape_of_a_job(spec: Any, fields: dict[str, Any], words: str) -> None:
+    assert flags.shape(spec(**fields)) == words.split()
+
+
+@given(st.integers(1, 10**8))
+def test_a_time_limit_is_what_slurm_reads(seconds: int) -> None:
+    days, hours, minutes, rest = map(int, re.split("[-:]", flags.clock(seconds)))
+    assert ((days * 24 + hours) * 60 + minutes) * 60 + rest == seconds
+    assert max(hours, 23) == 23
+    assert max(minutes, rest, 59) == 59
+
+
+def test_dependencies() -> None:
+    assert flags.split_after("abc-222222") == ("afterok", "abc-222222")
+    assert flags.split_after("afterany: abc ") == ("afterany", "abc")
+    assert flags.dependency([("afterok", ["1", "2"]), ("afterany", ["3_4"])]) == "afterok:1:2,afterany:3_4"
+    for text, says in (("afterwards:1", "no kind of dependency"), ("afterok:", "names no job"), ("", "names no job")):
+        with pytest.raises(SpecError, match=says):
+            flags.split_after(text)
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert flags.file_name("/a %j/b", "slurm-%A_%a.out") == "/a %%j/b/slurm-%A_%a.out"
+    for bad in ("/a\\b", "/a\nb"):
+        with pytest.raises(SpecError, match="backslash or a line break"):
+            flags.file_name(bad, "x")
+
+
+@pytest.mark.parametrize(("limit", "warning", "fits"), [(None, 90, True), (151, 90, True), (150, 90, False), (60, 30, False)])
+def test_a_warning_needs_room(limit: int | None, warning: int, *, fits: bool) -> None:
+    resources = Resources(time_limit=limit)
+    if fits:
+        flags.check_warning(resources, warning)
+        return
+    with pytest.raises(SpecError, match="leaves no room"):
+        flags.check_warning(resources, warning)
+
+
+@pytest.mark.parametrize(
+    ("image", "engine", "found"),
+    [
+        ("pyxis:a/b:c", "pyxis", "--container-image=a/b:c"), ("nvcr.io#n/t:1", "pyxis", "--container-image=nvcr.io#n/t:1"),
+        ("/images/x.sqsh", "pyxis", "--container-image=/images/x.sqsh"), ("apptainer:/x.sqsh", "apptainer", "/x.sqsh"),
+        ("x.sif", "apptainer", "x.sif"), ("docker://ubuntu", "apptainer", "docker://ubuntu"), 
+        ("pyxis:x.sif", "pyxis", "--container-image=x.sif"),
+    ],
+)  # fmt: skip
+def test_which_engine_runs_an_image(spec: Any, image: str, engine: str, found: str) -> None:
+    container = containers.choose(spec(container=image), Path("/jobs/x"))
+    assert found in (container.prefix if engine == "apptainer" else container.srun_options)
+    assert bool(container.prefix) == (engine == "apptainer")
+    assert bool(container.srun_options) == (engine == "pyxis")
+
+
+def test_what_cannot_be_mounted(spec: Any) -> None:
+    for container in ("pyxis:", "apptainer:", "a\nb"):
+        with pytest.raises(SpecError, match="names no image"):
+            containers.choose(spec(container=container), Path("/jobs/x"))
+    with pytest.raises(SpecError, match="cannot be mounted"):
+        containers.choose(spec(container="pyxis:x"), Path("/jobs/a,b"))
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12), max_size=4))
+def test_a_line_of_a_sweep_is_read_by_bash_as_it_was_meant(words: list[str]) -> None:
+    """One line each, whatever a word holds: a line break would make it another element's."""
+    from clusterjob.backends.slurm import shell_line
+
+    line = shell_line(words)
+    assert "\n" not in line
+    bash = shutil.which("bash")
+    assert bash is not None
+    shown = subprocess.run([bash, "-c", f"set -- {line}\n[ $# = 0 ] || printf '%s\\0' \"$@\""], capture_output=True, check=True).stdout
+    assert shown.decode().split("\0")[:-1] == words
