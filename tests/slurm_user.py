@@ -62,7 +62,11 @@ class User:
         return self.directory / name
 
     def script(self, text: str, name: str = "script.py") -> str:
-        self.path(name).write_text(textwrap.dedent(text))
+        """Write a program and return its name: another one's stays, for it may be about to start."""
+        text = textwrap.dedent(text)
+        while self.path(name).exists() and self.path(name).read_text() != text:
+            name = f"another_{name}"
+        self.path(name).write_text(text)
         return name
 
     def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:

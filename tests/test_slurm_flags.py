@@ -137,7 +137,7 @@ def test_a_warning_needs_room(limit: int | None, warning: int, *, fits: bool) ->
     [
         ("pyxis:a/b:c", "pyxis", "--container-image=a/b:c"), ("nvcr.io#n/t:1", "pyxis", "--container-image=nvcr.io#n/t:1"),
         ("/images/x.sqsh", "pyxis", "--container-image=/images/x.sqsh"), ("apptainer:/x.sqsh", "apptainer", "/x.sqsh"),
-        ("x.sif", "apptainer", "x.sif"), ("docker://ubuntu", "apptainer", "docker://ubuntu"), 
+        ("x.sif", "apptainer", "x.sif"), ("docker://ubuntu", "apptainer", "docker://ubuntu"),
         ("pyxis:x.sif", "pyxis", "--container-image=x.sif"),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ class SlurmBackend:
                 continue
             row = snapshot.rows.get(handle.id)
             if row is not None and _is_of(row, record):
-                found[record.job_id] = _from_row(record, handle, row)
+                found[record.job_id] = _with_trouble(_from_row(record, handle, row), snapshot)
             elif snapshot.taken_at < handle.data["at"] + _SETTLING:
                 found[record.job_id] = _not_yet(record, snapshot)
             else:
@@ -320,7 +321,7 @@ def _unseen(record: Record, snapshot: Snapshot) -> Status:
     if record.submitter is not None and record.submitter.alive():
         return Status(JobState.PENDING, "it is being submitted")
     if snapshot.trouble:
-        return Status(JobState.UNKNOWN, f"Slurm does not answer: {snapshot.trouble}")
+        return Status(JobState.UNKNOWN, _unanswered(snapshot))
     if snapshot.taken_at < _epoch(record.submitted_at) + _UNSEEN:
         return Status(JobState.UNKNOWN, "Slurm does not show it (yet): it was not known whether it had been taken")
     why = "the command that submitted it died before Slurm had taken the job"
@@ -330,7 +331,7 @@ def _unseen(record: Record, snapshot: Snapshot) -> Status:
 def _not_yet(record: Record, snapshot: Snapshot) -> Status:
     """Return the status of a job of which Slurm was not, or could not be, asked since it was submitted."""
     started_at, restarts, waiting = directory.progress(record.job_dir)
-    trouble = f"Slurm does not answer: {snapshot.trouble}" if snapshot.trouble else ""
+    trouble = _unanswered(snapshot) if snapshot.trouble else ""
     state = JobState.RUNNING if started_at else JobState.UNKNOWN if trouble else JobState.PENDING
     return Status(state, trouble or waiting, None, started_at, restarts)
 
@@ -352,6 +353,17 @@ def _from_row(record: Record, handle: Handle, row: Row) -> Status:
     if own is None:
         verdict = directory.end_without_lead(record.job_dir, started_at, restarts, verdict)
     return _with_handle(verdict, handle)
+
+
+def _with_trouble(status: Status, snapshot: Snapshot) -> Status:
+    """Say of a job that has not ended, as Slurm had it a while ago, that Slurm does not answer now."""
+    if status.verdict is not None or not snapshot.trouble:
+        return status
+    return replace(status, reason="; ".join(filter(None, (status.reason, _unanswered(snapshot)))))
+
+
+def _unanswered(snapshot: Snapshot) -> str:
+    return f"Slurm does not answer: {snapshot.trouble}"
 
 
 def _with_handle(verdict: Verdict, handle: Handle) -> Status:

@@ -20,6 +20,16 @@ _KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _OF_A_JOB = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
 _NAMES_OF_A_JOB = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
+# Defaults of the user's that would make an answer another than what was asked for: squeue's of one partition alone, say; or a job
+# another than its record says: an array, or a command that waits for the job's end.
+_DEFAULTS_OF_ANSWERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
+_DEFAULTS_OF_SHAPE = frozenset(
+    f"SBATCH_{name}" for name in (
+        "ARRAY_INX", "ERROR", "EXPORT", "GPUS_PER_TASK", "INPUT", "JOB_NAME", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "QUIET", "REQUEUE",
+        "SIGNAL", "TEST_ONLY", "VERBOSE", "WAIT",
+    )
+)  # fmt: skip
+
 # After these words nobody knows whether the controller has taken the job: it may run once it is back.
 _IN_DOUBT = re.compile(r"timed out|Zero Bytes were transmitted|Unexpected message|Insane message|communication failure", re.IGNORECASE)
 
@@ -92,11 +102,14 @@ class Client:
         Raises:
             SubmitError: it is not installed here.
         """
+        environ = self.environment() | dict(more or {})
+        if argv[0] != "sbatch":
+            environ = {name: value for name, value in environ.items() if not name.startswith(_DEFAULTS_OF_ANSWERS)}
         words = [argv[0], *([f"--clusters={self.cluster}"] if self.cluster else []), *argv[1:]]
         try:
             return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment() | dict(more or {}),
-                encoding="utf-8", errors="surrogateescape",
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, encoding="utf-8",
+                errors="surrogateescape",
             )  # fmt: skip
         except OSError as error:
             raise SubmitError(f"{argv[0]} cannot be run: {error.strerror}", "Slurm's client commands have to be on PATH") from error
@@ -122,7 +135,7 @@ class Client:
 
 
 def _of_a_job(name: str, *, inside: bool) -> bool:
-    if name.startswith("CLUSTERJOB_") or name in LAUNCH_VARIABLES:
+    if name.startswith("CLUSTERJOB_") or name in LAUNCH_VARIABLES or name in _DEFAULTS_OF_SHAPE:
         return True
     return inside and (name.startswith(_OF_A_JOB) or name in _NAMES_OF_A_JOB)
 

@@ -1,16 +1,18 @@
 """Slurm's queue as the user's jobs stand in it: one squeue for all jobs of a cluster, at most one in 5 s, whoever asks.
 
-Every process of the user shares one snapshot in a file. Whoever finds it too old asks Slurm, under a lock, for all.
+Every process of the user shares one snapshot in a file. Whoever finds it too old asks Slurm for all.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import fcntl
 import hashlib
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,7 @@ class Queue:
         self._path = directory / f"queue-{name}.json"
         self._lock_path = directory / f"queue-{name}.lock"
         self._looked = False
-        self._asking: tuple[subprocess.Popen[str], float, int] | None = None  # the command, when it began, the lock
+        self._asking: tuple[subprocess.Popen[str], float] | None = None  # the command, and when it began
 
     def look(self, *, urgent: bool = False) -> Snapshot:
         """Return the newest snapshot; the first look of a process may wait for Slurm, a later one never does.
@@ -104,66 +106,93 @@ class Queue:
             urgent: there is news elsewhere that only Slurm can explain: the calls are not slowed down.
         """
         first, self._looked = not self._looked, True
+        if first:
+            self._await_another()
         stored = _read(self._path)
         age = time.time() - float(stored.get("asked_at", 0.0))
         quiet = int(stored.get("quiet", 0))
         if self._asking is not None:
-            self._collect(stored, patience=0.0)
+            self._collect(patience=0.0)
         elif not 0.0 <= age < (INTERVAL if first or urgent else min(_SLOWEST, INTERVAL * 1.5**quiet)):
             asking = self._ask(stored)
             if first and asking:
-                self._collect(stored, patience=_FIRST_PATIENCE)
+                self._collect(patience=_FIRST_PATIENCE)
         return _snapshot(_read(self._path))
 
     def close(self) -> None:
         """Leave a question that is under way."""
         if self._asking is not None:
-            process, _, lock = self._asking
+            process, _ = self._asking
             process.kill()
             process.communicate()
-            os.close(lock)
             self._asking = None
 
+    def _await_another(self) -> None:
+        """Let a process that has just asked get its answer, for as long as nobody else may ask anyway."""
+        while True:
+            stored = _read(self._path)
+            asked_at = float(stored.get("asked_at", 0.0))
+            answered = max(float(stored.get("taken_at", 0.0)), float(stored.get("failed_at", 0.0))) >= asked_at
+            if answered or not 0.0 <= time.time() - asked_at < INTERVAL:
+                return
+            time.sleep(0.02)
+
     def _ask(self, stored: dict[str, Any]) -> bool:
-        """Start squeue, unless somebody else is asking; returns whether it was started."""
+        """Start squeue, unless somebody else has just asked; returns whether it was started."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _read(self._path).get("asked_at") != stored.get("asked_at"):  # another has asked since this process looked
-                os.close(lock)
+        with self._locked() as mine:
+            now = _read(self._path)
+            if not mine or now.get("asked_at") != stored.get("asked_at"):
                 return False
             begin = time.time()
-            _keep(self._path, {**stored, "asked_at": begin})
-            argv = ["squeue", "--me", "--noheader", "--array", "--states=all", f"--format={FIELDS}"]
-            self._asking = (self._client.start(argv), begin, lock)
-            return True
-        except BlockingIOError:
-            os.close(lock)
-            return False
-        except BaseException:
-            os.close(lock)
-            raise
+            # Noted before, and the lock given back: whoever is stopped while it asks keeps nobody else from asking after it.
+            _keep(self._path, {**now, "asked_at": begin})
+        argv = ["squeue", "--me", "--noheader", "--array", "--states=all", f"--format={FIELDS}"]
+        self._asking = (self._client.start(argv), begin)
+        atexit.register(self.close)
+        return True
 
-    def _collect(self, stored: dict[str, Any], patience: float) -> None:
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the lock on the snapshot, for the time that a file takes; False where somebody else does."""
+        lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(lock)
+
+    def _collect(self, patience: float) -> None:
         """Take squeue's answer in, if it comes within patience (seconds)."""
         assert self._asking is not None
-        process, begin, lock = self._asking
+        process, begin = self._asking
         try:
-            out, err = process.communicate(timeout=patience) if patience else process.communicate(timeout=0.001)
+            out, err = process.communicate(timeout=patience or 0.001)
         except subprocess.TimeoutExpired:
             if patience:
-                _keep(self._path, {**stored, "asked_at": begin, "trouble": f"it did not answer within {patience:g} s"})
+                self._note(begin, {"failed_at": begin, "trouble": f"it did not answer within {patience:g} s"})
             return
         self._asking = None
+        atexit.unregister(self.close)
         answer = Answer(process.returncode, out, err)
         if answer.code == 0:
-            rows = _split(answer.out)
-            quiet = int(stored.get("quiet", 0)) + 1 if rows == stored.get("rows") else 0
-            _keep(self._path, {"asked_at": begin, "taken_at": begin, "rows": rows, "quiet": min(quiet, 9), "trouble": ""})
+            self._note(begin, {"taken_at": begin, "rows": _split(answer.out), "trouble": ""})
         else:
-            _keep(self._path, {**stored, "asked_at": begin, "trouble": answer.words})
-        os.close(lock)
+            self._note(begin, {"failed_at": begin, "trouble": answer.words})
+
+    def _note(self, begin: float, news: dict[str, Any]) -> None:
+        with self._locked():
+            now = _read(self._path)
+            if begin < float(now.get("taken_at", 0.0)) <= time.time():
+                return  # somebody has a newer answer
+            if "rows" in news:
+                quiet = int(now.get("quiet", 0)) + 1 if news["rows"] == now.get("rows") else 0
+                news["quiet"] = min(quiet, 9)
+            _keep(self._path, {**now, "asked_at": max(begin, float(now.get("asked_at", 0.0))), **news})
 
 
 def _read(path: Path) -> dict[str, Any]:

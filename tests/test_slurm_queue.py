@@ -1,0 +1,226 @@
+"""Slurm's queue as clusterjob asks for it: one squeue for all jobs, at most one in 5 s, whoever asks, and nobody waits for a dead asker."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import wait_until
+from slurm_cluster import SlurmCluster
+from slurm_user import GUEST, PROMPT, SLEEPER, User
+
+from clusterjob.node import files
+from clusterjob.slurm.client import Client
+from clusterjob.slurm.queue import INTERVAL, Queue, Row, by_comment, snapshot_of
+
+COUNT = 'date +%s.%N >> "$NOTES"\nexec "$REAL" "$@"\n'
+
+
+def times_of(notes: Path) -> list[float]:
+    return [float(line) for line in notes.read_text().splitlines()]
+
+
+# -- what squeue prints -------------------------------------------------------------------------------------------------
+
+
+def test_rows() -> None:
+    snapshot = snapshot_of(
+        "7|N/A|7|RUNNING|None|2026-11-20T09:16:57|clusterjob:a-222222\n"
+        "8|3|11|PENDING|JobHeldUser|N/A|clusterjob:b-222222 my own | words|\n"
+        "8|N/A|8|PENDING|Resources|N/A|(null)\n"
+        "a line that a comment has broken\n"
+        "9|N/A|9|PENDING\n"
+    )
+    assert snapshot.rows == {
+        "7": Row("7", "RUNNING", "", "2026-11-20T09:16:57", "clusterjob:a-222222"),
+        "8_3": Row("8_3", "PENDING", "JobHeldUser", "", "clusterjob:b-222222 my own | words|"),
+        "8": Row("8", "PENDING", "Resources", "", "(null)"),
+    }
+    assert [row.key for row in by_comment(snapshot, "clusterjob:b-222222")] == ["8_3"]
+    assert by_comment(snapshot, "clusterjob:a-22222") == []
+    assert snapshot.rows["8_3"].base == "8"
+    assert snapshot.rows["8_3"].waiting
+    assert snapshot.rows["7"].active
+    assert not snapshot.rows["7"].waiting
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "CANCELLED", "DEADLINE"])
+def test_a_state_that_is_an_end(state: str) -> None:
+    assert not Row("1", state).active
+
+
+# -- one snapshot for all -----------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A queue whose snapshot can be made older, so that no test has to wait for time to pass."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.queue = Queue(Client(), directory)
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        [path] = self.directory.glob("queue-*.json")
+        return dict(files.read_json(path) or {})
+
+    def age(self, seconds: float) -> None:
+        [path] = self.directory.glob("queue-*.json")
+        stored = self.stored
+        files.write_json(path, stored | {name: stored[name] - seconds for name in ("asked_at", "taken_at", "failed_at") if name in stored})
+
+    def asks(self) -> bool:
+        """Look once more, and return whether Slurm was asked."""
+        before = self.stored["asked_at"]
+        self.queue.look()
+        asked: bool = self.stored["asked_at"] != before
+        while self.queue._asking is not None:
+            self.queue.look()
+        return asked
+
+
+def test_calls_become_rare_where_nothing_changes_and_quick_again_where_something_does(slurm: SlurmCluster, tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    assert watched.queue.look().taken_at > 0
+    assert not watched.asks()
+    pauses = []
+    for _ in range(8):
+        pause = 0.0
+        while not watched.asks():
+            watched.age(1)
+            pause += 1
+        pauses.append(pause)
+    assert pauses[0] in (5, 6)
+    assert pauses == sorted(pauses)
+    assert 28 <= pauses[-1] <= 31
+    slurm.submit("--hold", "--output=/dev/null", script="true")
+    watched.age(31)
+    assert watched.asks()
+    watched.age(INTERVAL + 1)
+    assert watched.asks()
+    watched.age(INTERVAL + 1)  # nothing new, once
+    assert not watched.asks()
+    assert watched.stored["quiet"] == 1
+
+
+def test_an_answer_is_there_for_whoever_comes_next(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = slurm.submit("--hold", "--output=/dev/null", "--comment=clusterjob:x", script="true")
+    assert Queue(Client(), tmp_path).look().rows[str(job)].comment == "clusterjob:x"
+    slurm.stop_controller()
+    begin = time.monotonic()
+    assert str(job) in Queue(Client(), tmp_path).look().rows  # of a moment ago: nobody is asked
+    assert time.monotonic() - begin < 2
+
+
+def test_what_squeue_complains_of_is_told_and_what_was_known_is_kept(user: User) -> None:
+    job_id = user.submit(SLEEPER, "--set", "hold=true")
+    assert "JobHeldUser" in user.job(job_id)["reason"]
+    user.slurm.stop_controller()
+    for path in user.home.glob("slurm/queue-*.json"):
+        files.write_json(path, (files.read_json(path) or {}) | {"asked_at": 0})
+    job = user.job(job_id)
+    assert job["state"] == "PENDING"
+    assert "JobHeldUser" in job["reason"]
+    assert "Slurm does not answer: " in job["reason"]
+    user.slurm.start_controller()
+
+
+def test_one_that_stops_while_it_asks_keeps_nobody_from_asking(user: User) -> None:
+    """Ctrl-Z at the wrong moment."""
+    job_id = user.submit(GUEST)
+    user.wait_for("up0")
+    notes = user.command_first_on_path("squeue", 'echo >> "$NOTES"\nsleep 1\nexec "$REAL" "$@"\n')
+    follower = user.start("wait", job_id)
+    wait_until(notes.read_text, PROMPT)
+    follower.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    user.slurm.run("scancel", user.slurm_id(job_id))
+    user.slurm.wait_for_job(user.slurm_id(job_id), "CANCELLED")
+    assert user("wait", job_id, code=143).returncode == 143
+    follower.send_signal(signal.SIGCONT)
+    assert follower.wait(PROMPT * 3) == 143
+
+
+def test_a_broken_snapshot_is_made_anew(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = slurm.submit("--hold", "--output=/dev/null", script="true")
+    Queue(Client(), tmp_path).look()
+    [path] = tmp_path.glob("queue-*.json")
+    for text in ("", "[]", '{"rows": 3}', '{"rows": [["1"]], "asked_at": 0}', '{"asked_at": 99999999999, "taken_at": 99999999999}'):
+        path.write_text(text)
+        assert str(job) in Queue(Client(), tmp_path).look().rows, text
+
+
+def test_another_job_s_name_and_comment_forge_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
+    name = "x\n99|N/A|99|COMPLETED|None|N/A|clusterjob:mine"
+    job = slurm.submit("--hold", "--output=/dev/null", f"--job-name={name}", "--comment=\udcff | \udcfe", script="true")
+    rows = Queue(Client(), tmp_path).look().rows
+    assert str(job) in rows
+    assert "99" not in rows
+    assert by_comment(Queue(Client(), tmp_path).look(), "clusterjob:mine") == []
+    assert Queue(Client(), tmp_path).look().rows == rows
+
+
+# -- from the command line ----------------------------------------------------------------------------------------------
+
+
+def test_defaults_of_the_user_s_change_no_answer(user: User) -> None:
+    job_id = user.submit(SLEEPER, "--set", "hold=true")
+    defaults = {"SQUEUE_PARTITION": "small", "SQUEUE_STATES": "RUNNING", "SQUEUE_FORMAT2": "jobid", "SQUEUE_USERS": "nobody",
+                "SCANCEL_PARTITION": "small", "SCANCEL_STATE": "RUNNING", "SCANCEL_NAME": "x"}  # fmt: skip
+    for name, value in defaults.items():
+        user.patch.setenv(name, value)
+    assert "JobHeldUser" in user.job(job_id)["reason"]
+    user("cancel", job_id)
+    assert user.slurm_job(job_id)["JobState"] == "CANCELLED"
+
+
+def test_defaults_of_the_user_s_make_no_other_job(user: User) -> None:
+    for name, value in {"ARRAY_INX": "0-1", "WAIT": "1", "ERROR": "/dev/null", "JOB_NAME": "x", "EXPORT": "NONE", "REQUEUE": "1"}.items():
+        user.patch.setenv(f"SBATCH_{name}", value)
+    user.patch.setenv("SBATCH_PARTITION", "small")  # which the user may well mean
+    job_id = user.submit(SLEEPER, "--set", "hold=true")
+    job = user.slurm_job(job_id)
+    assert (job["JobName"], job["Partition"], job["Requeue"], "ArrayJobId" in job) == ("script", "small", "0", False)
+
+
+def test_however_many_watch_slurm_is_asked_once_in_five_seconds(user: User) -> None:
+    job_id = user.submit(GUEST, "--nodes", "2")
+    held = user.submit(SLEEPER, "--set", "hold=true")
+    user.wait_for("up0", "up1")
+    notes = user.command_first_on_path("squeue", COUNT)
+    begin = time.monotonic()
+    watching = [user.start("logs", "-f", job_id), user.start("wait", job_id), user.start("wait", held), user.start("logs", "-f", held)]
+    while time.monotonic() - begin < 12:
+        assert {job["state"] for job in user.jobs()} == {"RUNNING", "PENDING"}
+        time.sleep(0.5)
+    calls = times_of(notes)
+    assert 2 <= len(calls) <= 4, calls
+    assert all(later - earlier > INTERVAL - 0.5 for earlier, later in itertools.pairwise(calls)), calls
+    user("cancel", held)
+    user.path("leave").touch()
+    assert [process.wait(PROMPT) for process in watching] == [0, 0, 143, 143]
+
+
+def test_three_hundred_jobs_are_one_question(user: User) -> None:
+    array = user.submit(SLEEPER, "--array", "0-289", "--set", "hold=true")
+    others = [user.submit(SLEEPER, "--set", "hold=true") for _ in range(10)]
+    notes = user.command_first_on_path("squeue", COUNT)
+    for path in user.home.glob("slurm/*"):
+        path.unlink()
+    jobs = json.loads(user("status", "--json").stdout)["jobs"]
+    assert len(jobs) == 300
+    assert {job["state"] for job in jobs} == {"PENDING"}
+    assert {job["id"] for job in jobs} == {*others, *(f"{array}_{index}" for index in range(290))}
+    assert len(times_of(notes)) == 1
+    shown = user("status").stdout.splitlines()
+    assert len(shown) == 12
+    assert "290 PENDING" in next(line for line in shown if line.startswith(array))
+    scancels = user.command_first_on_path("scancel", COUNT)
+    user("cancel", array, *others)
+    assert len(times_of(scancels)) == 1
+    assert user.slurm.run("squeue", "--noheader").stdout == ""
