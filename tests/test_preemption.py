@@ -393,6 +393,23 @@ def test_a_worker_is_told_again_after_a_restart(new_job: NewJob) -> None:
     assert (job.result["state"], job.result["restarts"]) == ("PREEMPTED", 1)
 
 
+@pytest.mark.parametrize("whom", ["an agent", "everyone, by SIGTERM"])
+def test_workers_under_torchrun_see_the_file(new_job: NewJob, whom: str) -> None:
+    """torchrun keeps the pipe from them, and ends the other workers of its node when the first one leaves."""
+    job = new_job(2)
+    job.start_all(*WARNING, "--launcher", "torchrun", prepared(job, ASKING), python=WITH_TORCH)
+    up(job, 2)
+    if whom == "an agent":
+        job.agents[1].send_signal(signal.SIGUSR1)
+        why = f"SIGUSR1 on {HOST}"
+    else:
+        for pid in own_marked():
+            os.kill(pid, signal.SIGTERM)
+        why = f"SIGTERM on {HOST}"
+    assert job.wait() == [75, 75]
+    check_preempted(job, why)
+
+
 # -- the next attempt ------------------------------------------------------------------------------------------------------
 
 
@@ -662,6 +679,42 @@ def test_a_job_that_may_not_be_preempted_has_no_suspects() -> None:
 )
 def test_who_was_ended_by_sigterm(message: str, signal_name: str | None, expected: bool) -> None:
     assert is_termination(failure(0, message=message, signal_name=signal_name)) is expected
+
+
+# -- real training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_processes_may_leave_in_the_middle_of_a_step(new_job: NewJob, number: signal.Signals) -> None:
+    """Each by its own callback, with collectives under way and DataLoader workers that the signal meets too."""
+    job = new_job(2)
+    script = job.script("""
+        import os, pathlib, torch
+        from torch.utils.data import DataLoader, TensorDataset
+        from clusterjob import bootstrap
+        def save():
+            print("saved", flush=True)
+            ctx.requeue()
+        with bootstrap.init() as ctx:
+            torch.set_num_threads(1)
+            model = ctx.wrap(torch.nn.Linear(256, 256))
+            data = TensorDataset(torch.randn(64, 256))
+            loader = DataLoader(data, batch_size=8, num_workers=1, persistent_workers=True)
+            ctx.on_preempt(save)
+            for epoch in range(10**6):
+                for (batch,) in loader:
+                    model(batch).square().mean().backward()
+                if epoch == 2:
+                    pathlib.Path(f"up{ctx.rank}").touch()
+    """)
+    job.start_all(*WARNING, "--nproc-per-node", "2", script, python=WITH_TORCH)
+    up(job, 4)
+    for pid in own_marked():
+        os.kill(pid, number)
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"{number.name} on {HOST}")
+    saved = [job.log(rank // 2, f"rank{rank}.out") for rank in range(4)]
+    assert saved.count("saved\n") >= (4 if number == signal.SIGUSR1 else 1)
 
 
 # -- a training that is interrupted ----------------------------------------------------------------------------------------
