@@ -1,8 +1,8 @@
 """Train a small classifier that survives preemption: it saves when it is warned, and resumes where it was.
 
-    clusterjob launch --nproc-per-node 2 --warning 60 examples/train_resume.py --checkpoint digits.pt
+    clusterjob launch --nproc-per-node 2 --warning 60 examples/train_resume.py --checkpoint model.pt
     kill -USR1 AGENT     # what a scheduler does some time before it takes the nodes away: the job ends with 75
-    CLUSTERJOB_ATTEMPT=1 clusterjob launch --nproc-per-node 2 --warning 60 examples/train_resume.py --checkpoint digits.pt
+    CLUSTERJOB_ATTEMPT=1 clusterjob launch --nproc-per-node 2 --warning 60 examples/train_resume.py --checkpoint model.pt
 
 However often it is interrupted, and even when it is killed without a warning, it ends with the same weights, bit for bit, as
 a run that nobody disturbed. For that a checkpoint holds all that a step depends on: model, optimizer, the number of the
@@ -15,18 +15,24 @@ import os
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from clusterjob import bootstrap
 
 
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (inputs, labels) of a made-up task: which of four directions a point lies in, the same on every process."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(4096, 16, generator=generator)
+    return inputs, (inputs @ torch.randn(16, 4, generator=generator)).argmax(dim=1)
+
+
 def network() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
 
 
 def batch(ctx, labels: torch.Tensor, step: int, size: int) -> torch.Tensor:
-    """Return the indices of this process's samples in one step: what they are depends on nothing else."""
+    """Return the indices of this process's samples in one step, which depend on nothing else."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))
     return order[ctx.rank * size : (ctx.rank + 1) * size]
 
@@ -78,8 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with bootstrap.init() as ctx:
         torch.manual_seed(ctx.rank)
-        data = load_digits()
-        images, labels = torch.tensor(data.images, dtype=torch.float32) / 16.0, torch.tensor(data.target)
+        inputs, labels = samples()
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         # DDP gives all processes rank 0's weights. After its first step it regroups the gradients, and with that the order in which
@@ -90,7 +95,7 @@ def main() -> None:
         ctx.print(f"attempt {ctx.attempt}: from step {first}")
         for step in range(first, options.steps):
             chosen = batch(ctx, labels, step, options.batch_size)
-            loss = nn.functional.cross_entropy(wrapped(images[chosen].to(ctx.device)), labels[chosen].to(ctx.device))
+            loss = nn.functional.cross_entropy(wrapped(inputs[chosen].to(ctx.device)), labels[chosen].to(ctx.device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

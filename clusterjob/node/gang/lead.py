@@ -331,7 +331,7 @@ class Lead:
             peer.lost = peer.stopped = True
             self._events.add("lost", node_rank=node_rank, host=peer.host, why=message["why"])
             text = f"the agent on {peer.host} (pid {peer.pid}) was lost: {message['why']}"
-            if self._notice.why:
+            if self._notice.why and self._root() is None:
                 return self._preempted(text)  # whoever warned has taken the node
             failure = Failure(None, None, node_rank, peer.host, 1, None, text)
             self._judge.hear(failure, time.monotonic(), exited=True)
@@ -349,7 +349,7 @@ class Lead:
     async def _stop_round(self, outcome: Outcome) -> Outcome | None:
         """Have every agent stop what still runs, and wait for their word; return the wish to cancel if one came meanwhile."""
         cancelled = None
-        self._notice.give_up(self._judge)
+        self._notice.end_round(self._judge)
         self._judge.stopped(time.monotonic())
         grace = 0.0 if outcome.state is JobState.SUCCEEDED else _FAILURE_GRACE if outcome.failure else self._options.grace
         for peer in self._peers.values():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from clusterjob.node.gang.judge import Judge
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, is_termination
 
-SUSPICION = 2.0  # seconds for which a worker's end that looks like a preemption's waits for the warning
+SUSPICION = 3.0  # seconds for which a worker's end that looks like a preemption's waits for the warning
 _MARGIN = 2.0  # seconds that are kept, beside the grace, for the verdict itself
 
 
@@ -36,6 +36,7 @@ class Notice:
         self._grace = grace
         self._suspects: list[_Suspect] = []
         self._left: set[tuple[int, int | None]] = set()
+        self._stopping = False
         self.why = ""  # empty while there was no warning
         self.due = float("inf")  # when the workers are to be stopped, by the lead's monotonic clock
 
@@ -75,6 +76,7 @@ class Notice:
         """Forget the workers of the last round; the warning stands."""
         self._left.clear()
         self._suspects.clear()
+        self._stopping = False
 
     def takes(self, failure: Failure, at: float, *, exited: bool) -> bool:
         """Return whether a worker's end is a preemption's work, or may turn out to be, and so no failure.
@@ -84,7 +86,7 @@ class Notice:
             at: when it began, by the lead's monotonic clock.
             exited: whether the worker has ended.
         """
-        if self._warning is None and not self.why:
+        if self._stopping or (self._warning is None and not self.why):
             return False
         key = (failure.node_rank, failure.local_rank)
         leaves = failure.exit_code == PREEMPTED_EXIT_CODE or is_termination(failure)
@@ -98,6 +100,11 @@ class Notice:
         for suspect in known:
             suspect.exited |= exited
         return leaves or bool(known)
+
+    def end_round(self, judge: Judge) -> None:
+        """Leave to the judge what was not explained so far, and what comes now that the workers are being stopped."""
+        self.give_up(judge)
+        self._stopping = True
 
     def give_up(self, judge: Judge, moment: float = float("inf")) -> None:
         """Hand the judge what no warning has explained in time, up to a moment of the lead's monotonic clock."""
