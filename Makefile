@@ -4,19 +4,22 @@
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test test-slow slurm lint bench clean
+.PHONY: demo test test-slow slurm mpi lint bench clean
 
 demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
-test: lint slurm  ## everything but the slow fault and scale runs
+test: lint slurm mpi  ## everything but the slow fault and scale runs
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(READY) slurm
+test-slow: $(READY) slurm mpi
 	$(BIN)/python -m pytest -m slow
 
 slurm:  ## Debian packages for the tests' own Slurm; a moment when they are there
 	tools/slurm.sh
+
+mpi:  ## the launchers of Open MPI and MPICH, and ip for network namespaces
+	tools/mpi.sh
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 
 def main() -> int:
@@ -12,6 +13,11 @@ def main() -> int:
         from clusterjob.node.launch import main as launch
 
         return launch(sys.argv[2:])
+    if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
+        # Inside a job there may be no more than the node zip.
+        from clusterjob.node.place import main as env
+
+        return env(sys.argv[2:])
     from clusterjob.cli import main as command_line
 
     return command_line()

@@ -65,8 +65,8 @@ def init(
     any, as in plain ``python train.py``, this is a world of one. A process group that the script has made itself is adopted
     and left alone at the end. A second call returns the context of the first.
 
-    On a machine with GPUs the device is ``cuda:(local_rank % visible GPUs)``: a launcher that shows each process just one
-    GPU makes that one cuda:0 for all of them.
+    On a machine with GPUs the device is ``cuda:(local_rank % visible GPUs)``, on Intel's ``xpu:...``: a launcher that shows each
+    process just one GPU makes that one cuda:0 for all of them.
 
     Args:
         backend: ``nccl`` or ``gloo``; by default nccl where torch sees a GPU, gloo elsewhere.
@@ -104,7 +104,12 @@ def init(
         _check_same(known, {"backend": backend, "process_group": process_group, "timeout": timeout} | by_hand)
         return known
     shutdown()  # of a context whose group the script has destroyed itself
-    finding = _find_place({name.upper(): str(value) for name, value in by_hand.items() if value is not None})
+    from clusterjob import own_place
+
+    finding = own_place.find(
+        {name.upper(): str(value) for name, value in by_hand.items() if value is not None}, checked=not _group_exists()
+    )
+    own_place.prepare(finding)
 
     import torch.distributed as dist
 
@@ -127,62 +132,6 @@ def shutdown() -> None:
     _leave(failed=False)
 
 
-# -- the place ---------------------------------------------------------------------------------------------------------
-
-
-def _find_place(by_hand: dict[str, str]) -> Finding:
-    """Return where this process stands: a finding whose place is a `Worker`, or None for a world of one."""
-    from clusterjob.node import environments
-    from clusterjob.node.topology import Worker
-
-    if by_hand and not {"RANK", "WORLD_SIZE"} <= by_hand.keys():
-        raise UsageError(f"init was given {', '.join(name.lower() for name in by_hand)}: a place by hand needs rank and world_size")
-    if by_hand.get("WORLD_SIZE") == "1" and by_hand["RANK"] == by_hand.get("LOCAL_RANK", "0") == "0":
-        return environments.Finding(source="arguments", place=None)
-    finding = environments.detect(os.environ | by_hand)
-    if _group_exists():
-        return finding  # it knows better than a half-set environment
-    finding = _alone_on_its_node(finding.check())
-    if finding.place is not None and not isinstance(finding.place, Worker):
-        script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0].endswith(".py") else "train.py"
-        raise PlaceError(
-            f"the environment ({finding.source}) gives the place of a node, not of a process: "
-            f"a launcher has to start the processes, with `clusterjob launch {script}`",
-            "`clusterjob env` shows each variable and what was made of it",
-        )
-    return environments.Finding(source="arguments", place=finding.place) if by_hand else finding
-
-
-def _alone_on_its_node(finding: Finding) -> Finding:
-    """Return a finding of Slurm's with what a process makes of it: a step's only task on its node is a process of its own."""
-    from clusterjob.node.environments import slurm_env
-
-    if finding.source != slurm_env.SOURCE or finding.place is None:
-        return finding
-    from dataclasses import replace
-
-    from clusterjob.node import addresses
-    from clusterjob.node.topology import Topology
-
-    place = finding.place
-    if isinstance(place, Topology):
-        if (place.nproc_per_node or 1) > 1:
-            return finding
-        place = slurm_env.as_worker(place, os.environ)
-    return replace(finding, place=replace(place, topology=addresses.settle(place.topology, os.environ)))
-
-
-def _check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:
-    """Refuse a task of srun that is alone on its node and sees several GPUs: all but one would stay idle, silently."""
-    alone = worker is not None and worker.topology.source == "slurm" and worker.topology.nproc_per_node is None
-    if alone and gpus > 1 and process_group is not False:
-        raise PlaceError(
-            f"srun started one process on this node, which sees {gpus} GPUs: all but one would be idle",
-            f"start this node's processes with `srun ... clusterjob launch --nproc-per-node {gpus} SCRIPT`, or have srun start them with "
-            f"--ntasks-per-node={gpus}; CLUSTERJOB_NPROC_PER_NODE=1 says that one is meant",
-        )
-
-
 def _group_exists() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
@@ -200,48 +149,57 @@ def _check_same(known: Context, asked: dict[str, Any]) -> None:
 # -- the device and the group --------------------------------------------------------------------------------------------
 
 
-def choose_backend(asked: str | None, gpus: int) -> str:
+def choose_backend(asked: str | None, gpus: int, kind: str = "cuda") -> str:
     """Return the backend for a machine.
 
     Args:
         asked: what the script wants; None for the default.
         gpus: GPUs that torch sees and can use.
+        kind: torch's name for them: ``cuda``, which AMD's are called too, or ``xpu``.
 
     Raises:
         UsageError: nccl without a GPU.
     """
-    if asked == "nccl" and not gpus:
+    if asked == "nccl" and not (gpus and kind == "cuda"):
         raise UsageError("the backend nccl needs a GPU, and torch sees none (torch.cuda.is_available() is False)")
-    return asked or ("nccl" if gpus else "gloo")
+    return asked or ("nccl" if gpus and kind == "cuda" else "gloo")
 
 
-def choose_device(local_rank: int, gpus: int) -> str:
+def choose_device(local_rank: int, gpus: int, kind: str = "cuda") -> str:
     """Return the name of a process's device: cpu, or the GPU of its local rank among those that it sees.
 
     Args:
         local_rank: index of the process on its node.
         gpus: GPUs that torch sees and can use. One, where the launcher shows each process only its own (mace#435).
+        kind: torch's name for them.
     """
-    return f"cuda:{local_rank % gpus}" if gpus else "cpu"
+    return f"{kind}:{local_rank % gpus}" if gpus else "cpu"
 
 
-def _usable_gpus() -> int:
+def _accelerators() -> tuple[str, int]:
+    """Return torch's name for this machine's GPUs, and how many it sees and can use. ROCm's are cuda to torch."""
     import torch
 
-    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return kind, int(module.device_count())
+    return "cuda", 0
 
 
 def _make(finding: Finding, backend: str | None, timeout: float | None, *, process_group: bool | None) -> Context:
     """Return a context of our own making, with a process group where there should be one."""
     import torch
 
+    from clusterjob import own_place
+
     worker: Any = finding.place
-    gpus = _usable_gpus()
-    _check_gpus(worker, gpus, process_group=process_group)
-    backend = choose_backend(backend, gpus)
-    device = torch.device(choose_device(worker.local_rank if worker else 0, gpus))
+    kind, gpus = _accelerators()
+    own_place.check_gpus(worker, gpus, process_group=process_group)
+    backend = choose_backend(backend, gpus, kind)
+    device = torch.device(choose_device(worker.local_rank if worker else 0, gpus, kind))
     if gpus:
-        torch.cuda.set_device(device)
+        getattr(torch, kind).set_device(device)
     context = _context_at(worker, finding.source, device)
     if process_group or (process_group is None and worker is not None):
         if not torch.distributed.is_available():
@@ -332,20 +290,20 @@ def _adopt(finding: Finding, backend: str | None, *, process_group: bool | None)
 
     if process_group is False:
         raise UsageError("init(process_group=False), but the script has initialised torch's default process group already")
-    gpus = _usable_gpus()
+    kind, gpus = _accelerators()
     worker: Any = finding.place
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Only a process's own place has a rank; the script may also have given the group another order than the launcher.
     if (getattr(worker, "rank", None), getattr(worker, "world_size", None)) == (rank, world_size):
-        context = _context_at(worker, finding.source, torch.device(choose_device(worker.local_rank, gpus)))
+        context = _context_at(worker, finding.source, torch.device(choose_device(worker.local_rank, gpus, kind)))
     else:
         context = _context_by_hosts(rank, world_size)
-        context.device = torch.device(choose_device(context.local_rank, gpus))
+        context.device = torch.device(choose_device(context.local_rank, gpus, kind))
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound is not None and bound.type == "cuda":
+    if bound is not None and bound.type == kind:
         context.device = bound
     if gpus:
-        torch.cuda.set_device(context.device)
+        getattr(torch, kind).set_device(context.device)
     context.join_group(owned=False)
     if backend is not None and backend != context.backend:
         raise UsageError(f"init(backend={backend!r}), but the script has initialised the process group with {context.backend}")

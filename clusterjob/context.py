@@ -155,8 +155,8 @@ class Context(Preemptible):
             import torch.distributed as dist
             from torch.distributed import distributed_c10d
 
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a thread starts at cuda:0
+            if self.device.type != "cpu":
+                getattr(torch, self.device.type).set_device(self.device)  # a thread starts at cuda:0
             abort = getattr(distributed_c10d, "_abort_process_group", None)
             if self.backend == "nccl" and abort is not None:
                 abort()
@@ -243,13 +243,13 @@ class Context(Preemptible):
             return model
         import torch
 
-        if sync_batchnorm and self.device.type == "cuda":
+        if sync_batchnorm and self.device.type != "cpu":
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         elif sync_batchnorm and self.is_main:
             import warnings
 
             warnings.warn("sync_batchnorm has no effect on CPU: torch's SyncBatchNorm is for GPUs only", stacklevel=2)
-        ddp_options.setdefault("device_ids", [self.device.index] if self.device.type == "cuda" else None)
+        ddp_options.setdefault("device_ids", [self.device.index] if self.device.type != "cpu" else None)
         return torch.nn.parallel.DistributedDataParallel(model, **ddp_options)
 
     def sampler(self, dataset: Any, *, shuffle: bool = True, **options: Any) -> Any:

@@ -5,31 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from clusterjob.node.devices import listed_gpus
+
+__all__ = ["listed_gpus", "shares", "visible_gpus"]
+
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the GPUs that jobs on this machine may use, as CUDA_VISIBLE_DEVICES would name them."""
     return listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), _installed())
-
-
-def listed_gpus(listed: str | None, installed: int) -> list[str]:
-    """Return the GPUs that are both listed and there.
-
-    As CUDA reads it, the list ends at the first entry that is no device.
-    Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
-
-    Args:
-        listed: the value of CUDA_VISIBLE_DEVICES; None if it is not set, which means all.
-        installed: how many GPUs the machine has.
-    """
-    if listed is None:
-        return [str(index) for index in range(installed)]
-    found: list[str] = []
-    for entry in (part.strip() for part in listed.split(",")):
-        is_index = entry.isascii() and entry.isdigit() and len(entry) < 10 and int(entry) < installed
-        if not (is_index or (installed and entry.startswith(("GPU-", "MIG-")))) or entry in found:
-            break
-        found.append(entry)
-    return found
 
 
 def shares(available: list[str], nodes: int, per_node: int) -> list[list[str]] | None:

@@ -172,23 +172,6 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
             print(f"\n{record.job_id} {status.verdict.text()}\n  logs: {record.job_dir / 'logs'}")
 
 
-def print_environment(found: dict[str, Any]) -> None:
-    """Print what ``clusterjob env`` found, field by field, with the variable that gave each."""
-    print(f"source: {found['source']}   level: {found['level']}")
-    rows = [(name, str(value), found["evidence"].get(name, "")) for name, value in found.items() if value is not None and name in _FIELDS]
-    if rows:
-        print_table([("FIELD", "VALUE", "FROM"), *rows])
-    for item in found["ignored"]:
-        print(f"ignored: {item['variable']} ({item['why']})")
-    for conflict in found["conflicts"]:
-        print(f"conflict: {conflict}")
-
-
-_FIELDS = (
-    "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rank", "local_rank", "world_size", "local_world_size",
-)  # fmt: skip
-
-
 def settings_json(settings: Settings) -> dict[str, Any]:
     """Return settings as plain data."""
     values = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launching import LAUNCHERS, PATIENCE, by_hand, environment, finish, free_port, launch, run, script, start, told
 
-from clusterjob import bootstrap
+from clusterjob import bootstrap, own_place
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node.topology import Topology, Worker
 
@@ -657,8 +657,8 @@ def test_a_task_that_would_leave_gpus_idle_is_refused(nproc: int | None, gpus: i
     worker = Worker(Topology(2, 1, nproc, "n1", 29500, "slurm"), 1, 0, 2, 1)
     if nproc is None and gpus == 8 and process_group is None:
         with pytest.raises(PlaceError) as caught:
-            bootstrap._check_gpus(worker, gpus, process_group=process_group)
+            own_place.check_gpus(worker, gpus, process_group=process_group)
         assert "sees 8 GPUs" in caught.value.message
         assert all(word in caught.value.hint for word in ("clusterjob launch", "--ntasks-per-node"))
     else:
-        bootstrap._check_gpus(worker, gpus, process_group=process_group)
+        own_place.check_gpus(worker, gpus, process_group=process_group)

@@ -729,7 +729,7 @@ def test_the_cause_of_an_error_is_shown_on_request(terminal: Terminal) -> None:
     [
         ({"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_NODE_RANK": "1", "CLUSTERJOB_MASTER_ADDR": "host0"}, "clusterjob"),
         ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}, "env"),
-        ({"RANK": "1"}, "env"),
+        ({"RANK": "1"}, "RANK"),
     ],
 )
 def test_inside_a_job_nothing_is_submitted_by_mistake(

@@ -77,8 +77,11 @@ def test_a_half_set_process_is_refused_and_the_missing_variable_named(missing: s
             finding.check()
 
 
-def test_rank_without_local_rank_may_count_nodes_and_is_never_guessed() -> None:
-    assert "LOCAL_RANK is not set" in "; ".join(detect({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}).conflicts)
+def test_rank_without_local_rank_counts_nodes_unless_something_else_says_that_it_is_a_process_s() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert detect(alone).level == "node"
+    for variable in ("LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        assert "LOCAL_RANK is not set" in "; ".join(detect(alone | {variable: "1"}).conflicts)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"])
@@ -167,7 +170,7 @@ def test_a_worker_s_own_variables_come_before_its_node_s() -> None:
     finding = detect(OURS | TORCHRUN)
     assert finding.level == "worker"
     assert {item.variable for item in finding.ignored} == {
-        "CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK", "CLUSTERJOB_MASTER_ADDR", "CLUSTERJOB_MASTER_PORT"
+        "CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK", "CLUSTERJOB_MASTER_ADDR", "CLUSTERJOB_MASTER_PORT", "CLUSTERJOB_NPROC_PER_NODE"
     }  # fmt: skip
     assert all(item.why for item in finding.ignored)
 

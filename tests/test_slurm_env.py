@@ -40,6 +40,10 @@ def task(rank: int, local_rank: int, node: int, tasks: str = "3,2", total: int =
     }  # fmt: skip
 
 
+def place_of(environ: dict[str, str]) -> Topology:
+    return launch.node_of(launch.find_node(environ))
+
+
 def conflicts(environ: dict[str, str]) -> str:
     finding = detect(environ)
     assert (finding.source, finding.place) == ("slurm", None)
@@ -144,10 +148,10 @@ def test_a_batch_script_and_a_shell_in_salloc_are_no_step(step: str) -> None:
 
 def test_launching_on_one_of_several_nodes_outside_of_a_step_is_refused() -> None:
     with pytest.raises(PlaceError, match="outside of srun, in an allocation of 4 nodes"):
-        launch.place(BATCH)
-    assert launch.place(BATCH | {"SLURM_JOB_NUM_NODES": "1"}).nnodes == 1
-    assert launch.place(BATCH | {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).source == "clusterjob"
-    assert launch.place(one_per_node(1)).node_rank == 1
+        place_of(BATCH)
+    assert place_of(BATCH | {"SLURM_JOB_NUM_NODES": "1"}).nnodes == 1
+    assert place_of(BATCH | {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).source == "clusterjob"
+    assert place_of(one_per_node(1)).node_rank == 1
 
 
 def test_torchrun_inside_a_step_is_torchrun() -> None:

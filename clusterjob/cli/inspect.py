@@ -20,18 +20,9 @@ def env(as_json: Json = False) -> int:  # noqa: FBT002
 
     Which variable gave which field, what was ignored, what conflicts; exit code 1 if something does.
     """
-    import os
+    from clusterjob.node import place
 
-    from clusterjob import output
-    from clusterjob.node import environments
-    from clusterjob.node.environments.describe import describe
-
-    found = describe(environments.detect(os.environ))
-    if as_json:
-        output.print_json(found)
-    else:
-        output.print_environment(found)
-    return 1 if found["conflicts"] else 0
+    return place.show(as_json=as_json)
 
 
 def config(

@@ -14,8 +14,7 @@ from dataclasses import replace
 from clusterjob.errors import PlaceError
 from clusterjob.node import network
 from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.reading import is_this_machine
-from clusterjob.node.topology import Topology, expand_hostlist
+from clusterjob.node.topology import Topology, expand_hostlist, is_this_machine
 
 _PATIENCE = 4.0  # seconds for one question to Slurm's controller
 

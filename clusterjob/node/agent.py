@@ -162,7 +162,7 @@ class Agent:
         """Become part of the gang; returns the lead's own task on node 0. No link is set if the wish to end came first."""
         hello = {
             "job": self._job.job_id, "attempt": self._job.attempt, "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
-            "nproc": self._nproc, "host": self._host, "pid": os.getpid(),
+            "nproc": self._nproc, "host": self._host, "pid": os.getpid(), "counted_by": self._job.counted_by,
         }  # fmt: skip
         if self._topology.node_rank == 0:
             lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say)
@@ -192,7 +192,7 @@ class Agent:
         if self._starter.trouble:
             self._node_failed(self._starter.trouble)
             return
-        variables = contract.quiet_defaults(os.environ, world.master_addr)
+        variables = contract.quiet_defaults(os.environ, world.master_addr, world.nnodes)
         variables |= {
             contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
         }  # fmt: skip

@@ -87,16 +87,18 @@ def worker_variables(world: World, local_rank: int, job_id: str, max_restarts: i
     }
 
 
-def quiet_defaults(environ: Mapping[str, str], master_addr: str) -> dict[str, str]:
+def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) -> dict[str, str]:
     """Return the variables that make torch's start quick and right, each only where the user has not set it.
 
     Args:
         environ: the environment that the workers inherit.
         master_addr: where torch's store listens; the route to it says which interface to use.
+        nnodes: nodes of the job.
     """
     # torch's TCPStore does a reverse DNS query per connection and stalls for seconds where no resolver answers.
     wanted = {"RES_OPTIONS": "timeout:1 attempts:1", "PYTHONUNBUFFERED": "1"}
-    interface = network.interface_towards(master_addr)
+    named = environ.get("MLP_IFNAME", "").strip().strip("'\"")  # a platform's own word
+    interface = named if named and network.has_interface(named) else network.interface_among(master_addr, nnodes)
     if interface:
         # gloo wants one name; NCCL takes a prefix unless it is written with '='.
         wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -115,8 +117,17 @@ def thread_defaults(environ: Mapping[str, str], nproc: int, cpus_per_task: int |
     """
     if "OMP_NUM_THREADS" in environ:
         return {}
-    share = cpus_per_task or max(1, len(os.sched_getaffinity(0)) // nproc)
-    return {"OMP_NUM_THREADS": str(share)}
+    own = len(os.sched_getaffinity(0))
+    if cpus_per_task is None:
+        cpus_per_task = own if environ.get("OMPI_MCA_orte_bound_at_launch") == "1" else _cpus_of_a_task(environ)
+    return {"OMP_NUM_THREADS": str(cpus_per_task or max(1, own // nproc))}
+
+
+def _cpus_of_a_task(environ: Mapping[str, str]) -> int | None:
+    """Return what Slurm gives each task of a step that starts the workers itself; None where our agent does."""
+    text = environ.get("SLURM_CPUS_PER_TASK", "")
+    one_each = environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
+    return int(text) if text.isascii() and text.isdigit() and 0 < len(text) < 6 and not one_each else None
 
 
 def read_attempt(environ: Mapping[str, str]) -> int:

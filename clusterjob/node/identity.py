@@ -15,6 +15,8 @@ class JobIdentity:
         token: the job's secret; never in argv, logs or records.
         ports: where node 0 may listen, in order.
         has_torch: whether this node's interpreter finds torch, so that its store can be served.
+        counted_by: the platform's variable that gave this node's index; empty where it was given by hand. Where a platform has several
+            indices, all nodes have to use the same.
     """
 
     job_id: str
@@ -22,6 +24,7 @@ class JobIdentity:
     token: bytes
     ports: list[int]
     has_torch: bool
+    counted_by: str = ""
 
     def __repr__(self) -> str:
         return f"JobIdentity({self.job_id!r}, attempt={self.attempt})"

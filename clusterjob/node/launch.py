@@ -11,11 +11,12 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from clusterjob.errors import ClusterJobError, PlaceError
-from clusterjob.node import addresses, contract, ends, environments, logs, processes
-from clusterjob.node.environments import slurm_env
+from clusterjob.node import addresses, contract, devices, ends, environments, logs, processes
+from clusterjob.node.environments import Finding, slurm_env
 from clusterjob.node.gang import ports
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.logs import LogReader
@@ -53,10 +54,11 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         PlaceError: the environment is half-set, contradictory, or already one process's.
         ClusterJobError: the job's directory cannot be written.
     """
-    topology = addresses.settle(place(environ), environ)
-    nproc = options.nproc_per_node or topology.nproc_per_node or 1
+    finding = find_node(environ)
+    topology = addresses.settle(node_of(finding), environ)
+    nproc = options.nproc_per_node or topology.nproc_per_node or devices.visible_gpus(environ) or 1
     os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task))
-    job = _identity(environ, topology)
+    job = _identity(environ, topology, finding)
     job_dir, temporary = _job_directory(environ, topology, job.attempt)
 
     agent_end, starter_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,16 +96,16 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     return verdict.exit_code
 
 
-def place(environ: Mapping[str, str]) -> Topology:
-    """Return this node's place in the job; a world of one node where the environment names no job at all.
+def find_node(environ: Mapping[str, str]) -> Finding:
+    """Return this node's place in the job, with the evidence; a world of one node where the environment names no job at all.
 
     Raises:
         PlaceError: the environment is half-set or contradictory, or it is one process's: launching there would start a
             whole set of workers in the place of each. Or it is Slurm's and of several nodes, and this is no task of srun's.
     """
-    finding = environments.detect(environ).check()
+    finding = environments.detect(environments.look(environ)).check()
     if isinstance(finding.place, Topology):
-        return finding.place
+        return finding
     if finding.place is not None:
         raise PlaceError(
             f"this is one process of a job already ({finding.source}: {', '.join(sorted(set(finding.evidence.values())))})",
@@ -115,7 +117,13 @@ def place(environ: Mapping[str, str]) -> Topology:
             f"this is outside of srun, in an allocation of {nodes} nodes: the others would stay idle",
             "`srun --ntasks-per-node=1 clusterjob launch ...` starts it on each; CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0 means this one",
         )
-    return Topology(1, 0, None, "127.0.0.1", None, "none")
+    return replace(finding, place=Topology(1, 0, None, "127.0.0.1", None, finding.source))
+
+
+def node_of(finding: Finding) -> Topology:
+    """Return the place of a finding of `find_node`."""
+    assert isinstance(finding.place, Topology)
+    return finding.place
 
 
 def _serve_as_starter(starter: Starter) -> None:
@@ -135,14 +143,17 @@ def _serve_as_starter(starter: Starter) -> None:
     run_as_main(program, on_failure)
 
 
-def _identity(environ: Mapping[str, str], topology: Topology) -> JobIdentity:
+def _identity(environ: Mapping[str, str], topology: Topology, finding: Finding) -> JobIdentity:
     """Return which job this is; where nobody gave an id, one that all nodes come to by themselves, a random one on a single node."""
     attempt = contract.read_attempt(environ)
     place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
     own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
+    if topology.source == slurm_env.SOURCE:
+        own_name = f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
     job_id = environ.get(contract.JOB_ID) or own_name
     token = contract.read_token(environ, f"{job_id}:{attempt}:{place_text}")
-    return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), warm.has_torch())
+    counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
+    return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), warm.has_torch(), counted_by)
 
 
 def _note_early_signals(options: LaunchOptions) -> list[int]:

@@ -6,7 +6,13 @@ import socket
 import struct
 from typing import Any
 
+from clusterjob.node.topology import is_this_machine
+
 _SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+# An address that is nobody's (RFC 5737): the way to it is the default route.
+_ELSEWHERE = "198.51.100.1"
 
 
 def address_towards(host: str) -> str | None:
@@ -51,6 +57,24 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
+def has_interface(name: str) -> bool:
+    """Return whether this machine has an interface of this name."""
+    return name in {known for _, known in socket.if_nameindex()}
+
+
+def interface_among(host: str, nnodes: int) -> str | None:
+    """Return the name of the interface through which this machine talks with the other nodes of a job; None if unknown.
+
+    Args:
+        host: node 0's name or address.
+        nnodes: nodes of the job. Where there are several, node 0 itself cannot ask for the way to its own name: it is ``lo``.
+    """
+    interface = interface_towards(host)
+    if interface == "lo" and nnodes > 1 and not is_this_machine(host):
+        return interface_towards(_ELSEWHERE)
+    return interface
+
+
 def _resolve(host: str, port: int, kind: int) -> Any:
     try:
         return socket.getaddrinfo(host, port, type=kind)[0]
@@ -71,7 +95,8 @@ def listen_at(host: str, port: int, backlog: int) -> socket.socket:
     """Return a TCP socket that listens on one address of this machine, or on all where the host is not its own.
 
     Args:
-        host: the address by which the others reach this machine; behind NAT it may not be one of this machine's.
+        host: the address by which the others reach this machine; behind NAT it may not be one of this machine's, and a name of
+            it may mean the loopback interface here.
         port: the port, 0 for any that is free.
         backlog: connections that may wait before the first accept.
 
@@ -83,6 +108,9 @@ def listen_at(host: str, port: int, backlog: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            # Debian resolves the own name to 127.0.1.1, where no other machine would get through.
+            if str(address[0]).startswith("127.") and not is_this_machine(host):
+                address = ("0.0.0.0", port)  # noqa: S104
             listener.bind(address)
         except OSError as error:
             import errno

@@ -1,7 +1,8 @@
-"""A finding as plain data: what ``clusterjob env --json`` prints."""
+"""A finding as plain data and as text: what ``clusterjob env`` prints, also on a node that has no more than the node zip."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from clusterjob.node.environments.reading import Finding
@@ -29,3 +30,24 @@ def describe(finding: Finding) -> dict[str, Any]:
         "ignored": [{"variable": item.variable, "why": item.why} for item in finding.ignored],
         "conflicts": list(finding.conflicts),
     }
+
+
+_FIELDS = (
+    "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rank", "local_rank", "world_size", "local_world_size",
+)  # fmt: skip
+
+
+def text(found: dict[str, Any]) -> str:
+    """Return what `describe` gave for people: field by field, with the variable that gave each."""
+    lines = [f"source: {found['source']}   level: {found['level']}"]
+    rows = [(name, str(found[name]), found["evidence"].get(name, "")) for name in _FIELDS if found[name] is not None]
+    if rows:
+        lines += _table([("FIELD", "VALUE", "FROM"), *rows])
+    lines += [f"ignored: {item['variable']} ({item['why']})" for item in found["ignored"]]
+    lines += [f"conflict: {conflict}" for conflict in found["conflicts"]]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

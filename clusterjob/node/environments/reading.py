@@ -9,7 +9,7 @@ from clusterjob.errors import PlaceError
 from clusterjob.node.topology import Topology, Worker
 
 NOWHERE = "none"  # the source of a finding without a family
-_OWN_NAMES = {"localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback", "::1", "0.0.0.0", "::"}  # noqa: S104
+_LONGEST_NAME = 255  # characters
 _MOST_DIGITS = 19  # more is no count of anything here
 
 
@@ -65,20 +65,39 @@ class Finding:
 class Reading:
     """A mapping of variables, read for one family; notes what each field came from and what was wrong."""
 
-    def __init__(self, environ: Mapping[str, str], source: str) -> None:
+    def __init__(self, environ: Mapping[str, str], source: str, *, quoted: bool = False) -> None:
+        """Begin to read.
+
+        Args:
+            environ: the mapping.
+            source: the family.
+            quoted: whether values may come with the quotes of a shell or a YAML file around them.
+        """
         self.environ = environ
         self.source = source
+        self._quoted = quoted
         self.evidence: dict[str, str] = {}
         self.conflicts: list[str] = []
         self.ignored: list[Ignored] = []
 
     def is_set(self, *variables: str) -> bool:
         """Return whether any of these variables has a value."""
-        return any(self.environ.get(variable, "").strip() for variable in variables)
+        return any(self.value(variable) for variable in variables)
+
+    def first_set(self, *variables: str) -> str:
+        """Return the first of these variables that has a value; where none has, the first, which is the one to name."""
+        return next((variable for variable in variables if self.value(variable)), variables[0])
+
+    def value(self, variable: str) -> str:
+        """Return the variable's value without white space, and quotes, around it; empty if it is unset. Leaves no evidence."""
+        value = self.environ.get(variable, "").strip()
+        if self._quoted and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1].strip()
+        return value
 
     def text(self, field_name: str, variable: str, *, required: bool = True) -> str | None:
         """Return the variable's value, or None when it is unset or empty (a conflict when it is required)."""
-        value = self.environ.get(variable, "").strip()
+        value = self.value(variable)
         if not value:
             if required:
                 self.conflicts.append(f"{variable} is not set ({field_name})")
@@ -95,6 +114,20 @@ class Reading:
         if found is None:
             self.conflicts.append(f"{variable}={value[:80]!r} is not a whole number ({field_name})")
         return found
+
+    def host(self, field_name: str, variable: str, *, required: bool = True) -> str | None:
+        """Return the variable as a host's name or address, an IPv6 address without brackets; what cannot be one is a conflict."""
+        value = self.text(field_name, variable, required=required)
+        return None if value is None else self.as_host(field_name, variable, value)
+
+    def as_host(self, field_name: str, variable: str, text: str) -> str | None:
+        """Return a part of a variable's value as a host's name or address; what cannot be one is a conflict."""
+        name = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        if not name or len(name) > _LONGEST_NAME or not all(letter.isalnum() or letter in "._-:%" for letter in name):
+            self.conflicts.append(f"{variable}={text[:80]!r} is no host ({field_name})")
+            return None
+        self.evidence[field_name] = variable
+        return name
 
     def finding(self, place: Topology | Worker | None) -> Finding:
         """Close the reading with a place, which the conflicts overrule."""
@@ -115,9 +148,3 @@ class Reading:
 def whole_number(text: str) -> int | None:
     """Return what ASCII digits say; None for anything else, which int() would partly take."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else None
-
-
-def is_this_machine(host: str) -> bool:
-    """Return whether a name or an address means the own machine on every machine, so that no other node can be met there."""
-    name = host.strip("[]").lower().removesuffix(".")
-    return name in _OWN_NAMES or name.startswith("127.") or name.endswith(".localhost")

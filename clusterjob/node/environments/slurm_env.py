@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from clusterjob.errors import PlaceError
 from clusterjob.node.candidates import candidates
-from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, is_this_machine, whole_number
-from clusterjob.node.topology import Topology, Worker, expand_hostlist
+from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, whole_number
+from clusterjob.node.topology import Topology, Worker, expand_hostlist, is_this_machine
 
 SOURCE = "slurm"
 

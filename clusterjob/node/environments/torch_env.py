@@ -8,28 +8,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from clusterjob.errors import PlaceError
-from clusterjob.node.environments.reading import Finding, Ignored, Reading
+from clusterjob.node.environments import placing
+from clusterjob.node.environments.reading import Finding, Reading
 from clusterjob.node.topology import Topology, Worker
 
-# Set by our agent beside torch's own; a worker's place comes from torch's names, which every launcher shares.
-_NODE_VARIABLES = ("CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK", "CLUSTERJOB_MASTER_ADDR", "CLUSTERJOB_MASTER_PORT")
+# RANK alone counts nodes on several platforms; beside one of these it counts processes.
+_OF_A_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+# Launchers that have met at the master address themselves before they handed it on.
+_MET = ("clusterjob", "torchrun")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from RANK, LOCAL_RANK and their kin; None when neither of the two is set."""
-    if not environ.get("RANK") and not environ.get("LOCAL_RANK"):
-        return None
+    """Return this process's place from RANK, LOCAL_RANK and their kin; None where nothing says that they are a process's."""
+    if environ.get("LOCAL_RANK") or (environ.get("RANK") and any(environ.get(name) for name in _OF_A_PROCESS)):
+        return read(environ)
+    return None
+
+
+def read(environ: Mapping[str, str]) -> Finding:
+    """Return the place that torch's variables give a process, or which of them are missing."""
     reading = Reading(environ, _launcher(environ))
     rank = reading.number("rank", "RANK")
     world_size = reading.number("world_size", "WORLD_SIZE")
-    # RANK without LOCAL_RANK counts nodes on several platforms and processes on others: refused, never guessed.
     local_rank = reading.number("local_rank", "LOCAL_RANK")
     master_addr = reading.text("master_addr", "MASTER_ADDR")
     master_port = reading.number("master_port", "MASTER_PORT")
     local_world_size = reading.number("local_world_size", "LOCAL_WORLD_SIZE", required=False)
     node_rank = reading.number("node_rank", "GROUP_RANK", required=False)
     nnodes = reading.number("nnodes", "GROUP_WORLD_SIZE", required=False)
-    reading.ignored += [Ignored(name, "a worker's own variables come first") for name in _NODE_VARIABLES if name in environ]
     if rank is None or world_size is None or local_rank is None or master_addr is None or master_port is None:
         return reading.finding(None)
     if local_world_size is None and nnodes in (None, 1) and rank != local_rank:
@@ -42,6 +48,8 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         nnodes = max(1, world_size // max(1, local_world_size))
     if node_rank is None:
         node_rank = rank // max(1, local_world_size)
+    if reading.source not in _MET:
+        placing.refuse_own_address(reading, master_addr, nnodes)
     try:
         topology = Topology(nnodes, node_rank, local_world_size, master_addr, master_port, reading.source)
         return reading.finding(Worker(topology, rank, local_rank, world_size, local_world_size))

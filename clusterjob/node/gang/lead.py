@@ -135,9 +135,14 @@ class Lead:
         node_rank, host, pid = int(hello["node_rank"]), str(hello["host"]), int(hello["pid"])
         if int(hello["attempt"]) != self._job.attempt:
             raise wire.Refused(f"this is attempt {self._job.attempt} of the job, not {hello['attempt']}")
-        problem = ""
+        problem, counted_by = "", str(hello.get("counted_by", ""))
         if int(hello["nnodes"]) != self._topology.nnodes:
             problem = f"node {node_rank} on {host} (pid {pid}) counts {hello['nnodes']} nodes, node 0 counts {self._topology.nnodes}"
+        elif counted_by and self._job.counted_by and counted_by != self._job.counted_by:
+            problem = (
+                f"node {node_rank} on {host} (pid {pid}) is counted by {counted_by}, node 0 by {self._job.counted_by}: "
+                "all nodes have to use the same index"
+            )
         elif node_rank in self._peers:
             first = self._peers[node_rank]
             problem = f"node_rank {node_rank} is claimed twice: by {first.host} (pid {first.pid}) and by {host} (pid {pid})"

@@ -1,0 +1,59 @@
+"""A process of IBM's jsrun under LSF.
+
+LSB_DJOB_RANKFILE names a file with a host a line, of which the first is the launching node and no node of the job's.
+LSB_MCPU_HOSTS says the same in the variable itself: ``launch 1 host1 42 host2 42``. Source: IBM's documentation of LSF, "Environment
+variables set for job execution", and Lightning's LSF environment, lightning/fabric/plugins/environments/lsf.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterjob.node.environments import placing
+from clusterjob.node.environments.reading import Finding, Reading
+
+# What `outside.look` reads in the file that LSB_DJOB_RANKFILE names, and this host's own name.
+RANKFILE = "LSB_DJOB_RANKFILE lines"
+OWN_NAME = "this host"
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return this process's place from JSM_NAMESPACE_RANK and its kin; None where they are not set."""
+    reading = Reading(environ, "lsf")
+    if not reading.is_set("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK"):
+        return None
+    rank = reading.number("rank", "JSM_NAMESPACE_RANK")
+    world_size = reading.number("world_size", "JSM_NAMESPACE_SIZE")
+    local_rank = reading.number("local_rank", "JSM_NAMESPACE_LOCAL_RANK")
+    nodes, variable = _nodes(reading)
+    local_world_size = reading.number("local_world_size", "JSM_NAMESPACE_LOCAL_SIZE", required=False)
+    if local_world_size is None and not reading.is_set("JSM_NAMESPACE_LOCAL_SIZE"):
+        if world_size is not None and nodes and world_size % len(nodes) == 0:
+            local_world_size = world_size // len(nodes)  # jsrun fills its resource sets evenly
+        else:
+            reading.conflicts.append("JSM_NAMESPACE_LOCAL_SIZE is not set (local_world_size)")
+    alone = world_size is not None and world_size == local_world_size
+    own = reading.value(OWN_NAME)
+    node_rank = nodes.index(own) if own in nodes else None
+    if nodes:
+        reading.evidence["nnodes"] = variable
+    fallback = None
+    if nodes and not alone and not reading.is_set("MASTER_ADDR"):
+        fallback = reading.as_host("master_addr", variable, nodes[0])
+    job = reading.number("master_port", "LSB_JOBID", required=False) if not reading.is_set("MASTER_PORT") else None
+    return placing.worker(
+        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
+        node_rank=node_rank, nnodes=len(nodes) or None,
+        master=placing.process_master(reading, alone=alone, fallback=fallback, fallback_port=None if job is None else job % 1000 + 10000),
+    )  # fmt: skip
+
+
+def _nodes(reading: Reading) -> tuple[list[str], str]:
+    """Return the job's nodes in their order, each once, without the launching one; and which variable told."""
+    if reading.is_set(RANKFILE):
+        return _short(reading.value(RANKFILE).split()[1:]), "LSB_DJOB_RANKFILE"
+    return _short(reading.value("LSB_MCPU_HOSTS").split()[2::2]), "LSB_MCPU_HOSTS"
+
+
+def _short(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(names))

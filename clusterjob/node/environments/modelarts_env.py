@@ -1,0 +1,34 @@
+"""A node of Huawei's ModelArts, which runs on Volcano and adds its own numbers: MA_NUM_HOSTS, MA_NUM_GPUS.
+
+Source: https://support.huaweicloud.com/intl/en-us/develop-modelarts/develop-modelarts-0120.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterjob.node.environments import placing
+from clusterjob.node.environments.placing import Master
+from clusterjob.node.environments.reading import Finding, Reading
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return this node's place from MA_NUM_HOSTS and VC_TASK_INDEX; None where the former is not set."""
+    reading = Reading(environ, "modelarts", quoted=True)
+    if not reading.is_set("MA_NUM_HOSTS"):
+        return None
+    nnodes = reading.number("nnodes", "MA_NUM_HOSTS")
+    index = "VC_TASK_INDEX"
+    node_rank = 0 if nnodes == 1 and not reading.is_set(index) else reading.number("node_rank", index)
+    hosts = placing.hosts(reading, "VC_WORKER_HOSTS")
+    given = placing.given_master(reading)
+    addr = given.addr
+    if not reading.is_set("MASTER_ADDR"):
+        if hosts:
+            addr = reading.as_host("master_addr", "VC_WORKER_HOSTS", hosts[0])
+        elif nnodes != 1:
+            reading.conflicts.append("VC_WORKER_HOSTS is not set (master_addr)")
+    if hosts and nnodes is not None and len(hosts) != nnodes:
+        reading.conflicts.append(f"VC_WORKER_HOSTS lists {len(hosts)} hosts, MA_NUM_HOSTS is {nnodes}")
+    nproc_per_node = reading.number("nproc_per_node", "MA_NUM_GPUS", required=False)
+    return placing.node(reading, nnodes=nnodes, node_rank=node_rank, nproc_per_node=nproc_per_node, master=Master(addr, given.port))

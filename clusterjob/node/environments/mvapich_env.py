@@ -1,0 +1,28 @@
+"""A process of MVAPICH2's launchers.
+
+Source: the user guide of MVAPICH2 2.3, "Running Collectives with Hardware based Multicast support" and following, and
+https://mvapich.cse.ohio-state.edu/static/media/mvapich/mvapich2-userguide.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterjob.node.environments import placing
+from clusterjob.node.environments.reading import Finding, Reading
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return this process's place from MV2_COMM_WORLD_RANK and its kin; None where they are not set."""
+    reading = Reading(environ, "mvapich2")
+    if not reading.is_set("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"):
+        return None
+    rank = reading.number("rank", "MV2_COMM_WORLD_RANK")
+    world_size = reading.number("world_size", "MV2_COMM_WORLD_SIZE")
+    local_rank = reading.number("local_rank", "MV2_COMM_WORLD_LOCAL_RANK")
+    local_world_size = reading.number("local_world_size", "MV2_COMM_WORLD_LOCAL_SIZE")
+    alone = world_size is not None and world_size == local_world_size
+    return placing.worker(
+        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
+        master=placing.process_master(reading, alone=alone),
+    )  # fmt: skip

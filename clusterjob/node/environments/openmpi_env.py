@@ -1,0 +1,61 @@
+"""A process of Open MPI's mpirun, which Azure ML and SageMaker start too: they add where the master is.
+
+OMPI_COMM_WORLD_NODE_RANK is the process's index on its node, not the node's. Source: Open MPI's FAQ, "Running MPI jobs",
+https://www.open-mpi.org/faq/?category=running#mpi-environmental-variables, and dumps of Open MPI 4.1.4. For Azure ML:
+https://learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu#mpi. For SageMaker:
+https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from clusterjob.node.environments import placing, sagemaker_env
+from clusterjob.node.environments.reading import Finding, Reading
+
+_LAUNCHER = "OMPI_MCA_orte_hnp_uri"
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return this process's place from OMPI_COMM_WORLD_RANK and its kin; None where they are not set."""
+    reading = Reading(environ, "openmpi")
+    if not reading.is_set("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        return None
+    rank = reading.number("rank", "OMPI_COMM_WORLD_RANK")
+    world_size = reading.number("world_size", "OMPI_COMM_WORLD_SIZE")
+    local_rank = reading.number("local_rank", "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_world_size = reading.number("local_world_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    alone = world_size is not None and world_size == local_world_size
+    nodes = sagemaker_env.nodes(reading)
+    fallback, port = _elsewhere(reading, alone=alone, hosts=nodes.hosts)
+    key_variable = reading.first_set("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", _LAUNCHER)
+    key = f"openmpi {reading.value(_LAUNCHER)} {reading.value(key_variable)}" if reading.is_set(key_variable) else ""
+    master = placing.process_master(
+        reading, alone=alone, fallback=fallback, fallback_port=port, key=key, key_variable=key_variable
+    )  # fmt: skip
+    return placing.worker(
+        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, master=master,
+        node_rank=nodes.node_rank, nnodes=nodes.nnodes,
+    )  # fmt: skip
+
+
+def _elsewhere(reading: Reading, *, alone: bool, hosts: list[str]) -> tuple[str | None, int | None]:
+    """Return what else than MASTER_ADDR and MASTER_PORT says where rank 0 is."""
+    if not reading.is_set("MASTER_ADDR"):
+        for variable in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):
+            if reading.is_set(variable):
+                batch = placing.endpoint(reading, variable)
+                return batch.addr, batch.port
+        if hosts:
+            reading.evidence["master_addr"] = "SM_HOSTS"
+            return hosts[0], None
+        if not alone:
+            return _launcher(reading), None
+    return None, None
+
+
+def _launcher(reading: Reading) -> str | None:
+    """Return mpirun's own address, from ``1234.0;tcp://10.0.0.1,172.17.0.1:41234``: rank 0 runs where mpirun does unless told otherwise."""
+    found = re.search(r"tcp6?://\[?([^,;\]/]+?)\]?(?:,[^;]*)?:\d+(?:;|$)", reading.value(_LAUNCHER))
+    return reading.as_host("master_addr", _LAUNCHER, found[1]) if found else None

@@ -1,0 +1,37 @@
+"""A process of PALS, HPE Cray's launcher under PBS.
+
+PBS_NODEFILE names a file with a host a line, the first of which has rank 0. Source: aprun(1) and mpiexec(1) of HPE's PALS, and
+https://docs.alcf.anl.gov/polaris/running-jobs/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterjob.node.environments import placing
+from clusterjob.node.environments.reading import Finding, Reading
+
+# What `outside.look` reads in the file that PBS_NODEFILE names.
+FIRST_NODE = "PBS_NODEFILE first"
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return this process's place from PALS_RANKID and its kin; None where they are not set."""
+    reading = Reading(environ, "pals")
+    if not reading.is_set("PALS_RANKID", "PALS_LOCAL_RANKID"):
+        return None
+    rank = reading.number("rank", "PALS_RANKID")
+    world_size = reading.number("world_size", reading.first_set("PMI_SIZE", "PALS_SIZE"))
+    local_rank = reading.number("local_rank", "PALS_LOCAL_RANKID")
+    local_world_size = reading.number("local_world_size", reading.first_set("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"))
+    alone = world_size is not None and world_size == local_world_size
+    fallback = None
+    if reading.is_set(FIRST_NODE) and not reading.is_set("MASTER_ADDR"):
+        fallback = reading.as_host("master_addr", "PBS_NODEFILE", reading.value(FIRST_NODE))
+    job = reading.first_set("PALS_APID", "PBS_JOBID")
+    key = f"pals {reading.value(job)}" if reading.is_set(job) else ""
+    return placing.worker(
+        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
+        node_rank=reading.number("node_rank", "PALS_NODEID", required=False),
+        master=placing.process_master(reading, alone=alone, fallback=fallback, key=key, key_variable=job),
+    )  # fmt: skip

@@ -1,0 +1,71 @@
+"""A node of Amazon SageMaker, which lists the hosts as JSON; its MPI jobs are Open MPI's processes and take the node's place from here.
+
+Source: https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from clusterjob.node.environments import placing
+from clusterjob.node.environments.placing import Master
+from clusterjob.node.environments.reading import Finding, Reading
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What SageMaker says of its machines; None and empty where this is none of them."""
+
+    hosts: list[str] = field(default_factory=list)
+    node_rank: int | None = None
+    nnodes: int | None = None
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return this node's place from SM_HOSTS and SM_CURRENT_HOST; None where they are not set."""
+    reading = Reading(environ, "sagemaker")
+    if not reading.is_set("SM_HOSTS", "SM_CURRENT_HOST"):
+        return None
+    found = nodes(reading, required=True)
+    nproc_per_node = reading.number("nproc_per_node", "SM_NUM_GPUS", required=False)
+    given = placing.given_master(reading)
+    addr = given.addr
+    if addr is None and found.hosts:
+        reading.evidence["master_addr"] = "SM_HOSTS"
+        addr = found.hosts[0]
+    return placing.node(
+        reading, nnodes=found.nnodes, node_rank=found.node_rank, nproc_per_node=nproc_per_node, master=Master(addr, given.port)
+    )
+
+
+def nodes(reading: Reading, *, required: bool = False) -> Nodes:
+    """Return SageMaker's hosts and this one's index among them.
+
+    Args:
+        reading: notes the evidence, and a conflict where the variables contradict each other.
+        required: whether their absence is a conflict.
+    """
+    if not reading.is_set("SM_HOSTS", "SM_CURRENT_HOST") and not required:
+        return Nodes()
+    text = reading.text("nnodes", "SM_HOSTS")
+    own = reading.text("node_rank", "SM_CURRENT_HOST")
+    if text is None or own is None:
+        return Nodes()
+    import json
+
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError):
+        listed = None
+    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) and name for name in listed):
+        reading.conflicts.append(f"SM_HOSTS={text[:80]!r} is no JSON list of hosts")
+        return Nodes()
+    if own not in listed:
+        reading.conflicts.append(f"SM_CURRENT_HOST={own[:80]!r} is not in SM_HOSTS")
+        return Nodes()
+    count = reading.number("nnodes", "SM_HOST_COUNT", required=False)
+    if count is not None and count != len(listed):
+        reading.conflicts.append(f"SM_HOST_COUNT={count}, but SM_HOSTS lists {len(listed)}")
+    reading.evidence["nnodes"] = "SM_HOSTS"
+    return Nodes(listed, listed.index(own), len(listed))

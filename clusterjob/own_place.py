@@ -1,0 +1,112 @@
+"""Worker side: which process of the job this is, from whatever started it, or a refusal in one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+from clusterjob.errors import PlaceError, UsageError
+from clusterjob.node import addresses, contract, environments
+from clusterjob.node.environments import Finding, slurm_env, torch_env
+from clusterjob.node.topology import Topology, Worker
+
+
+def find(by_hand: dict[str, str], *, checked: bool = True) -> Finding:
+    """Return where this process stands: a finding whose place is a `Worker`, or None for a world of one.
+
+    Args:
+        by_hand: what the script itself says, under torch's names.
+        checked: whether conflicts are raised; without, the place may be anything: the script's own group knows better.
+
+    Raises:
+        UsageError: half a place by hand.
+        PlaceError: the environment is half-set, contradictory, or a node's.
+    """
+    if by_hand and not {"RANK", "WORLD_SIZE"} <= by_hand.keys():
+        raise UsageError(f"init was given {', '.join(name.lower() for name in by_hand)}: a place by hand needs rank and world_size")
+    if by_hand.get("WORLD_SIZE") == "1" and by_hand["RANK"] == by_hand.get("LOCAL_RANK", "0") == "0":
+        return Finding(source="arguments", place=None)
+    given = _local_rank_of_argv() | by_hand
+    # A place by hand is a process's, whatever else the environment speaks of.
+    finding = torch_env.read(os.environ | given) if given else environments.detect(environments.look(os.environ))
+    if not checked:
+        return finding
+    by_node = finding.evidence.get("node_rank") == "RANK"
+    if finding.conflicts and by_node:
+        finding = replace(finding, conflicts=(*finding.conflicts, "LOCAL_RANK is not set, so that RANK counts nodes"))
+    finding = _alone_on_its_node(finding.check())
+    if finding.place is not None and not isinstance(finding.place, Worker):
+        script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0].endswith(".py") else "train.py"
+        why = " (LOCAL_RANK is not set, so that RANK counts nodes)" if by_node else ""
+        raise PlaceError(
+            f"the environment ({finding.source}) gives the place of a node, not of a process{why}: "
+            f"a launcher has to start the processes, with `clusterjob launch {script}`",
+            "`clusterjob env` shows each variable and what was made of it",
+        )
+    return Finding(source="arguments", place=finding.place) if by_hand else finding
+
+
+def prepare(finding: Finding) -> None:
+    """Set, where the user has not, what makes torch's start quick and right: outside of our agents nobody else has.
+
+    The interface and the patience of the resolver, and this process's share of the cores (OMP_NUM_THREADS). All of it is
+    inherited by what the process starts.
+
+    Args:
+        finding: this process's own.
+    """
+    worker = finding.place
+    if not isinstance(worker, Worker) or finding.source == "clusterjob":
+        return
+    topology = worker.topology
+    threads = contract.thread_defaults(os.environ, worker.local_world_size, None)
+    quiet = contract.quiet_defaults(os.environ, topology.master_addr, topology.nnodes)
+    quiet.pop("PYTHONUNBUFFERED", None)  # it is too late for that
+    os.environ.update(quiet | threads)
+    torch = sys.modules.get("torch")
+    if threads and torch is not None:  # which has read the variable when it was imported
+        torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))
+
+
+def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:
+    """Refuse a task of srun that is alone on its node and sees several GPUs: all but one would stay idle, silently.
+
+    Args:
+        worker: this process's place.
+        gpus: how many GPUs it sees.
+        process_group: what the script asked for; False says that one process is meant to use them all.
+
+    Raises:
+        PlaceError: it is such a task.
+    """
+    alone = worker is not None and worker.topology.source == slurm_env.SOURCE and worker.topology.nproc_per_node is None
+    if alone and gpus > 1 and process_group is not False:
+        raise PlaceError(
+            f"srun started one process on this node, which sees {gpus} GPUs: all but one would be idle",
+            f"start this node's processes with `srun ... clusterjob launch --nproc-per-node {gpus} SCRIPT`, or have srun start them with "
+            f"--ntasks-per-node={gpus}; CLUSTERJOB_NPROC_PER_NODE=1 says that one is meant",
+        )
+
+
+def _local_rank_of_argv() -> dict[str, str]:
+    """Return LOCAL_RANK from ``--local-rank=N``: torch.distributed.launch of older torch says it there alone."""
+    if os.environ.get("LOCAL_RANK") or not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
+        return {}
+    for word in sys.argv[1:]:
+        name, _, value = word.partition("=")
+        if name in ("--local-rank", "--local_rank") and value:
+            return {"LOCAL_RANK": value}
+    return {}
+
+
+def _alone_on_its_node(finding: Finding) -> Finding:
+    """Return a finding of Slurm's with what a process makes of it: a step's only task on its node is a process of its own."""
+    place = finding.place
+    if finding.source != slurm_env.SOURCE or place is None:
+        return finding
+    if isinstance(place, Topology):
+        if (place.nproc_per_node or 1) > 1:
+            return finding
+        place = slurm_env.as_worker(place, os.environ)
+    return replace(finding, place=replace(place, topology=addresses.settle(place.topology, os.environ)))

@@ -1,0 +1,171 @@
+"""bootstrap under launchers that know nothing of it: a real all-reduce under each that can be had."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import environment, free_port, run, script, told
+
+TRAIN = """
+    import json
+    import os
+    import sys
+    from pathlib import Path
+    import torch
+    from clusterjob import bootstrap
+
+    with bootstrap.init(timeout=90) as ctx:
+        total = ctx.reduce(torch.tensor([ctx.rank + 1.0]), "sum").item()
+        Path(f"rank{ctx.rank}.json").write_text(json.dumps({
+            "place": [ctx.rank, ctx.local_rank, ctx.world_size, ctx.local_world_size, ctx.node_rank, ctx.nnodes],
+            "source": ctx.source, "total": total, "threads": torch.get_num_threads(), "argv": sys.argv[1:],
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        }))
+"""
+
+
+def needs(program: str) -> str:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed: tools/mpi.sh does that")
+    return program
+
+
+def is_open_mpi() -> bool:
+    """Return whether plain mpirun, which Debian lets an administrator choose, is Open MPI's."""
+    return "Open" in subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def check(directory: Path, world: int, source: str) -> list[dict[str, Any]]:
+    ranks = told(directory, world)
+    for number, rank in enumerate(ranks):
+        assert rank["place"] == [number, number, world, world, 0, 1]
+        assert (rank["source"], rank["total"]) == (source, world * (world + 1) / 2)
+        assert rank["interface"] == "lo"
+    return ranks
+
+
+ROOT_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["nothing said", "master given"])
+def test_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
+    extra = ROOT_MPI | ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if given else {})
+    ran = run([needs("mpirun.openmpi"), "-n", "3", sys.executable, script(tmp_path, TRAIN)], tmp_path, extra)
+    assert ran.code == 0, ran.err
+    check(tmp_path, 3, "openmpi")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "inside a shell"])
+def test_mpiexec_of_mpich(tmp_path: Path, wrapped: bool) -> None:
+    path = script(tmp_path, TRAIN)
+    command = ["sh", "-c", f"cd . && '{sys.executable}' '{path}'; exit $?"] if wrapped else [sys.executable, path]
+    ran = run([needs("mpirun.mpich"), "-n", "3", *command], tmp_path)
+    assert ran.code == 0, ran.err
+    check(tmp_path, 3, "hydra")
+
+
+def test_two_starts_of_mpich_at_once_do_not_meet(tmp_path: Path) -> None:
+    """Hydra names no job: what tells two of them apart is the process behind PMI_FD."""
+    code = "from clusterjob.node.environments import detect, look; import os; print(detect(look(os.environ)).place.topology.master_port)"
+    ports = [
+        set(run([needs("mpirun.mpich"), "-n", "2", sys.executable, "-c", code], tmp_path).out.split()) for _ in range(3)
+    ]  # fmt: skip
+    assert all(len(each) == 1 for each in ports)
+    assert len(set.union(*ports)) == 3
+
+
+def test_torch_distributed_launch(tmp_path: Path) -> None:
+    argv = ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-port", str(free_port()), script(tmp_path, TRAIN), "--own"]
+    ran = run([sys.executable, *argv], tmp_path)
+    assert ran.code == 0, ran.err
+    ranks = check(tmp_path, 2, "torchrun")
+    assert all(rank["argv"][-1] == "--own" and rank["argv"][0].startswith("--local-rank=") for rank in ranks)
+
+
+def test_a_local_rank_that_is_in_argv_alone(tmp_path: Path) -> None:
+    """As torch.distributed.launch of older torch started its processes."""
+    path = script(tmp_path, TRAIN)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, path, f"--local{dash}rank={rank}"], cwd=tmp_path, env=environment(tmp_path, common | {"RANK": str(rank)})
+        )
+        for rank, dash in enumerate("-_")
+    ]
+    assert [process.wait(120) for process in started] == [0, 0]
+    check(tmp_path, 2, "env")
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """Its processes on CPUs are torchrun's."""
+    pytest.importorskip("accelerate")
+    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    argv = ["-m", "accelerate.commands.launch", *options, "--main_process_port", str(free_port()), script(tmp_path, TRAIN)]
+    ran = run([sys.executable, *argv], tmp_path, {"HF_HOME": str(tmp_path)})
+    assert ran.code == 0, ran.err
+    check(tmp_path, 2, "torchrun")
+
+
+def test_accelerate_launch_through_mpirun(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    needs("mpirun")
+    if not is_open_mpi():
+        pytest.skip("mpirun is not Open MPI's here")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    options = ["--cpu", "--mpirun_hostfile", "hosts", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    argv = ["-m", "accelerate.commands.launch", *options, "--dynamo_backend", "no", "--main_process_port", str(free_port())]
+    ran = run([sys.executable, *argv, script(tmp_path, TRAIN)], tmp_path, ROOT_MPI | {"HF_HOME": str(tmp_path)})
+    assert ran.code == 0, ran.err
+    check(tmp_path, 2, "openmpi")
+
+
+TORCHRUNX = """
+    import runpy
+    import torchrunx
+
+    def train():
+        runpy.run_path({path!r}, run_name="__main__")
+
+    if __name__ == "__main__":
+        torchrunx.Launcher(hostnames=["localhost"], workers_per_host=2, backend=None).run(train)
+"""
+
+
+def test_torchrunx(tmp_path: Path) -> None:
+    pytest.importorskip("torchrunx")
+    path = script(tmp_path, TRAIN)
+    ran = run([sys.executable, script(tmp_path, TORCHRUNX.format(path=str(path)), "start.py")], tmp_path)
+    assert ran.code == 0, ran.err
+    check(tmp_path, 2, "env")
+
+
+def test_cores_are_shared_among_the_processes_of_a_node(tmp_path: Path) -> None:
+    """Without it each of them starts as many threads as there are cores."""
+    path = script(tmp_path, TRAIN)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = []
+    for rank in range(2):
+        env = environment(tmp_path, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        del env["OMP_NUM_THREADS"]
+        started.append(subprocess.Popen([sys.executable, path], cwd=tmp_path, env=env))
+    assert [process.wait(120) for process in started] == [0, 0]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [rank["threads"] for rank in check(tmp_path, 2, "env")] == [share, share]
+
+
+def test_env_works_without_torch_and_without_the_submit_half(tmp_path: Path) -> None:
+    assert importlib.util.find_spec("typer") is not None
+    argv = [sys.executable, "-S", "-m", "clusterjob", "env", "--json"]  # -S: no installed packages
+    ran = run(argv, tmp_path, {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1", "MLP_WORKER_0_HOST": "h"})
+    assert ran.code == 0, ran.err
+    assert '"source": "mlp"' in ran.out
+    refused = run([*argv[:-1]], tmp_path, {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1"})
+    assert refused.code == 1
+    assert "conflict: MLP_WORKER_0_HOST is not set" in refused.out
