@@ -175,6 +175,11 @@ def status(record: Record) -> Status:
     return statuses([record])[0][1]
 
 
+def collect(record: Record) -> None:
+    """Have a job's logs in its directory here, as far as they are written by now."""
+    _backend(record.backend).collect(record)
+
+
 def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
     """Stop jobs; for each, whether it was still to be stopped."""
     done = []
@@ -191,6 +196,8 @@ def follow(
     show: Callable[[list[Line]], None],
     progress: Callable[[Status], None],
     reader: LogReader | None = None,
+    *,
+    logs: bool = True,
 ) -> Verdict:
     """Show a job's output as it is written, until the job ends; return the verdict.
 
@@ -199,11 +206,14 @@ def follow(
         show: takes the new lines, in order.
         progress: told how the job stands at each look.
         reader: where the lines come from; it may have read some already, or take one worker's alone.
+        logs: whether the logs are wanted at all; fetching them from afar costs something.
     """
     reader = reader or LogReader(record.job_dir)
     pause = _FIRST_PAUSE
     while True:
         now = status(record)
+        if logs:
+            collect(record)
         lines = reader.finish() if now.verdict is not None else reader.read()
         if lines:
             show(lines)
@@ -216,4 +226,4 @@ def follow(
 
 def wait(record: Record) -> Verdict:
     """Return the verdict of a job, once it has ended."""
-    return follow(record, lambda _: None, lambda _: None, LogReader(record.job_dir, node=-1))
+    return follow(record, lambda _: None, lambda _: None, LogReader(record.job_dir, node=-1), logs=False)

@@ -61,6 +61,9 @@ class Backend(Protocol):
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
         """Return how jobs stand, by job id: one question to the cluster for all of them."""
 
+    def collect(self, record: Record) -> None:
+        """Have the logs in `record.job_dir` as far as they are written by now; where the job writes there itself, do nothing."""
+
     def cancel(self, record: Record) -> None:
         """Stop a job and return once it is being stopped; a job that has ended stays as it is."""
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob import gpus, pack, plans
-from clusterjob.backends import Status
+from clusterjob.backends import Status, directory
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract, ends, files, processes
-from clusterjob.node.events import now, read_events
 from clusterjob.node.logs import node_directory
-from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
+from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan, PlannedCommand, PlannedFile
 from clusterjob.records import Handle, Record, home
 from clusterjob.render import render
@@ -130,6 +129,9 @@ class LocalBackend:
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
         """Return how jobs stand, from their directories and the process table."""
         return {record.job_id: _status(record) for record in records}
+
+    def collect(self, record: Record) -> None:
+        """The job writes into `record.job_dir` itself."""
 
     def cancel(self, record: Record) -> None:
         """Have every agent stop its workers; kill the agents that do not within the job's grace.
@@ -248,8 +250,8 @@ def _status(record: Record) -> Status:
     alive = bool(_live_agents(record))  # before the result is read: what is dead by now has written its end
     result = files.read_json(record.job_dir / "result.json")
     if result is not None:
-        return _ended(Verdict.from_json(result))
-    started_at, restarts, waiting = _progress(record.job_dir)
+        return directory.ended(Verdict.from_json(result))
+    started_at, restarts, waiting = directory.progress(record.job_dir)
     if alive and not record.job_dir.exists():
         return Status(JobState.UNKNOWN, f"its directory {record.job_dir} is gone while its agents run")
     if alive:
@@ -259,38 +261,4 @@ def _status(record: Record) -> Status:
         return Status(JobState.UNKNOWN, f"it runs on {_host(record)}: ask there", None, started_at, restarts)
     if record.handle is None and record.submitter is not None and record.submitter.alive():
         return Status(JobState.PENDING, "it is being submitted")
-    return _ended(_end_without_lead(record, started_at, restarts))
-
-
-def _ended(verdict: Verdict) -> Status:
-    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts)
-
-
-def _progress(job_dir: Path) -> tuple[str | None, int, str]:
-    started_at, restarts, waiting = None, 0, ""
-    for event in read_events(job_dir / "events.jsonl"):
-        kind = event.get("event")
-        if kind == "started":
-            started_at, restarts, waiting = started_at or event.get("time"), int(event.get("restart", 0)), ""
-        elif kind == "waiting":
-            waiting = f"waiting for node {', '.join(map(str, event.get('missing', [])))}"
-        elif kind == "exec":
-            waiting = str(event.get("why", ""))
-    return started_at, restarts, waiting
-
-
-def _end_without_lead(record: Record, started_at: str | None, restarts: int) -> Verdict:
-    """Return the end of a job whose lead wrote none: from what the nodes wrote, else LOST. Never a success."""
-    common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
-    if ends.cancelled(record.job_dir):
-        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled before its agents could say so", **common)
-    for failure in ends.refusals(record.job_dir):
-        return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure, **common)
-    for end in ends.written(record.job_dir):
-        if end.get("reason"):
-            return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
-    if record.handle is None:
-        return Verdict(JobState.LOST, 1, "the command that submitted it died before the job had started", **common)
-    if not record.job_dir.exists():
-        return Verdict(JobState.LOST, 1, f"its directory {record.job_dir} is gone", **common)
-    return Verdict(JobState.LOST, 1, "its agents ended without a verdict: they were killed, or the machine was restarted", **common)
+    return directory.ended(directory.end_without_lead(record, started_at, restarts))

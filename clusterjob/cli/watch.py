@@ -33,6 +33,7 @@ class Watch:
 
     def so_far(self, tail: int | None) -> None:
         """Show what is there, or the last `tail` lines of it."""
+        jobs.collect(self._record)
         lines = self._reader.finish()
         self._printer.show(lines if tail is None else lines[len(lines) - min(tail, len(lines)) :])
 
