@@ -10,9 +10,11 @@ demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
 test: lint  ## everything but the slow fault and scale runs
+	tools/sshd.sh
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(READY)
+	tools/sshd.sh
 	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)
