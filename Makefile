@@ -1,21 +1,25 @@
-# Few verbs: demo, test, test-slow, lint, bench, clean. Each sets up what it needs; run again, each is quick.
+# Few verbs: demo, test, test-slow, slurm, lint, bench, clean. Each sets up what it needs; run again, each is quick.
 # A fresh machine needs Python >= 3.10 and make; the rest is installed into .venv.
 
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow slurm sshd lint bench clean
 
 demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
-test: lint  ## everything but the slow fault and scale runs
-	tools/sshd.sh
+test: lint slurm sshd  ## everything but the slow fault and scale runs
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(READY)
-	tools/sshd.sh
+test-slow: $(READY) slurm sshd
 	$(BIN)/python -m pytest -m slow
+
+slurm:  ## Debian packages for the tests' own Slurm; a moment when they are there
+	tools/slurm.sh
+
+sshd:  ## an sshd for the tests of the SSH backend; a moment when it is there
+	tools/sshd.sh
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -142,7 +142,7 @@ def _find_place(by_hand: dict[str, str]) -> Finding:
     finding = environments.detect(os.environ | by_hand)
     if _group_exists():
         return finding  # it knows better than a half-set environment
-    finding.check()
+    finding = _alone_on_its_node(finding.check())
     if finding.place is not None and not isinstance(finding.place, Worker):
         script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0].endswith(".py") else "train.py"
         raise PlaceError(
@@ -151,6 +151,36 @@ def _find_place(by_hand: dict[str, str]) -> Finding:
             "`clusterjob env` shows each variable and what was made of it",
         )
     return environments.Finding(source="arguments", place=finding.place) if by_hand else finding
+
+
+def _alone_on_its_node(finding: Finding) -> Finding:
+    """Return a finding of Slurm's with what a process makes of it: a step's only task on its node is a process of its own."""
+    from clusterjob.node.environments import slurm_env
+
+    if finding.source != slurm_env.SOURCE or finding.place is None:
+        return finding
+    from dataclasses import replace
+
+    from clusterjob.node import addresses
+    from clusterjob.node.topology import Topology
+
+    place = finding.place
+    if isinstance(place, Topology):
+        if (place.nproc_per_node or 1) > 1:
+            return finding
+        place = slurm_env.as_worker(place, os.environ)
+    return replace(finding, place=replace(place, topology=addresses.settle(place.topology, os.environ)))
+
+
+def _check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:
+    """Refuse a task of srun that is alone on its node and sees several GPUs: all but one would stay idle, silently."""
+    alone = worker is not None and worker.topology.source == "slurm" and worker.topology.nproc_per_node is None
+    if alone and gpus > 1 and process_group is not False:
+        raise PlaceError(
+            f"srun started one process on this node, which sees {gpus} GPUs: all but one would be idle",
+            f"start this node's processes with `srun ... clusterjob launch --nproc-per-node {gpus} SCRIPT`, or have srun start them with "
+            f"--ntasks-per-node={gpus}; CLUSTERJOB_NPROC_PER_NODE=1 says that one is meant",
+        )
 
 
 def _group_exists() -> bool:
@@ -207,6 +237,7 @@ def _make(finding: Finding, backend: str | None, timeout: float | None, *, proce
 
     worker: Any = finding.place
     gpus = _usable_gpus()
+    _check_gpus(worker, gpus, process_group=process_group)
     backend = choose_backend(backend, gpus)
     device = torch.device(choose_device(worker.local_rank if worker else 0, gpus))
     if gpus:

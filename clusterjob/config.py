@@ -59,7 +59,12 @@ class ConfigFile:
 
 
 def resolve(
-    flags: Mapping[str, Any], cluster: str | None, environ: Mapping[str, str], directory: Path, backends: Sequence[str]
+    flags: Mapping[str, Any],
+    cluster: str | None,
+    environ: Mapping[str, str],
+    directory: Path,
+    backends: Sequence[str],
+    fallback: str = "",
 ) -> Settings:
     """Return the settings of a job.
 
@@ -68,14 +73,15 @@ def resolve(
         cluster: what --cluster named, or None.
         environ: where CLUSTERJOB_* variables are read from.
         directory: where the search for the project's file begins; it goes upwards.
-        backends: names of the backends, each of which is a cluster's name too; the first is used where nobody names one.
+        backends: names of the backends, each of which is a cluster's name too.
+        fallback: the cluster where nobody names one; by default the first of the backends.
 
     Raises:
         ConfigError: a file is broken or holds an unknown key, or a value makes no sense.
         UnknownCluster: no profile and no backend has the name.
     """
     files = find_files(directory)
-    cluster, chosen_at = _choose(cluster, environ, files, backends[0])
+    cluster, chosen_at = _choose(cluster, environ, files, fallback or backends[0])
     profiles = {name for file in files for name in file.clusters}
     if cluster not in profiles and cluster not in backends:
         raise UnknownCluster(f"there is no cluster {cluster!r} ({chosen_at})", _nearest(cluster, [*profiles, *backends]))

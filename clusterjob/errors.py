@@ -67,6 +67,10 @@ class SubmitError(ClusterJobError):
     """The job could not be started; whatever had been started was stopped again."""
 
 
+class SubmitInDoubtError(SubmitError):
+    """The cluster did not answer, and the job may run all the same: its record and its directory stay."""
+
+
 class RecordError(ClusterJobError):
     """A job's record or directory cannot be written or read."""
 

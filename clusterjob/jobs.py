@@ -11,18 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob import backends, config, plans
+from clusterjob import backends, config, pack, plans
 from clusterjob.backends import Backend, Status
-from clusterjob.errors import ClusterJobError, PlaceError
+from clusterjob.errors import ClusterJobError, PlaceError, SubmitInDoubtError
 from clusterjob.node import environments, events, processes
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan
-from clusterjob.records import Record, Records
+from clusterjob.records import Record, Records, home
 from clusterjob.spec import JobSpec, Resources
 
+NAMED_OPTIONS = ("account", "partition", "nodelist", "exclude", "reservation")  # --set's most common, with names of their own
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two looks at a job that is waited for
+_LONGEST_PAUSE_OF_MANY = 1.0  # ... at the directories of many
 
 
 def settle(flags: Mapping[str, Any], cluster: str | None, directory: Path) -> config.Settings:
@@ -33,7 +35,7 @@ def settle(flags: Mapping[str, Any], cluster: str | None, directory: Path) -> co
     """
     if cluster is None:
         _refuse_inside_a_job()
-    return config.resolve(flags, cluster, os.environ, directory, backends.names())
+    return config.resolve(flags, cluster, os.environ, directory, backends.names(), backends.preferred())
 
 
 def _refuse_inside_a_job() -> None:
@@ -61,6 +63,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     """
     values = dict(settings.values)
     gpus_per_node = values.get("gpus_per_node")
+    options = values.pop("set", {}) | {key: values.pop(key) for key in NAMED_OPTIONS if key in values}
     resources = Resources(
         nodes=values.pop("nodes", 1), gpus_per_node=values.pop("gpus_per_node", None), cpus_per_task=values.pop("cpus_per_task", None),
         mem=values.pop("mem", None), time_limit=values.pop("time", None),
@@ -73,8 +76,8 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         resources=resources,
         workdir=workdir,
         nproc_per_node=values.pop("nproc_per_node", gpus_per_node or 1),
-        python=values.pop("python", None) or default_python(os.environ),
-        options=values.pop("set", {}),
+        python=values.pop("python", None) or ("python3" if values.get("container") else default_python(os.environ)),
+        options=options,
         **values,
     )
 
@@ -110,9 +113,12 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
     records = Records()
     backend = _backend(plan.backend)
     plans.write_files(plan)
+    for file in plan.files:
+        if file.path.name == pack.NAME:
+            pack.keep(file.data, home() / "cache")
     record = Record(
         plan.job_id, plan.spec.name, cluster, plan.backend, plan.job_dir, plan.spec.resources.nodes, events.now(), plan.spec.to_json(),
-        submitter=processes.ProcessIdentity.of_this_process(),
+        submitter=processes.ProcessIdentity.of_this_process(), array=plan.array,
     )  # fmt: skip
     try:
         records.save(record)
@@ -120,8 +126,10 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
         try:
             record = records.with_handle(record, handle)
         except ClusterJobError:  # nobody could ask for the job: it must not run
-            backend.cancel(replace(record, handle=handle))
+            backend.cancel(records.elements(replace(record, handle=handle)))
             raise
+    except SubmitInDoubtError:
+        raise  # it may run: the record and the directory are what it can be found by
     except ClusterJobError:
         records.remove(plan.job_id)
         shutil.rmtree(plan.job_dir, ignore_errors=True)
@@ -147,8 +155,12 @@ def plan(spec: JobSpec, settings: config.Settings) -> Plan:
 
 
 def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
-    """Return how jobs stand, one question to each backend for all of its jobs; ends that are news are noted in the records."""
+    """Return how jobs stand, one question to each backend for all of its jobs; ends that are news are noted in the records.
+
+    An array stands for its elements, each a job of its own.
+    """
     records = Records()
+    wanted = [element for record in wanted for element in records.elements(record)]
     found: dict[str, Status] = {}
     asked: dict[str, list[Record]] = {}
     for record in wanted:
@@ -161,6 +173,8 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     pairs = []
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
+        if status.handle is not None and record.handle is None and record.index is None:
+            record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job, and where it is
         news = record.end is None and status.verdict is not None and status.state.final
         pairs.append((records.with_end(record, status.verdict.to_json()) if news and status.verdict else record, status))
     return pairs
@@ -181,13 +195,14 @@ def collect(record: Record) -> None:
 
 
 def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
-    """Stop jobs; for each, whether it was still to be stopped."""
-    done = []
-    for record in wanted:
-        running = not status(record).state.final
-        if running:
-            _backend(record.backend).cancel(record)
-        done.append((record, running))
+    """Stop jobs, an array's elements all together; for each, whether it was still to be stopped."""
+    done = [(record, not status.state.final) for record, status in statuses(list(wanted))]
+    running: dict[str, list[Record]] = {}
+    for record, is_running in done:
+        if is_running:
+            running.setdefault(record.backend, []).append(record)
+    for name, group in running.items():
+        _backend(name).cancel(group)
     return done
 
 
@@ -221,6 +236,29 @@ def follow(
             return now.verdict
         progress(now)
         pause = _FIRST_PAUSE if lines else min(_LONGEST_PAUSE, pause * 1.3)
+        time.sleep(pause)
+
+
+def wait_for_all(wanted: Sequence[Record], news: Callable[[Record, Status], None]) -> int:
+    """Return the exit code of several jobs, such as an array's elements, once all have ended: the first that is not 0, in their order.
+
+    Args:
+        wanted: the jobs.
+        news: told of each end, as it is seen.
+    """
+    open_ = [element for record in wanted for element in Records().elements(record)]
+    codes = dict.fromkeys((record.job_id for record in open_), 0)
+    pause = _FIRST_PAUSE
+    while True:
+        pairs = statuses(open_)
+        ended = [(record, now) for record, now in pairs if now.verdict is not None]
+        for record, now in ended:
+            news(record, now)
+            codes[record.job_id] = now.verdict.exit_code if now.verdict is not None else 1
+        open_ = [record for record, now in pairs if now.verdict is None]
+        if not open_:
+            return next((code for code in codes.values() if code), 0)
+        pause = _FIRST_PAUSE if ended else min(_LONGEST_PAUSE_OF_MANY, pause * 1.3)
         time.sleep(pause)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,14 +57,47 @@ def job_json(record: Record, status: Status) -> dict[str, Any]:
     }
 
 
-def print_jobs(pairs: Sequence[tuple[Record, Status]]) -> None:
-    """Print jobs as a table on stdout, one a line."""
+def print_jobs(pairs: Sequence[tuple[Record, Status]], *, together: bool = False) -> None:
+    """Print jobs as a table on stdout, one a line.
+
+    Args:
+        pairs: the jobs and how they stand.
+        together: give an array one line, with how many of its elements are in which state.
+    """
     rows = [("ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON")]
-    for record, status in pairs:
-        code = "" if status.verdict is None else str(status.verdict.exit_code)
+    for job_id, group in itertools.groupby(pairs, lambda pair: _listed_id(pair[0], together=together)):
+        members = list(group)
+        record, status = members[0]
+        state, code, reason = str(status.state), "" if status.verdict is None else str(status.verdict.exit_code), status.reason
+        if record.index is not None and together:
+            counts = Counter(str(now.state) for _, now in members)
+            state = ",".join(counts) if len(counts) == 1 else "MIXED"
+            code = next((str(now.verdict.exit_code) for _, now in members if now.verdict is not None and now.verdict.exit_code), code)
+            reason = ", ".join(f"{count} {name}" for name, count in counts.items())
         when = record.submitted_at[:19].replace("T", " ")
-        rows.append((record.job_id, str(status.state), code, str(record.nodes), record.cluster, when, status.reason.partition("\n")[0]))
+        rows.append((job_id, state, code, str(record.nodes), record.cluster, when, reason.partition("\n")[0]))
     print_table(rows)
+
+
+def _listed_id(record: Record, *, together: bool) -> str:
+    return record.job_id.rpartition("_")[0] if together and record.index is not None else record.job_id
+
+
+def print_end(record: Record, status: Status) -> None:
+    """Say how one of several jobs has ended."""
+    if status.verdict is not None:
+        say(f"job {record.job_id} {status.verdict.text()}")
+
+
+def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
+    """Say which jobs were cancelled; of an array in one line."""
+    for job_id, group in itertools.groupby(done, lambda pair: _listed_id(pair[0], together=True)):
+        members = list(group)
+        stopped = sum(was_running for _, was_running in members)
+        if len(members) == 1:
+            say(f"job {members[0][0].job_id} {'is cancelled' if stopped else 'had ended already'}")
+        else:
+            say(f"job {job_id}: {stopped} of {len(members)} elements are cancelled, the others had ended already")
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

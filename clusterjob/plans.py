@@ -71,6 +71,7 @@ class Plan:
         files: to be written, in this order.
         commands: to be started, in this order, once all files are there.
         notes: lines that the user should see, such as that there are too few GPUs.
+        array: for an array, what its record holds of it.
     """
 
     job_id: str
@@ -80,6 +81,7 @@ class Plan:
     files: tuple[PlannedFile, ...]
     commands: tuple[PlannedCommand, ...]
     notes: tuple[str, ...] = ()
+    array: Mapping[str, Any] | None = None
 
     def text(self) -> str:
         """Return the plan for people: each file whole, each command as a shell would take it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,7 @@ from clusterjob.node import files
 from clusterjob.node.processes import ProcessIdentity
 
 SCHEMA = 1
+_SEPARATOR = "_"  # between an array's id and an element's index; no id that we make holds one
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Record:
         handle: None while it is being submitted, and for ever if the submitter died in that.
         submitter: the process that submits it, so that others can tell the two.
         end: the verdict as plain data once it is known, so that it outlives the job's directory.
+        array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each part that was submitted).
+        index: for one element of an array, which.
     """
 
     job_id: str
@@ -59,6 +63,8 @@ class Record:
     handle: Handle | None = None
     submitter: ProcessIdentity | None = None
     end: Mapping[str, Any] | None = None
+    array: Mapping[str, Any] | None = None
+    index: int | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record:
@@ -74,6 +80,21 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain data, with its schema number."""
         return {"schema": SCHEMA, **asdict(self), "job_dir": str(self.job_dir)}
+
+    def element(self, index: int) -> Record:
+        """Return one element of this array as a job of its own: it has its own directory, state and logs."""
+        assert self.array is not None
+        return replace(
+            self, job_id=f"{self.job_id}{_SEPARATOR}{index}", job_dir=self.job_dir / "elements" / str(index), array=None, index=index,
+            handle=self._element_handle(index),
+        )  # fmt: skip
+
+    def _element_handle(self, index: int) -> Handle | None:
+        if self.handle is None or self.array is None:
+            return None
+        piece = bisect.bisect_right(self.array["pieces"], index) - 1
+        ids = self.handle.data["ids"]
+        return replace(self.handle, id=f"{ids[piece]}_{index - self.array['pieces'][piece]}")
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
@@ -118,8 +139,9 @@ class Records:
 
         A record that somebody else has changed or removed since it was read is left as it is.
         """
-        now = self._read(record.job_id)
-        if now is not None and now.handle != record.handle:
+        whole = record.job_id.rpartition(_SEPARATOR)[0] if record.index is not None else record.job_id
+        now = self._read(whole)
+        if now is not None and record.index is None and now.handle != record.handle:
             return now
         record = replace(record, end=end)
         try:
@@ -136,13 +158,30 @@ class Records:
         except OSError:
             pass  # what cannot be removed could not be written either
 
+    def elements(self, record: Record) -> list[Record]:
+        """Return the elements of an array; of any other job the job itself. What is known of their ends comes with them."""
+        if record.array is None:
+            return [record]
+        noted = {name for name in self._names() if name.startswith(record.job_id + _SEPARATOR)}
+        found = []
+        for index in record.array["indices"]:
+            name = f"{record.job_id}{_SEPARATOR}{index}"
+            found.append((self._read(name) if name in noted else None) or record.element(index))
+        return found
+
     def find(self, text: str) -> Record:
-        """Return the job of this id, or of the one id that begins so.
+        """Return the job of this id, or of the one id that begins so; ``ID_7`` is an element of the array ID.
 
         Raises:
             JobNotFound: there is none, or more than one.
         """
-        names = self._names()
+        names = [name for name in self._names() if _SEPARATOR not in name]
+        whole, separator, index = text.rpartition(_SEPARATOR)
+        if separator and index.isascii() and index.isdigit():
+            array = self.find(whole)
+            if array.array is None or int(index) not in array.array["indices"]:
+                raise JobNotFound(f"job {array.job_id} has no element {index}", f"`clusterjob status {array.job_id}` shows what it has")
+            return self._read(f"{array.job_id}{_SEPARATOR}{int(index)}") or array.element(int(index))
         matches = [text] if text in names else [name for name in names if text and name.startswith(text)]
         if len(matches) == 1:
             record = self._read(matches[0])
@@ -156,8 +195,9 @@ class Records:
         raise JobNotFound(f"there is no job {text!r}", f"did you mean {near[0]}?" if near else "`clusterjob list` shows them all")
 
     def all(self) -> list[Record]:
-        """Return every record, the oldest first."""
-        found = [record for name in self._names() if (record := self._read(name)) is not None]
+        """Return every record, the oldest first; an array is one."""
+        names = [name for name in self._names() if _SEPARATOR not in name]
+        found = [record for name in names if (record := self._read(name)) is not None]
         return sorted(found, key=lambda record: (record.submitted_at, record.job_id))
 
     def _names(self) -> list[str]:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterjob import arrays
+from clusterjob.arrays import Array
 from clusterjob.errors import SpecError
 from clusterjob.node.contract import LAUNCH_VARIABLES
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
@@ -68,10 +70,15 @@ class JobSpec:
         nproc_per_node: workers on each node.
         max_restarts: how often the workers are started again after a failure.
         start: ``fork`` from a process that has imported torch, ``exec`` each, or ``auto``.
-        launcher: ``agent``, or ``torchrun`` for torch's own agent on each node.
+        launcher: ``agent``, ``torchrun`` for torch's own agent on each node, or ``srun`` for one task of Slurm's per worker.
         require_gpus: refuse to rehearse on the CPU where there are too few GPUs.
         template: the user's own template in the place of the backend's.
         options: backend options by name, such as Slurm flags (``--set``).
+        container: the image that the node's part runs in.
+        array, sweep: the elements of the job, if it is an array; see `clusterjob.arrays.parse`.
+        after: jobs that this one waits for, each as ``ID`` or ``KIND:ID``.
+        requeue: queue the job again when it was preempted or out of time.
+        signal_before: seconds before the time limit at which the workers are warned; None for no warning.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
     Raises:
@@ -92,6 +99,12 @@ class JobSpec:
     require_gpus: bool = False
     template: Path | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    container: str = ""
+    array: str = ""
+    sweep: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    requeue: bool = False
+    signal_before: int | None = None
     join_timeout: float = LaunchOptions.join_timeout
     heartbeat: float = LaunchOptions.heartbeat
     lease: float = LaunchOptions.lease
@@ -103,7 +116,7 @@ class JobSpec:
         _at_least("nproc per node", self.nproc_per_node, 1)
         _at_least("max restarts", self.max_restarts, 0)
         _one_of("start", self.start, START_MODES)
-        _one_of("launcher", self.launcher, LAUNCHERS)
+        _one_of("launcher", self.launcher, (*LAUNCHERS, "srun"))
         for label in ("join_timeout", "heartbeat", "lease", "grace"):
             if not 0 < getattr(self, label) < 1e9:
                 raise SpecError(f"{label.replace('_', ' ')} is {getattr(self, label)}: it has to be more than 0 seconds")
@@ -114,6 +127,7 @@ class JobSpec:
         for text in (*self.setup, *self.program.args, self.program.target, self.python, str(self.workdir)):
             if "\0" in text:
                 raise SpecError(f"{text!r} holds a NUL byte, which no command line can carry")
+        self.elements()
         if self.template is not None and not self.template.is_file():
             raise SpecError(f"the template {str(self.template)!r} is not there")
         self._check_program()
@@ -128,14 +142,22 @@ class JobSpec:
         elif self.program.kind == "command" and not self.program.target:
             raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
 
+    def elements(self) -> Array | None:
+        """Return the elements of the job; None when it is no array.
+
+        Raises:
+            SpecError: array or sweep makes no sense.
+        """
+        return arrays.parse(self.array, self.sweep)
+
     def launch_options(self, **more: Any) -> LaunchOptions:
         """Return what the agent of each node is told; `more` adds what the backend decides, such as the lifeline."""
         limit = self.resources.time_limit
         return LaunchOptions(
-            program=self.program, nproc_per_node=self.nproc_per_node, cpus_per_task=self.resources.cpus_per_task,
+            nproc_per_node=self.nproc_per_node, cpus_per_task=self.resources.cpus_per_task,
             max_restarts=self.max_restarts, start=self.start, launcher=self.launcher, join_timeout=self.join_timeout,
             heartbeat=self.heartbeat, lease=self.lease, grace=self.grace,
-            **({"time_limit": float(limit) if limit else None} | more),
+            **({"program": self.program, "time_limit": float(limit) if limit else None} | more),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from procs import (
     listening_sockets,
     marked,
 )
+from slurm_fixtures import _slurm_dbd, _slurm_either, _slurm_none, slurm, slurm_accounted, slurm_cluster  # noqa: F401  fixtures
 from sshworld import World, require, world_in
 
 SETTLING = 2.0  # seconds that what a test has started may take to be gone

@@ -16,6 +16,7 @@ from launching import LAUNCHERS, PATIENCE, by_hand, environment, finish, free_po
 
 from clusterjob import bootstrap
 from clusterjob.errors import PlaceError, UsageError
+from clusterjob.node.topology import Topology, Worker
 
 # -- the import ----------------------------------------------------------------------------------------------------------
 
@@ -604,3 +605,60 @@ def test_failures_are_reported_by_the_worker_itself_and_by_none_of_its_children(
     with open(os.devnull) as no_pipe:
         monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{no_pipe.fileno()}:{os.getpid()}")
         assert bootstrap._report_pipe() is None
+
+
+# -- Slurm's tasks, as srun's variables make them -------------------------------------------------------------------------
+
+SUMS = """
+    import json, sys
+    from pathlib import Path
+    import torch
+    from clusterjob import bootstrap
+
+    with bootstrap.init(timeout=60) as ctx:
+        total = ctx.reduce(torch.tensor([ctx.rank + 1.0]), "sum").item()
+        Path(f"rank{ctx.rank}.json").write_text(json.dumps([
+            ctx.local_rank, ctx.local_world_size, ctx.world_size, ctx.node_rank, ctx.nnodes, ctx.source, ctx.master_port, total]))
+"""
+
+
+def tasks_of_a_step(directory: Path, tasks: list[dict[str, str]], **common: str) -> list[Any]:
+    path = script(directory, SUMS)
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "no-such-node-[1-2]"} | common
+    processes = [start([sys.executable, path], directory, step | task) for task in tasks]
+    for process in processes:
+        ran = finish(process)
+        assert ran.code == 0, ran.err
+    return told(directory, len(tasks))
+
+
+def test_the_tasks_of_a_step_meet_without_an_agent(tmp_path: Path) -> None:
+    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"}
+    ranks = tasks_of_a_step(tmp_path, [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)], **one_node)
+    port = ranks[0][6]
+    assert 20000 <= port < 32000
+    assert ranks == [[rank, 3, 3, 0, 1, "slurm", port, 6.0] for rank in range(3)]
+
+
+def test_tasks_that_are_alone_on_their_nodes_are_processes_of_their_own(tmp_path: Path) -> None:
+    port = free_port()
+    two_nodes = {
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0",
+        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    ranks = tasks_of_a_step(tmp_path, [{"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} for rank in range(2)], **two_nodes)
+    assert ranks == [[0, 1, 2, rank, 2, "slurm", port, 3.0] for rank in range(2)]
+
+
+@pytest.mark.parametrize("nproc", [None, 1, 4])
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+@pytest.mark.parametrize("process_group", [None, False])
+def test_a_task_that_would_leave_gpus_idle_is_refused(nproc: int | None, gpus: int, process_group: bool | None) -> None:
+    worker = Worker(Topology(2, 1, nproc, "n1", 29500, "slurm"), 1, 0, 2, 1)
+    if nproc is None and gpus == 8 and process_group is None:
+        with pytest.raises(PlaceError) as caught:
+            bootstrap._check_gpus(worker, gpus, process_group=process_group)
+        assert "sees 8 GPUs" in caught.value.message
+        assert all(word in caught.value.hint for word in ("clusterjob launch", "--ntasks-per-node"))
+    else:
+        bootstrap._check_gpus(worker, gpus, process_group=process_group)

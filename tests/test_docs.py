@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from clusterjob import bootstrap
-from clusterjob.backends import local
+from clusterjob.backends import local, slurm
 from clusterjob.cli import app
 from clusterjob.context import Context
 from clusterjob.node.options import parse
@@ -99,9 +99,12 @@ def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPat
         given.update(values)
         return ""
 
-    monkeypatch.setattr(local, "render", note)
-    local.LocalBackend().plan(JobSpec(Program("command", "true"), workdir=tmp_path))
-    assert given
+    spec = JobSpec(Program("command", "true"), workdir=tmp_path)
+    for module, backend in ((local, local.LocalBackend()), (slurm, slurm.SlurmBackend())):
+        monkeypatch.setattr(module, "render", note)
+        before = len(given)
+        backend.plan(spec)
+        assert len(given) > before
     rows = re.findall(r"^\| `(\w+)` \|", section(read("templates.md"), "Variables"), re.MULTILINE)
     assert sorted(rows) == sorted(given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -61,6 +62,24 @@ def test_the_same_package_gives_the_same_bytes(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
+def test_a_zip_that_was_made_once_is_taken_again_until_the_sources_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    made = pack.node_zip(cache)
+    assert not cache.exists()
+    pack.keep(made, cache)
+    (kept,) = cache.iterdir()
+    assert kept.read_bytes() == made == pack.node_zip()
+    assert kept.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(pack, "_make", lambda *_: pytest.fail("it was made again"))
+    assert pack.node_zip(cache) == made
+    monkeypatch.undo()
+    kept.write_bytes(made[:1000])  # a file that somebody cut short
+    assert pack.node_zip(cache) == made
+    monkeypatch.setattr(pack, "_fingerprint", lambda *_: "other")
+    pack.keep(made, cache)
+    assert [path.name for path in cache.iterdir()] == ["node-other.pyz"]
+
+
 def test_it_is_small() -> None:
     size = len(pack.node_zip())
     print(f"the node zip has {size} bytes")
@@ -75,8 +94,25 @@ def test_it_holds_the_whole_package_and_nothing_else() -> None:
         texts = {name: archive.read(name) for name in names}
     modules = {f"clusterjob/{path.relative_to(PACKAGE).as_posix()}": path for path in PACKAGE.rglob("*.py")}
     assert names == {"__main__.py", *modules}
-    assert all(texts[name] == path.read_bytes() for name, path in modules.items())
-    assert texts["__main__.py"] == texts["clusterjob/node/zip_main.py"]
+    for name, path in modules.items():
+        told, packed = ast.parse(path.read_text()), ast.parse(texts[name])
+        assert ast.dump(without_docstrings(told), include_attributes=False) == ast.dump(without_docstrings(packed)), name
+        assert [node.lineno for node in statements(told)] == [node.lineno for node in statements(packed)], name
+    assert b"# " not in texts["clusterjob/node/agent.py"]
+    assert "Start a job and print its id" in texts["clusterjob/cli/start.py"].decode()
+    assert texts["__main__.py"] == (PACKAGE / "node" / "zip_main.py").read_bytes()
+
+
+def without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body[0].value.value = ""
+    return tree
+
+
+def statements(tree: ast.Module) -> list[ast.stmt]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
 
 
 @pytest.mark.parametrize("flags", [["-I"], ["-I", "-S"]])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast, overload
@@ -19,8 +20,7 @@ from clusterjob.spec import JobSpec
 
 ENTRY_POINTS = "clusterjob.backends"
 
-# Ours, in the order in which they are tried where nobody names a cluster.
-_BUILTIN: Mapping[str, str] = {"local": "clusterjob.backends.local:LocalBackend"}
+_BUILTIN: Mapping[str, str] = {"local": "clusterjob.backends.local:LocalBackend", "slurm": "clusterjob.backends.slurm:SlurmBackend"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Status:
         verdict: how it ended, once it has.
         started_at: when its workers first started, RFC 3339, UTC; None before.
         restarts: how often they were started again.
+        handle: where the job turned out to be, if its record did not say.
     """
 
     state: JobState
@@ -40,6 +41,7 @@ class Status:
     verdict: Verdict | None = None
     started_at: str | None = None
     restarts: int = 0
+    handle: Handle | None = None
 
 
 class Backend(Protocol):
@@ -64,8 +66,8 @@ class Backend(Protocol):
     def collect(self, record: Record) -> None:
         """Have the logs in `record.job_dir` as far as they are written by now; where the job writes there itself, do nothing."""
 
-    def cancel(self, record: Record) -> None:
-        """Stop a job and return once it is being stopped; a job that has ended stays as it is."""
+    def cancel(self, records: Sequence[Record]) -> None:
+        """Stop jobs and return once they are being stopped; a job that has ended stays as it is."""
 
 
 class _Names(Sequence[str]):
@@ -97,6 +99,16 @@ class _Names(Sequence[str]):
 def names() -> Sequence[str]:
     """Return the names of all backends, ours first."""
     return _Names()
+
+
+def preferred() -> str:
+    """Return the backend where nobody names a cluster: Slurm where this machine can submit to one, else this machine itself."""
+    if shutil.which("sbatch") is not None:
+        from clusterjob.slurm.client import Client
+
+        if Client.is_here():
+            return "slurm"
+    return "local"
 
 
 def load(name: str) -> Backend:

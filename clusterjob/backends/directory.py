@@ -1,24 +1,70 @@
-"""How a job stands as its directory tells it: what every backend reads whose jobs write, or are mirrored, into one."""
+"""What backends share: the files of a job that every node needs, and what a job's directory says of its progress and its end."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from clusterjob import pack, plans
 from clusterjob.backends import Status
+from clusterjob.errors import SpecError
 from clusterjob.node import ends
 from clusterjob.node.events import now, read_events
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
-from clusterjob.records import Record
+from clusterjob.plans import PlannedFile
+from clusterjob.records import home
+from clusterjob.spec import JobSpec
+
+
+def new_directory(name: str) -> tuple[str, Path]:
+    """Return a new job's id and where its files will lie.
+
+    Raises:
+        SpecError: the directory cannot stand on PYTHONPATH.
+    """
+    job_id = plans.new_id(name)
+    job_dir = home() / "jobs" / job_id
+    if ":" in str(job_dir):
+        raise SpecError(f"the job directory {job_dir} holds a colon, which PYTHONPATH cannot carry", "CLUSTERJOB_HOME names another")
+    return job_id, job_dir
+
+
+def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
+    """Return the files of every job: what was asked for, and the node half."""
+    return (
+        PlannedFile(job_dir / "spec.json", (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
+        PlannedFile(job_dir / pack.NAME, pack.node_zip(home() / "cache")),
+    )
+
+
+def script_file(path: Path, text: str) -> PlannedFile:
+    """Return a rendered script as a file that may be run."""
+    return PlannedFile(path, text.encode(errors="surrogateescape"), 0o700)
+
+
+def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
+    """Return what every template may name."""
+    return {
+        "job_id": job_id,
+        "job_dir": str(job_dir),
+        "name": spec.name,
+        "token_file": str(plans.token_file(job_dir)),
+        "nnodes": spec.resources.nodes,
+        "env": dict(spec.env),
+        "workdir": str(spec.workdir),
+        "setup": list(spec.setup),
+        "python": spec.python,
+    }
 
 
 def ended(verdict: Verdict) -> Status:
-    """Return how a job stands that has ended."""
+    """Return the status of a job that has ended so."""
     return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts)
 
 
 def progress(job_dir: Path) -> tuple[str | None, int, str]:
-    """Return when the workers first started (None before), how often they were started again, and what the job waits for."""
+    """Return when the workers first started, how often they were started again, and what the job waits for."""
     started_at, restarts, waiting = None, 0, ""
     for event in read_events(job_dir / "events.jsonl"):
         kind = event.get("event")
@@ -31,18 +77,24 @@ def progress(job_dir: Path) -> tuple[str | None, int, str]:
     return started_at, restarts, waiting
 
 
-def end_without_lead(record: Record, started_at: str | None, restarts: int) -> Verdict:
-    """Return the end of a job whose lead wrote none: from what the nodes wrote, else LOST. Never a success."""
+def end_without_lead(job_dir: Path, started_at: str | None, restarts: int, otherwise: Verdict | str) -> Verdict:
+    """Return the end of a job whose lead wrote none: from what the nodes wrote, else as told. Never a success by absence.
+
+    Args:
+        job_dir: the job's directory.
+        started_at: when its workers first started.
+        restarts: how often they were started again.
+        otherwise: the verdict, or why the job is LOST, where nobody wrote anything.
+    """
     common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
-    if ends.cancelled(record.job_dir):
-        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled before its agents could say so", **common)
-    for failure in ends.refusals(record.job_dir):
+    if ends.cancelled(job_dir):
+        why = "cancelled before its agents could say so" if started_at else "cancelled before it had started"
+        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, why, **common)
+    for failure in ends.refusals(job_dir):
         return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure, **common)
-    for end in ends.written(record.job_dir):
+    for end in ends.written(job_dir):
         if end.get("reason"):
             return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
-    if record.handle is None:
-        return Verdict(JobState.LOST, 1, "the command that submitted it died before the job had started", **common)
-    if not record.job_dir.exists():
-        return Verdict(JobState.LOST, 1, f"its directory {record.job_dir} is gone", **common)
-    return Verdict(JobState.LOST, 1, "its agents ended without a verdict: they were killed, or the machine was restarted", **common)
+    if not job_dir.exists():
+        return Verdict(JobState.LOST, 1, f"its directory {job_dir} is gone", **common)
+    return otherwise if isinstance(otherwise, Verdict) else Verdict(JobState.LOST, 1, otherwise, **common)

@@ -6,7 +6,6 @@ A job is detached: its agents live in sessions of their own and need nobody. Whi
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob import gpus, pack, plans
+from clusterjob import gpus
 from clusterjob.backends import Status, directory
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract, ends, files, processes
 from clusterjob.node.logs import node_directory
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.plans import Plan, PlannedCommand, PlannedFile
-from clusterjob.records import Handle, Record, home
+from clusterjob.plans import Plan, PlannedCommand
+from clusterjob.records import Handle, Record
 from clusterjob.render import render
 from clusterjob.spec import JobSpec
 
@@ -47,11 +46,13 @@ class LocalBackend:
             TemplateError: the user's template cannot be rendered.
         """
         if spec.options:
-            raise SpecError(f"the local cluster knows no option {next(iter(spec.options))!r} (--set)")
-        job_id = plans.new_id(spec.name)
-        job_dir = home() / "jobs" / job_id
-        if ":" in str(job_dir):
-            raise SpecError(f"the job directory {job_dir} holds a colon, which PYTHONPATH cannot carry", "CLUSTERJOB_HOME names another")
+            raise SpecError(f"the local cluster knows no option {next(iter(spec.options))!r}", "it is one of Slurm's: --cluster slurm")
+        for flag in ("container", "array", "sweep", "after", "requeue", "signal_before"):
+            if getattr(spec, flag):
+                raise SpecError(f"the local cluster has no --{flag.replace('_', '-')}", "it needs a queue: --cluster slurm")
+        if spec.launcher == "srun":
+            raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+        job_id, job_dir = directory.new_directory(spec.name)
         script = render(spec.template or f"{_SCRIPT}.j2", self._values(spec, job_id, job_dir))
         devices, notes = _devices(spec)
         return Plan(
@@ -59,11 +60,7 @@ class LocalBackend:
             backend=NAME,
             job_dir=job_dir,
             spec=spec,
-            files=(
-                PlannedFile(job_dir / "spec.json", (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
-                PlannedFile(job_dir / pack.NAME, pack.node_zip()),
-                PlannedFile(job_dir / _SCRIPT, script.encode(errors="surrogateescape"), 0o700),
-            ),
+            files=(*directory.common_files(spec, job_dir), directory.script_file(job_dir / _SCRIPT, script)),
             commands=tuple(
                 PlannedCommand(("bash", str(job_dir / _SCRIPT)), {"CLUSTERJOB_NODE_RANK": str(node_rank)} | devices[node_rank], node_rank)
                 for node_rank in range(spec.resources.nodes)
@@ -73,16 +70,8 @@ class LocalBackend:
 
     def _values(self, spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
         return {
-            "job_id": job_id,
-            "job_dir": str(job_dir),
-            "name": spec.name,
-            "token_file": str(plans.token_file(job_dir)),
-            "nnodes": spec.resources.nodes,
+            **directory.common_values(spec, job_id, job_dir),
             "master_addr": _MASTER_ADDR,
-            "env": dict(spec.env),
-            "workdir": str(spec.workdir),
-            "setup": list(spec.setup),
-            "python": spec.python,
             "lifeline": True,
             "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
         }
@@ -97,9 +86,9 @@ class LocalBackend:
         lifelines = self._lifelines.setdefault(plan.job_id, [])
         try:
             for command in plan.commands:
-                directory = node_directory(plan.job_dir, command.node_rank)
-                directory.mkdir(mode=0o700, parents=True)
-                pid, lifeline = _start(command, directory / "agent.log")
+                folder = node_directory(plan.job_dir, command.node_rank)
+                folder.mkdir(mode=0o700, parents=True)
+                pid, lifeline = _start(command, folder / "agent.log")
                 lifelines.append(lifeline)
                 agents.append({"node_rank": command.node_rank, "pid": pid, "ticks": processes.start_ticks(pid) or 0})
         except OSError as error:
@@ -131,14 +120,18 @@ class LocalBackend:
         return {record.job_id: _status(record) for record in records}
 
     def collect(self, record: Record) -> None:
-        """The job writes into `record.job_dir` itself."""
+        """Do nothing: the job writes into `record.job_dir` itself."""
 
-    def cancel(self, record: Record) -> None:
+    def cancel(self, records: Sequence[Record]) -> None:
         """Have every agent stop its workers; kill the agents that do not within the job's grace.
 
         Raises:
-            ClusterJobError: the job runs on another host, which alone can stop it.
+            ClusterJobError: a job runs on another host, which alone can stop it.
         """
+        for record in records:
+            self._cancel(record)
+
+    def _cancel(self, record: Record) -> None:
         if _is_elsewhere(record):
             raise ClusterJobError(f"job {record.job_id} runs on {_host(record)}", "cancel it there")
         ends.cancel(record.job_dir)
@@ -261,4 +254,8 @@ def _status(record: Record) -> Status:
         return Status(JobState.UNKNOWN, f"it runs on {_host(record)}: ask there", None, started_at, restarts)
     if record.handle is None and record.submitter is not None and record.submitter.alive():
         return Status(JobState.PENDING, "it is being submitted")
-    return directory.ended(directory.end_without_lead(record, started_at, restarts))
+    if record.handle is None:
+        why = "the command that submitted it died before the job had started"
+    else:
+        why = "its agents ended without a verdict: they were killed, or the machine was restarted"
+    return directory.ended(directory.end_without_lead(record.job_dir, started_at, restarts, why))

@@ -45,7 +45,7 @@ def config(
     from clusterjob import backends, output
     from clusterjob.config import resolve
 
-    settings = resolve({}, cluster, os.environ, Path.cwd(), backends.names())
+    settings = resolve({}, cluster, os.environ, Path.cwd(), backends.names(), backends.preferred())
     if as_json:
         output.print_json(output.settings_json(settings))
     else:

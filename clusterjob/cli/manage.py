@@ -29,7 +29,8 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
     from clusterjob.records import Records
 
     records = Records()
-    pairs = jobs.statuses([records.find(text) for text in ids] if ids else records.all())
+    wanted = [records.find(text) for text in ids] if ids else records.all()
+    pairs = jobs.statuses(wanted)
     if not ids:
         pairs = [(record, now) for record, now in pairs if not now.state.final]
     if as_json:
@@ -37,7 +38,7 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
     elif not pairs:
         output.say("no job is running; `clusterjob list` shows those that have ended")
     else:
-        output.print_jobs(pairs)
+        output.print_jobs(pairs, together=not ids)
         if ids:
             output.print_verdicts(pairs)
     return 0
@@ -52,16 +53,21 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
     if as_json:
         output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
     else:
-        output.print_jobs(pairs)
+        output.print_jobs(pairs, together=True)
     return 0
 
 
 def wait(job_id: Id) -> int:
-    """Wait for a job's end; end with its exit code."""
+    """Wait for a job's end; end with its exit code.
+
+    Of an array, with the first that is not 0.
+    """
     from clusterjob import jobs, output
     from clusterjob.records import Records
 
     record = Records().find(job_id)
+    if record.array is not None:
+        return jobs.wait_for_all([record], output.print_end)
     verdict = jobs.wait(record)
     output.say(f"job {record.job_id} {verdict.text()}")
     return verdict.exit_code
@@ -73,8 +79,7 @@ def cancel(ids: Ids) -> int:
     from clusterjob.records import Records
 
     records = Records()
-    for record, was_running in jobs.cancel([records.find(text) for text in ids]):
-        output.say(f"job {record.job_id} {'is cancelled' if was_running else 'had ended already'}")
+    output.print_cancelled(jobs.cancel([records.find(text) for text in ids]))
     return 0
 
 

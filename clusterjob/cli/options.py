@@ -44,6 +44,28 @@ def _job_options(
     ] = None,
     template: Annotated[Text, typer.Option("--template", metavar="FILE", help="Your own script template.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any option of the backend; repeatable.")] = None,
+    account: Annotated[Text, typer.Option("--account", metavar="NAME", help="Who pays for the job.")] = None,
+    partition: Annotated[Text, typer.Option("--partition", metavar="NAME", help="Slurm's partition.")] = None,
+    nodelist: Annotated[Text, typer.Option("--nodelist", metavar="NODES", help="These nodes, such as gpu[1-4].")] = None,
+    exclude: Annotated[Text, typer.Option("--exclude", metavar="NODES", help="Any nodes but these.")] = None,
+    reservation: Annotated[Text, typer.Option("--reservation", metavar="NAME", help="Nodes that were set aside.")] = None,
+    container: Annotated[
+        Text, typer.Option("--container", metavar="IMAGE", help="Run in a container: pyxis:IMAGE, apptainer:IMAGE, or a .sif file.")
+    ] = None,
+    array: Annotated[
+        Text, typer.Option("--array", metavar="0-99%8", help="One job for each index; %8: as many at a time; for a sweep, %8 alone.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", metavar="K=A,B", help="One job for each value: an argument --K=A, or {K} in the arguments; repeatable."),
+    ] = None,
+    after: Annotated[
+        list[str] | None, typer.Option("--after", metavar="ID", help="Start after this job; afterany:ID and such; repeatable.")
+    ] = None,
+    requeue: Annotated[bool | None, typer.Option("--requeue/--no-requeue", help="Queue again when preempted or out of time.")] = None,
+    signal_before: Annotated[
+        Text, typer.Option("--signal-before", metavar="TIME", help="Warn the workers so long before the time limit, such as 90s.")
+    ] = None,
     join_timeout: Annotated[Text, typer.Option("--join-timeout", metavar="S", help="Seconds that nodes wait for each other.")] = None,
     grace: Annotated[Text, typer.Option("--grace", metavar="S", help="Seconds between SIGTERM and SIGKILL on cancel.")] = None,
 ) -> None:

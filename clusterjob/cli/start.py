@@ -9,7 +9,7 @@ import typer
 from clusterjob.cli.options import ProgramCommand, flags_given, program_of, with_job_options
 
 if TYPE_CHECKING:
-    from clusterjob.cli.watch import Watch
+    from clusterjob.cli.watch import Watch, WatchArray
     from clusterjob.plans import Plan
     from clusterjob.records import Record
 
@@ -125,7 +125,7 @@ def _print_notes(plan: Plan) -> None:
         output.say(note)
 
 
-def _watch(record: Record) -> Watch:
-    from clusterjob.cli.watch import Watch
+def _watch(record: Record) -> Watch | WatchArray:
+    from clusterjob.cli.watch import watch
 
-    return Watch(record)
+    return watch(record)

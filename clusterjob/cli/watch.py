@@ -8,7 +8,7 @@ from clusterjob import jobs
 from clusterjob.errors import UsageError
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.verdict import JobState
-from clusterjob.output import LogPrinter, Progress, say
+from clusterjob.output import LogPrinter, Progress, print_end, say
 from clusterjob.records import Record
 
 
@@ -22,6 +22,9 @@ class Watch:
     """
 
     def __init__(self, record: Record, rank: int | None = None, node: int | None = None) -> None:
+        if record.array is not None:
+            first = f"{record.job_id}_{record.array['indices'][0]}"
+            raise UsageError(f"job {record.job_id} is an array: each element has its own output", f"name one, such as {first}")
         self._record = record
         self._reader = LogReader(record.job_dir, rank=rank, node=node)
         world_size = record.nodes * int(record.spec.get("nproc_per_node", 1))
@@ -51,3 +54,19 @@ class Watch:
     def _show(self, lines: list[Line]) -> None:
         self._progress.stop()  # a moving line takes stdout for itself
         self._printer.show(lines)
+
+
+class WatchArray:
+    """One look at the elements of an array, which says how each has ended."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def to_the_end(self) -> int:
+        """Say how each element ends, until all have; return the first exit code that is not 0."""
+        return jobs.wait_for_all([self._record], print_end)
+
+
+def watch(record: Record) -> Watch | WatchArray:
+    """Return the look at a job from its beginning."""
+    return Watch(record) if record.array is None else WatchArray(record)

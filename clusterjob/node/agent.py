@@ -71,7 +71,7 @@ class Agent:
         self._job_dir = job_dir
         self._starter = starter_process
         self._voice = voice
-        self._host = socket.gethostname()
+        self._host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # the name by which the user knows the machine
         self._link: Link | None = None
         self._world: World | None = None
         self._pending: tuple[bytes, socket.socket | None] | None = None  # a round that the starter was not yet told of

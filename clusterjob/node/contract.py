@@ -20,6 +20,7 @@ ATTEMPT = "CLUSTERJOB_ATTEMPT"
 TOKEN = "CLUSTERJOB_TOKEN"
 TOKEN_FILE = "CLUSTERJOB_TOKEN_FILE"
 REPORT_FD = "CLUSTERJOB_REPORT_FD"
+_RESTARTS = "SLURM_RESTART_COUNT"
 
 # What a launcher sets for its workers; a job started from inside another must not inherit them.
 LAUNCH_VARIABLES = (
@@ -120,11 +121,12 @@ def read_attempt(environ: Mapping[str, str]) -> int:
     """Return which start of the whole job this is, from 0.
 
     Raises:
-        PlaceError: CLUSTERJOB_ATTEMPT is no whole number.
+        PlaceError: CLUSTERJOB_ATTEMPT, or else SLURM_RESTART_COUNT, is no whole number.
     """
-    text = environ.get(ATTEMPT) or "0"
+    variable = ATTEMPT if environ.get(ATTEMPT) else _RESTARTS  # a requeued job keeps its id
+    text = environ.get(variable) or "0"
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise PlaceError(f"{ATTEMPT}={text[:80]!r} is not a whole number")
+        raise PlaceError(f"{variable}={text[:80]!r} is not a whole number")
     return int(text)
 
 

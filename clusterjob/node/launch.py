@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clusterjob.errors import ClusterJobError, PlaceError
-from clusterjob.node import contract, ends, environments, logs, processes
+from clusterjob.node import addresses, contract, ends, environments, logs, processes
+from clusterjob.node.environments import slurm_env
 from clusterjob.node.gang import ports
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.logs import LogReader
@@ -51,7 +52,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         PlaceError: the environment is half-set, contradictory, or already one process's.
         ClusterJobError: the job's directory cannot be written.
     """
-    topology = place(environ)
+    topology = addresses.settle(place(environ), environ)
     nproc = options.nproc_per_node or topology.nproc_per_node or 1
     os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task))
     job = _identity(environ, topology)
@@ -96,7 +97,7 @@ def place(environ: Mapping[str, str]) -> Topology:
 
     Raises:
         PlaceError: the environment is half-set or contradictory, or it is one process's: launching there would start a
-            whole set of workers in the place of each.
+            whole set of workers in the place of each. Or it is Slurm's and of several nodes, and this is no task of srun's.
     """
     finding = environments.detect(environ).check()
     if isinstance(finding.place, Topology):
@@ -105,6 +106,12 @@ def place(environ: Mapping[str, str]) -> Topology:
         raise PlaceError(
             f"this is one process of a job already ({finding.source}: {', '.join(sorted(set(finding.evidence.values())))})",
             "launch starts the workers of a whole node; start it once per node, outside of them",
+        )
+    nodes = slurm_env.nodes_outside_a_step(environ)
+    if nodes > 1:
+        raise PlaceError(
+            f"this is outside of srun, in an allocation of {nodes} nodes: the others would stay idle",
+            "`srun --ntasks-per-node=1 clusterjob launch ...` starts it on each; CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0 means this one",
         )
     return Topology(1, 0, None, "127.0.0.1", None, "none")
 

@@ -58,6 +58,15 @@ def _resolve(host: str, port: int, kind: int) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host's name") from error
 
 
+def why_unresolvable(host: str) -> str:
+    """Return what the resolver has against a name; empty for an address, and for a name that resolves here."""
+    try:
+        _resolve(host, 9, socket.SOCK_STREAM)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def listen_at(host: str, port: int, backlog: int) -> socket.socket:
     """Return a TCP socket that listens on one address of this machine, or on all where the host is not its own.
 

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 from clusterjob.errors import PlaceError
 
+_MOST_NAMES = 65536  # what Slurm's own tools expand at most
+_LONGEST_NAME = 255  # characters, as for any host name
+_LONGEST_LIST = 1 << 22  # characters
+_IN_A_NAME = "._-:%@+"
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -79,3 +84,86 @@ class Worker:
             raise PlaceError(
                 f"local_rank is {self.local_rank}, outside 0..{self.local_world_size - 1} (local_world_size is {self.local_world_size})"
             )
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Return the host names of a list as Slurm writes it, such as ``gpu[01-03,7]-ib,login``, in the written order.
+
+    Ranges count up and keep the zeros of their first number; several brackets in a name count like digits, the last one
+    fastest. (Slurm 22.05 agrees on up to two brackets, refuses text after a bracket in some places, and counts three otherwise.)
+
+    Args:
+        text: the list; names are parted by commas or white space.
+
+    Raises:
+        PlaceError: it is no such list, or it names more than 65,536 hosts.
+    """
+    if len(text) > _LONGEST_LIST:
+        raise PlaceError(f"the host list is {len(text)} characters long")
+    names: list[str] = []
+    for item in _split_hostlist(text):
+        names += _expand_name(item, text, _MOST_NAMES - len(names))
+    return names
+
+
+def _split_hostlist(text: str) -> list[str]:
+    """Cut a host list at the commas and the white space outside of brackets."""
+    items, start, depth = [], 0, 0
+    for index, letter in enumerate(text):
+        if letter in "[]":
+            depth += 1 if letter == "[" else -1
+            if depth not in (0, 1):
+                raise _no_hostlist(text, "its brackets do not match")
+        elif depth == 0 and (letter == "," or letter.isspace()):
+            items.append(text[start:index])
+            start = index + 1
+    if depth:
+        raise _no_hostlist(text, "a bracket is not closed")
+    return [item for item in [*items, text[start:]] if item]
+
+
+def _expand_name(item: str, text: str, most: int) -> list[str]:
+    first, *brackets = item.split("[")
+    names = [_checked(first, text)]
+    for bracket in brackets:
+        numbers, _, rest = bracket.partition("]")
+        _checked(rest, text)
+        endings = [number + rest for number in _expand_numbers(numbers, text, most // len(names))]
+        if len(names[0]) + len(endings[0]) > _LONGEST_NAME:
+            raise _no_hostlist(text, f"a name is longer than {_LONGEST_NAME} characters")
+        names = [name + ending for name in names for ending in endings]
+    if len(names[0]) > _LONGEST_NAME:
+        raise _no_hostlist(text, f"a name is longer than {_LONGEST_NAME} characters")
+    if len(names) > most:
+        raise _too_many(text)
+    return names
+
+
+def _expand_numbers(numbers: str, text: str, most: int) -> list[str]:
+    """Return what stands for one bracket, ``01-03,7``; each count is checked before anything is made of it."""
+    found: list[str] = []
+    for part in numbers.split(","):
+        low, dash, high = part.partition("-")
+        ends = (low, high) if dash else (low, low)
+        if not all(end.isascii() and end.isdigit() and len(end) < 19 for end in ends) or int(ends[1]) < int(ends[0]):
+            raise _no_hostlist(text, f"{part[:40]!r} is not a range of numbers")
+        if len(found) + int(ends[1]) - int(ends[0]) + 1 > most:
+            raise _too_many(text)
+        found += [f"{number:0{len(low)}d}" for number in range(int(ends[0]), int(ends[1]) + 1)]
+    return found
+
+
+def _checked(part: str, text: str) -> str:
+    """Return a part of a name; what could mean something to a shell is in no host's name (CVE-2024-27763)."""
+    strange = next((letter for letter in part if not (letter.isalnum() or letter in _IN_A_NAME)), None)
+    if strange is not None:
+        raise _no_hostlist(text, f"{strange!r} is in no host's name")
+    return part
+
+
+def _no_hostlist(text: str, why: str) -> PlaceError:
+    return PlaceError(f"{text[:80]!r} is not a list of hosts: {why}")
+
+
+def _too_many(text: str) -> PlaceError:
+    return _no_hostlist(text, f"it names more than {_MOST_NAMES} hosts")

@@ -11,7 +11,7 @@ export CLUSTERJOB_MASTER_ADDR=127.0.0.1
 # A node that cannot start its agent says so where the other nodes' agents look, so that nobody waits for it.
 note() {
   local end="$CLUSTERJOB_JOB_DIR/ends/node$CLUSTERJOB_NODE_RANK.refused"
-  [ -e "$end" ] || { printf '%s\n%s: %s\n' "$1" "$(uname -n)" "$2" > "$end.part" && mv -- "$end.part" "$end"; }
+  [ -e "$end" ] || { printf '%s\n%s: %s\n' "$1" "${SLURMD_NODENAME:-$(uname -n)}" "$2" > "$end.part" && mv -- "$end.part" "$end"; }
 }
 refuse() {
   trap - EXIT

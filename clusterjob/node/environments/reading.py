@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from clusterjob.errors import PlaceError
 from clusterjob.node.topology import Topology, Worker
 
+NOWHERE = "none"  # the source of a finding without a family
+_OWN_NAMES = {"localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback", "::1", "0.0.0.0", "::"}  # noqa: S104
 _MOST_DIGITS = 19  # more is no count of anything here
 
 
@@ -70,6 +72,10 @@ class Reading:
         self.conflicts: list[str] = []
         self.ignored: list[Ignored] = []
 
+    def is_set(self, *variables: str) -> bool:
+        """Return whether any of these variables has a value."""
+        return any(self.environ.get(variable, "").strip() for variable in variables)
+
     def text(self, field_name: str, variable: str, *, required: bool = True) -> str | None:
         """Return the variable's value, or None when it is unset or empty (a conflict when it is required)."""
         value = self.environ.get(variable, "").strip()
@@ -85,10 +91,10 @@ class Reading:
         value = self.text(field_name, variable, required=required)
         if value is None:
             return None
-        if not (value.isascii() and value.isdigit() and len(value) < _MOST_DIGITS):
+        found = whole_number(value)
+        if found is None:
             self.conflicts.append(f"{variable}={value[:80]!r} is not a whole number ({field_name})")
-            return None
-        return int(value)
+        return found
 
     def finding(self, place: Topology | Worker | None) -> Finding:
         """Close the reading with a place, which the conflicts overrule."""
@@ -104,3 +110,14 @@ class Reading:
         """Close the reading with one more conflict: the numbers are readable and impossible together."""
         self.conflicts.append(error.message)
         return self.finding(None)
+
+
+def whole_number(text: str) -> int | None:
+    """Return what ASCII digits say; None for anything else, which int() would partly take."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else None
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a name or an address means the own machine on every machine, so that no other node can be met there."""
+    name = host.strip("[]").lower().removesuffix(".")
+    return name in _OWN_NAMES or name.startswith("127.") or name.endswith(".localhost")

@@ -1,22 +1,21 @@
-"""Where node 0 listens when no platform names a port: a sequence that every agent computes by itself.
+"""Where node 0 listens: at the port that a platform names, else at one of a sequence that every agent computes by itself.
 
-No shared file is needed, which NFS would show seconds late. The lead binds the first candidate that is free, the others try
-them in turn, and the handshake tells the lead from a stranger.
+The lead binds the first candidate that is free, the others try them in turn, and the handshake tells the lead from a stranger.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import socket
 from collections.abc import Sequence
 
 from clusterjob.errors import GangError
 from clusterjob.node import network
+from clusterjob.node.candidates import COUNT
+from clusterjob.node.candidates import candidates as _candidates
 
-COUNT = 16
-# Below Linux's range of ephemeral ports (32768 and up), above the usual services.
-_LOWEST, _HIGHEST = 20000, 32000
+__all__ = ["COUNT", "candidates", "listen"]
+
 _BACKLOG = 4096
 
 
@@ -28,11 +27,7 @@ def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
         attempt: which start of the job this is; another attempt has another sequence.
         named_port: the port that the platform set aside, which is then the only candidate.
     """
-    if named_port is not None:
-        return [named_port]
-    seed = hashlib.sha256(f"{job_id}\0{attempt}".encode()).digest()
-    width = _HIGHEST - _LOWEST
-    return [_LOWEST + int.from_bytes(seed[2 * index : 2 * index + 2], "big") % width for index in range(COUNT)]
+    return [named_port] if named_port is not None else _candidates(job_id, attempt)
 
 
 def listen(master_addr: str, ports: Sequence[int]) -> socket.socket:

@@ -1,0 +1,378 @@
+"""Slurm as a cluster: one homogeneous job, one agent a node through srun, and the queue asked for all jobs at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from clusterjob import arrays
+from clusterjob.arrays import Array, Piece
+from clusterjob.backends import Status, directory
+from clusterjob.errors import SpecError, SubmitError
+from clusterjob.node import ends
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.plans import Plan, PlannedCommand, PlannedFile
+from clusterjob.records import Handle, Record, Records, home
+from clusterjob.render import render, sh_words
+from clusterjob.slurm import containers, flags, submission
+from clusterjob.slurm import ends as slurm_ends
+from clusterjob.slurm.client import Client
+from clusterjob.slurm.queue import Accounting, Queue, Row, Snapshot, by_comment
+from clusterjob.spec import JobSpec
+
+NAME = "slurm"
+_SCRIPT = "slurm.sh"
+_DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
+_STRAGGLERS = 60  # seconds that srun lets tasks outlive the first that ended: agents end together
+_UNSEEN = 120.0  # seconds after which a job that Slurm has never shown did not get there
+_SETTLING = 2.0  # seconds that an accepted job may take to be shown by squeue
+_SCANCEL_WORDS = 1000  # ids on one command line
+
+
+class SlurmBackend:
+    """Runs jobs under the Slurm whose client commands this machine has."""
+
+    def __init__(self) -> None:
+        self._clients: dict[tuple[str | None, str | None], tuple[Queue, Accounting]] = {}
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """Return what submitting the job would do. Only an array too long for Slurm's default asks the cluster for its limit.
+
+        Raises:
+            SpecError: an option makes no sense, or is not sbatch's.
+            TemplateError: the user's template cannot be rendered.
+        """
+        flags.check_warning(spec.resources, spec.signal_before)
+        job_id, job_dir = directory.new_directory(spec.name)
+        script_path = job_dir / _SCRIPT
+        array = spec.elements()
+        pieces = _pieces(array)
+        options, unknown = flags.options({key: value for key, value in spec.options.items() if key != "comment"})
+        common = [
+            "--parsable", f"--job-name={spec.name}", f"--comment={_comment(job_id, spec)}", f"--chdir={job_dir}",
+            f"--output={flags.file_name(str(job_dir / 'logs'), 'slurm-%A_%a.out' if array else 'slurm.out')}",
+            "--open-mode=append", "--export=ALL", "--requeue" if spec.requeue else "--no-requeue", *flags.shape(spec), *options,
+            *self._dependencies(spec),
+        ]  # fmt: skip
+        if spec.signal_before is not None:
+            common.append(f"--signal=B:USR1@{spec.signal_before}")
+        files = [*directory.common_files(spec, job_dir)]
+        if array is not None and array.values:
+            files.append(_sweep_file(spec, array, job_dir))
+        files.append(directory.script_file(script_path, render(spec.template or f"{_SCRIPT}.j2", _values(spec, job_id, job_dir, array))))
+        return Plan(
+            job_id=job_id,
+            backend=NAME,
+            job_dir=job_dir,
+            spec=spec,
+            files=tuple(files),
+            commands=tuple(
+                PlannedCommand(("sbatch", *common, *_array_words(piece), str(script_path), *_offset(piece))) for piece in pieces
+            ),
+            notes=tuple(f"--{name} is no option of sbatch's own: Slurm will say whether a plug-in here has it" for name in unknown),
+            array={"indices": list(array.indices), "pieces": [piece.offset for piece in pieces if piece]} if array else None,
+        )
+
+    def _dependencies(self, spec: JobSpec) -> list[str]:
+        wishes = []
+        for text in spec.after:
+            kind, job = flags.split_after(text)
+            if job.replace("_", "").isdigit():
+                wishes.append((kind, [job]))
+                continue
+            record = Records().find(job)
+            if record.backend != NAME or record.handle is None:
+                raise SpecError(f"--after {text!r}: job {record.job_id} is not in Slurm's hands", "it has to be a job of the same cluster")
+            wishes.append((kind, [record.handle.id] if record.index is not None else list(record.handle.data["ids"])))
+        return [f"--dependency={flags.dependency(wishes)}", "--kill-on-invalid-dep=yes"] if wishes else []
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def submit(self, plan: Plan) -> Handle:
+        """Hand the planned script to Slurm, each piece of an array once.
+
+        Raises:
+            SubmitError: Slurm refuses it; what it had taken of it is cancelled.
+            SubmitInDoubtError: Slurm did not answer, and the job may run.
+        """
+        client = Client()
+        submission.preflight(client, plan.commands[0].argv)
+        comment = _comment(plan.job_id)
+        ids: list[str] = []
+        cluster: str | None = None
+        for command in plan.commands:
+            try:
+                job, cluster = submission.submit(client, command.argv, comment, ids)
+            except SubmitError:
+                if ids:
+                    Client(cluster=cluster).run(["scancel", *ids])
+                raise
+            ids.append(job)
+        return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "conf": os.environ.get("SLURM_CONF"), "at": time.time()})
+
+    def detach(self, handle: Handle) -> None:
+        """Nothing to let go: a job of Slurm's needs nobody."""
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def status(self, records: Sequence[Record]) -> dict[str, Status]:
+        """Return how jobs stand: from their directories, then from one squeue for all, then from accounting."""
+        found: dict[str, Status] = {}
+        open_: dict[tuple[str | None, str | None], list[Record]] = {}
+        for record in records:
+            verdict = slurm_ends.verdict_of(record.job_dir)
+            if verdict is not None and slurm_ends.settled(verdict, record.job_dir):
+                found[record.job_id] = directory.ended(verdict)
+            else:
+                open_.setdefault(_place(record), []).append(record)
+        for place, group in open_.items():
+            found |= self._ask(place, group)
+        return found
+
+    def _at(self, place: tuple[str | None, str | None]) -> tuple[Queue, Accounting]:
+        if place not in self._clients:
+            client = Client(*place)
+            self._clients[place] = (Queue(client, home() / "slurm"), Accounting(client))
+        return self._clients[place]
+
+    def _ask(self, place: tuple[str | None, str | None], records: Sequence[Record]) -> dict[str, Status]:
+        queue, accounting = self._at(place)
+        snapshot = queue.look(urgent=any(_has_news(record) for record in records))
+        found: dict[str, Status] = {}
+        forgotten: dict[str, tuple[Record, Handle]] = {}
+        for record in records:
+            handle = record.handle or _adopt(record, snapshot)
+            if handle is None:
+                found[record.job_id] = _unseen(record, snapshot)
+                continue
+            row = snapshot.rows.get(handle.id)
+            if row is not None and _is_of(row, record):
+                found[record.job_id] = _from_row(record, handle, row)
+            elif snapshot.taken_at < handle.data["at"] + _SETTLING:
+                found[record.job_id] = _not_yet(record, snapshot)
+            else:
+                forgotten[handle.id] = (record, handle)
+        if forgotten:
+            rows = accounting.ended({key: float(handle.data["at"]) for key, (_, handle) in forgotten.items()})
+            for key, (record, handle) in forgotten.items():
+                found[record.job_id] = _not_yet(record, snapshot) if rows is None else _forgotten(record, handle, rows.get(key))
+        return found
+
+    # -- cancelling ----------------------------------------------------------------------------------------------------
+
+    def collect(self, record: Record) -> None:
+        """Do nothing: the job writes into `record.job_dir` itself."""
+
+    def cancel(self, records: Sequence[Record]) -> None:
+        """Have Slurm stop jobs, with one command for all of a cluster.
+
+        Raises:
+            SubmitError: Slurm refuses or does not answer.
+        """
+        wanted: dict[tuple[str | None, str | None], list[str]] = {}
+        for record in records:
+            ends.cancel(record.job_dir)
+            place = _place(record)
+            handle = record.handle or _adopt(record, self._at(place)[0].look(urgent=True))
+            if handle is not None:
+                wanted.setdefault(place, []).append(handle.id)
+        for place, keys in wanted.items():
+            words = _scancel_words(keys)
+            for begin in range(0, len(words), _SCANCEL_WORDS):
+                answer = Client(*place).run(["scancel", *words[begin : begin + _SCANCEL_WORDS]])
+                if answer.code != 0 and "Invalid job id" not in answer.err and "already completing" not in answer.err:
+                    raise SubmitError(f"Slurm does not cancel the job: {answer.words}")
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def _pieces(array: Array | None) -> list[Piece | None]:
+    if array is None:
+        return [None]
+    largest = _DEFAULT_ARRAY_SIZE
+    if array.indices[-1] >= largest:
+        largest = submission.largest_array(Client()) or largest
+    return [*arrays.pieces(array, largest)]
+
+
+def _array_words(piece: Piece | None) -> list[str]:
+    if piece is None:
+        return []
+    limit = f"%{piece.at_once}" if piece.at_once is not None else ""
+    return [f"--array={arrays.ranges_text(piece.indices)}{limit}"]
+
+
+def _offset(piece: Piece | None) -> list[str]:
+    return [str(piece.offset)] if piece is not None and piece.offset else []
+
+
+def _comment(job_id: str, spec: JobSpec | None = None) -> str:
+    """Return what a job can be found by, and after it the user's own comment."""
+    own = spec.options.get("comment", "") if spec is not None else ""
+    if not own.isprintable():
+        raise SpecError(f"--set comment={own[:40]!r} holds a line break")
+    return f"clusterjob:{job_id} {own}".strip()
+
+
+def _sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
+    """Return each element's arguments, one line an element, as the shell reads them."""
+    lines = [sh_words(arrays.program_of(spec.program, values).args) for values in array.values]
+    return PlannedFile(job_dir / "sweep.args", ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+
+
+def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None) -> dict[str, Any]:
+    program = spec.program if array is None or not array.values else Program(spec.program.kind, spec.program.target)
+    warning = spec.signal_before is not None or spec.requeue
+    launch = [] if spec.launcher == "srun" else _launch(spec, program)
+    container = containers.choose(spec, job_dir)
+    return {
+        **directory.common_values(spec, job_id, job_dir),
+        "script": str(job_dir / _SCRIPT),
+        "launcher": spec.launcher,
+        "elements": array is not None,
+        "sweep": str(job_dir / "sweep.args") if array is not None and array.values else "",
+        "requeue": spec.requeue,
+        "warning": warning,
+        "apptainer": container.prefix,
+        "srun_options": [*_srun_options(spec), *container.srun_options],
+        "program": program.argv(spec.python) if spec.launcher == "srun" else [],
+        "launch_arguments": launch,
+    }
+
+
+def _launch(spec: JobSpec, program: Program) -> list[str]:
+    more: dict[str, Any] = {"echo": False, "program": program}
+    if spec.signal_before is not None or spec.requeue:
+        more["time_limit"] = None  # the warning and Slurm's own limit end the job, which is to be queued again
+    return spec.launch_options(**more).arguments()
+
+
+def _srun_options(spec: JobSpec) -> list[str]:
+    tasks = flags.tasks_per_node(spec)
+    words = [
+        f"--nodes={spec.resources.nodes}", f"--ntasks={spec.resources.nodes * tasks}", f"--ntasks-per-node={tasks}",
+        # Agents see to each other's end; bare workers have only srun.
+        f"--kill-on-bad-exit={1 if spec.launcher == 'srun' else 0}", f"--wait={_STRAGGLERS}", "--input=none", "--export=ALL", "--mpi=none",
+    ]  # fmt: skip
+    cpus = flags.cpus_per_task(spec)
+    return [*words, f"--cpus-per-task={cpus}"] if cpus is not None else words  # not inherited since Slurm 22.05
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+def _place(record: Record) -> tuple[str | None, str | None]:
+    data: Mapping[str, Any] = record.handle.data if record.handle is not None else {}
+    return data.get("conf"), data.get("cluster")
+
+
+def _is_of(row: Row, record: Record) -> bool:
+    """Return whether a row is this very job's: Slurm may give an id again to another (submitit#1660)."""
+    comment = _comment(_whole_id(record))
+    return row.comment == comment or row.comment.startswith(f"{comment} ")
+
+
+def _whole_id(record: Record) -> str:
+    return record.job_id if record.index is None else record.job_id.rpartition("_")[0]
+
+
+def _adopt(record: Record, snapshot: Snapshot) -> Handle | None:
+    """Return the handle of a job whose submitter could not note it: found by its comment."""
+    bases = sorted({row.base for row in by_comment(snapshot, _comment(_whole_id(record)))}, key=int)
+    if not bases:
+        return None
+    data = {"ids": bases, "cluster": None, "conf": None, "at": _epoch(record.submitted_at)}
+    if record.index is None:
+        return Handle(NAME, bases[0], data)
+    keys = [key for key in snapshot.rows if key.partition("_")[0] in bases and key.endswith(f"_{record.index}")]
+    return Handle(NAME, keys[0], data) if keys else None
+
+
+def _has_news(record: Record) -> bool:
+    return ends.cancelled(record.job_dir) or slurm_ends.verdict_of(record.job_dir) is not None
+
+
+def _unseen(record: Record, snapshot: Snapshot) -> Status:
+    if record.submitter is not None and record.submitter.alive():
+        return Status(JobState.PENDING, "it is being submitted")
+    if snapshot.trouble:
+        return Status(JobState.UNKNOWN, f"Slurm does not answer: {snapshot.trouble}")
+    if snapshot.taken_at < _epoch(record.submitted_at) + _UNSEEN:
+        return Status(JobState.UNKNOWN, "Slurm does not show it (yet): it was not known whether it had been taken")
+    why = "the command that submitted it died before Slurm had taken the job"
+    return directory.ended(directory.end_without_lead(record.job_dir, None, 0, why))
+
+
+def _not_yet(record: Record, snapshot: Snapshot) -> Status:
+    """Return the status of a job of which Slurm was not, or could not be, asked since it was submitted."""
+    started_at, restarts, waiting = directory.progress(record.job_dir)
+    trouble = f"Slurm does not answer: {snapshot.trouble}" if snapshot.trouble else ""
+    state = JobState.RUNNING if started_at else JobState.UNKNOWN if trouble else JobState.PENDING
+    return Status(state, trouble or waiting, None, started_at, restarts)
+
+
+def _from_row(record: Record, handle: Handle, row: Row) -> Status:
+    started_at, restarts, waiting = directory.progress(record.job_dir)
+    own = slurm_ends.verdict_of(record.job_dir)
+    if row.waiting:
+        again = f"queued again, it was {own.state.value.lower()} before; " if own is not None else ""
+        when = f"; expected to start at {row.start}" if row.start else ""
+        return Status(JobState.PENDING, f"{again}{row.reason or 'queued'}{when}", None, started_at, restarts, handle)
+    if row.active:
+        return Status(JobState.RUNNING, waiting, None, started_at, restarts, handle)
+    if own is None:
+        code = slurm_ends.step_code(record.job_dir)
+        if code is not None and _started_by_srun(record) and row.state in ("COMPLETED", "FAILED"):
+            own = slurm_ends.of_step(record.job_dir, code, started_at)
+    verdict = slurm_ends.of_slurm(row, own, record.job_dir, started_at)
+    if own is None:
+        verdict = directory.end_without_lead(record.job_dir, started_at, restarts, verdict)
+    return _with_handle(verdict, handle)
+
+
+def _with_handle(verdict: Verdict, handle: Handle) -> Status:
+    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts, handle)
+
+
+def _started_by_srun(record: Record) -> bool:
+    return bool(record.spec.get("launcher") == "srun")
+
+
+def _forgotten(record: Record, handle: Handle, accounted: Row | None) -> Status:
+    """Return the status of a job that squeue does not know any more: what it wrote itself, then what accounting has."""
+    if accounted is not None:
+        return _from_row(record, handle, accounted)
+    started_at, restarts, _ = directory.progress(record.job_dir)
+    own = slurm_ends.verdict_of(record.job_dir)
+    code = slurm_ends.step_code(record.job_dir)
+    if own is None and code is not None and _started_by_srun(record):
+        own = slurm_ends.of_step(record.job_dir, code, started_at)
+    if own is None:
+        why = "Slurm does not know it any more, and it left no verdict: it was killed, or lost by Slurm"
+        own = directory.end_without_lead(record.job_dir, started_at, restarts, why)
+    return _with_handle(own, handle)
+
+
+def _epoch(text: str) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).astimezone(timezone.utc).timestamp()
+
+
+def _scancel_words(keys: Sequence[str]) -> list[str]:
+    """Return ids as scancel takes them: the elements of one array as ``12_[0-3,7]``."""
+    words = [key for key in keys if "_" not in key]
+    elements: dict[str, list[int]] = {}
+    for key in keys:
+        base, separator, index = key.partition("_")
+        if separator:
+            elements.setdefault(base, []).append(int(index))
+    for base, indices in elements.items():
+        words += [f"{base}_[{part}]" for part in arrays.ranges_text(sorted(indices)).split(",")]
+    return words

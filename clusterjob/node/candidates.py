@@ -1,0 +1,24 @@
+"""The ports at which processes of a job may meet where no platform names one: everyone computes the same by itself.
+
+No shared file is needed, which NFS would show seconds late.
+"""
+
+from __future__ import annotations
+
+COUNT = 16
+# Below Linux's range of ephemeral ports (32768 and up), above the usual services.
+_LOWEST, _HIGHEST = 20000, 32000
+
+
+def candidates(job_id: str, attempt: int) -> list[int]:
+    """Return a job's ports, in the order in which they are tried.
+
+    Args:
+        job_id: the job's id.
+        attempt: which start of the job this is; another attempt has another sequence.
+    """
+    import hashlib  # slow to load, and most environments name a port
+
+    seed = hashlib.sha256(f"{job_id}\0{attempt}".encode(errors="surrogateescape")).digest()
+    width = _HIGHEST - _LOWEST
+    return [_LOWEST + int.from_bytes(seed[2 * index : 2 * index + 2], "big") % width for index in range(COUNT)]

@@ -1,0 +1,187 @@
+"""A Slurm step, as srun sets it for each task: one task a node is a node's place, several are each a process's.
+
+Outside of a step, in a batch script or in salloc's shell, the same variables are set and mean nothing: SLURM_PROCID is 0
+there beside SLURM_NTASKS=16, and whoever trusts it waits for ever (Lightning#20776). SLURM_STEP_ID tells: it is set in a step
+alone. The lists of the job name all of its nodes, those of the step its own.
+
+Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES", https://slurm.schedmd.com/srun.html, and dumps of Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterjob.errors import PlaceError
+from clusterjob.node.candidates import candidates
+from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, is_this_machine, whole_number
+from clusterjob.node.topology import Topology, Worker, expand_hostlist
+
+SOURCE = "slurm"
+
+# slurm.h: batch scripts, salloc's shell and the like are steps with ids of their own, as numbers or as names.
+_LOWEST_OF_NO_STEP = 0xFFFFFFF0
+_NO_STEPS = ("batch", "interactive", "extern")
+_MOST_NODES = 65536
+_SIGNS = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_JOB_ID")
+
+
+def detect(environ: Mapping[str, str]) -> Finding | None:
+    """Return the place of this task of a step: a `Topology` where each node has one task, else a `Worker`."""
+    step = environ.get("SLURM_STEP_ID", "").strip()
+    number = whole_number(step)
+    if step.lower() in ("", *_NO_STEPS) or (number is not None and number >= _LOWEST_OF_NO_STEP):
+        return _no_step(environ, step)
+    reading = Reading(environ, SOURCE)
+    if reading.number("step", "SLURM_STEP_ID") is None:
+        return reading.finding(None)
+    del reading.evidence["step"]
+    if environ.get("SLURM_HET_SIZE", "").strip() not in ("", "0", "1"):
+        reading.conflicts.append("SLURM_HET_SIZE is set: the components of a heterogeneous job do not know each other's ranks")
+        return reading.finding(None)
+    return _place(reading)
+
+
+def nodes_outside_a_step(environ: Mapping[str, str]) -> int:
+    """Return how many nodes an allocation has whose steps this is not one of: a batch script, salloc's shell. 0 elsewhere."""
+    finding = detect(environ)
+    if finding is None or finding.source != NOWHERE:
+        return 0
+    return whole_number((environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "").strip()) or 0
+
+
+def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
+    """Return the place of a step's only task on its node as a process's: its rank is the node's.
+
+    Args:
+        topology: what `detect` found.
+        environ: what it was found in.
+
+    Raises:
+        PlaceError: nothing says at which port the tasks meet.
+    """
+    if topology.master_port is None and not environ.get("SLURM_JOB_ID", "").strip():
+        raise PlaceError("SLURM_JOB_ID is not set (master_port)")
+    port = topology.master_port or meeting_port(environ)
+    node = Topology(topology.nnodes, topology.node_rank, topology.nproc_per_node, topology.master_addr, port, topology.source)
+    return Worker(node, topology.node_rank, 0, topology.nnodes, 1)
+
+
+def meeting_port(environ: Mapping[str, str]) -> int:
+    """Return where a step's tasks meet when nobody names a port: all compute it from the job, the step and the restart.
+
+    Rank 0 binds it when it gets there. Under our agents nothing is left to this: theirs is bound before anybody is told.
+    """
+    job, step = (environ.get(name, "").strip() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return candidates(f"slurm {job}.{step}", whole_number(environ.get("SLURM_RESTART_COUNT", "").strip()) or 0)[0]
+
+
+def _no_step(environ: Mapping[str, str], step: str) -> Finding | None:
+    seen = [name for name in _SIGNS if environ.get(name, "").strip()]
+    if not seen:
+        return None
+    why = f"{step} is no step of srun's" if step else "SLURM_STEP_ID is not set: a batch script, or a shell in an allocation, is no step"
+    return Finding(NOWHERE, None, ignored=tuple(Ignored(name, why) for name in seen))
+
+
+def _place(reading: Reading) -> Finding:
+    environ = reading.environ
+    nnodes = reading.number("nnodes", "SLURM_STEP_NUM_NODES")
+    node_rank = reading.number("node_rank", "SLURM_NODEID")
+    rank = reading.number("rank", "SLURM_PROCID")
+    local_rank = reading.number("local_rank", "SLURM_LOCALID")
+    ntasks = "SLURM_STEP_NUM_TASKS" if reading.is_set("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    if not reading.is_set(ntasks):
+        ntasks = "SLURM_STEP_NUM_TASKS"  # the one to name
+    world_size = reading.number("world_size", ntasks)
+    tasks = _tasks_per_node(reading)
+    master_addr = _master_addr(reading, nnodes)
+    master_port = _master_port(reading)
+    nproc_per_node = reading.number("nproc_per_node", "CLUSTERJOB_NPROC_PER_NODE", required=False)
+    if None in (nnodes, node_rank, rank, local_rank, world_size, master_addr) or not tasks or reading.conflicts:
+        return reading.finding(None)
+    assert nnodes is not None and node_rank is not None and rank is not None  # noqa: PT018 - for the type checker
+    assert local_rank is not None and world_size is not None and master_addr is not None  # noqa: PT018
+    if (len(tasks), sum(tasks)) != (nnodes, world_size):
+        reading.conflicts.append(
+            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE'][:80]!r} is {sum(tasks)} tasks on {len(tasks)} nodes, "
+            f"SLURM_STEP_NUM_NODES={nnodes} and {ntasks}={world_size} say otherwise"
+        )
+        return reading.finding(None)
+    try:
+        if max(tasks) == 1:
+            for name in ("rank", "local_rank", "world_size", "local_world_size"):
+                reading.evidence.pop(name, None)
+            return reading.finding(Topology(nnodes, node_rank, nproc_per_node, master_addr, master_port, SOURCE))
+        if nproc_per_node is not None:
+            reading.evidence.pop("nproc_per_node")
+            reading.ignored.append(Ignored("CLUSTERJOB_NPROC_PER_NODE", "srun starts the processes itself"))
+        Topology(nnodes, node_rank, None, master_addr, master_port, SOURCE)  # so that an impossible node is named first
+        if master_port is None and reading.text("master_port", "SLURM_JOB_ID") is None:
+            return reading.finding(None)  # every job would meet at the same port
+        node = Topology(nnodes, node_rank, tasks[node_rank], master_addr, master_port or meeting_port(environ), SOURCE)
+        # The rank is the task's own: under a cyclic distribution no arithmetic over nodes gives it.
+        return reading.finding(Worker(node, rank, local_rank, world_size, tasks[node_rank]))
+    except PlaceError as error:
+        return reading.refuse(error)
+
+
+def _tasks_per_node(reading: Reading) -> list[int]:
+    """Return how many tasks each node of the step has, from a list such as ``8(x2),4``; empty with a conflict."""
+    variable = "SLURM_STEP_TASKS_PER_NODE"
+    text = reading.text("local_world_size", variable)
+    if text is None:
+        return []
+    tasks: list[int] = []
+    for item in text.split(","):
+        count, _, times = item.partition("(x")
+        number, repeat = whole_number(count), whole_number(times.removesuffix(")")) if times else 1
+        if not number or not repeat or (times and not times.endswith(")")) or len(tasks) + repeat > _MOST_NODES:
+            reading.conflicts.append(f"{variable}={text[:80]!r} is not a list of numbers of tasks")
+            return []
+        tasks += [number] * repeat
+    return tasks
+
+
+def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
+    """Return node 0's name: as our script gives it, as the user does, else the first of the step's nodes as Slurm lists them."""
+    if reading.is_set("CLUSTERJOB_MASTER_ADDR"):
+        return reading.text("master_addr", "CLUSTERJOB_MASTER_ADDR")
+    given = reading.text("master_addr", "MASTER_ADDR", required=False)
+    if given is not None and is_this_machine(given) and nnodes != 1:
+        reading.conflicts.append(f"MASTER_ADDR={given[:80]!r} is each node itself, and there are {nnodes} (master_addr)")
+        return None
+    nodes = _hosts(reading, "SLURM_STEP_NODELIST", required=given is None)
+    if given is None:
+        if nodes and is_this_machine(nodes[0]) and nnodes != 1:
+            reading.conflicts.append(f"SLURM_STEP_NODELIST begins with {nodes[0]!r}, and there are {nnodes} nodes (master_addr)")
+        return nodes[0] if nodes else None
+    others = {name.partition(".")[0] for name in [*nodes[1:], *_hosts(reading, "SLURM_JOB_NODELIST", required=False)]}
+    if nodes and given.partition(".")[0] in others - {nodes[0].partition(".")[0]}:
+        reading.conflicts.append(f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, {nodes[0]!r}, where rank 0 is")
+        return None
+    return given
+
+
+def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
+    if not required and not reading.is_set(variable):
+        return []
+    kept = dict(reading.evidence)
+    text = reading.text("master_addr", variable, required=required)
+    if not required:
+        reading.evidence.clear()
+        reading.evidence.update(kept)  # looked at, but not what the field came from
+    if text is None:
+        return []
+    try:
+        hosts = expand_hostlist(text)
+    except PlaceError as error:
+        reading.conflicts.append(f"{variable}: {error.message}")
+        return []
+    if not hosts:
+        reading.conflicts.append(f"{variable}={text[:80]!r} names no host (master_addr)")
+    return hosts
+
+
+def _master_port(reading: Reading) -> int | None:
+    own = "CLUSTERJOB_MASTER_PORT"
+    return reading.number("master_port", own if reading.is_set(own) else "MASTER_PORT", required=False)

@@ -1,0 +1,137 @@
+"""How a job of Slurm's ended: what its directory says comes first, then Slurm's own word. Absence is never success."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob import arrays
+from clusterjob.node import ends, files
+from clusterjob.node.events import now
+from clusterjob.node.logs import last_lines, node_directory, rank_files
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict, is_peer_loss, last_exception
+from clusterjob.slurm.queue import Row
+
+TIMEOUT_EXIT_CODE = 124  # as timeout(1)
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
+_OOM_EXIT_CODE = 137
+_TASKS_ENDED = re.compile(r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<how>.+)$", re.MULTILINE)
+_MOST_TASKS = 4096  # of which srun tells, that are looked at
+_LOST = ("NODE_FAIL", "BOOT_FAIL", "REVOKED")
+
+
+def verdict_of(job_dir: Path) -> Verdict | None:
+    """Return the newest verdict that the agents wrote, or None."""
+    data = files.read_json(job_dir / "result.json")
+    try:
+        return Verdict.from_json(data) if isinstance(data, dict) else None
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def settled(verdict: Verdict, job_dir: Path) -> bool:
+    """Return whether a verdict of the agents needs no word of Slurm's.
+
+    A SIGTERM may be a scancel, the time limit or a preemption, after which the job is queued again: only Slurm knows.
+    """
+    if verdict.state in (JobState.SUCCEEDED, JobState.FAILED):
+        return True
+    return verdict.state is JobState.CANCELLED and ends.cancelled(job_dir)
+
+
+def step_code(job_dir: Path) -> int | None:
+    """Return srun's exit code in the newest attempt, as the batch script wrote it; None when it did not."""
+    found = {}
+    for path in ends.directory(job_dir).glob("srun.*"):
+        number = path.suffix[1:]
+        text = path.read_text(errors="replace").strip()
+        if number.isdigit() and text.isdigit():
+            found[int(number)] = int(text)
+    return found[max(found)] if found else None
+
+
+def of_step(job_dir: Path, code: int, started_at: str | None) -> Verdict:
+    """Return the end of a job whose workers srun itself started: srun's code, and the task that it names first."""
+    common: dict[str, Any] = {"started_at": started_at, "ended_at": now()}
+    if code == 0:
+        return Verdict(JobState.SUCCEEDED, 0, **common)
+    failures = _failed_tasks(job_dir, code)
+    if not failures:
+        return Verdict(JobState.FAILED, code, f"srun ended with exit code {code}", **common)
+    # srun's own code is the highest of all tasks, guilty or not. Of those that it names the guilty one is the first whose last
+    # words do not only say that another is gone, best one that had ended before srun killed the rest.
+    root = min(failures, key=lambda failure: (is_peer_loss("\n".join(failure.last_lines)), failure.effect))
+    others = tuple(replace(failure, last_lines=()) for failure in failures if failure is not root)
+    return Verdict(JobState.FAILED, root.exit_code, f"{root.who}: {root.message}", root, others, **common)
+
+
+def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
+    """Return the tasks that srun says have failed, in the order in which it says so."""
+    found: list[Failure] = []
+    for path in sorted((job_dir / "logs").glob("slurm*.out")):
+        ended_by_srun = False
+        for line in last_lines(path, 10_000, 1 << 20):
+            ended_by_srun |= "Terminating StepId" in line or "Force Terminated" in line
+            match = _TASKS_ENDED.fullmatch(line)
+            if match is not None:
+                ranks = arrays.indices(match["ranks"], line)[: _MOST_TASKS - len(found)]
+                found += [_task(job_dir, rank, match["host"], match["how"], code, ended_by_srun=ended_by_srun) for rank in ranks]
+    return found
+
+
+def _task(job_dir: Path, rank: int, host: str, how: str, code: int, *, ended_by_srun: bool) -> Failure:
+    exited = re.fullmatch(r"Exited with exit code (\d+)", how)
+    signal = next((name for text, name in _SIGNALS if how.startswith(text)), None)
+    own = int(exited[1]) if exited else _SIGNAL_CODES.get(signal or "", code)
+    node_rank, lines = _rank_lines(job_dir, rank)
+    effect = is_peer_loss("\n".join(lines)) or (ended_by_srun and signal in ("SIGKILL", "SIGTERM"))
+    message = f"killed by {signal}" if signal else f"exited with code {own}" if exited else how
+    exception = last_exception(lines)
+    if exception is not None and exited:
+        message = f"{exception} ({message})"
+    return Failure(rank, None, node_rank, host, own, signal, message, lines, effect)
+
+
+_SIGNALS = (
+    ("Killed", "SIGKILL"),
+    ("Terminated", "SIGTERM"),
+    ("Segmentation fault", "SIGSEGV"),
+    ("Aborted", "SIGABRT"),
+    ("Bus error", "SIGBUS"),
+)
+_SIGNAL_CODES = {"SIGKILL": 137, "SIGTERM": 143, "SIGSEGV": 139, "SIGABRT": 134, "SIGBUS": 135}
+
+
+def _rank_lines(job_dir: Path, rank: int) -> tuple[int, tuple[str, ...]]:
+    for folder in sorted((job_dir / "logs").glob("node*")):
+        number = folder.name.removeprefix("node")
+        err = rank_files(node_directory(job_dir, int(number)), rank, 0)[1] if number.isdigit() else folder
+        if err.is_file():
+            return int(number), last_lines(err)
+    return 0, ()
+
+
+def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | None) -> Verdict:
+    """Return the end of a job from Slurm's final state and, where the agents wrote one that leaves it open, from theirs."""
+    code = step_code(job_dir)
+    common: dict[str, Any] = {"started_at": started_at, "ended_at": now()}
+    why = f" ({row.reason})" if row.reason and row.reason != row.state else ""
+    if row.state == "TIMEOUT":
+        return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, "the time limit was reached: Slurm ended the job", **common)
+    if row.state == "OUT_OF_MEMORY":
+        return Verdict(JobState.FAILED, _OOM_EXIT_CODE, "the job ran out of the memory that it asked for: Slurm ended it", **common)
+    if row.state in _LOST:
+        return Verdict(JobState.LOST, 1, f"Slurm says {row.state}: a node of the job failed", **common)
+    if row.state == "PREEMPTED":
+        return Verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, "Slurm preempted the job and did not queue it again", **common)
+    if own is not None:
+        return own
+    if row.state == "CANCELLED":
+        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, f"Slurm says CANCELLED{why}", **common)
+    if row.state == "COMPLETED":
+        return Verdict(JobState.LOST, 1, "Slurm says COMPLETED, but nothing in the job's directory says so: is the disk full?", **common)
+    words = last_lines(job_dir / "logs" / "slurm.out", 3)
+    said = f": {'; '.join(words)}" if words else ""
+    return Verdict(JobState.FAILED, code or 1, f"Slurm says {row.state}{why}{said}", **common)

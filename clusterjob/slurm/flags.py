@@ -1,0 +1,190 @@
+"""From a job to sbatch's and srun's options. All go on a command line, where no value needs a quote and none can become another line.
+
+Source: sbatch(1) and srun(1) of Slurm 22.05 to 25.05.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from clusterjob.errors import SpecError
+from clusterjob.spec import JobSpec, Resources
+
+# Options of sbatch that take a value.
+_WITH_VALUE = frozenset({
+    "account", "acctg-freq", "batch", "bb", "bbf", "begin", "cluster-constraint", "clusters", "comment", "constraint", "container-id",
+    "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "exclude",
+    "extra", "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-socket", "gres", "gres-flags", "hint",
+    "kill-on-invalid-dep", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
+    "network", "nodefile", "nodelist", "partition", "power", "prefer", "priority", "profile", "qos", "reservation", "resv-ports",
+    "sockets-per-node", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-per-task", "uid", "wckey",
+})  # fmt: skip
+_SWITCHES = frozenset({
+    "contiguous", "get-user-env", "hold", "oom-kill-step", "overcommit", "oversubscribe", "reboot", "spread-job", "use-min-nodes",
+})  # fmt: skip
+_WITH_OPTIONAL_VALUE = frozenset({"exclusive", "nice", "no-kill", "propagate"})
+KNOWN = _WITH_VALUE | _SWITCHES | _WITH_OPTIONAL_VALUE
+
+# What decides the shape of the job, which the script counts on, and who has the say in it instead.
+_OURS = {
+    "array": "--array", "chdir": "--workdir", "container": "--container", "cpus-per-task": "--cpus-per-task", "dependency": "--after",
+    "error": "the job's own logs", "export": "--env", "export-file": "--env", "gpus-per-node": "--gpus-per-node",
+    "gpus-per-task": "--gpus-per-node", "input": "an empty stdin", "job-name": "--name", "mem": "--mem", "no-requeue": "--requeue",
+    "nodes": "--nodes", "ntasks": "--nproc-per-node", "ntasks-per-core": "--nproc-per-node", "ntasks-per-gpu": "--nproc-per-node",
+    "ntasks-per-node": "--nproc-per-node", "ntasks-per-socket": "--nproc-per-node", "open-mode": "the job's own logs",
+    "output": "the job's own logs", "parsable": "the printed id", "quiet": "the printed id", "requeue": "--requeue",
+    "signal": "--signal-before", "test-only": "--dry-run", "time": "--time", "verbose": "the printed id", "wait": "clusterjob run",
+    "wrap": "-- COMMAND",
+}  # fmt: skip
+_TRUE, _FALSE = ("true", "yes", "on", ""), ("false", "no", "off")
+_AFTER = ("after", "afterany", "afterok", "afternotok", "aftercorr", "afterburstbuffer")
+
+
+def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return what ``--set`` and the profile ask for as sbatch's options, and the names that no sbatch we know documents.
+
+    A name that is not known may be an option of a plug-in of the site, such as ``container-image``: `sbatch --help` lists those.
+
+    Raises:
+        SpecError: an option is one of ours, is a misspelt one of sbatch's, or its value makes no sense.
+    """
+    words, unknown = [], []
+    for key, value in given.items():
+        name = key.lstrip("-").replace("_", "-")
+        if name in _OURS:
+            raise SpecError(f"--set {name} does not go through to sbatch: the job needs it", f"{_OURS[name]} has the say in it")
+        if not name.isascii() or not name.replace("-", "").isalnum():
+            raise SpecError(f"--set {key!r} is no option of sbatch", "write it as its long name, such as --set qos=high")
+        if name not in KNOWN:
+            near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
+            if near:
+                raise SpecError(f"sbatch has no option --{name} (--set)", f"did you mean {near[0]}?")
+            unknown.append(name)
+        word = _word(name, value)
+        if word:
+            words.append(word)
+    return words, unknown
+
+
+def _word(name: str, value: str) -> str:
+    if "\0" in value or "\n" in value:
+        raise SpecError(f"--set {name}={value[:40]!r}: the value holds a line break")
+    if name in _WITH_VALUE:
+        if not value:
+            raise SpecError(f"--set {name} needs a value", f"write --set {name}=VALUE")
+        return f"--{name}={value}"
+    if value.lower() in _FALSE:
+        return ""
+    if value.lower() in _TRUE:
+        return f"--{name}"
+    if name in _SWITCHES:
+        raise SpecError(f"--set {name}={value!r}: it is a switch", "write true or false")
+    return f"--{name}={value}"
+
+
+def shape(spec: JobSpec) -> list[str]:
+    """Return the options that give a job its nodes, tasks, cores, GPUs, memory and time: one homogeneous job."""
+    resources = spec.resources
+    tasks = tasks_per_node(spec)
+    words = [f"--nodes={resources.nodes}", f"--ntasks={resources.nodes * tasks}", f"--ntasks-per-node={tasks}"]
+    cpus = cpus_per_task(spec)
+    if cpus is not None:
+        words.append(f"--cpus-per-task={cpus}")
+    if resources.gpus_per_node:
+        words.append(f"--gpus-per-node={resources.gpus_per_node}")
+    if resources.mem is not None:
+        words.append(f"--mem={-(-resources.mem // 1024**2)}M")
+    if resources.time_limit is not None:
+        words.append(f"--time={clock(resources.time_limit)}")
+    return words
+
+
+def tasks_per_node(spec: JobSpec) -> int:
+    """Return Slurm's tasks on each node: one, the agent; under ``--launcher srun`` one for each worker."""
+    return spec.nproc_per_node if spec.launcher == "srun" else 1
+
+
+def cpus_per_task(spec: JobSpec) -> int | None:
+    """Return the cores of one task of Slurm's; None where the whole node is the job's anyway.
+
+    A task that asks for nothing gets one core, on which all of a node's workers would crowd: without --cpus-per-task each worker
+    has one.
+    """
+    per_worker = spec.resources.cpus_per_task
+    if per_worker is None and (_is_on(spec.options.get("exclusive")) or "cpus-per-gpu" in spec.options):
+        return None
+    return (per_worker or 1) * (1 if spec.launcher == "srun" else spec.nproc_per_node)
+
+
+def _is_on(value: str | None) -> bool:
+    return value is not None and value.lower() not in _FALSE
+
+
+def clock(seconds: int) -> str:
+    """Return a duration as Slurm takes it, D-HH:MM:SS; Slurm rounds up to minutes."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02}:{minutes:02}:{rest:02}"
+
+
+def dependency(wishes: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return --dependency's value.
+
+    Args:
+        wishes: for each wish the kind, such as ``afterok``, and the ids of the jobs.
+    """
+    return ",".join(":".join((kind, *ids)) for kind, ids in wishes)
+
+
+def split_after(text: str) -> tuple[str, str]:
+    """Return kind and job of an ``--after``: ``afterok`` where none is named.
+
+    Raises:
+        SpecError: the kind is not one of Slurm's, or no job is named.
+    """
+    kind, colon, job = text.partition(":")
+    if not colon:
+        kind, job = "afterok", text
+    if kind not in _AFTER:
+        raise SpecError(f"--after {text!r}: {kind!r} is no kind of dependency", f"it is one of {', '.join(_AFTER)}")
+    if not job.strip():
+        raise SpecError(f"--after {text!r} names no job")
+    return kind, job.strip()
+
+
+def file_name(directory: str, name: str) -> str:
+    """Return the path of a file in a directory so that Slurm, which expands %j and the like, takes the directory as it is.
+
+    Args:
+        directory: where the file is.
+        name: the file's name, in which Slurm is to expand what it knows.
+
+    Raises:
+        SpecError: the directory holds a backslash, at which Slurm stops to expand anything.
+    """
+    if "\\" in directory or "\n" in directory:
+        raise SpecError(f"the job directory {directory!r} holds a backslash or a line break, which Slurm cannot take",
+                        "CLUSTERJOB_HOME names another")  # fmt: skip
+    return f"{directory.replace('%', '%%')}/{name}"
+
+
+def check_warning(resources: Resources, signal_before: int | None) -> None:
+    """Refuse a warning for which the time limit leaves no room.
+
+    Slurm may send the signal up to 60 s early (sbatch(1), --signal).
+
+    Raises:
+        SpecError: the job would be warned before it has begun.
+    """
+    limit = resources.time_limit
+    if signal_before is None:
+        return
+    if signal_before > 65535:
+        raise SpecError(f"--signal-before {signal_before} s is more than the 65535 s that Slurm can count")
+    if limit is not None and limit <= signal_before + 60:
+        raise SpecError(
+            f"the time limit of {limit} s leaves no room for a warning {signal_before} s before it: Slurm may send it 60 s early",
+            f"give a --time of more than {signal_before + 60} s, or a shorter --signal-before",
+        )

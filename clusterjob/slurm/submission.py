@@ -1,0 +1,74 @@
+"""Getting a job into Slurm: asked first whether it could run at all, never submitted twice, looked for when Slurm did not answer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+from clusterjob.errors import SubmitError, SubmitInDoubtError
+from clusterjob.slurm.client import Answer, Client, hint
+from clusterjob.slurm.queue import FIELDS, by_comment, snapshot_of
+
+_LOOKS, _PAUSE = 3, 1.0  # for a job of which nobody knows whether Slurm took it; seconds between two
+# sbatch takes such a job, and it waits until the nodes are back.
+_ONLY_NOT_NOW = re.compile(r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE)
+
+
+def preflight(client: Client, argv: Sequence[str]) -> None:
+    """Ask Slurm whether the job could run: partition, GPUs, node count and each option; nothing is queued.
+
+    Raises:
+        SubmitError: it could not; the message is Slurm's own.
+    """
+    answer = client.run([argv[0], "--test-only", *argv[1:]])
+    if answer.code != 0 and not _ONLY_NOT_NOW.search(answer.err):
+        raise _refused(answer)
+
+
+def submit(client: Client, argv: Sequence[str], comment: str, known: Sequence[str]) -> tuple[str, str | None]:
+    """Submit one script; returns the job's id and, in a federation, the cluster that took it.
+
+    Args:
+        client: runs sbatch.
+        argv: sbatch's command line.
+        comment: what the job can be found by.
+        known: ids of other jobs with this comment.
+
+    Raises:
+        SubmitError: Slurm refused it.
+        SubmitInDoubtError: Slurm did not answer, and the job is not to be seen yet.
+    """
+    answer = client.run(argv)
+    if answer.code == 0:
+        job_id, _, cluster = (answer.out.strip().splitlines() or [""])[-1].partition(";")
+        if job_id.isascii() and job_id.isdigit():
+            return job_id, cluster or None
+        raise SubmitError(f"sbatch printed no job id: {answer.out.strip()[:80]!r}")
+    if not answer.in_doubt:
+        raise _refused(answer)
+    # Another sbatch might make two of it (nextflow#970).
+    for look in range(_LOOKS):
+        time.sleep(_PAUSE if look else 0.0)
+        seen = client.run(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
+        found = [row.base for row in by_comment(snapshot_of(seen.out), comment) if row.base not in known]
+        if seen.code == 0 and found:
+            return found[0], client.cluster
+    raise SubmitInDoubtError(
+        f"nobody knows whether Slurm has taken the job: {answer.words}",
+        "do not submit it again before `clusterjob status` has said where it is",
+    )
+
+
+def _refused(answer: Answer) -> SubmitError:
+    return SubmitError(f"Slurm refuses the job: {answer.words}", hint(answer.words))
+
+
+def largest_array(client: Client) -> int | None:
+    """Return MaxArraySize: each index of an array stays below it (submitit#1624); None where Slurm does not say."""
+    try:
+        answer = client.run(["scontrol", "show", "config"])
+    except SubmitError:
+        return None
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", answer.out, re.MULTILINE)
+    return int(match[1]) if match else None

@@ -1,0 +1,535 @@
+"""A real Slurm of four nodes with eight GPUs each on this machine, for the tests and, from the command line, for development.
+
+    python tests/slurm_cluster.py --dir D [--accounting]
+
+starts one, prints what a client has to export and stops it at the end of its standard input, at SIGTERM or at SIGINT.
+
+All of it is the cluster's own: directory, ports, munge key, database. So clusters live side by side, and beside a Slurm of the
+machine. Its daemons put themselves into the background as init's children, with an environment that no test has touched; they are
+found again by their pid files, and signalled only while they are still this cluster's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pwd
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+NODES = 4
+GPUS = 8
+PORTS = range(10_000, 19_990, 10)  # below what the kernel gives to anybody (32768 and up) and below what the agents use (20000 and up)
+PATIENCE = 60.0  # seconds for a step that takes one or two
+PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
+ACCOUNTING = {
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server-core",
+    "mariadb-install-db": "mariadb-server-core",
+    "my_print_defaults": "mariadb-client-core",
+}
+# A background daemon's environment: Debian has them in sbin, which is not on everybody's PATH.
+ENDED = (
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "SPECIAL_EXIT"
+)  # fmt: skip
+DAEMON = "TEST_SLURM_DAEMON_OF"  # a variable of the daemons' environment: the cluster's directory
+T = TypeVar("T")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class ClusterError(RuntimeError):
+    """The cluster did not do what it was told; the message ends with what its logs say."""
+
+
+class SlurmCluster:
+    """Four nodes n1 to n4 with 8 CPUs and 8 GPUs each; partition ``main`` has all of them, partition ``small`` only n1.
+
+    Args:
+        directory: made by ``start``, and to be removed by whoever named it; short, since a socket's path has 107 bytes.
+        accounting: with slurmdbd and MariaDB, or accounting_storage/none.
+        settings: lines of slurm.conf, in place of those of ``_settings``.
+    """
+
+    def __init__(self, directory: str | Path, *, accounting: bool = False, **settings: object) -> None:
+        self.directory = Path(directory).absolute()
+        self.accounting = accounting
+        self.settings = settings
+        self.user = pwd.getpwuid(os.getuid()).pw_name
+        self._claim: socket.socket | None = None
+        self._port = 0
+
+    # -- what a client needs --------------------------------------------------------------------------------------------
+
+    @property
+    def conf(self) -> Path:
+        return self.directory / "etc" / "slurm.conf"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which a client finds this cluster."""
+        return {"SLURM_CONF": str(self.conf)}
+
+    def run(self, *argv: str, check: bool = True, timeout: float = PATIENCE, **options: object) -> subprocess.CompletedProcess[str]:
+        """Run a command as a client of this cluster; text in and out."""
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            argv, env=os.environ | self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False,
+            **options,
+        )  # type: ignore[call-overload]  # fmt: skip
+        if check and done.returncode:
+            raise ClusterError(f"{argv} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        return done
+
+    def submit(self, *arguments: str, script: str | None = None, **options: object) -> int:
+        """Submit by sbatch and return the job's id; ``script`` is the command of a script that is made up."""
+        wrapped = () if script is None else (f"--wrap={script}",)
+        return int(self.run("sbatch", "--parsable", *arguments, *wrapped, **options).stdout.split(";")[0])
+
+    def job(self, job_id: int | str) -> dict[str, str]:
+        """Return what slurmctld knows of a job; empty once it was forgotten."""
+        done = self.run("scontrol", "--oneliner", "show", "job", str(job_id), check=False)
+        return dict(re.findall(r"(\S+?)=(\S*)", done.stdout)) if done.returncode == 0 else {}
+
+    def wait_for_job(self, job_id: int | str, *states: str, timeout: float = PATIENCE) -> dict[str, str]:
+        """Wait until a job is in one of these states; without any, until it has ended."""
+
+        def there() -> dict[str, str] | None:
+            job = self.job(job_id)
+            return job if (job.get("JobState") in states if states else job and job["JobState"] in ENDED) else None
+
+        return self._wait(there, timeout, f"job {job_id} to be {' or '.join(states) or 'at its end'}")
+
+    def cancel_all(self) -> None:
+        """Cancel every job, of whatever state."""
+        jobs = self.run("squeue", "--noheader", "--format=%A").stdout.split()
+        if jobs:
+            self.run("scancel", *sorted(set(jobs)), check=False)
+
+    def wait_idle(self, timeout: float = PATIENCE) -> None:
+        """Wait until all nodes are up and idle, no job is left in the queue and no process of a step on this machine."""
+
+        def idle() -> bool:
+            nodes = self.run("sinfo", "--Node", "--noheader", "--partition=main", "--format=%T", check=False).stdout.split()
+            jobs = self.run("squeue", "--noheader", "--format=%i", check=False)
+            return nodes == ["idle"] * NODES and jobs.returncode == 0 and not jobs.stdout.strip() and not self.stepd_pids()
+
+        self._wait(idle, timeout, "the nodes to be idle")
+
+    # -- its life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all of it and wait until four nodes are idle; an error leaves nothing running."""
+        missing = missing_packages(accounting=self.accounting)
+        if missing:
+            raise ClusterError(f"there is no {', '.join(missing)}: tools/slurm.sh installs them")
+        try:
+            self._claim_ports()
+            self._lay_out()
+            self._start_munged()
+            if self.accounting:
+                self._start_accounting()
+            self.start_controller()
+            for number in range(1, NODES + 1):
+                self._daemon(["slurmd", "-N", f"n{number}"])
+            self.wait_idle()
+        except BaseException:
+            self.stop()
+            raise
+
+    @classmethod
+    def attached(cls, directory: str | Path) -> SlurmCluster:
+        """Return a cluster that another process has started, and will stop."""
+        cluster = cls(directory)
+        told = dict(
+            line.split("=", 1) for line in cluster.conf.read_text().splitlines() if not line.startswith(("NodeName", "PartitionName"))
+        )
+        cluster._port = int(told["SlurmctldPort"])
+        cluster.accounting = told["AccountingStorageType"] != "accounting_storage/none"
+        cluster.settings = {name: value for name, value in told.items() if str(cluster._settings().get(name)) != value}
+        return cluster
+
+    def restore(self) -> None:
+        """Make the cluster as good as new for the next test: what was killed or frozen runs again, and no job is left."""
+        if (pid := self._pid("slurmctld")) is None:
+            self.start_controller()
+        else:
+            _signal(pid, signal.SIGCONT)
+        for number in range(1, NODES + 1):
+            if self._pid(f"slurmd.n{number}") is None:
+                self._daemon(["slurmd", "-N", f"n{number}"])
+        self.cancel_all()
+        for line in self.run("sinfo", "--Node", "--noheader", "--partition=main", "--format=%N %T").stdout.splitlines():
+            node, state = line.split()
+            if state.startswith(("drain", "down", "fail")):
+                self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
+        self.wait_idle()
+
+    def stop(self) -> None:
+        """Stop all daemons and end all that their jobs have left; the directory stays."""
+        for name in ("slurmctld", *(f"slurmd.n{number}" for number in range(1, NODES + 1)), "slurmdbd", "mariadb", "munged"):
+            self._end(name, signal.SIGTERM)
+        for pid in self.processes():  # slurmstepds, what the jobs have started, and what had not put its pid into a file yet
+            _signal(pid, signal.SIGKILL)
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    def kill_node(self, number: int, number_of_signal: int = signal.SIGKILL) -> None:
+        """Kill the slurmd of node n<number>; what runs there runs on."""
+        self._end(f"slurmd.n{number}", number_of_signal)
+
+    def start_node(self, number: int) -> None:
+        """Start the slurmd of a node again and wait until Slurm has the node back."""
+        self._daemon(["slurmd", "-N", f"n{number}"])
+
+        def back() -> bool:
+            state = self.run("sinfo", "--noheader", f"--nodes=n{number}", "--partition=main", "--format=%T", check=False).stdout.strip()
+            return state in ("idle", "mixed", "allocated")
+
+        self._wait(back, PATIENCE, f"node n{number} to be back")
+
+    def stop_controller(self, number_of_signal: int = signal.SIGTERM) -> None:
+        """End slurmctld: by SIGTERM it saves its state, by SIGKILL it does not."""
+        self._end("slurmctld", number_of_signal)
+
+    def start_controller(self) -> None:
+        """Start slurmctld and wait until it answers."""
+        self._daemon(["slurmctld"])
+        self._wait(lambda: self.run("scontrol", "ping", check=False).returncode == 0, PATIENCE, "slurmctld to answer")
+
+    def restart_controller(self, number_of_signal: int = signal.SIGTERM) -> None:
+        self.stop_controller(number_of_signal)
+        self.start_controller()
+
+    def freeze_controller(self) -> None:
+        """Stop slurmctld as it stands: it takes connections and never answers."""
+        _signal(self._running("slurmctld"), signal.SIGSTOP)
+
+    def thaw_controller(self) -> None:
+        _signal(self._running("slurmctld"), signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def configured(self, **settings: object) -> Iterator[None]:
+        """Have these lines of slurm.conf for a while; slurmctld is restarted before and after."""
+        before = self.settings
+        try:
+            self._reconfigure(before | settings)
+            yield
+        finally:
+            self._reconfigure(before)
+
+    def processes(self) -> list[int]:
+        """Return the live processes of this cluster: its daemons, and what runs in its jobs; not a client that only knows of it."""
+        conf, daemon = f"SLURM_CONF={self.conf}".encode(), f"{DAEMON}={self.directory}".encode()
+        found = []
+        for pid in _all_pids():
+            environ = _read(pid, "environ").split(b"\0")
+            ours = daemon in environ or (conf in environ and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environ))
+            if ours and pid != os.getpid() and _alive(pid):
+                found.append(pid)
+        return found
+
+    def stepd_pids(self) -> list[int]:
+        """Return the live slurmstepds of this cluster: one for each step of each job on each node."""
+        return [pid for pid in self.processes() if _read(pid, "cmdline").startswith((b"slurmstepd", b"/usr/sbin/slurmstepd"))]
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _claim_ports(self) -> None:
+        """Find ten ports in a row that nobody has; a socket without a file keeps other clusters of this machine from them."""
+        for first in PORTS:
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0clusterjob-test-slurm-{first}")
+            except OSError:
+                claim.close()
+                continue
+            if all(_free(port) for port in range(first, first + 10)):
+                self._claim, self._port = claim, first
+                return
+            claim.close()
+        raise ClusterError(f"no ten free ports in a row between {PORTS.start} and {PORTS.stop}")
+
+    def _lay_out(self) -> None:
+        for name in ("etc", "run", "log", "state", "spool", "devices", "munge"):
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        for number in range(GPUS):
+            device = self.directory / "devices" / f"gpu{number}"
+            try:
+                os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null by another name
+            except FileExistsError:
+                pass
+            except PermissionError:  # not root, or a container that may not: any character device does
+                device.symlink_to("/dev/null")
+        files = f"{self.directory}/devices/gpu[0-{GPUS - 1}]"
+        (self.directory / "etc" / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Type=a100 File={files}\n")
+        (self.directory / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        self._write_conf()
+
+    def _settings(self) -> dict[str, object]:
+        """Return what slurm.conf says of the cluster as a whole; see slurm.conf(5)."""
+        there = self.directory
+        return {
+            "ClusterName": "test",
+            "SlurmctldHost": f"{socket.gethostname().split('.')[0]}(127.0.0.1)",
+            "SlurmctldPort": self._port,
+            "SlurmUser": self.user,
+            "SlurmdUser": self.user,
+            "AuthType": "auth/munge",
+            "AuthInfo": f"socket={there}/munge/socket,cred_expire=10",  # a requeued job waits until its credential has expired
+            "StateSaveLocation": there / "state",
+            "SlurmdSpoolDir": there / "spool" / "%n",
+            "SlurmctldPidFile": there / "run" / "slurmctld.pid",
+            "SlurmdPidFile": there / "run" / "slurmd.%n.pid",
+            "SlurmctldLogFile": there / "log" / "slurmctld",
+            "SlurmdLogFile": there / "log" / "slurmd.%n",
+            # The machine is what slurm.conf says, needs no cgroups, and binds nothing to a core.
+            "SlurmdParameters": "config_overrides",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "MpiDefault": "none",
+            "SwitchType": "switch/none",
+            # At once, where a site would have it batch its work.
+            "SchedulerType": "sched/backfill",
+            "SchedulerParameters": "sched_min_interval=0,sched_interval=2,batch_sched_delay=0,bf_interval=1,bf_min_age_reserve=0",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core",
+            "KillWait": 3,
+            "InactiveLimit": 0,
+            "SlurmctldTimeout": 10,
+            "SlurmdTimeout": 15,
+            "MessageTimeout": 10,
+            "TCPTimeout": 2,
+            "MinJobAge": 300,
+            "MaxArraySize": 1001,
+            "MaxJobCount": 10000,
+            "ReturnToService": 2,
+            "JobRequeue": 1,
+            "RebootProgram": "/bin/false",
+            "GresTypes": "gpu",
+            "AccountingStorageType": "accounting_storage/none",
+        } | (
+            {
+                "AccountingStorageType": "accounting_storage/slurmdbd",
+                "AccountingStorageHost": "127.0.0.1",
+                "AccountingStoragePort": self._port + 9,
+                "AccountingStoragePass": there / "munge" / "socket",
+                "AccountingStorageTRES": "gres/gpu",
+            }
+            if self.accounting
+            else {}
+        )  # fmt: skip
+
+    def _reconfigure(self, settings: dict[str, object]) -> None:
+        self.settings = settings
+        self._write_conf()
+        self.restart_controller()
+        self.run("scontrol", "reconfigure")  # for the slurmds
+
+    def _write_conf(self) -> None:
+        lines = [f"{name}={value}" for name, value in (self._settings() | self.settings).items()]
+        for number in range(1, NODES + 1):
+            node = f"NodeName=n{number} NodeHostname=localhost NodeAddr=127.0.0.{number} Port={self._port + number}"
+            lines.append(f"{node} CPUs=8 RealMemory=64000 Gres=gpu:a100:{GPUS}")
+        lines.append(f"PartitionName=main Nodes=n[1-{NODES}] Default=YES MaxTime=INFINITE State=UP")
+        lines.append("PartitionName=small Nodes=n1 MaxTime=1:00:00 State=UP")
+        self.conf.write_text("\n".join(lines) + "\n")
+
+    def _start_munged(self) -> None:
+        there = self.directory / "munge"
+        (there / "key").touch(0o600)
+        (there / "key").write_bytes(os.urandom(128))
+        files = [f"--{name}={there}/{name.partition('-')[0]}" for name in ("key-file", "log-file", "pid-file", "seed-file", "socket")]
+        self._daemon(["munged", "--force", "--num-threads=10", *files])
+        (self.directory / "run" / "munged.pid").symlink_to(there / "pid")
+
+    def _start_accounting(self) -> None:
+        there = self.directory / "database"
+        quietly = [
+            "--no-defaults",
+            f"--datadir={there}",
+            f"--user={self.user}",
+            "--innodb-log-file-size=8M",
+            "--innodb-buffer-pool-size=16M",
+        ]
+        self._call(["mariadb-install-db", *quietly, f"--auth-root-socket-user={self.user}", "--skip-test-db"])
+        run = self.directory / "run"
+        with (self.directory / "log" / "mariadb").open("wb") as log:
+            # setsid and a shell that ends: mariadbd cannot put itself into the background.
+            self._call(
+                ["sh", "-c", 'setsid "$@" & :', "sh", "mariadbd", *quietly, "--skip-networking", f"--socket={run}/mariadb.socket",
+                 f"--pid-file={run}/mariadb.pid", "--innodb-flush-log-at-trx-commit=0", "--skip-log-bin", "--innodb-lock-wait-timeout=900"],
+                log=log.fileno(),
+            )  # fmt: skip
+        conf = {
+            "AuthType": "auth/munge",
+            "AuthInfo": f"socket={self.directory}/munge/socket",
+            "DbdHost": "localhost",
+            "DbdAddr": "127.0.0.1",
+            "DbdPort": self._port + 9,
+            "SlurmUser": self.user,
+            "LogFile": f"{self.directory}/log/slurmdbd",
+            "PidFile": f"{run}/slurmdbd.pid",
+            "StorageType": "accounting_storage/mysql",
+            "StorageHost": "localhost",
+            "StorageUser": self.user,
+            "StorageLoc": "slurm",
+            "CommitDelay": 0,
+        }
+        path = self.directory / "etc" / "slurmdbd.conf"
+        path.touch(0o600)  # slurmdbd takes no other
+        path.write_text("".join(f"{name}={value}\n" for name, value in conf.items()))
+        self._wait((run / "mariadb.socket").exists, PATIENCE, "MariaDB to listen")
+        self._daemon(["slurmdbd"])
+        cluster = ["sacctmgr", "--immediate", "--readonly", "show", "cluster"]
+        self._wait(lambda: self.run(*cluster, check=False).returncode == 0, PATIENCE, "slurmdbd to answer")
+        self.run("sacctmgr", "--immediate", "add", "cluster", "test")
+
+    @property
+    def _daemons_environment(self) -> dict[str, str]:
+        # libmariadb, in slurmdbd, takes the database's socket from MYSQL_UNIX_PORT.
+        socket_of_database = f"{self.directory}/run/mariadb.socket"
+        return self.environment | {DAEMON: str(self.directory), "PATH": _PATH, "LANG": "C.UTF-8", "MYSQL_UNIX_PORT": socket_of_database}
+
+    def _daemon(self, argv: list[str]) -> None:
+        """Start a daemon that puts itself into the background."""
+        with (self.directory / "log" / f"start-{Path(argv[0]).name}").open("ab") as log:
+            self._call(argv, log=log.fileno())
+
+    def _call(self, argv: list[str], log: int | None = None) -> None:
+        output = subprocess.PIPE if log is None else log
+        done = subprocess.run(
+            argv, env=self._daemons_environment, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            executable=shutil.which(argv[0], path=_PATH), timeout=PATIENCE, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            said = "" if log is not None else (done.stdout + done.stderr).decode(errors="replace")
+            raise ClusterError(f"{argv[0]} ended with exit code {done.returncode}\n{said}{self.tails()}")
+
+    def _pid(self, name: str) -> int | None:
+        """Return a daemon's pid, while it runs and is this cluster's."""
+        try:
+            pid = int((self.directory / "run" / f"{name}.pid").read_text())
+        except (OSError, ValueError):
+            return None
+        ours = f"{DAEMON}={self.directory}".encode() in _read(pid, "environ").split(b"\0")
+        return pid if ours and _alive(pid) else None
+
+    def _running(self, name: str) -> int:
+        pid = self._pid(name)
+        if pid is None:
+            raise ClusterError(f"{name} does not run\n{self.tails()}")
+        return pid
+
+    def _end(self, name: str, number: int) -> None:
+        """Signal a daemon and wait for its end; SIGKILL ends what would not."""
+        pid = self._pid(name)
+        if pid is None:
+            return
+        _signal(pid, number)
+        _signal(pid, signal.SIGCONT)
+        try:
+            self._wait(lambda: self._pid(name) != pid, 10, f"the end of {name}")
+        except ClusterError:
+            _signal(pid, signal.SIGKILL)
+            self._wait(lambda: self._pid(name) != pid, 10, f"the end of {name}")
+
+    def _wait(self, predicate: Callable[[], T | None], timeout: float, what: str) -> T:
+        """Return the predicate's first true value."""
+        end = time.monotonic() + timeout
+        while not (value := predicate()):
+            if time.monotonic() > end:
+                raise ClusterError(f"waited {timeout:g} s for {what}\n{self.tails()}")
+            time.sleep(0.05)
+        return value
+
+    def tails(self) -> str:
+        """Return the last lines of all logs."""
+        return "\n".join(
+            f"-- {path.name}:\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+            for path in sorted((self.directory / "log").glob("*"))
+        )
+
+
+def missing_packages(*, accounting: bool) -> list[str]:
+    """Return the Debian packages that would have to be installed."""
+    wanted = PACKAGES | (ACCOUNTING if accounting else {})
+    return sorted({package for program, package in wanted.items() if shutil.which(program, path=_PATH) is None})
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+def _all_pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _status(pid: int) -> list[bytes]:
+    return _read(pid, "stat").rpartition(b")")[2].split()
+
+
+def _alive(pid: int) -> bool:
+    status = _status(pid)
+    return bool(status) and status[0] not in b"ZX"
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", required=True, metavar="D", help="the cluster's directory; it must not exist, and is removed at the end")
+    parser.add_argument("--accounting", action="store_true", help="with slurmdbd and MariaDB")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a line of slurm.conf")
+    options = parser.parse_args()
+    directory = Path(options.dir)
+    if directory.exists():
+        parser.error(f"{directory} exists")
+    settings = dict(setting.split("=", 1) for setting in options.set)
+    cluster = SlurmCluster(directory, accounting=options.accounting, **settings)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        cluster.start()
+        print("\n".join(f"export {name}={value}" for name, value in cluster.environment.items()), flush=True)
+        while sys.stdin.read(4096):
+            pass
+    except KeyboardInterrupt:
+        pass
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        cluster.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

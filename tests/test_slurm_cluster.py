@@ -1,0 +1,95 @@
+"""The tests' own Slurm is what it says: four nodes with eight GPUs each, with accounting and without, and it mends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from procs import MARKER, alive, marked, wait_until
+from slurm_cluster import SlurmCluster
+
+
+def test_four_nodes_are_idle_and_have_eight_gpus_each(slurm_cluster: SlurmCluster) -> None:
+    nodes = slurm_cluster.run("sinfo", "--Node", "--noheader", "--partition=main", "--format=%N %T %c %G").stdout.splitlines()
+    assert nodes == [f"n{number} idle 8 gpu:a100:8" for number in (1, 2, 3, 4)]
+    step = slurm_cluster.run("srun", "--nodes=2", "--gres=gpu:8", "sh", "-c", "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES")
+    assert sorted(step.stdout.splitlines()) == [f"n{number} 0,1,2,3,4,5,6,7" for number in (1, 2)]
+
+
+def test_an_ended_job_is_in_slurmctld_and_where_there_is_accounting_in_sacct(slurm_cluster: SlurmCluster) -> None:
+    job = slurm_cluster.submit("--output=/dev/null", script="exit 3")
+    assert slurm_cluster.wait_for_job(job)["JobState"] == "FAILED"
+
+    def said() -> subprocess.CompletedProcess[str]:
+        return slurm_cluster.run(
+            "sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={job}", "--format=State,ExitCode", check=False
+        )
+
+    if slurm_cluster.accounting:
+        wait_until(lambda: said().stdout == "FAILED|3:0\n", 30, "the end of the job in sacct")
+    else:
+        assert said().returncode == 1
+        assert "accounting storage is disabled" in said().stderr
+
+
+def test_the_processes_of_a_job_carry_the_mark_of_the_test_and_end_with_it(slurm: SlurmCluster) -> None:
+    job = slurm.submit("--nodes=2", "--output=/dev/null", script="srun sleep 600")
+    # srun, which has a process of its own for its end, the batch script, its shell's child and a sleep a node
+    wait_until(lambda: len(marked(os.environ[MARKER])) >= 4, 30, "the processes of the job")
+    assert len(slurm.stepd_pids()) == 3
+    slurm.run("scancel", str(job))
+    assert slurm.wait_for_job(job)["JobState"] == "CANCELLED"
+    slurm.wait_idle()
+    assert not marked(os.environ[MARKER])
+
+
+def test_what_was_killed_or_frozen_runs_again(slurm: SlurmCluster) -> None:
+    job = slurm.submit("--nodes=4", "--output=/dev/null", script="sleep 600")
+    slurm.wait_for_job(job, "RUNNING")
+    slurm.kill_node(3)
+    slurm.stop_controller()
+    assert slurm.run("scontrol", "ping", check=False).returncode != 0
+    slurm.start_controller()
+    assert slurm.job(job)["JobState"] == "RUNNING"
+    slurm.freeze_controller()
+    with pytest.raises(subprocess.TimeoutExpired):
+        slurm.run("squeue", timeout=0.5)
+    slurm.restore()
+    assert slurm.job(job)["JobState"] == "CANCELLED"
+    slurm.stop_controller(signal.SIGKILL)
+    slurm.restore()
+    assert slurm.run("srun", "--nodelist=n3", "echo", "back").stdout == "back\n"
+
+
+def test_a_setting_holds_for_a_while(slurm: SlurmCluster) -> None:
+    too_large = ("sbatch", "--array=0-7", "--output=/dev/null", "--wrap=true")
+    with slurm.configured(MaxArraySize=4):
+        refused = slurm.run(*too_large, check=False)
+        assert (refused.returncode, "Invalid job array" in refused.stderr) == (1, True)
+    slurm.run(*too_large)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_cluster_ends_with_whoever_has_started_it(how: signal.Signals, tmp_path: Path) -> None:
+    """Two stand side by side meanwhile: each has its own ports."""
+    directory = tmp_path / "c"
+    command = [sys.executable, str(Path(__file__).with_name("slurm_cluster.py")), "--dir", str(directory)]
+    # a parent that can be killed: what it leaves behind sees the end of its standard input
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).wait()", *command],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with parent:
+        assert parent.stdout is not None
+        exported = parent.stdout.readline()
+        assert exported == f"export SLURM_CONF={directory}/etc/slurm.conf\n"
+        cluster = SlurmCluster.attached(directory)
+        assert cluster.run("srun", "--nodes=4", "echo", "here").stdout == "here\n" * 4
+        running = cluster.processes()
+        assert len(running) >= 6
+        parent.send_signal(how)
+        wait_until(lambda: not any(alive(pid) for pid in running) and not directory.exists(), 30, "the end of the cluster")
