@@ -49,6 +49,7 @@ class SlurmBackend:
             SpecError: an option makes no sense, or is not sbatch's.
             TemplateError: the user's template cannot be rendered.
         """
+        directory.refuse_hosts(spec, NAME)
         flags.check_warning(spec.resources, spec.signal_before)
         job_id, job_dir = directory.new_directory(spec.name)
         script_path = job_dir / _SCRIPT

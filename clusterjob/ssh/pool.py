@@ -36,6 +36,7 @@ class Pool:
         self._limits: dict[str, threading.Semaphore] = {}
         self._bastions: dict[tuple[str, ...], tuple[threading.Lock, list[Connection]]] = {}
         self._connections: dict[Host, Connection] = {}
+        self._alone: dict[Host, threading.Lock] = {}
         self._warned = False
         self._closed = False
 
@@ -50,16 +51,19 @@ class Pool:
             HostError: the host cannot be used.
         """
         with self._lock:
-            known = self._connections.get(host)
-        if known is not None and known.alive:
-            return known
-        made = self._connect(self.resolve(host))
-        with self._lock:
-            if self._closed:
-                made.close()
-                raise HostError(str(host), "the connection was given up")
-            self._connections[host] = made
-        return made
+            alone = self._alone.setdefault(host, threading.Lock())
+        with alone:  # two who want the same host at once share one connection
+            with self._lock:
+                known = self._connections.get(host)
+            if known is not None and known.alive:
+                return known
+            made = self._connect(self.resolve(host))
+            with self._lock:
+                if not self._closed:
+                    self._connections[host] = made
+                    return made
+        made.close()
+        raise HostError(str(host), "the connection was given up")
 
     def through(self, target: Target) -> Connection | None:
         """Return the connection to the last bastion before a host; None where the way is direct."""
@@ -126,8 +130,13 @@ class Outcome(Generic[Key, Result]):
         self.errors: dict[Key, HostError] = {}
 
 
-def for_each(keys: Sequence[Key], work: Callable[[Key], Result]) -> Outcome[Key, Result]:
+def for_each(keys: Sequence[Key], work: Callable[[Key], Result], stop: threading.Event | None = None) -> Outcome[Key, Result]:
     """Do the same for many hosts at once; all are waited for, and all errors kept.
+
+    Args:
+        keys: what to do it for.
+        work: what to do; raises `HostError` where it fails.
+        stop: set when this is broken off, such as by Ctrl-C, so that work that waits can end.
 
     Raises:
         BaseException: what is no `HostError`, such as Ctrl-C or a bug.
@@ -137,11 +146,17 @@ def for_each(keys: Sequence[Key], work: Callable[[Key], Result]) -> Outcome[Key,
         return outcome
     with ThreadPoolExecutor(min(len(keys), _THREADS), thread_name_prefix="clusterjob-ssh") as executor:
         futures = [(key, executor.submit(work, key)) for key in keys]
-        for key, future in futures:
-            try:
-                outcome.results[key] = future.result()
-            except HostError as error:
-                outcome.errors[key] = error
+        try:
+            for key, future in futures:
+                try:
+                    outcome.results[key] = future.result()
+                except HostError as error:
+                    outcome.errors[key] = error
+        except BaseException:
+            if stop is not None:
+                stop.set()
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
     return outcome
 
 
