@@ -4,15 +4,15 @@
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test test-slow slurm mpi lint bench clean
+.PHONY: demo test test-slow slurm mpi sshd lint bench clean
 
 demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
-test: lint slurm mpi  ## everything but the slow fault and scale runs
+test: lint slurm mpi sshd  ## everything but the slow fault and scale runs
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(READY) slurm mpi
+test-slow: $(READY) slurm mpi sshd
 	$(BIN)/python -m pytest -m slow
 
 slurm:  ## Debian packages for the tests' own Slurm; a moment when they are there
@@ -20,6 +20,9 @@ slurm:  ## Debian packages for the tests' own Slurm; a moment when they are ther
 
 mpi:  ## the launchers of Open MPI and MPICH, and ip for network namespaces
 	tools/mpi.sh
+
+sshd:  ## an sshd for the tests of the SSH backend; a moment when it is there
+	tools/sshd.sh
 
 lint: $(READY)
 	$(BIN)/ruff check .

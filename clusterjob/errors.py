@@ -81,3 +81,18 @@ class RecordError(ClusterJobError):
 
 class GangError(ClusterJobError):
     """The agents of a job could not meet, or lost each other."""
+
+
+class HostError(ClusterJobError):
+    """A host cannot be used: it is not reached, not trusted, lets nobody in, or is unfit for the job.
+
+    Args:
+        host: the host as the user wrote it.
+        why: what is wrong with it, one line.
+        hint: what the user can do about it.
+    """
+
+    def __init__(self, host: str, why: str, hint: str = "") -> None:
+        super().__init__(f"{host}: {why}", hint)
+        self.host = host
+        self.why = why

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob import backends, config, pack, plans
+from clusterjob import backends, config, hosts, pack, plans
 from clusterjob.backends import Backend, Status
-from clusterjob.errors import ClusterJobError, PlaceError, SubmitInDoubtError
+from clusterjob.errors import ClusterJobError, PlaceError, SpecError, SubmitInDoubtError
 from clusterjob.node import environments, events, processes
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
@@ -33,9 +33,11 @@ def settle(flags: Mapping[str, Any], cluster: str | None, directory: Path) -> co
     Raises:
         PlaceError: this is the inside of a job, and no cluster was named.
     """
-    if cluster is None:
+    named = "hosts" in flags or "hostfile" in flags or any(os.environ.get(f"CLUSTERJOB_{key}") for key in ("HOSTS", "HOSTFILE"))
+    has_hosts = named or bool(hosts.of_platform(os.environ))
+    if cluster is None and not has_hosts:
         _refuse_inside_a_job()
-    return config.resolve(flags, cluster, os.environ, directory, backends.names(), backends.preferred())
+    return config.resolve(flags, cluster, os.environ, directory, backends.names(), "ssh" if has_hosts else backends.preferred())
 
 
 def _refuse_inside_a_job() -> None:
@@ -64,9 +66,11 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     values = dict(settings.values)
     gpus_per_node = values.get("gpus_per_node")
     options = values.pop("set", {}) | {key: values.pop(key) for key in NAMED_OPTIONS if key in values}
+    chosen = _hosts(values, settings.backend, directory)
+    slots = max((host.slots or 1 for host in chosen), default=1)
     resources = Resources(
-        nodes=values.pop("nodes", 1), gpus_per_node=values.pop("gpus_per_node", None), cpus_per_task=values.pop("cpus_per_task", None),
-        mem=values.pop("mem", None), time_limit=values.pop("time", None),
+        nodes=values.pop("nodes", len(chosen) or 1), gpus_per_node=values.pop("gpus_per_node", None),
+        cpus_per_task=values.pop("cpus_per_task", None), mem=values.pop("mem", None), time_limit=values.pop("time", None),
     )  # fmt: skip
     workdir = directory / values.pop("workdir", "")
     if "template" in values:
@@ -75,11 +79,28 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         program=program,
         resources=resources,
         workdir=workdir,
-        nproc_per_node=values.pop("nproc_per_node", gpus_per_node or 1),
-        python=values.pop("python", None) or ("python3" if values.get("container") else default_python(os.environ)),
+        nproc_per_node=values.pop("nproc_per_node", gpus_per_node or slots),
+        python=values.pop("python", None) or ("python3" if values.get("container") or chosen else default_python(os.environ)),
+        hosts=chosen,
         options=options,
         **values,
     )
+
+
+def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts.Host, ...]:
+    """Take the hosts out of the settings: those that are named, those of a file, else those that a platform names."""
+    text, file = values.pop("hosts", None), values.pop("hostfile", None)
+    if text is not None and file is not None:
+        raise SpecError("there are both --hosts and --hostfile", "one of them names the hosts")
+    if text is not None:
+        found = hosts.parse_hosts(text)
+    elif file is not None:
+        found = hosts.read_hostfile(directory / file)
+    else:
+        return hosts.of_platform(os.environ) if backend == "ssh" else ()
+    if values.keys() & {"nproc_per_node", "gpus_per_node"}:
+        return tuple(replace(host, slots=None) for host in found)  # what is said outright counts
+    return found
 
 
 def default_python(environ: Mapping[str, str]) -> str:

@@ -16,9 +16,12 @@ from clusterjob.config import Settings
 from clusterjob.node.logs import Line, fold
 from clusterjob.node.verdict import JobState
 from clusterjob.records import Record
+from clusterjob.units import show_size
 
 if TYPE_CHECKING:
     from rich.status import Status as Spinner
+
+    from clusterjob.survey import HostReport
 
 SCHEMA = 1
 
@@ -105,6 +108,17 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_hosts(reports: Sequence[HostReport]) -> None:
+    """Print what hosts answered, one a line; what is wrong with one stands at the end of its line."""
+    rows = [("HOST", "ADDRESS", "PYTHON", "TORCH", "FREE", "GPUS", "STATE")]
+    for report in reports:
+        torch = "" if report.torch is None else "yes" if report.torch else "no"
+        free = "" if report.free is None else show_size(report.free)
+        gpus = str(len(report.gpus)) if report.python else ""
+        rows.append((report.host, report.address, report.python, torch, free, gpus, report.trouble or "fit"))
+    print_table(rows)
 
 
 class LogPrinter:

@@ -90,6 +90,11 @@ def _lines(value: Any) -> tuple[str, ...]:
     return tuple(_text(item) for item in values)
 
 
+def _listed(value: Any) -> str:
+    """Return a list, or what stands for one on a command line, as the latter."""
+    return value if isinstance(value, str) else ",".join(_lines(value))
+
+
 def _table(value: Any) -> dict[str, str]:
     if isinstance(value, dict):
         return {str(key): _cell(item) for key, item in value.items()}
@@ -132,6 +137,10 @@ SETTINGS: dict[str, Setting] = {
         Setting("require_gpus", _switch),
         Setting("template", _path),
         Setting("set", _table, merge=True),
+        Setting("hosts", _listed),
+        Setting("hostfile", _path),
+        Setting("gpus", _text),
+        Setting("sync", _switch),
         Setting("account", _text),
         Setting("partition", _text),
         Setting("nodelist", _text),

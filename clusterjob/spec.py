@@ -12,6 +12,7 @@ from typing import Any
 from clusterjob import arrays
 from clusterjob.arrays import Array
 from clusterjob.errors import SpecError
+from clusterjob.hosts import Host
 from clusterjob.node.contract import LAUNCH_VARIABLES
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
@@ -74,6 +75,9 @@ class JobSpec:
         require_gpus: refuse to rehearse on the CPU where there are too few GPUs.
         template: the user's own template in the place of the backend's.
         options: backend options by name, such as Slurm flags (``--set``).
+        hosts: where it runs, one a node, where no queue chooses.
+        gpus: which cards of each host: numbers, or ``auto`` for idle ones; empty for all.
+        sync: send the working directory to the hosts; else it lies there already, under the same path.
         container: the image that the node's part runs in.
         array, sweep: the elements of the job, if it is an array; see `clusterjob.arrays.parse`.
         after: jobs that this one waits for, each as ``ID`` or ``KIND:ID``.
@@ -99,6 +103,9 @@ class JobSpec:
     require_gpus: bool = False
     template: Path | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[Host, ...] = ()
+    gpus: str = ""
+    sync: bool = True
     container: str = ""
     array: str = ""
     sweep: tuple[str, ...] = ()
@@ -133,6 +140,8 @@ class JobSpec:
         self._check_program()
 
     def _check_program(self) -> None:
+        if self.hosts and not self.sync:
+            return  # it lies on the hosts, and perhaps not here
         if not self.workdir.is_dir():
             raise SpecError(f"the working directory {str(self.workdir)!r} is not there")
         if self.program.kind == "script":

@@ -45,3 +45,13 @@ def parse_duration(text: str) -> int:
     if seconds < 1:
         raise SpecError(f"{text!r} is not a duration", "write 90s, 30m, 2h, 1d12h or HH:MM:SS; a bare number is minutes")
     return int(seconds)
+
+
+def show_size(size: int) -> str:
+    """Return a size in bytes for people: 512 MB, 1.5 GB."""
+    value, unit = float(size), "bytes"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if value >= 100 or unit == "bytes" else f"{value:.1f} {unit}"

@@ -26,6 +26,7 @@ from procs import (
 )
 from slurm_fixtures import _slurm_dbd, _slurm_either, _slurm_none, slurm, slurm_accounted, slurm_cluster  # noqa: F401  fixtures
 from slurm_user import user, user_accounted, user_of_either  # noqa: F401  fixtures
+from sshworld import World, require, world_in
 
 SETTLING = 2.0  # seconds that what a test has started may take to be gone
 _FAMILIES = ("SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_", "OMPI_", "PMI_")
@@ -119,3 +120,20 @@ def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Return a maker of jobs: ``new_job(2)`` is one of two nodes, whose agents the test starts."""
     with jobs_in(tmp_path) as make:
         yield make
+
+
+@pytest.fixture(scope="session")
+def _hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    require()
+    with world_in(tmp_path_factory.mktemp("world")) as world:
+        yield world
+
+
+@pytest.fixture
+def world(_hosts: World, _world_of_its_own: None) -> Iterator[World]:
+    """Give the test real hosts, and a place in their client's network; nothing may be left running on them."""
+    _hosts.reset()
+    with _hosts.client():
+        yield _hosts
+    left = _hosts.clean()
+    assert not left, f"left running on the hosts: {left}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import typer
 
 from clusterjob import bootstrap
-from clusterjob.backends import local, slurm
+from clusterjob.backends import local, slurm, ssh
 from clusterjob.cli import app
 from clusterjob.context import Context
+from clusterjob.hosts import Host
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
 from clusterjob.settings import SETTINGS
@@ -105,6 +107,10 @@ def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPat
         before = len(given)
         backend.plan(spec)
         assert len(given) > before
+    monkeypatch.setattr(ssh, "render", note)
+    before = len(given)
+    ssh.SshBackend().plan(replace(spec, hosts=(Host("gpu1"),)))
+    assert len(given) == before, "it gives what all backends do"
     rows = re.findall(r"^\| `(\w+)` \|", section(read("templates.md"), "Variables"), re.MULTILINE)
     assert sorted(rows) == sorted(given)
 

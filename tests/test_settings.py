@@ -85,6 +85,10 @@ def test_whatever_a_file_holds_is_a_value_or_an_error_of_ours(key: str, value: A
 def test_every_setting_has_its_option_and_its_place_in_the_job() -> None:
     options = {name.rstrip("_") for name in inspect.signature(_job_options).parameters} - {"cluster"}
     assert options <= set(SETTINGS)
-    places = {field.name for field in fields(JobSpec)} | {field.name for field in fields(Resources)} | {"time", "set", *NAMED_OPTIONS}
+    places = (
+        {field.name for field in fields(JobSpec)}
+        | {field.name for field in fields(Resources)}
+        | {"time", "set", "hostfile", *NAMED_OPTIONS}
+    )
     assert set(SETTINGS) <= places
     assert {key for key, setting in SETTINGS.items() if setting.key != key} == set()

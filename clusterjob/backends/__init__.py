@@ -20,7 +20,11 @@ from clusterjob.spec import JobSpec
 
 ENTRY_POINTS = "clusterjob.backends"
 
-_BUILTIN: Mapping[str, str] = {"local": "clusterjob.backends.local:LocalBackend", "slurm": "clusterjob.backends.slurm:SlurmBackend"}
+_BUILTIN: Mapping[str, str] = {
+    "local": "clusterjob.backends.local:LocalBackend",
+    "slurm": "clusterjob.backends.slurm:SlurmBackend",
+    "ssh": "clusterjob.backends.ssh:SshBackend",
+}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,18 @@ def new_directory(name: str) -> tuple[str, Path]:
     return job_id, job_dir
 
 
+def refuse_hosts(spec: JobSpec, name: str) -> None:
+    """Refuse what only bare hosts have.
+
+    Raises:
+        SpecError: the job names hosts or cards.
+    """
+    if spec.hosts:
+        raise SpecError(f"the {name} cluster takes no hosts", "--cluster ssh does")
+    if spec.gpus or not spec.sync:
+        raise SpecError(f"the {name} cluster knows no {'--gpus' if spec.gpus else '--no-sync'}", "it is for hosts: --cluster ssh")
+
+
 def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
     """Return the files of every job: what was asked for, and the node half."""
     return (

@@ -7,10 +7,8 @@ A job is detached: its agents live in sessions of their own and need nobody. Whi
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from clusterjob import gpus
 from clusterjob.backends import Status, directory
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
-from clusterjob.node import contract, ends, files, processes
+from clusterjob.node import contract, ends, files, groups, processes
 from clusterjob.node.logs import node_directory
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan, PlannedCommand
@@ -45,6 +43,7 @@ class LocalBackend:
             SpecError: there are too few GPUs and `require_gpus` is set, or an option that this backend does not know.
             TemplateError: the user's template cannot be rendered.
         """
+        directory.refuse_hosts(spec, NAME)
         if spec.options:
             raise SpecError(f"the local cluster knows no option {next(iter(spec.options))!r}", "it is one of Slurm's: --cluster slurm")
         for flag in ("container", "array", "sweep", "after", "requeue", "signal_before"):
@@ -93,7 +92,7 @@ class LocalBackend:
                 agents.append({"node_rank": command.node_rank, "pid": pid, "ticks": processes.start_ticks(pid) or 0})
         except OSError as error:
             self._cut(plan.job_id)  # the agents that were started see their lifeline end
-            _end_groups([agent["pid"] for agent in agents], _CANCEL_PATIENCE)
+            groups.end([agent["pid"] for agent in agents], _CANCEL_PATIENCE)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
         here = {"boot_id": processes.boot_id(), "host": socket.gethostname(), "job_dir": str(plan.job_dir)}
         return Handle(NAME, plan.job_id, {"agents": agents, **here})
@@ -120,7 +119,7 @@ class LocalBackend:
         return {record.job_id: _status(record) for record in records}
 
     def collect(self, record: Record) -> None:
-        """The job writes into `record.job_dir` itself."""
+        """Do nothing: the job writes into `record.job_dir` itself."""
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Have every agent stop its workers; kill the agents that do not within the job's grace.
@@ -136,7 +135,7 @@ class LocalBackend:
             raise ClusterJobError(f"job {record.job_id} runs on {_host(record)}", "cancel it there")
         ends.cancel(record.job_dir)
         self._cut(record.job_id)
-        _end_groups([agent["pid"] for agent in _live_agents(record)], float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE)
+        groups.end([agent["pid"] for agent in _live_agents(record)], float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE)
 
 
 def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
@@ -177,45 +176,12 @@ def _start(command: PlannedCommand, log: Path) -> tuple[int, int]:
     return process.pid, write_end
 
 
-def _end_groups(leaders: list[int], patience: float) -> None:
-    """Have agents, or the shells that are to become them, end with all that is in their process groups.
-
-    A signal that meets a shell between fork and exec of a setup command is lost on that command: what outlives its leader is
-    killed. An agent's starter is in a group of its own, and stops the workers when the agent is gone.
-
-    Args:
-        leaders: pids of the leaders, each known to be alive.
-        patience: seconds that a leader may take.
-    """
-    deadline = time.monotonic() + patience
-    for pid in leaders:
-        _signal_group(pid, signal.SIGTERM)
-    while True:
-        _reap(leaders)
-        leaders = [pid for pid in leaders if _signal_group(pid, 0)]
-        if not leaders:
-            return
-        for pid in leaders:
-            if processes.start_ticks(pid) is None or time.monotonic() > deadline:
-                _signal_group(pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
 def _live_agents(record: Record) -> list[dict[str, int]]:
     if record.handle is None or not _is_here(record.handle):
         return []
     agents: list[dict[str, int]] = record.handle.data["agents"]
-    _reap([agent["pid"] for agent in agents])
+    groups.reap([agent["pid"] for agent in agents])
     return [agent for agent in agents if processes.start_ticks(agent["pid"]) == agent["ticks"] != 0]
-
-
-def _reap(pids: list[int]) -> None:
-    """Collect agents that are this process's own children, so that they do not stay as zombies while a job is followed."""
-    for pid in pids:
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            continue
 
 
 def _is_here(handle: Handle) -> bool:
@@ -228,15 +194,6 @@ def _is_elsewhere(record: Record) -> bool:
 
 def _host(record: Record) -> str:
     return str(record.handle.data.get("host")) if record.handle is not None else "unknown"
-
-
-def _signal_group(leader: int, number: int) -> bool:
-    """Signal a process group; return False when it is gone."""
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _status(record: Record) -> Status:

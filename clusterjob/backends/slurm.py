@@ -51,6 +51,7 @@ class SlurmBackend:
             SpecError: an option makes no sense, or is not sbatch's.
             TemplateError: the user's template cannot be rendered.
         """
+        directory.refuse_hosts(spec, NAME)
         flags.check_warning(spec.resources, spec.signal_before)
         job_id, job_dir = directory.new_directory(spec.name)
         script_path = job_dir / _SCRIPT
@@ -171,6 +172,9 @@ class SlurmBackend:
         """The job writes into `record.job_dir` itself."""
 
     # -- cancelling ----------------------------------------------------------------------------------------------------
+
+    def collect(self, record: Record) -> None:
+        """Do nothing: the job writes into `record.job_dir` itself."""
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Have Slurm stop jobs, with one command for all of a cluster.

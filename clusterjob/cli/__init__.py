@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from clusterjob import __version__
-from clusterjob.cli import inspect, manage, start
+from clusterjob.cli import hosts, inspect, manage, start
 from clusterjob.errors import ClusterJobError, UsageError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 start.register(app)
 manage.register(app)
 inspect.register(app)
+hosts.register(app)
 
 _verbose = False
 

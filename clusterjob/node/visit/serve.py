@@ -1,0 +1,109 @@
+"""The conversation: one line of JSON and some bytes in, the same out, until stdin ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from clusterjob.node.visit import check, look, meeting, store, work
+
+_IDLE = 600  # seconds without a request after which a visit is over
+
+
+class Body:
+    """The bytes that follow a request; what nobody reads is passed over.
+
+    Args:
+        stream: where they come from.
+        size: how many there are.
+    """
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream = stream
+        self._left = size
+
+    def read(self, size: int | None = None) -> bytes:
+        """Return that many bytes, or all that are left.
+
+        Raises:
+            EOFError: the submitter hung up in the middle.
+        """
+        wanted = self._left if size is None else min(size, self._left)
+        data = self._stream.read(wanted)
+        self._left -= len(data)
+        if len(data) < wanted:
+            raise EOFError
+        return data
+
+    def drain(self) -> None:
+        """Pass over the rest."""
+        while self._left:
+            self.read(1 << 20)
+
+
+class Visit:
+    """One visit: what its requests share.
+
+    Args:
+        home: where all of ours lies on this host.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._listener: meeting.Listener | None = None
+        self._work = work.Work(home)
+
+    def answer(self, request: dict[str, Any], body: Body) -> tuple[dict[str, Any], bytes]:
+        """Return what is to be said to a request: an object and bytes."""
+        op = request["op"]
+        if op == "look":
+            return look.look(self.home / "jobs" / request["job"], request)
+        if op == "check":
+            return check.check(self.home, request), b""
+        if op == "fit":
+            return check.interpreter(self.home / "jobs" / request["job"], request), b""
+        if op == "put":
+            return self._work.put(request, body.read), b""
+        if op == "land":
+            return store.land(self.home, request, body.read()), b""
+        if op == "blobs":
+            return store.receive(self.home, request, body.read), b""
+        if op == "listen":
+            self._listener = meeting.Listener(request["ports"], request["nonce"])
+            return {"port": self._listener.port, "addresses": meeting.own_addresses()}, b""
+        if op == "hush":
+            if self._listener is not None:
+                self._listener.close()
+            return {}, b""
+        if op == "probe":
+            return meeting.probe(request["addresses"], request["port"], request["nonce"], request["patience"]), b""
+        return self._work.answer(request), b""
+
+
+def main(home: str) -> None:
+    """Serve the submitter at the other end of stdin and stdout until he hangs up."""
+    visit = Visit(Path(home))
+    while True:
+        # A submitter who was cut off never hangs up: the alarm, which nobody handles, then ends the visit.
+        signal.alarm(_IDLE)
+        line = sys.stdin.buffer.readline()
+        signal.alarm(0)
+        if not line:
+            return
+        request = json.loads(line)
+        body = Body(sys.stdin.buffer, request.get("size", 0))
+        try:
+            answer, data = visit.answer(request, body)
+        except EOFError:
+            return
+        except OSError as error:
+            answer, data = {"error": f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"}, b""
+        except Exception:
+            answer, data = {"error": "a fault of clusterjob's own: " + traceback.format_exc().strip().replace("\n", " | ")}, b""
+        body.drain()
+        sys.stdout.buffer.write(json.dumps({**answer, "size": len(data)}).encode() + b"\n" + data)
+        sys.stdout.buffer.flush()

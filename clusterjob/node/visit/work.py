@@ -1,0 +1,100 @@
+"""A node's part of a job on this host: its files put there, its agent started so that it needs nobody, and ended."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node import ends, files, groups, processes
+from clusterjob.node.logs import last_lines, node_directory
+from clusterjob.node.visit.check import work_environment
+from clusterjob.node.visit.look import agent_file, agent_of
+
+_CANCEL_PATIENCE = 2.0  # seconds beyond the job's own grace, before an agent that does not stop is killed
+
+
+class Work:
+    """What a visit does for jobs.
+
+    Args:
+        home: where all of ours lies on this host.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return what is to be said to a request that has no bytes."""
+        job_dir, node = self._home / "jobs" / request["job"], int(request["node"])
+        if request["op"] == "start":
+            return self._start(job_dir, node, request)
+        if request["op"] == "up":
+            return _up(job_dir, node)
+        if request["op"] == "cancel":
+            return _cancel(job_dir, node, float(request["grace"]))
+        if request["op"] == "remove":
+            shutil.rmtree(job_dir, ignore_errors=True)
+            return {}
+        raise ValueError(f"nobody here knows {request['op']!r}")
+
+    def put(self, request: dict[str, Any], read: Callable[[int], bytes]) -> dict[str, Any]:
+        """Make the job's directory with its files, readable by its owner alone.
+
+        Args:
+            request: ``job``, ``node``, and ``files``: (name, mode, size) in the order in which their bytes come.
+            read: returns that many of the bytes.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        job_dir = self._home / "jobs" / request["job"]
+        for folder in ("ends", "agents", f"logs/node{int(request['node'])}"):
+            (job_dir / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        for made in (self._home, job_dir.parent, job_dir, job_dir / "logs"):
+            made.chmod(0o700)  # what `parents` makes has the default mode
+        for name, mode, size in request["files"]:
+            files.write_atomic(job_dir / name, read(size), mode)
+        return {}
+
+    def _start(self, job_dir: Path, node: int, request: dict[str, Any]) -> dict[str, Any]:
+        log = node_directory(job_dir, node) / "agent.log"
+        with log.open("ab") as output:
+            agent = subprocess.Popen(
+                ["bash", str(job_dir / request["script"])], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=job_dir,
+                env=work_environment() | request["env"], start_new_session=True,
+            )  # fmt: skip
+        noted = {"pid": agent.pid, "ticks": processes.start_ticks(agent.pid) or 0, "boot_id": processes.boot_id()}
+        agent.returncode = 0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
+        files.write_json(agent_file(job_dir, node), noted)
+        return {}
+
+
+def _up(job_dir: Path, node: int) -> dict[str, Any]:
+    """Return whether the script has become the agent; ``why`` is set if it never will."""
+    pid = agent_of(job_dir, node)
+    refused = next((failure for failure in ends.refusals(job_dir) if failure.node_rank == node), None)
+    if refused is not None:
+        said = f" ({refused.last_lines[-1]})" if refused.last_lines and refused.message not in refused.last_lines[-1] else ""
+        return {"up": False, "why": f"{refused.message}{said}"}
+    if pid is None:
+        last = last_lines(node_directory(job_dir, node) / "agent.log", 1)
+        ended = (ends.directory(job_dir) / f"node{node}.json").exists() or (job_dir / "result.json").exists()
+        return {"up": True} if ended else {"up": False, "why": ": ".join(["the agent ended at once", *last])}
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return {"up": False, "why": ""}
+    return {"up": any(word.endswith(b"clusterjob-node.pyz") for word in words), "why": ""}
+
+
+def _cancel(job_dir: Path, node: int, grace: float) -> dict[str, Any]:
+    """Have the node's agent stop its workers, and kill it if it does not in time."""
+    if job_dir.is_dir():
+        ends.cancel(job_dir)
+    pid = agent_of(job_dir, node)
+    if pid is not None:
+        groups.end([pid], grace + _CANCEL_PATIENCE)
+    return {"running": pid is not None}

@@ -1,0 +1,78 @@
+"""A job's directory here as a mirror of what its hosts write: each file by byte offset, so that nothing is brought twice."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from clusterjob.errors import HostError
+from clusterjob.node import files
+from clusterjob.node.logs import node_directory
+from clusterjob.ssh.session import Session
+
+Look = dict[str, Any]
+
+
+class Mirror:
+    """The part of a job's directory that one host writes.
+
+    Args:
+        job_id: the job.
+        job_dir: its directory here.
+        node: the node.
+    """
+
+    def __init__(self, job_id: str, job_dir: Path, node: int) -> None:
+        self._job_id = job_id
+        self._job_dir = job_dir
+        self._node = node
+        self._stamps: dict[str, str] = {}
+        # What a host may write here: it is not trusted with more.
+        lead = r"events\.jsonl|result\.json|" if node == 0 else ""
+        self._allowed = re.compile(rf"{lead}ends/node{node}\.(?:json|refused)|logs/node{node}/[\w.-]+", re.ASCII)
+
+    def look(self, session: Session, *, logs: bool) -> Look:
+        """Bring what is new; return whether the job is ``known`` there, its agent ``alive``, and whether there is ``more``.
+
+        Raises:
+            HostError: the host does not answer, or answers nonsense.
+        """
+        sizes = self._sizes(logs=logs)
+        have = {**self._stamps, **sizes}
+        answer, data = session.ask("look", job=self._job_id, node=self._node, logs=logs, have=have)
+        position = 0
+        for file in answer["files"]:
+            content = data[position : position + file["size"]]
+            position += file["size"]
+            name = file["path"]
+            if not self._allowed.fullmatch(name) or ".." in name or ("offset" in file and file["offset"] != sizes.get(name, 0)):
+                raise HostError(session.connection.target.label, f"it sends a file that was not asked for: {name[:80]!r}")
+            self._write(name, file, content)
+        look: Look = answer
+        return look
+
+    def _write(self, name: str, file: dict[str, Any], content: bytes) -> None:
+        path = self._job_dir / name
+        try:
+            if "stamp" in file:
+                files.write_atomic(path, content)
+                self._stamps[name] = file["stamp"]
+                return
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            # At its offset, not at the end: another process may mirror the same bytes at this moment.
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(handle, content, file["offset"])
+            finally:
+                os.close(handle)
+        except FileNotFoundError:
+            pass  # the job's directory here was removed: its state is not
+
+    def _sizes(self, *, logs: bool) -> dict[str, int]:
+        paths = [self._job_dir / "events.jsonl"] if self._node == 0 else []
+        folder = node_directory(self._job_dir, self._node)
+        if logs and folder.is_dir():
+            paths += list(folder.iterdir())
+        return {str(path.relative_to(self._job_dir)): path.stat().st_size for path in paths if path.exists()}

@@ -1,0 +1,232 @@
+"""A visit at a host: one command over one connection, which is asked what the host knows and told what it is to do.
+
+`clusterjob.node.visit` is the other end. It runs from the node zip, which a host keeps by its digest, so that it is sent once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import paramiko
+
+from clusterjob.errors import HostError
+from clusterjob.ssh.connect import Connection
+
+_WORD = "clusterjob-visit "
+_NOISE = 1 << 16  # bytes that a login may print before the conversation begins
+_CANDIDATES = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python")
+
+# The first code that a host's interpreter runs: any Python can read it, and says so if it is too old.
+_BOOT = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+word = "clusterjob-visit "
+def say(text):
+    sys.stdout.write(word + text + "\\n")
+    sys.stdout.flush()
+if sys.version_info < (3, 10):
+    say("old %d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
+    sys.exit(0)
+import hashlib, os, tempfile
+digest, size, home = sys.stdin.buffer.readline().decode().rstrip("\\n").split(" ", 2)
+home = os.path.abspath(os.path.expanduser(home))
+path = os.path.join(home, "node", digest + ".pyz")
+try:
+    data = open(path, "rb").read() if os.path.exists(path) else b""
+    if hashlib.sha256(data).hexdigest() != digest:
+        say("need")
+        data = sys.stdin.buffer.read(int(size))
+        for directory in (home, os.path.dirname(path)):
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=os.path.dirname(path))
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(data)
+            os.replace(part, path)
+        except BaseException:
+            os.unlink(part)
+            raise
+except OSError as error:
+    say("broken %s: %s" % (error.strerror, error.filename or path))
+    sys.exit(0)
+sys.path.insert(0, path)
+from clusterjob.node.visit.serve import main
+say("ready %s" % sys.executable)
+main(home)
+"""
+
+
+def _script(python: str, setup: Sequence[str]) -> str:
+    """Return what the host's bash does: find an interpreter, and become it. What it prints on the way goes to stderr."""
+    lines = [
+        "{ exec 3>&1 1>&2",  # one compound command: bash reads it whole, and leaves the rest of stdin to the interpreter
+        "cd",
+        f"say() {{ printf '{_WORD}%s\\n' \"$1\" >&3; exit 0; }}",
+        f'become() {{ exec "$1" -c {shlex.quote(_BOOT)} >&3 3>&-; }}',
+        'there() { command -v -- "$1" > /dev/null; }',
+        f"python={shlex.quote(python)}",
+    ]
+    if setup:
+        # The job's interpreter may be there after the setup lines alone, and those may need the code, which is not there yet.
+        new = '{ there "$p" && "$p" -c "import sys; sys.exit(sys.version_info < (3, 10))" < /dev/null 2> /dev/null; }'
+        lines.append(f'for p in "$python" {" ".join(_CANDIDATES)}; do {new} && become "$p"; done')
+        lines += [f"{{ :\n{line}\n}} < /dev/null || say 'setup {index}'" for index, line in enumerate(setup)]
+    lines += ['there "$python" || say no-python', 'become "$python"', "say no-python; }"]
+    return "\n".join(lines) + "\n"
+
+
+class Session:
+    """A visit at a host; its first request begins it. One request at a time.
+
+    Args:
+        connection: to the host.
+        python: the job's interpreter, as the host finds it.
+        setup: shell lines that may be needed to find it.
+        home: where all of ours lies on the host; ``~`` is the user's home directory there.
+        node_zip: the package.
+        timeout: seconds that the host may be silent when it is asked.
+    """
+
+    def __init__(self, connection: Connection, python: str, setup: Sequence[str], home: str, node_zip: bytes, timeout: float) -> None:
+        self.connection = connection
+        self._label = connection.target.label
+        self._python = python
+        self._setup = setup
+        self._home = home
+        self._zip = node_zip
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._channel: paramiko.Channel | None = None
+        self._heard = bytearray()
+        self.executable = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked, as far as is known; one that has not begun can."""
+        return self.connection.alive and (self._channel is None or not self._channel.closed)
+
+    def ask(
+        self, op: str, *, body: bytes | Iterable[bytes] = b"", size: int = 0, timeout: float | None = None, **fields: Any
+    ) -> tuple[Any, bytes]:
+        """Ask the host and return its answer: an object and bytes.
+
+        Args:
+            op: what is asked; `clusterjob.node.visit.serve` knows the words.
+            body: bytes that go with it, or pieces of them.
+            size: how many, where they come in pieces.
+            timeout: seconds that the answer may take.
+            fields: what else is said.
+
+        Raises:
+            HostError: there is no answer in time, the connection broke, or what was asked for failed there.
+        """
+        pieces: Iterable[bytes] = [body] if isinstance(body, bytes) else body
+        total = len(body) if isinstance(body, bytes) else size
+        with self._lock:
+            try:
+                if self._channel is None:
+                    self._channel = self._begin()
+                self._channel.settimeout(timeout or self._timeout)
+                self._channel.sendall(json.dumps({"op": op, "size": total, **fields}).encode() + b"\n")
+                for piece in pieces:
+                    self._channel.sendall(piece)
+                answer = json.loads(self._line())
+                data = self._bytes(answer["size"])
+            except TimeoutError as error:
+                self._abandon()
+                raise HostError(self._label, f"no answer for {timeout or self._timeout:g} s") from error
+            except (OSError, EOFError, paramiko.SSHException) as error:
+                why = self._last_words()
+                self._abandon()
+                raise HostError(self._label, f"the connection broke{f': {why}' if why else ''}") from error
+            except BaseException:
+                self._abandon()  # in the middle of an answer, whose rest would be taken for another
+                raise
+        if "error" in answer:
+            raise HostError(self._label, answer["error"])
+        return answer, data
+
+    def close(self) -> None:
+        """End the visit; what it has started lives on."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _abandon(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def _begin(self) -> paramiko.Channel:
+        self._channel = channel = self.connection.execute("exec bash -s")
+        channel.settimeout(self._timeout)
+        digest = hashlib.sha256(self._zip).hexdigest()
+        channel.sendall(_script(self._python, self._setup).encode(errors="surrogateescape"))
+        channel.sendall(f"{digest} {len(self._zip)} {self._home}\n".encode())
+        noise = 0
+        while True:
+            try:
+                line = self._line().decode(errors="replace").rstrip("\n")
+            except EOFError as error:
+                raise HostError(
+                    self._label, f"it starts no bash or no {self._python}: {self._last_words() or 'no reason given'}"
+                ) from error
+            if not line.startswith(_WORD):
+                noise += len(line) + 1
+                if noise > _NOISE:
+                    raise HostError(self._label, "its login prints without an end", "look into .bashrc there")
+                continue
+            word, _, rest = line.removeprefix(_WORD).partition(" ")
+            if word == "need":
+                channel.sendall(self._zip)
+            elif word == "ready":
+                self.executable = rest
+                return channel
+            else:
+                raise self._refusal(word, rest)
+
+    def _refusal(self, word: str, rest: str) -> HostError:
+        if word == "old":
+            version, _, path = rest.partition(" ")
+            why = f"Python too old: {path or self._python} is {version}, 3.10 or newer is needed"
+            return HostError(self._label, why, "--python names another interpreter there")
+        if word == "no-python":
+            return HostError(self._label, f"no Python: there is no interpreter {self._python}", "--python names another interpreter there")
+        if word == "setup":
+            said = self._last_words()
+            return HostError(self._label, f"a setup line failed: {self._setup[int(rest)]}{f' ({said})' if said else ''}")
+        return HostError(self._label, rest or word)
+
+    def _line(self) -> bytes:
+        while b"\n" not in self._heard:
+            self._hear()
+        line, _, rest = bytes(self._heard).partition(b"\n")
+        self._heard = bytearray(rest)
+        return line
+
+    def _bytes(self, size: int) -> bytes:
+        while len(self._heard) < size:
+            self._hear()
+        data = bytes(self._heard[:size])
+        del self._heard[:size]
+        return data
+
+    def _hear(self) -> None:
+        assert self._channel is not None
+        data = self._channel.recv(1 << 16)
+        if not data:
+            raise EOFError
+        self._heard += data
+
+    def _last_words(self) -> str:
+        """Return the last line that the host's command wrote on stderr."""
+        if self._channel is None or not self._channel.recv_stderr_ready():
+            return ""
+        try:
+            lines = self._channel.recv_stderr(1 << 16).decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1][:300] if lines else ""

@@ -1,0 +1,244 @@
+"""A job brought to its hosts: all are checked, then all are given what they need, then they find each other, then all start.
+
+Nothing is started while a host is unfit, and every host that is unfit is named. What fails on the way leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clusterjob.errors import HostError, SubmitError
+from clusterjob.ssh.pool import Outcome, complaint, for_each
+from clusterjob.ssh.session import Session
+from clusterjob.ssh.snapshot import Entry, Snapshot, changed
+from clusterjob.ssh.visits import Place, Visits
+
+_MARGIN = 50_000_000  # bytes that are to be free beyond what is sent: logs have to go somewhere
+_PROBE_TIMEOUT = 3.0  # seconds to reach node 0 at an address
+_SLOW = 600.0  # seconds for answers that may take long: setup lines, a large copy on a slow disk
+_BATCH = 32 << 20  # bytes that are sent between two answers
+_UP_PAUSE = 0.02
+_FAREWELL_TIMEOUT = 10.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Consignment:
+    """What the hosts get.
+
+    Attributes:
+        job_id: the job's id.
+        files: (name, mode, content) for the job's directory on each host.
+        script: the name of the one that starts a node.
+        environments: for each node the variables that its script is started with.
+        workdir: where the workers start: relative to the job's directory, or absolute.
+        snapshot: the code; None where a shared disk has it.
+        needs_torch: whether an interpreter without torch is unfit.
+        ports: where node 0 may listen, in order.
+        patience: seconds that setup lines may take until the agents are up.
+        grace: the job's own, for an agent that has to be stopped again.
+    """
+
+    job_id: str
+    files: tuple[tuple[str, int, bytes], ...]
+    script: str
+    environments: tuple[Mapping[str, str], ...]
+    workdir: str
+    snapshot: Snapshot | None
+    needs_torch: bool
+    ports: Sequence[int]
+    patience: float
+    grace: float
+
+
+class Submission:
+    """One job on its way to its hosts.
+
+    Args:
+        visits: the sessions with the hosts.
+        place: where they are.
+        goods: what they get.
+        progress: told (node, bytes sent, bytes to be sent) as code is sent.
+    """
+
+    def __init__(self, visits: Visits, place: Place, goods: Consignment, progress: Callable[[int, int, int], None]) -> None:
+        self._visits = visits
+        self._place = place
+        self._goods = goods
+        self._progress = progress
+        self._nodes = range(len(place.hosts))
+        self._reached_at = ""
+        self._stop = threading.Event()
+
+    def run(self) -> str:
+        """Bring the job to its hosts and start it; return node 0's address as the other nodes reach it.
+
+        Raises:
+            SubmitError: hosts are unfit, each of which is named; nothing is left on any of them.
+        """
+        put = False
+        try:
+            self._check()
+            put = True
+            self._everywhere(self._send, "put")
+            if self._place.setup:
+                self._everywhere(self._check_after_setup, "fit")
+            address = self._meet()
+            self._everywhere(lambda node, session: self._start(node, session, address), "start")
+        except BaseException:
+            self._stop.set()
+            if put:
+                self.withdraw()
+            raise
+        return address
+
+    def withdraw(self) -> None:
+        """Stop what was started, and take away what was put; a host that is not reached keeps it."""
+
+        def work(node: int) -> None:
+            session = self._visits.session(self._place, node)
+            self._ask(session, node, "cancel", grace=self._goods.grace, timeout=self._goods.grace + _FAREWELL_TIMEOUT)
+            self._ask(session, node, "remove", timeout=_FAREWELL_TIMEOUT)
+
+        for_each(self._nodes, work)
+
+    # -- the phases ----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        goods = self._goods
+        need = _MARGIN + sum(len(data) for _, _, data in goods.files) + 2 * (goods.snapshot.size if goods.snapshot else 0)
+
+        def work(node: int) -> dict[str, Any]:
+            session = self._visits.session(self._place, node)
+            answer, _ = session.ask("check", need=need, torch=goods.needs_torch, own=not self._place.setup)
+            if answer["troubles"]:
+                raise HostError(session.connection.target.label, "; ".join(answer["troubles"]))
+            found: dict[str, Any] = answer
+            return found
+
+        outcome = for_each(self._nodes, work, self._stop)
+        first: dict[str, int] = {}
+        for node, answer in outcome.results.items():
+            other = first.setdefault(answer["identity"], node)
+            if other != node:
+                ours, theirs = self._place.hosts[node], self._place.hosts[other]
+                why = "it is listed twice" if str(ours) == str(theirs) else f"it is the same machine as {theirs}"
+                outcome.errors[node] = HostError(str(ours), why, "a host can be one node of a job alone")
+        self._insist(outcome)
+        self._reached_at = outcome.results[0]["reached_at"]
+
+    def _send(self, node: int, session: Session) -> None:
+        goods = self._goods
+        listed = [(name, mode, len(data)) for name, mode, data in goods.files]
+        self._ask(session, node, "put", files=listed, body=b"".join(data for _, _, data in goods.files))
+        if goods.snapshot is None:
+            return
+        packed = goods.snapshot.packed()
+        for _ in range(3):  # a file of the store that turns out to be damaged is sent once more
+            answer = self._ask(session, node, "land", body=packed, timeout=_SLOW)
+            if not answer["missing"]:
+                return
+            self._send_files(node, session, set(answer["missing"]), goods.snapshot)
+        raise HostError(session.connection.target.label, "its store of files does not keep what it is given", "is its disk sound?")
+
+    def _send_files(self, node: int, session: Session, missing: set[str], snapshot: Snapshot) -> None:
+        entries = snapshot.of_digests(missing)
+        total, sent = sum(entry.size for entry in entries), 0
+        while entries:
+            batch: list[Entry] = []
+            size = 0
+            while entries and (not batch or size + entries[0].size <= _BATCH):
+                batch.append(entries.pop(0))
+                size += batch[-1].size
+
+            def pieces(batch: list[Entry] = batch, before: int = sent) -> Iterator[bytes]:
+                done = before
+                for piece in snapshot.content(batch):
+                    yield piece
+                    done += len(piece)
+                    self._progress(node, done, total)
+
+            listed = [(entry.value, entry.size) for entry in batch]
+            answer = self._ask(session, node, "blobs", files=listed, body=pieces(), size=size, timeout=_SLOW)
+            if answer["wrong"]:
+                raise changed(next(entry for entry in batch if entry.value in answer["wrong"]))
+            sent += size
+
+    def _check_after_setup(self, node: int, session: Session) -> None:
+        place = self._place
+        answer = self._ask(
+            session, node, "fit", python=place.python, setup=list(place.setup), workdir=self._goods.workdir, torch=self._goods.needs_torch,
+            timeout=_SLOW,
+        )  # fmt: skip
+        if answer["troubles"]:
+            raise HostError(session.connection.target.label, "; ".join(answer["troubles"]))
+
+    def _meet(self) -> str:
+        """Return node 0's address: one of its own, by its kernel's word, at which every other node has just reached it.
+
+        Raises:
+            SubmitError: there is none.
+        """
+        if len(self._nodes) == 1:
+            return LOOPBACK
+        nonce = secrets.token_hex(16)
+        lead = self._visits.session(self._place, 0)
+        heard, _ = lead.ask("listen", ports=list(self._goods.ports), nonce=nonce)
+        # The address that this connection reached is the likeliest; behind NAT it is none of the machine's own.
+        addresses = sorted(heard["addresses"], key=lambda address: address != self._reached_at)
+        tried = self._place.hosts[0]
+        try:
+
+            def work(node: int) -> dict[str, Any]:
+                session = self._visits.session(self._place, node)
+                answer, _ = session.ask("probe", addresses=addresses, port=heard["port"], nonce=nonce, patience=_PROBE_TIMEOUT)
+                if not answer["reached"]:
+                    why = ", ".join(f"{address} ({text})" for address, text in answer["why"].items()) or "it has no address"
+                    hint = f"port {heard['port']} and those above have to be open between the hosts"
+                    raise HostError(str(self._place.hosts[node]), f"it cannot reach {tried} at {why}", hint)
+                found: dict[str, Any] = answer
+                return found
+
+            outcome = for_each([node for node in self._nodes if node], work, self._stop)
+        finally:
+            lead.ask("hush")
+        self._insist(outcome)
+        for address in addresses:
+            if all(address in answer["reached"] for answer in outcome.results.values()):
+                return str(address)
+        ways = "; ".join(f"{self._place.hosts[node]} at {', '.join(answer['reached'])}" for node, answer in outcome.results.items())
+        raise SubmitError(f"no address of {tried} is reached by all other hosts: {ways}")
+
+    def _start(self, node: int, session: Session, address: str) -> None:
+        goods = self._goods
+        env = {**goods.environments[node], "CLUSTERJOB_MASTER_ADDR": address}
+        self._ask(session, node, "start", script=goods.script, env=env)
+        end = time.monotonic() + goods.patience
+        pause = _UP_PAUSE
+        while not (answer := self._ask(session, node, "up"))["up"]:
+            if answer["why"]:
+                raise HostError(session.connection.target.label, answer["why"])
+            if self._stop.is_set() or time.monotonic() > end:
+                raise HostError(session.connection.target.label, f"its script has not come to the agent within {goods.patience:g} s")
+            time.sleep(pause)
+            pause = min(0.5, pause * 1.5)
+
+    # -- all at once ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, session: Session, node: int, op: str, **more: Any) -> dict[str, Any]:
+        answer, _ = session.ask(op, job=self._goods.job_id, node=node, **more)
+        found: dict[str, Any] = answer
+        return found
+
+    def _everywhere(self, work: Callable[[int, Session], None], what: str) -> None:  # noqa: ARG002 - names the phase in a traceback
+        self._insist(for_each(self._nodes, lambda node: work(node, self._visits.session(self._place, node)), self._stop))
+
+    def _insist(self, outcome: Outcome[int, Any]) -> None:
+        if outcome.errors:
+            errors = [outcome.errors[node] for node in sorted(outcome.errors)]
+            raise SubmitError(*complaint(errors, len(self._nodes))) from errors[0]

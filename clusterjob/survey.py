@@ -1,0 +1,164 @@
+"""Hosts before there is a job: are they reached, trusted and fit; and recording a host's key as trusted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterjob import config, hosts, pack
+from clusterjob.errors import HostError, SpecError
+from clusterjob.hosts import Host
+from clusterjob.records import home
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What is known of a host once it was asked.
+
+    Attributes:
+        host: as it was written.
+        address: user, address and port that ssh's configuration makes of it; empty if that cannot be told.
+        trouble: why it is unfit, one line; empty if it is fit.
+        python, torch: the interpreter's version, and whether it finds torch.
+        free: bytes that are free where jobs lie.
+        name: the host's own name for itself.
+        gpus: its cards, as text.
+    """
+
+    host: str
+    address: str = ""
+    trouble: str = ""
+    python: str = ""
+    torch: bool | None = None
+    free: int | None = None
+    name: str = ""
+    gpus: tuple[str, ...] = ()
+
+
+def survey(settings: config.Settings, named: tuple[Host, ...]) -> list[HostReport]:
+    """Ask hosts, all at once, whether they are fit for jobs.
+
+    Args:
+        settings: the interpreter, the setup lines and the options of the cluster.
+        named: the hosts.
+    """
+    from clusterjob.ssh.pool import for_each
+    from clusterjob.ssh.visits import Visits
+
+    place = _place(settings, named)
+    visits = Visits(_warn, lambda: pack.node_zip(home() / "cache"))
+
+    def ask(node: int) -> HostReport:
+        host = named[node]
+        target = visits.pool(place).resolve(host)
+        address = f"{target.user}@{target.hostname}:{target.port}"
+        try:
+            answer, _ = visits.session(place, node).ask("check", need=0, torch=True, own=True, gpus=True)
+        except HostError as error:
+            return HostReport(str(host), address, error.why if error.host == str(host) else error.message)
+        return HostReport(
+            str(host), address, "; ".join(answer["troubles"]), answer["python"], answer["torch"], answer["free"], answer["host"],
+            tuple(answer["gpus"]),
+        )  # fmt: skip
+
+    try:
+        outcome = for_each(range(len(named)), ask)
+    finally:
+        visits.close()
+    failed = {node: HostReport(str(named[node]), "", error.why) for node, error in outcome.errors.items()}
+    return [outcome.results.get(node) or failed[node] for node in range(len(named))]
+
+
+def named_hosts(settings: config.Settings, environ: Mapping[str, str], directory: Path) -> tuple[Host, ...]:
+    """Return the hosts that the settings, or else a platform, name.
+
+    Raises:
+        SpecError: there are none.
+    """
+    found: tuple[Host, ...] = ()
+    if "hosts" in settings.values:
+        found = hosts.parse_hosts(settings.values["hosts"])
+    elif "hostfile" in settings.values:
+        found = hosts.read_hostfile(directory / settings.values["hostfile"])
+    found = found or hosts.of_platform(environ)
+    if not found:
+        raise SpecError("there are no hosts", "--hosts a,b[1-4] or --hostfile FILE names them; so can a profile")
+    return found
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """What came of trusting a host.
+
+    Attributes:
+        host: as it was written.
+        kind, fingerprint: its key.
+        path: the file that has it; None if nothing is remembered (UserKnownHostsFile none).
+        news: whether it was written there just now.
+    """
+
+    host: str
+    kind: str
+    fingerprint: str
+    path: str | None
+    news: bool
+
+
+def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str | None) -> Trusted:
+    """Record a host's key as trusted.
+
+    Args:
+        settings: the options of the cluster.
+        host: the host.
+        replace: whether another key that is known may be replaced.
+        expected: the fingerprint that it has to have; None for any.
+
+    Raises:
+        HostError: it is not reached, its key is revoked or not the expected one, or another one is known.
+    """
+    from clusterjob.ssh import connect, keys
+    from clusterjob.ssh.keys import KnownHosts, Standing
+    from clusterjob.ssh.pool import Pool
+
+    place = _place(settings, (host,))
+    pool = Pool(connect.Reach(place.timeout, _warn, place.ssh_config))
+    try:
+        target = pool.resolve(host)
+        key = connect.host_key(target, pool.reach, pool.through(target))
+    finally:
+        pool.close()
+    shown = keys.fingerprint(key.blob)
+    if expected is not None and expected.removeprefix("SHA256:").rstrip("=") != shown.removeprefix("SHA256:"):
+        raise HostError(str(host), f"its key is {key.kind} {shown}, not {expected}", "this may be another machine: do not trust it")
+    names = keys.lookup_names(target.hostname, target.port, target.key_alias)
+    standing, place_of_it = KnownHosts((*target.known_hosts, *target.system_known_hosts)).standing(names, key.blob)
+    if standing is Standing.REVOKED:
+        raise HostError(str(host), f"its key {key.kind} {shown} is revoked ({place_of_it})", "this host is not to be trusted")
+    if standing is Standing.CHANGED and not replace:
+        why = f"its key is {key.kind} {shown}, and another one is known ({place_of_it})"
+        raise HostError(str(host), why, "--replace puts this one in its place, if that is meant")
+    if standing is Standing.KNOWN:
+        return Trusted(str(host), key.kind, shown, place_of_it.rpartition(":")[0], news=False)
+    if standing is Standing.CHANGED:
+        for file in target.known_hosts:
+            try:
+                keys.forget(file, names)
+            except OSError as error:
+                raise HostError(str(host), f"{file} cannot be written: {error.strerror}") from error
+    path = connect.remember(target, key)
+    return Trusted(str(host), key.kind, shown, str(path) if path else None, news=True)
+
+
+def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
+    from clusterjob.backends import ssh
+
+    values = settings.values
+    spec = {"python": values.get("python", "python3"), "setup": values.get("setup", ()), "options": values.get("set", {})}
+    return ssh.place_of(spec, named)
+
+
+def _warn(text: str) -> None:
+    logging.getLogger("clusterjob").warning("clusterjob: %s", text)

@@ -1,0 +1,271 @@
+"""A world of real hosts for the tests: each a network namespace with an address, a host name and an sshd of its own.
+
+    client (10.77.0.100) --- gpu1 gpu2 gpu3 ... (10.77.0.1, .2, .3) --- bastion (10.77.0.50)
+                                                                           |
+                                                  inner1 inner2 (10.78.0.1, .2), reached through the bastion alone
+
+No traffic leaves the namespaces. All names carry the pid of the test run, so that two runs do not meet, and what a run that was
+killed has left is taken down by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from procs import MARKER, alive, command_line, wait_until
+
+ROOT = Path(__file__).resolve().parent.parent
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+_CLONE_NEWNET = 0x40000000
+_NETNS = Path("/run/netns")
+
+
+def sh(*argv: object, **more: object) -> str:
+    done = subprocess.run([str(word) for word in argv], capture_output=True, text=True, env={**os.environ, "PATH": _PATH}, check=False)
+    assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
+    return done.stdout
+
+
+def missing() -> str:
+    """Return why there can be no such world here; empty if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [name for name in ("sshd", "ip", "ssh-keygen", "unshare", "nsenter") if shutil.which(name, path=_PATH) is None]
+    return f"{', '.join(absent)} missing: tools/sshd.sh installs it" if absent else ""
+
+
+@dataclass
+class HostOfWorld:
+    """One host: its namespace and its server."""
+
+    world: World
+    name: str
+    address: str
+    port: int = 22
+    sshd: int = 0
+
+    @property
+    def directory(self) -> Path:
+        return self.world.directory / self.name
+
+    @property
+    def home(self) -> Path:
+        return self.directory / "home"
+
+    @property
+    def namespace(self) -> str:
+        return f"{self.world.prefix}{self.name}"
+
+    @property
+    def public_key(self) -> str:
+        """The host's own key: type and base64."""
+        return " ".join((self.directory / "host_key.pub").read_text().split()[:2])
+
+    @property
+    def fingerprint(self) -> str:
+        return sh("ssh-keygen", "-lf", self.directory / "host_key.pub").split()[1]
+
+    def start(self, **options: str) -> None:
+        """Start the server; options replace lines of its configuration."""
+        settings = {
+            "ListenAddress": "0.0.0.0", "Port": str(self.port), "HostKey": str(self.directory / "host_key"), "UsePAM": "no",
+            "PidFile": str(self.directory / "sshd.pid"), "AuthorizedKeysFile": str(self.world.directory / "authorized_keys"),
+            "StrictModes": "no", "PermitRootLogin": "yes", "PasswordAuthentication": "no", "KbdInteractiveAuthentication": "no",
+            "SetEnv": f"HOME={self.home}", "PrintMotd": "no", "LogLevel": "VERBOSE", "AcceptEnv": "none", "UseDNS": "no",
+        } | options  # fmt: skip
+        text = "".join(f"{key} {value}\n" for key, value in settings.items() if value)
+        (self.directory / "sshd_config").write_text(text)
+        (self.directory / "sshd.pid").unlink(missing_ok=True)
+        server = shutil.which("sshd", path=_PATH) or "sshd"  # it insists on an absolute path
+        named = ("unshare", "--uts", "--mount", "sh", "-c", 'hostname "$1"; shift; exec "$@"', "sh", self.name)
+        self.run(*named, server, "-f", self.directory / "sshd_config", "-E", self.directory / "sshd.log")
+        pid_file = self.directory / "sshd.pid"
+        wait_until(lambda: pid_file.exists() and pid_file.read_text().strip(), 10, f"the sshd of {self.name}")
+        self.sshd = int(pid_file.read_text())
+
+    def run(self, *argv: object) -> str:
+        """Run a command in the host's network."""
+        clean = {name: value for name, value in os.environ.items() if name != MARKER and not name.startswith("CLUSTERJOB")}
+        words = ["nsenter", f"--net={_NETNS / self.namespace}", *map(str, argv)]
+        done = subprocess.run(words, capture_output=True, text=True, env={**clean, "PATH": _PATH}, check=False)
+        assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+    def stop(self) -> None:
+        """Stop the server that listens; sessions live on, as they do under `systemctl restart ssh`."""
+        if self.sshd:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.sshd, signal.SIGTERM)
+            pid = self.sshd
+            wait_until(lambda: not alive(pid), 10, "the end of sshd")
+            self.sshd = 0
+
+    def pids(self) -> list[int]:
+        """Return all processes of the host but the server that listens."""
+        text = sh("ip", "netns", "pids", self.namespace) if (_NETNS / self.namespace).exists() else ""
+        return [int(word) for word in text.split() if int(word) not in (self.sshd, os.getpid()) and alive(int(word))]
+
+    def link(self, state: str) -> None:
+        """Cut the host off, or join it again: "down" or "up"."""
+        self.run("ip", "link", "set", "eth0", state)
+
+
+class World:
+    """All hosts, and the ssh configuration and keys by which a client reaches them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.prefix = f"cjt{os.getpid()}-"
+        self.hosts: dict[str, HostOfWorld] = {}
+        self.config = directory / "ssh_config"
+        self.known_hosts = directory / "known_hosts"
+        self.key = directory / "id_ed25519"
+
+    def build(self, *, gpus: int = 3, inner: int = 2) -> None:
+        self.remove_stale()
+        Path("/run/sshd").mkdir(exist_ok=True)
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key)
+        shutil.copy(f"{self.key}.pub", self.directory / "authorized_keys")
+        self._network("outer")
+        self._network("inner")
+        self._join("client", "outer", "10.77.0.100", "eth0")
+        for number in range(1, gpus + 1):
+            self._add(f"gpu{number}", "outer", f"10.77.0.{number}")
+        self._add("bastion", "outer", "10.77.0.50")
+        self._wire("bastion", "inner", "10.78.0.50", "eth1")
+        for number in range(1, inner + 1):
+            self._add(f"inner{number}", "inner", f"10.78.0.{number}")
+        self.reset()
+        for host in self.hosts.values():
+            host.start()
+
+    def reset(self) -> None:
+        """Write the client's configuration and keys as they are at the beginning: all hosts are known."""
+        self.known_hosts.write_text("".join(f"{host.address} {host.public_key}\n" for host in self.hosts.values()))
+        self.write_config()
+
+    def write_config(self, more: str = "", **options: str) -> None:
+        """Write the client's ssh configuration: lines of `more` come first, and win."""
+        common = {"User": "root", "IdentityFile": self.key, "IdentitiesOnly": "yes", "IdentityAgent": "none",
+                  "UserKnownHostsFile": self.known_hosts, "GlobalKnownHostsFile": "/dev/null"} | options  # fmt: skip
+        text = more + "\n"
+        for host in self.hosts.values():
+            jump = "  ProxyJump bastion\n" if host.name.startswith("inner") else ""
+            text += f"Host {host.name}\n  HostName {host.address}\n  Port {host.port}\n{jump}"
+        text += "Host *\n" + "".join(f"  {key} {value}\n" for key, value in common.items())
+        self.config.write_text(text)
+
+    def _network(self, name: str) -> None:
+        namespace = f"{self.prefix}{name}"
+        sh("ip", "netns", "add", namespace)
+        sh("ip", "-n", namespace, "link", "add", "br0", "type", "bridge")
+        sh("ip", "-n", namespace, "link", "set", "br0", "up")
+
+    def _join(self, name: str, network: str, address: str, interface: str) -> None:
+        sh("ip", "netns", "add", f"{self.prefix}{name}")
+        sh("ip", "-n", f"{self.prefix}{name}", "link", "set", "lo", "up")
+        self._wire(name, network, address, interface)
+
+    def _wire(self, name: str, network: str, address: str, interface: str) -> None:
+        hub, end = f"{self.prefix}{network}", f"{self.prefix}{name}"
+        sh("ip", "-n", hub, "link", "add", f"p{name}", "type", "veth", "peer", "name", interface, "netns", end)
+        sh("ip", "-n", hub, "link", "set", f"p{name}", "master", "br0", "up")
+        sh("ip", "-n", end, "addr", "add", f"{address}/24", "dev", interface)
+        sh("ip", "-n", end, "link", "set", interface, "up")
+
+    def _add(self, name: str, network: str, address: str) -> None:
+        host = HostOfWorld(self, name, address)
+        host.home.mkdir(parents=True)
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", host.directory / "host_key")
+        self._join(name, network, address, "eth0")
+        self.hosts[name] = host
+
+    def add(self, name: str, address: str, **options: str) -> HostOfWorld:
+        """Add a host to the outer network and start its server; it is known to the client."""
+        self._add(name, "outer", address)
+        self.reset()
+        self.hosts[name].start(**options)
+        return self.hosts[name]
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[None]:
+        """Let this thread, and all that it starts, live in the client's network."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open("/proc/thread-self/ns/net") as own, open(_NETNS / f"{self.prefix}client") as there:
+            assert libc.setns(there.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            try:
+                yield
+            finally:
+                assert libc.setns(own.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+
+    def left(self) -> dict[int, list[str]]:
+        """Return what runs on the hosts beside their servers."""
+        return {pid: command_line(pid) for host in self.hosts.values() for pid in host.pids() if command_line(pid)}
+
+    def clean(self) -> dict[int, list[str]]:
+        """Wait until nothing runs on the hosts any more; kill, one by one, and return what does not end."""
+        end = time.monotonic() + 5
+        while (left := self.left()) and time.monotonic() < end:
+            time.sleep(0.02)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return left
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.stop()
+        self.clean()
+        _take_down(self.prefix)
+
+    @staticmethod
+    def remove_stale() -> None:
+        """Take down what a run that was killed has left: its pid is in the names, and is nobody's any more."""
+        for path in _NETNS.glob("cjt*-*") if _NETNS.is_dir() else []:
+            match = re.match(r"cjt(\d+)-", path.name)
+            if match and not Path(f"/proc/{match[1]}").exists():
+                for pid in sh("ip", "netns", "pids", path.name).split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+                sh("ip", "netns", "del", path.name)
+
+
+def _take_down(prefix: str) -> None:
+    for path in _NETNS.glob(f"{prefix}*"):
+        sh("ip", "netns", "del", path.name)
+
+
+@contextlib.contextmanager
+def world_in(directory: Path, *, gpus: int = 3, inner: int = 2) -> Iterator[World]:
+    world = World(directory)
+    try:
+        world.build(gpus=gpus, inner=inner)
+        yield world
+    finally:
+        world.close()
+
+
+def require() -> None:
+    why = missing()
+    if why:
+        pytest.skip(why)
+
+
+def python_without_torch(directory: Path) -> Path:
+    """Write an interpreter that starts at once: it finds no installed package."""
+    path = directory / "plain-python"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    path.chmod(0o755)
+    return path

@@ -1,0 +1,110 @@
+"""Hosts as people write them, and host files in the formats that they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.errors import SpecError
+from clusterjob.hosts import MOST, Host, of_platform, parse_hosts, read_hostfile
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a", ["a"]),
+        ("a,b[1-4],user@c:2222", ["a", "b1", "b2", "b3", "b4", "user@c:2222"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("n[3,1]x, m[2-3]", ["n3x", "n1x", "m2", "m3"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("root@n[1-2]:22", ["root@n1:22", "root@n2:22"]),
+        ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
+        ("2001:db8::1,[2001:db8::2]:2222,me@[fe80::1%eth0]:22", ["2001:db8::1", "[2001:db8::2]:2222", "me@[fe80::1%eth0]:22"]),
+        ("ssh://me@a:22", ["me@a:22"]),
+        ("me@site.org@a", ["me@site.org@a"]),
+        ("b,a,b", ["b", "a", "b"]),
+    ],
+)
+def test_lists(text: str, wanted: list[str]) -> None:
+    assert [str(host) for host in parse_hosts(text)] == wanted
+
+
+def test_a_list_keeps_its_parts() -> None:
+    assert parse_hosts("me@a:22") == (Host("a", "me", 22),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " , ", "a[1-2", "a]1", "a[x]", "a[2-1]", "a[1-99999]", "-oProxyCommand=x", "a:0", "a:99999", "a:b", "me@", "@a", "a;b", "a$(b)",
+     "-l@a", "a/b", "a\nb c'd", "user@-a", "n[1-99][1-99]", "a[[1]]", "ü:1:2x"],
+)  # fmt: skip
+def test_what_is_no_list(text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_hosts(text)
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+@given(st.text(alphabet="ab1-9[],:@. -\n%", max_size=20))
+def test_any_text_is_hosts_or_an_error(text: str) -> None:
+    try:
+        hosts = parse_hosts(text)
+    except SpecError:
+        return
+    assert 0 < len(hosts) <= MOST
+    for host in hosts:
+        assert not host.name.startswith("-")
+        assert parse_hosts(str(host)) == (host,)
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "hosts"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("gpu1\ngpu2\n", [("gpu1", None), ("gpu2", None)]),
+        ("# two\ngpu1 slots=8\ngpu2 slots=4 max_slots=8 # old\n\n", [("gpu1", 8), ("gpu2", 4)]),
+        ("n[01-02] slots=2", [("n01", 2), ("n02", 2)]),
+        ("a,b\n", [("a", None), ("b", None)]),
+        ('"10.0.0.1 slots=8"\n"10.0.0.2" slots="8"\n', [("10.0.0.1", 8), ("10.0.0.2", 8)]),
+        ("\r\ngpu1 slots=8\r\n", [("gpu1", 8)]),
+        ("me@gpu1:2222", [("me@gpu1:2222", None)]),
+    ],
+)
+def test_host_files(tmp_path: Path, text: str, wanted: list[tuple[str, int | None]]) -> None:
+    assert [(str(host), host.slots) for host in read_hostfile(write(tmp_path, text))] == wanted
+
+
+@pytest.mark.parametrize("line", ["gpu2 slots", "gpu2 slots=x", "gpu2 8", "gpu2 slots=0", "gpu2 slots=-1", "[", "gpu2;rm"])
+def test_a_wrong_line_of_a_host_file_is_named(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path, f"gpu1\n{line}\n")
+    with pytest.raises(SpecError, match="line 2: ") as caught:
+        read_hostfile(path)
+    assert str(path) in caught.value.message
+
+
+def test_host_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="names no host"):
+        read_hostfile(write(tmp_path, "# nobody\n"))
+    with pytest.raises(SpecError, match="No such file"):
+        read_hostfile(tmp_path / "absent")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="no text"):
+        read_hostfile(tmp_path / "binary")
+
+
+def test_the_host_file_and_the_port_of_an_mpi_task_are_found(tmp_path: Path) -> None:
+    path = write(tmp_path, "10.0.0.1 slots=8\n10.0.0.2:2200 slots=8\n")
+    environ = {"MLP_MPI_HOSTFILE": f'"{path}"', "MLP_SSH_PORT": "'2222'"}
+    assert of_platform(environ) == (Host("10.0.0.1", None, 2222, 8), Host("10.0.0.2", None, 2200, 8))
+    assert of_platform({"MLP_MPI_HOSTFILE": str(path)})[0].port is None
+    assert of_platform({}) == ()
+    with pytest.raises(SpecError, match="MLP_SSH_PORT"):
+        of_platform({**environ, "MLP_SSH_PORT": "many"})

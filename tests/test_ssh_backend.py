@@ -1,0 +1,537 @@
+"""Jobs on real hosts over real sshd servers: started, left alone, watched from elsewhere, cancelled, and what faults make of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import wait_until
+from sshworld import HostOfWorld, World, python_without_torch, sh
+
+from clusterjob import jobs
+from clusterjob.config import Settings
+from clusterjob.errors import ClusterJobError, SpecError, SubmitError
+from clusterjob.node.logs import Line
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.plans import Plan
+from clusterjob.records import Record, Records
+
+PATIENCE = 90.0  # seconds; many times what any of these jobs needs
+CUT_OFF = 15.0  # seconds within which a job has ended on the other hosts when one is cut off
+
+# Names itself by a line, then waits for ever.
+SLEEPER = """
+    import os, time
+    print("up", os.environ["RANK"], flush=True)
+    time.sleep(1000)
+"""
+
+
+class Site:
+    """A directory that jobs are submitted from, and the hosts."""
+
+    def __init__(self, world: World, directory: Path) -> None:
+        self.world = world
+        self.directory = directory
+        self.python = str(python_without_torch(directory.parent))
+
+    def path(self, name: str) -> Path:
+        return self.directory / name
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        self.path(name).write_text(textwrap.dedent(text))
+        return name
+
+    def flags(self, **flags: Any) -> dict[str, Any]:
+        options = {"ssh_config": str(self.world.config), "connect_timeout": "5", "need_torch": "false", **flags.pop("set", {})}
+        given = {"hosts": "gpu[1-2]", "python": self.python, "set": [f"{key}={value}" for key, value in options.items()], **flags}
+        return {key: value for key, value in given.items() if value is not None}
+
+    def plan(self, program: Program, **flags: Any) -> Plan:
+        settings: Settings = jobs.settle(self.flags(**flags), None, self.directory)
+        assert settings.backend == "ssh"
+        return jobs.plan(jobs.make_spec(program, settings, self.directory), settings)
+
+    def submit(self, text: str, *args: str, **flags: Any) -> Record:
+        plan = self.plan(Program("script", self.script(text), args), **flags)
+        return jobs.submit(plan, "ssh", detach=True)
+
+    def refused(self, **flags: Any) -> SubmitError:
+        """Submit a job that cannot start; nothing of it may be left, here or there."""
+        with pytest.raises(SubmitError) as caught:
+            self.submit(SLEEPER, **flags)
+        assert caught.value.exit_code == 1
+        assert not Records().all()
+        assert not self.running(), "nothing keeps running on the others"
+        for host in self.world.hosts.values():
+            kept = host.home / ".clusterjob" / "jobs"
+            assert not kept.is_dir() or not list(kept.iterdir())
+        return caught.value
+
+    def command(self, *words: str, **more: Any) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "clusterjob", *words]
+        return subprocess.Popen(argv, cwd=self.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+    def options(self, **flags: Any) -> list[str]:
+        words: list[str] = []
+        for key, value in self.flags(**flags).items():
+            for item in value if isinstance(value, list) else [value]:
+                words += [f"--{key.replace('_', '-')}", str(item)]
+        return words
+
+    def running(self) -> list[int]:
+        """Return the processes of jobs on all hosts."""
+        return [pid for host in self.world.hosts.values() for pid in workers_on(host)]
+
+    def remote_dir(self, record: Record, host: str) -> Path:
+        return self.world.hosts[host].home / ".clusterjob" / "jobs" / record.job_id
+
+
+@pytest.fixture
+def site(world: World, tmp_path: Path) -> Iterator[Site]:
+    directory = tmp_path / "work"
+    directory.mkdir()
+    for host in world.hosts.values():
+        subprocess.run(["rm", "-rf", host.home / ".clusterjob"], check=True)
+    yield Site(world, directory)
+    hang_up()
+
+
+def hang_up() -> None:
+    """Forget all connections, as a new process has none."""
+    backend: Any = jobs._loaded.pop("ssh", None)
+    if backend is not None:
+        backend.close()
+
+
+def lines_of(record: Record) -> list[str]:
+    shown: list[Line] = []
+    verdict = jobs.follow(record, shown.extend, lambda _: None)
+    assert verdict.state.final
+    return [f"{line.rank} {line.stream} {line.text}" for line in shown]
+
+
+def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
+    verdict = wait_until(lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}")
+    assert verdict is not None
+    return verdict
+
+
+def wait_for_lines(record: Record, *wanted: str) -> None:
+    """Wait until workers have written lines that begin so."""
+
+    def there() -> bool:
+        jobs.status(record)
+        jobs.collect(record)
+        text = "\n".join(path.read_text() for path in (record.job_dir / "logs").rglob("rank*.out"))
+        return all(line in text for line in wanted)
+
+    wait_until(there, PATIENCE, f"the lines {wanted}")
+
+
+# -- a job that goes well --------------------------------------------------------------------------------------------------
+
+
+def test_a_job_runs_on_every_host_with_the_code_and_its_output_comes_back(site: Site) -> None:
+    site.path("sub").mkdir()
+    site.path("sub/data.txt").write_text("déjà vu")
+    record = site.submit(
+        """
+        import os, sys
+        print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.uname().nodename, os.environ["MASTER_ADDR"], open("sub/data.txt").read())
+        print("to stderr", file=sys.stderr)
+        assert "CLUSTERJOB_TOKEN" not in os.environ and not sys.stdin.read()
+        """,
+        nproc_per_node=2,
+    )
+    lines = sorted(lines_of(record))
+    assert lines == sorted(
+        [f"{rank} out {rank} 4 gpu{1 + rank // 2} 10.77.0.1 déjà vu" for rank in range(4)] + [f"{rank} err to stderr" for rank in range(4)]
+    )
+    assert jobs.status(Records().find(record.job_id)).state is JobState.SUCCEEDED
+
+
+def test_what_lies_on_a_host_is_its_owners_alone_and_no_secret_is_shown(site: Site) -> None:
+    record = site.submit(SLEEPER)
+    wait_for_lines(record, "up 0", "up 1")
+    token = (record.job_dir / "token").read_text()
+    for host in ("gpu1", "gpu2"):
+        place = site.remote_dir(record, host)
+        assert place.stat().st_mode & 0o777 == 0o700
+        assert place.parent.parent.stat().st_mode & 0o777 == 0o700
+        assert (place / "token").read_text() == token
+        assert (place / "token").stat().st_mode & 0o777 == 0o600
+        for pid in site.world.hosts[host].pids():
+            assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert token.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert token not in json.dumps(Records().find(record.job_id).to_json())
+    jobs.cancel([record])
+
+
+def test_another_process_on_another_day_asks_follows_and_cancels(site: Site) -> None:
+    record = site.submit(SLEEPER)
+    hang_up()
+    wait_for_lines(record, "up 0", "up 1")
+    status = site.command("status", "--json", record.job_id)
+    out, err = status.communicate(timeout=PATIENCE)
+    assert json.loads(out)["jobs"][0]["state"] == "RUNNING", err
+    logs = site.command("logs", record.job_id)
+    out, err = logs.communicate(timeout=PATIENCE)
+    assert sorted(out.splitlines()) == ["[0] up 0", "[1] up 1"], err
+    cancel = site.command("cancel", record.job_id)
+    out, err = cancel.communicate(timeout=PATIENCE)
+    assert cancel.returncode == 0, err
+    assert not site.running()
+    verdict = end_of(Records().find(record.job_id))
+    assert (verdict.state, verdict.exit_code) == (JobState.CANCELLED, 143)
+
+
+def test_a_failure_names_its_rank_and_its_host(site: Site) -> None:
+    record = site.submit(
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise SystemExit(7)
+        time.sleep(1000)
+        """
+    )
+    verdict = end_of(record)
+    assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 7)
+    assert verdict.failure is not None
+    assert (verdict.failure.rank, verdict.failure.host) == (1, "gpu2")
+
+
+def test_the_submitted_id_stands_alone_and_the_job_needs_nobody(site: Site) -> None:
+    submitted = site.command("submit", *site.options(), site.script(SLEEPER))
+    out, err = submitted.communicate(timeout=PATIENCE)
+    assert submitted.returncode == 0, err
+    record = Records().find(out.strip())
+    assert out == f"{record.job_id}\n"
+    wait_for_lines(record, "up 0", "up 1")
+    jobs.cancel([record])
+
+
+def test_ctrl_c_in_run_cancels_everywhere(site: Site) -> None:
+    run = site.command("run", *site.options(), site.script(SLEEPER))
+    assert run.stdout is not None
+    assert "up" in run.stdout.readline()
+    assert "up" in run.stdout.readline()
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 130, err
+    assert not site.running()
+
+
+def test_a_run_that_is_killed_leaves_the_job_running_and_reachable(site: Site) -> None:
+    run = site.command("run", *site.options(), site.script(SLEEPER))
+    assert run.stdout is not None
+    assert "up" in run.stdout.readline()
+    assert "up" in run.stdout.readline()
+    run.kill()
+    run.communicate(timeout=PATIENCE)
+    (record,) = Records().all()
+    time.sleep(1)
+    assert jobs.status(record).state is JobState.RUNNING
+    wait_for_lines(record, "up 0", "up 1")
+    jobs.cancel([record])
+    assert not site.running()
+
+
+def test_a_submit_that_is_killed_in_the_middle_can_be_asked_after(site: Site) -> None:
+    """Wherever the kill meets it: nothing ran, or the job runs and is found by its record."""
+    for delay in (0.7, 1.1):
+        submitted = site.command("submit", *site.options(join_timeout=3), site.script(SLEEPER))
+        time.sleep(delay)
+        submitted.kill()
+        submitted.communicate(timeout=PATIENCE)
+        for record in Records().all():
+            status = jobs.status(record)
+            assert status.state in (JobState.LOST, JobState.RUNNING, JobState.PENDING, JobState.SUCCEEDED), status
+            jobs.cancel([record])
+            Records().remove(record.job_id)
+        wait_until(lambda: not site.running(), 10, "the end of what was started")
+
+
+def test_hosts_behind_a_bastion(site: Site) -> None:
+    record = site.submit('import os; print(os.uname().nodename, os.environ["MASTER_ADDR"])', hosts="inner[1-2]")
+    assert sorted(lines_of(record)) == ["0 out inner1 10.78.0.1", "1 out inner2 10.78.0.1"]
+
+
+def test_slots_of_a_host_file_are_the_workers(site: Site) -> None:
+    site.path("hosts").write_text("gpu1 slots=1\ngpu2 slots=3\n")
+    record = site.submit('import os; print(os.uname().nodename, os.environ["WORLD_SIZE"])', hosts=None, hostfile="hosts")
+    assert sorted(lines_of(record)) == ["0 out gpu1 4", "1 out gpu2 4", "2 out gpu2 4", "3 out gpu2 4"]
+
+
+def test_the_hosts_of_an_mpi_task_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.path("mpi").write_text("10.77.0.1 slots=1\n10.77.0.3 slots=1\n")
+    monkeypatch.setenv("MLP_MPI_HOSTFILE", str(site.path("mpi")))
+    monkeypatch.setenv("MLP_SSH_PORT", "22")
+    record = site.submit("import os; print(os.uname().nodename)", hosts=None)
+    assert sorted(lines_of(record)) == ["0 out gpu1", "1 out gpu3"]
+
+
+def test_setup_lines_run_where_the_code_is(site: Site) -> None:
+    site.path("env.sh").write_text("export FROM_THE_CODE=yes\n")
+    record = site.submit('import os; print(os.environ["FROM_THE_CODE"])', setup=["source ./env.sh"])
+    assert sorted(lines_of(record)) == ["0 out yes", "1 out yes"]
+
+
+def test_without_sync_the_working_directory_is_the_hosts_own(site: Site, tmp_path: Path) -> None:
+    record = site.submit("import os; print(os.getcwd())", sync="false")
+    assert set(lines_of(record)) == {f"{rank} out {site.directory}" for rank in range(2)}
+    assert not (site.remote_dir(record, "gpu1") / "code").exists()
+
+
+def test_hosts_with_one_home_directory(site: Site) -> None:
+    shared = f"{site.world.directory}/shared"
+    record = site.submit('import os; print(os.environ["RANK"])', set={"remote_home": shared})
+    assert sorted(lines_of(record)) == ["0 out 0", "1 out 1"]
+
+
+def test_one_host_needs_no_meeting(site: Site) -> None:
+    record = site.submit('import os; print(os.environ["MASTER_ADDR"])', hosts="gpu3")
+    assert lines_of(record) == ["0 out 127.0.0.1"]
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_unfit_host_is_named_at_once_and_nothing_runs_on_the_others(site: Site, tmp_path: Path) -> None:
+    site.world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\nHost strange\n  HostName 10.77.0.3\n  User nobody\n")
+    site.world.known_hosts.write_text(
+        "".join(f"{host.address} {host.public_key}\n" for host in site.world.hosts.values() if host.name != "gpu2")
+    )
+    error = site.refused(hosts="gpu1,closed,no-such-host.invalid,gpu2,strange")
+    first, *rest = error.message.splitlines()
+    assert first == "4 of 5 hosts cannot be used:"
+    assert [line.split(":")[0].strip() for line in rest] == ["closed", "no-such-host.invalid", "gpu2", "strange"]
+    assert "connection refused" in rest[0]
+    assert "unknown host" in rest[1]
+    assert "its key is unknown" in rest[2]
+    assert "lets nobody in with none of these keys" in rest[3]
+
+
+def test_a_host_that_is_listed_twice_or_under_another_name(site: Site) -> None:
+    site.world.write_config("Host other\n  HostName 10.77.0.1\n  HostKeyAlias 10.77.0.1\n")
+    error = site.refused(hosts="gpu1,gpu2,other,gpu2")
+    assert error.message.splitlines()[1:] == ["  other: it is the same machine as gpu1", "  gpu2: it is listed twice"]
+
+
+def test_no_python(site: Site) -> None:
+    error = site.refused(python="/nowhere/python")
+    assert "gpu1: no Python: there is no interpreter /nowhere/python" in error.message
+    assert "--python" in error.hint
+
+
+def test_python_too_old(site: Site, tmp_path: Path) -> None:
+    old = tmp_path / "old-python"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 8, 1); exec(sys.argv[-1])" "$@"\n')
+    old.chmod(0o755)
+    error = site.refused(python=str(old))
+    assert "gpu2: Python too old: " in error.message
+    assert "is 3.8, 3.10 or newer is needed" in error.message
+
+
+def test_no_torch(site: Site) -> None:
+    error = site.refused(set={"need_torch": "true"})
+    assert "gpu1: no torch: " in error.message
+    assert "gpu2: no torch: " in error.message
+
+
+def test_a_command_needs_no_torch(site: Site) -> None:
+    record = jobs.submit(site.plan(Program("command", "hostname"), set={"need_torch": "true"}), "ssh", detach=True)
+    assert sorted(lines_of(record)) == ["0 out gpu1", "1 out gpu2"]
+
+
+@pytest.fixture
+def full_disk(site: Site) -> Iterator[HostOfWorld]:
+    """A host whose home directory lies on a disk of 8 MB."""
+    host = site.world.hosts["gpu2"]
+    sh("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", host.home)
+    host.stop()
+    host.start()  # in a mount namespace that has seen the small disk
+    yield host
+    hang_up()
+    host.stop()
+    sh("umount", host.home)
+    host.start()
+
+
+def test_disk_full_on_one_host(site: Site, full_disk: HostOfWorld) -> None:
+    error = site.refused()
+    assert error.message.startswith("gpu2: disk full: ")
+
+
+def test_setup_lines_that_fail_are_named(site: Site) -> None:
+    error = site.refused(setup=["true", "echo nope >&2; false"])
+    assert "gpu1: a setup line failed: echo nope >&2; false (nope)" in error.message
+
+
+def test_a_script_that_is_not_sent(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "outside.py").write_text("")
+    with pytest.raises(SpecError, match="lies outside of"):
+        site.plan(Program("script", "../outside.py"))
+    plan = site.plan(Program("script", str(site.path(site.script("")).absolute())))
+    assert plan.spec.program.target == "script.py"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [({"nodes": 3}, "3 nodes need as many hosts"), ({"set": {"colour": "red"}}, "knows no option 'colour'"),
+     ({"set": {"remote_home": "relative"}}, "no absolute path"), ({"set": {"connect_timeout": "soon"}}, "not a number"),
+     ({"array": "0-3"}, "has no --array"), ({"hostfile": "x"}, "both --hosts and --hostfile")],
+)  # fmt: skip
+def test_what_makes_no_sense_on_hosts(site: Site, flags: dict[str, Any], why: str) -> None:
+    site.script("")
+    with pytest.raises(ClusterJobError, match=why):
+        site.plan(Program("script", "script.py"), **flags)
+
+
+def test_the_first_hosts_are_taken(site: Site) -> None:
+    plan = site.plan(Program("script", site.script("")), hosts="gpu[1-3]", nodes=2)
+    assert [command.argv[1] for command in plan.commands] == ["gpu1", "gpu2"]
+
+
+def test_a_host_that_cannot_reach_node_0_is_named(site: Site) -> None:
+    site.world.hosts["gpu2"].run("ip", "route", "add", "prohibit", "10.77.0.1")
+    try:
+        error = site.refused()
+    finally:
+        site.world.hosts["gpu2"].run("ip", "route", "del", "prohibit", "10.77.0.1")
+    assert "gpu2: it cannot reach gpu1 at 10.77.0.1 (" in error.message
+
+
+def test_node_0_is_met_at_an_address_that_the_others_reach(site: Site) -> None:
+    """The client reaches gpu1 at an address to which gpu2 has no route."""
+    gpu1 = site.world.hosts["gpu1"]
+    gpu1.run("ip", "link", "add", "br9", "type", "bridge")
+    gpu1.run("ip", "addr", "add", "10.1.1.1/24", "dev", "br9")
+    gpu1.run("ip", "link", "set", "br9", "up")
+    sh("ip", "route", "add", "10.1.1.1", "via", "10.77.0.1")
+    try:
+        site.world.write_config("Host first\n  HostName 10.1.1.1\n  HostKeyAlias 10.77.0.1\n")
+        record = site.submit('import os; print(os.environ["MASTER_ADDR"])', hosts="first,gpu2")
+        assert set(lines_of(record)) == {"0 out 10.77.0.1", "1 out 10.77.0.1"}
+    finally:
+        hang_up()
+        wait_until(lambda: not gpu1.pids(), 10, "the end of the visit")
+        sh("ip", "route", "del", "10.1.1.1")
+        gpu1.run("ip", "link", "del", "br9")
+
+
+# -- bad weather -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["gpu1", "gpu2"], ids=["node 0", "node 1"])
+def test_a_host_that_is_cut_off_ends_the_job_on_the_others(site: Site, host: str) -> None:
+    record = site.submit(SLEEPER)
+    wait_for_lines(record, "up 0", "up 1")
+    cut, other = site.world.hosts[host], site.world.hosts["gpu2" if host == "gpu1" else "gpu1"]
+    begin = time.monotonic()
+    cut.link("down")
+    try:
+        hang_up()
+        sessions = set(other.pids())
+        wait_until(lambda: not workers_on(other), CUT_OFF, "the end of the job on the other host")
+        took = time.monotonic() - begin
+        assert took < CUT_OFF, sessions
+        verdict = end_of(record, 60)
+        assert verdict.state in (JobState.FAILED, JobState.LOST)
+        assert verdict.exit_code == 1
+        assert host in verdict.reason
+        wait_until(lambda: not workers_on(cut), CUT_OFF, "the end of the job on the host that is cut off")
+    finally:
+        cut.link("up")
+        for pid in cut.pids():  # the visit that was cut off: its sshd learns of that when TCP gives up
+            os.kill(pid, signal.SIGKILL)
+
+
+def workers_on(host: HostOfWorld) -> list[int]:
+    """Return the processes of jobs on a host, agents included."""
+    found = []
+    for pid in host.pids():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"clusterjob-node.pyz" in words or b"script.py" in words:
+            found.append(pid)
+    return found
+
+
+def test_sshd_restarted_while_training_changes_nothing(site: Site) -> None:
+    record = site.submit(
+        """
+        import os, time
+        print("up", os.environ["RANK"], flush=True)
+        while not os.path.exists("leave"):
+            time.sleep(0.05)
+        print("left", os.environ["RANK"])
+        """
+    )
+    wait_for_lines(record, "up 0", "up 1")
+    for name in ("gpu1", "gpu2"):
+        host = site.world.hosts[name]
+        host.stop()
+        for pid in host.pids():
+            if b"sshd" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)  # the sessions too, as where the whole service is restarted
+    status = jobs.status(record)
+    assert status.verdict is None
+    assert status.state in (JobState.UNKNOWN, JobState.RUNNING)
+    for name in ("gpu1", "gpu2"):
+        site.world.hosts[name].start()
+        (site.remote_dir(record, name) / "code" / "leave").touch()
+    assert sorted(lines_of(record)) == ["0 out left 0", "0 out up 0", "1 out left 1", "1 out up 1"]
+
+
+def test_an_agent_that_is_killed_is_a_job_that_is_lost_or_failed(site: Site) -> None:
+    record = site.submit(SLEEPER)
+    wait_for_lines(record, "up 0", "up 1")
+    agent = json.loads((site.remote_dir(record, "gpu2") / "agents" / "node1.json").read_text())
+    os.kill(agent["pid"], signal.SIGKILL)
+    verdict = end_of(record)
+    assert verdict.state is JobState.FAILED
+    assert "gpu2" in verdict.reason
+    wait_until(lambda: not site.running(), 10, "the end")
+
+
+def test_a_directory_removed_on_the_hosts_is_no_success(site: Site) -> None:
+    record = site.submit("")
+    wait_until(lambda: not workers_on(site.world.hosts["gpu1"]), PATIENCE, "the end")
+    wait_until(lambda: not workers_on(site.world.hosts["gpu2"]), PATIENCE, "the end")
+    for name in ("gpu1", "gpu2"):
+        subprocess.run(["rm", "-rf", site.remote_dir(record, name)], check=True)
+    verdict = end_of(record)
+    assert verdict.state is JobState.LOST
+    assert "gone" in verdict.reason
+
+
+def test_a_host_writes_nothing_here_that_it_was_not_asked_for(site: Site) -> None:
+    record = site.submit("")
+    assert end_of(record).state is JobState.SUCCEEDED
+    hang_up()
+    logs = site.remote_dir(record, "gpu2") / "logs" / "node1"
+    (logs / "..evil").write_text("x")
+    (logs / "rank1.out").write_text("y" * 100)
+    jobs.collect(record)
+    assert not list(record.job_dir.rglob("*evil*"))
+
+
+def test_logs_of_megabytes_come_whole(site: Site) -> None:
+    record = site.submit('print("x" * 1023, flush=True)\nfor n in range(9000): print(f"{n:01023d}")', hosts="gpu1")
+    lines = lines_of(record)
+    assert len(lines) == 9001
+    assert lines[-1].endswith("8999")
+    assert (record.job_dir / "logs" / "node0" / "rank0.out").stat().st_size == 9001 * 1024

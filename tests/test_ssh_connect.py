@@ -1,0 +1,453 @@
+"""Connections to real sshd servers: who is reached, who is trusted, who is let in, and what is said of those who are not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sshworld import World, sh
+
+from clusterjob.errors import HostError
+from clusterjob.hosts import Host, parse_hosts
+from clusterjob.ssh import config, connect
+from clusterjob.ssh.connect import Reach
+from clusterjob.ssh.pool import Outcome, Pool, complaint, for_each
+
+SHORT = 2.0  # seconds for a phase, where a test waits for its end
+BOUND = 8.0  # seconds within which a phase of SHORT has ended, on a busy machine
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def pool(world: World, warnings: list[str]) -> Iterator[Pool]:
+    pool = Pool(Reach(10.0, warnings.append, world.config))
+    yield pool
+    pool.close()
+
+
+def hostname(pool: Pool, text: str) -> str:
+    code, out, err = pool.connection(parse_hosts(text)[0]).run("hostname")
+    assert code == 0, err
+    return out.decode().strip()
+
+
+def refusal(pool: Pool, text: str) -> HostError:
+    with pytest.raises(HostError) as caught:
+        pool.connection(parse_hosts(text)[0])
+    assert "\n" not in caught.value.message
+    assert caught.value.message.startswith(f"{text}: ")
+    return caught.value
+
+
+def attempts(world: World, name: str) -> int:
+    """Return how many logins the host's server has seen so far."""
+    text = (world.directory / name / "sshd.log").read_text()
+    return text.count("Accepted ") + text.count("Failed ") + text.count("userauth")
+
+
+# -- those who are reached -------------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_reached_directly_and_through_one_bastion_connection(world: World, pool: Pool) -> None:
+    before = (world.hosts["bastion"].directory / "sshd.log").read_text().count("Accepted publickey")
+    hosts = parse_hosts("gpu[1-3],inner[1-2]")
+    outcome = for_each(hosts, lambda host: pool.connection(host).run("hostname"))
+    assert not outcome.errors
+    assert [outcome.results[host][1].decode().strip() for host in hosts] == ["gpu1", "gpu2", "gpu3", "inner1", "inner2"]
+    after = (world.hosts["bastion"].directory / "sshd.log").read_text().count("Accepted publickey")
+    assert after - before == 1, "one connection to the bastion serves all"
+
+
+def test_a_chain_of_jumps(world: World, pool: Pool) -> None:
+    world.write_config("Host far\n  HostName 10.78.0.2\n  ProxyJump bastion,inner1\n")
+    assert hostname(pool, "far") == "inner2"
+
+
+def test_a_proxy_command(world: World, pool: Pool) -> None:
+    world.write_config(f"Host piped\n  HostName 10.77.0.1\n  ProxyCommand ssh -F {world.config} -W %h:%p gpu2\n")
+    assert hostname(pool, "piped") == "gpu1"
+
+
+def test_exit_codes_and_both_streams(pool: Pool) -> None:
+    code, out, err = pool.connection(Host("gpu1")).run("echo out; echo err >&2; exit 3")
+    assert (code, out, err) == (3, b"out\n", b"err\n")
+
+
+def test_an_ipv4_address_and_a_port(world: World, pool: Pool) -> None:
+    assert hostname(pool, "root@10.77.0.2:22") == "gpu2"
+
+
+def test_sixteen_at_once_are_let_in_where_the_server_takes_four(world: World, pool: Pool) -> None:
+    gpu1 = world.hosts["gpu1"]
+    gpu1.stop()
+    gpu1.start(MaxStartups="4:100:4")
+    try:
+        world.write_config("".join(f"Host same{n}\n  HostName 10.77.0.1\n" for n in range(16)))
+        outcome: Outcome[Host, str] = for_each([Host(f"same{n}") for n in range(16)], lambda host: hostname(pool, host.name))
+        assert not outcome.errors
+        assert set(outcome.results.values()) == {"gpu1"}
+    finally:
+        gpu1.stop()
+        gpu1.start()
+
+
+# -- those who are not -----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_host(world: World, pool: Pool) -> None:
+    assert "unknown host no-such-host.invalid" in refusal(pool, "no-such-host.invalid").message
+
+
+def test_refused(world: World, pool: Pool) -> None:
+    world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
+    assert "connection refused (10.77.0.1:9)" in refusal(pool, "closed").message
+
+
+def test_timed_out(world: World) -> None:
+    world.hosts["gpu1"].run("ip", "route", "add", "blackhole", "10.77.0.100")
+    pool = Pool(Reach(SHORT, lambda _: None, world.config))
+    begin = time.monotonic()
+    try:
+        assert "no answer from 10.77.0.1:22 within 2 s" in refusal(pool, "gpu1").message
+    finally:
+        world.hosts["gpu1"].run("ip", "route", "del", "blackhole", "10.77.0.100")
+    assert time.monotonic() - begin < BOUND
+
+
+@contextlib.contextmanager
+def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
+    """Serve TCP that says some words, then nothing, or hangs up."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = server.accept()
+                    peer.sendall(words)
+                    if hang_up:
+                        peer.close()
+                    else:
+                        held.append(peer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for peer in held:
+                peer.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(b"", "it accepts TCP and says nothing for 2 s"), (b"SSH-2.0-OpenSSH_9.2\r\n", "does not finish the handshake within 4 s"),
+     (b"HTTP/1.1 400 Bad Request\r\n", "")],
+    ids=["black hole", "a banner and then nothing", "another protocol"],
+)  # fmt: skip
+def test_hosts_that_accept_and_say_nothing_are_given_up(world: World, words: bytes, why: str) -> None:
+    pool = Pool(Reach(SHORT, lambda _: None, world.config))
+    with listener(words) as port:
+        world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
+        begin = time.monotonic()
+        assert why in refusal(pool, "hole").message
+        assert time.monotonic() - begin < BOUND * 2
+
+
+def test_a_host_that_hangs_up_is_tried_again_and_then_given_up(world: World, pool: Pool) -> None:
+    with listener(hang_up=True) as port:
+        world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
+        error = refusal(pool, "hole")
+    assert "hung up 6 times before it said anything" in error.message
+    assert "MaxStartups" in error.hint
+
+
+def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
+    """A server that is stopped between the handshake and the login: its kernel still takes what is sent."""
+    pool = Pool(Reach(SHORT, lambda _: None, world.config))
+    target = pool.resolve(Host("gpu1"))
+    original = connect._verify
+
+    def freeze(*arguments: object) -> None:
+        original(*arguments)  # type: ignore[arg-type]
+        for pid in world.hosts["gpu1"].pids():
+            os.kill(pid, 19)
+
+    connect._verify = freeze  # type: ignore[assignment]
+    try:
+        with pytest.raises(HostError, match="it does not answer the login within 2 s"):
+            connect.connect(target, pool.reach)
+    finally:
+        connect._verify = original
+        for pid in world.hosts["gpu1"].pids():
+            os.kill(pid, 18)
+
+
+def test_a_command_that_says_nothing_is_given_up(world: World) -> None:
+    pool = Pool(Reach(SHORT, lambda _: None, world.config))
+    with pytest.raises(HostError, match="gpu1: a command says nothing for 2 s"):
+        pool.connection(Host("gpu1")).run("sleep 7")
+    pool.close()
+    for pid in world.hosts["gpu1"].pids():  # a command without a terminal outlives its client
+        os.kill(pid, 9)
+
+
+def test_a_bastion_that_cannot_be_used_is_named(world: World, pool: Pool) -> None:
+    world.write_config("Host lost\n  HostName 10.78.0.1\n  ProxyJump nobody@bastion\n")
+    with pytest.raises(HostError, match=r"^nobody@bastion: it lets nobody in with none of these keys"):
+        pool.connection(Host("lost"))
+    world.write_config("Host beyond\n  HostName 10.78.0.9\n  Port 1\n  ProxyJump bastion\n  ConnectTimeout 8\n")
+    assert "not reached through bastion" in refusal(pool, "beyond").message
+
+
+def test_all_hosts_are_complained_of_at_once(world: World, pool: Pool) -> None:
+    world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
+    outcome = for_each(parse_hosts("gpu1,closed,no-such-host.invalid"), pool.connection)
+    message, _ = complaint(outcome.errors, 3)
+    first, *rest = message.splitlines()
+    assert first == "2 of 3 hosts cannot be used:"
+    assert [line.split(":")[0].strip() for line in rest] == ["closed", "no-such-host.invalid"]
+
+
+# -- host keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_stops_before_anything_is_sent(world: World, pool: Pool) -> None:
+    world.known_hosts.write_text("")
+    before = attempts(world, "gpu1")
+    error = refusal(pool, "gpu1")
+    assert f"its key is unknown: ssh-ed25519 {world.hosts['gpu1'].fingerprint}" in error.message
+    assert "clusterjob hosts trust gpu1" in error.hint
+    time.sleep(0.2)
+    assert attempts(world, "gpu1") == before, "nobody tried to log in"
+    assert world.known_hosts.read_text() == ""
+
+
+def test_a_changed_key_stops_and_is_shown(world: World, pool: Pool) -> None:
+    world.known_hosts.write_text(f"10.77.0.1 {world.hosts['gpu2'].public_key}\n")
+    error = refusal(pool, "gpu1")
+    assert f"its key has changed: it shows ssh-ed25519 {world.hosts['gpu1'].fingerprint}" in error.message
+    assert f"{world.known_hosts}:1" in error.message
+
+
+@pytest.mark.parametrize("strict", ["ask", "yes", "accept-new", "no"])
+def test_a_revoked_key_stops_whatever_the_configuration_says(world: World, pool: Pool, strict: str) -> None:
+    key = world.hosts["gpu1"].public_key
+    world.known_hosts.write_text(f"10.77.0.1 {key}\n@revoked * {key}\n")
+    world.write_config(StrictHostKeyChecking=strict)
+    assert "is revoked" in refusal(pool, "gpu1").message
+
+
+def test_lines_of_authorities_and_of_nonsense_are_no_obstacle(world: World, pool: Pool) -> None:
+    lines = f"@cert-authority *.lab {world.hosts['gpu3'].public_key}\n@revoked * {world.hosts['gpu2'].public_key}\nnonsense\n"
+    world.known_hosts.write_text(lines + f"10.77.0.1 {world.hosts['gpu1'].public_key}\n")
+    assert hostname(pool, "gpu1") == "gpu1"
+
+
+def test_the_systems_keys_count_too(world: World, pool: Pool) -> None:
+    system = world.directory / "system_known_hosts"
+    system.write_text(world.known_hosts.read_text())
+    world.known_hosts.write_text("")
+    world.write_config(GlobalKnownHostsFile=str(system))
+    assert hostname(pool, "gpu1") == "gpu1"
+
+
+def test_accept_new_records_and_then_insists(world: World, pool: Pool, warnings: list[str]) -> None:
+    world.known_hosts.write_text("")
+    world.write_config(StrictHostKeyChecking="accept-new")
+    assert hostname(pool, "gpu1") == "gpu1"
+    assert world.known_hosts.read_text() == f"10.77.0.1 {world.hosts['gpu1'].public_key}\n"
+    assert not warnings
+    world.known_hosts.write_text(f"10.77.0.2 {world.hosts['gpu1'].public_key}\n")
+    assert "its key has changed" in refusal(pool, "gpu2").message
+
+
+def test_no_checking_warns_once(world: World, pool: Pool, warnings: list[str]) -> None:
+    world.known_hosts.write_text(f"10.77.0.1 {world.hosts['gpu2'].public_key}\n")
+    world.write_config(StrictHostKeyChecking="no", UserKnownHostsFile=f"{world.known_hosts}")
+    outcome = for_each(parse_hosts("gpu[1-3]"), pool.connection)
+    assert not outcome.errors
+    assert len(warnings) == 1
+    assert "StrictHostKeyChecking" in warnings[0]
+
+
+class Authority:
+    """A certificate authority, and certificates of it."""
+
+    def __init__(self, world: World, directory: Path) -> None:
+        self.key = directory / "authority"
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key)
+        self.public = " ".join(Path(f"{self.key}.pub").read_text().split()[:2])
+        self.world = world
+
+    def vouch(self, name: str, *, principal: str, validity: str = "-1h:+1h", user: bool = False) -> None:
+        host = self.world.hosts[name]
+        role = [] if user else ["-h"]
+        sh("ssh-keygen", "-q", "-s", self.key, "-I", name, *role, "-n", principal, "-V", validity, host.directory / "host_key.pub")
+        host.stop()
+        host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
+
+    def withdraw(self, name: str) -> None:
+        host = self.world.hosts[name]
+        (host.directory / "host_key-cert.pub").unlink(missing_ok=True)
+        host.stop()
+        host.start()
+
+
+@pytest.fixture
+def authority(world: World, tmp_path: Path) -> Iterator[Authority]:
+    made = Authority(world, tmp_path)
+    yield made
+    made.withdraw("gpu1")
+
+
+def test_a_certificate_of_a_trusted_authority(world: World, pool: Pool, authority: Authority) -> None:
+    authority.vouch("gpu1", principal="10.77.0.1")
+    world.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
+    assert hostname(pool, "gpu1") == "gpu1"
+
+
+@pytest.mark.parametrize(
+    ("principal", "validity", "why"),
+    [("gpu9", "-1h:+1h", "it is good for gpu9"), ("10.77.0.1", "-2h:-1h", "it is not valid now")],
+)
+def test_a_certificate_that_does_not_hold(world: World, pool: Pool, authority: Authority, principal: str, validity: str, why: str) -> None:
+    authority.vouch("gpu1", principal=principal, validity=validity)
+    world.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
+    assert why in refusal(pool, "gpu1").message
+
+
+def test_an_authority_that_is_revoked(world: World, pool: Pool, authority: Authority) -> None:
+    authority.vouch("gpu1", principal="10.77.0.1")
+    world.known_hosts.write_text(f"@cert-authority * {authority.public}\n@revoked * {authority.public}\n")
+    assert "the authority behind its key is revoked" in refusal(pool, "gpu1").message
+
+
+def test_another_authority_vouches_for_nothing(world: World, pool: Pool, authority: Authority) -> None:
+    authority.vouch("gpu1", principal="10.77.0.1")
+    world.known_hosts.write_text(f"@cert-authority * {world.hosts['gpu2'].public_key}\n")
+    assert "its key is unknown" in refusal(pool, "gpu1").message
+
+
+def test_a_forged_certificate(world: World) -> None:
+    """What an authority signed is not what is shown: a byte of the signed part differs."""
+    from clusterjob.ssh import certificates
+
+    authority = Authority(world, world.directory / "gpu2")
+    host_key = world.hosts["gpu2"].directory / "forged"
+    sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host_key)
+    sh("ssh-keygen", "-q", "-s", authority.key, "-I", "x", "-h", "-n", "gpu2", "-V", "-1h:+1h", f"{host_key}.pub")
+    import base64
+
+    blob = base64.b64decode(Path(f"{host_key}-cert.pub").read_text().split()[1])
+    good = certificates.parse(blob)
+    assert certificates.objection(good, "gpu2", connect._signed_by) == ""
+    assert good.key == base64.b64decode(Path(f"{host_key}.pub").read_text().split()[1])
+    forged = certificates.parse(blob.replace(b"gpu2", b"gpu1", 1))
+    assert "signature is wrong" in certificates.objection(forged, "gpu1", connect._signed_by)
+    for size in range(0, len(blob), 7):
+        with pytest.raises(ValueError):
+            certificates.parse(blob[:size])
+
+
+# -- logging in ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_user(world: World, pool: Pool) -> None:
+    error = refusal(pool, "nobody@gpu1")
+    assert f"it lets nobody in with none of these keys: {world.key}" in error.message
+
+
+def test_no_key_at_all(world: World, pool: Pool) -> None:
+    world.write_config(IdentityFile="/nonexistent/key")
+    assert "there is no key to log in with as root" in refusal(pool, "gpu1").message
+
+
+def test_a_key_with_a_passphrase_says_so(world: World, pool: Pool, tmp_path: Path) -> None:
+    sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", tmp_path / "locked")
+    world.write_config(IdentityFile=str(tmp_path / "locked"))
+    assert "has a passphrase and no agent holds it (ssh-add)" in refusal(pool, "gpu1").message
+
+
+@contextlib.contextmanager
+def agent_with(key: Path, directory: Path) -> Iterator[Path]:
+    path = directory / "agent"
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 10
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        subprocess.run(["ssh-add", "-q", key], env={**os.environ, "SSH_AUTH_SOCK": str(path)}, check=True, stdin=subprocess.DEVNULL,
+                       capture_output=True)  # fmt: skip
+        yield path
+    finally:
+        agent.kill()
+        agent.wait()
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_a_key_that_only_the_agent_holds(
+    world: World, pool: Pool, tmp_path: Path, configured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with agent_with(world.key, tmp_path) as path:
+        if configured:
+            world.write_config(IdentityAgent=str(path), IdentityFile="/nonexistent/key", IdentitiesOnly="no")
+        else:
+            monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+            world.write_config(IdentityAgent="SSH_AUTH_SOCK", IdentityFile="/nonexistent/key", IdentitiesOnly="no")
+        assert hostname(pool, "gpu1") == "gpu1"
+
+
+def test_identities_only_leaves_the_agents_other_keys_alone(world: World, pool: Pool, tmp_path: Path) -> None:
+    with agent_with(world.key, tmp_path) as path:
+        world.write_config(IdentityAgent=str(path), IdentityFile="/nonexistent/key", IdentitiesOnly="yes")
+        assert "there is no key to log in with" in refusal(pool, "gpu1").message
+
+
+def test_a_users_certificate(world: World, pool: Pool, tmp_path: Path) -> None:
+    """The host trusts an authority alone; the key itself is in no authorized_keys."""
+    authority = tmp_path / "authority"
+    sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", authority)
+    sh("ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", tmp_path / "mine")
+    sh("ssh-keygen", "-q", "-s", authority, "-I", "me", "-n", "root", f"{tmp_path}/mine.pub")
+    certificate = (tmp_path / "mine-cert.pub").rename(tmp_path / "elsewhere.pub")
+    gpu1 = world.hosts["gpu1"]
+    gpu1.stop()
+    gpu1.start(TrustedUserCAKeys=f"{authority}.pub")
+    try:
+        world.write_config(IdentityFile=str(tmp_path / "mine"))
+        assert "with none of these keys" in refusal(pool, "gpu1").message
+        world.write_config(IdentityFile=str(tmp_path / "mine"), CertificateFile=str(certificate))
+        assert hostname(pool, "gpu1") == "gpu1"
+    finally:
+        gpu1.stop()
+        gpu1.start()
+
+
+def test_every_type_of_key_logs_in(world: World, pool: Pool, tmp_path: Path) -> None:
+    for kind in ("rsa", "ecdsa"):
+        sh("ssh-keygen", "-q", "-t", kind, "-N", "", "-f", tmp_path / kind)
+        gpu1 = world.hosts["gpu1"]
+        gpu1.stop()
+        gpu1.start(AuthorizedKeysFile=f"{tmp_path}/{kind}.pub")
+        try:
+            world.write_config(IdentityFile=str(tmp_path / kind))
+            connection = connect.connect(config.resolve(Host("gpu1"), world.config), pool.reach)
+            assert connection.run("hostname")[1] == b"gpu1\n"
+            connection.close()
+        finally:
+            gpu1.stop()
+            gpu1.start()
