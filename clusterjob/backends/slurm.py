@@ -168,9 +168,6 @@ class SlurmBackend:
                 found[record.job_id] = _not_yet(record, snapshot) if rows is None else _forgotten(record, handle, rows.get(key))
         return found
 
-    def collect(self, record: Record) -> None:
-        """The job writes into `record.job_dir` itself."""
-
     # -- cancelling ----------------------------------------------------------------------------------------------------
 
     def collect(self, record: Record) -> None:
