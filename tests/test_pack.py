@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from procs import PATIENCE
 
 import clusterjob
 from clusterjob import pack
+from clusterjob.node import solid
 
 PACKAGE = Path(clusterjob.__file__).parent
 CLEAN = {"PATH": os.environ["PATH"]}
@@ -92,8 +94,13 @@ def test_it_holds_the_whole_package_and_nothing_else() -> None:
         assert archive.testzip() is None
         names = set(archive.namelist())
         texts = {name: archive.read(name) for name in names}
+    block = json.loads(lzma.decompress(texts.pop(f"clusterjob/{solid.NAME}")))
+    assert not set(block) & set(texts)
+    texts |= {name: text.encode() for name, text in block.items()}
     modules = {f"clusterjob/{path.relative_to(PACKAGE).as_posix()}": path for path in PACKAGE.rglob("*.py")}
-    assert names == {"__main__.py", *modules}
+    assert set(texts) == {"__main__.py", *modules}
+    assert any(name.startswith("clusterjob/cli/") for name in block)
+    texts["clusterjob/__init__.py"] = texts["clusterjob/__init__.py"].removesuffix(pack._INSTALL.encode())
     for name, path in modules.items():
         told, packed = ast.parse(path.read_text()), ast.parse(texts[name])
         assert ast.dump(without_docstrings(told), include_attributes=False) == ast.dump(without_docstrings(packed)), name
@@ -101,6 +108,34 @@ def test_it_holds_the_whole_package_and_nothing_else() -> None:
     assert b"# " not in texts["clusterjob/node/agent.py"]
     assert "Start a job and print its id" in texts["clusterjob/cli/start.py"].decode()
     assert texts["__main__.py"] == (PACKAGE / "node" / "zip_main.py").read_bytes()
+
+
+def test_all_of_it_is_there_for_whoever_asks_in_a_job(zip_file: Path, tmp_path: Path) -> None:
+    """With nothing else installed but what it stands on; its code has its file, its lines and its place."""
+    code = """
+import inspect, sys
+import clusterjob
+assert "lzma" not in sys.modules
+import clusterjob.slurm.flags as flags, clusterjob.cli.options, clusterjob.backends
+from clusterjob import JobSpec
+print(flags.__file__, flags.__spec__.origin, inspect.getsource(flags.clock).splitlines()[0])
+try:
+    flags.split_after("")
+except Exception as error:
+    import traceback
+    print(traceback.extract_tb(error.__traceback__)[-1].line)
+import importlib.util
+assert importlib.util.find_spec("clusterjob.nothing") is None
+"""
+    environ = {**CLEAN, "PYTHONPATH": str(zip_file)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    file = f"{zip_file}/clusterjob/slurm/flags.py"
+    assert done.stdout.splitlines()[0] == f"{file} {file} def clock(seconds: int) -> str:"
+    assert done.stdout.splitlines()[1].startswith("raise SpecError(")
+    command = [sys.executable, "-m", "clusterjob", "submit", "--help"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "Start a job and print its id" in done.stdout, done.stderr
 
 
 def without_docstrings(tree: ast.Module) -> ast.Module:
