@@ -18,6 +18,9 @@ def main() -> int:
         from clusterjob.node.place import main as env
 
         return env(sys.argv[2:])
+    import gc
+
+    gc.set_threshold(50_000)  # imports make many objects and no garbage: looking for it takes a tenth of a short command
     from clusterjob.cli import main as command_line
 
     return command_line()
