@@ -77,6 +77,28 @@ def test_the_time_limit_warns_and_the_job_is_queued_again(user: User, monkeypatc
     assert user.job(job)["state"] == "SUCCEEDED"
 
 
+@pytest.mark.parametrize("launcher", ["agent", "srun"])
+def test_a_job_that_is_cancelled_is_not_queued_again(user: User, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLUSTERJOB_PYTHON")
+    job = user.submit(WAITING, "--nodes", "2", "--requeue", "--signal-before", "20s", "--launcher", launcher)
+    wait_until(lambda: "attempt 0" in user.output(job), PATIENCE, "the workers")
+    user.slurm.run("scancel", user.slurm_id(job))
+    user("wait", job, code=143)
+    assert user.job(job)["state"] == "CANCELLED"
+    wait_until(lambda: user.slurm_job(job)["JobState"] == "CANCELLED", PATIENCE, "Slurm")
+    time.sleep(2)
+    assert user.slurm_job(job)["JobState"] == "CANCELLED"
+
+
+def test_one_task_for_each_worker_is_warned_and_queued_again_too(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLUSTERJOB_PYTHON")
+    job = user.submit(WAITING, "--nproc-per-node", "2", "--requeue", "--signal-before", "20s", "--launcher", "srun")
+    wait_until(lambda: user.output(job).count("attempt 0") > 0, PATIENCE, "the workers")
+    user.slurm.run("scancel", "--batch", "--signal=USR1", user.slurm_id(job))
+    user("wait", job, timeout=PATIENCE)
+    assert (user.directory_of(job) / "logs" / "node0" / "rank0.attempt1.out").read_text() == "attempt 1\n"
+
+
 class Count:
     """Counts until it is told to leave, and goes on from there."""
 

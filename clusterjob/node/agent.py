@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, ends, logs, processes
+from clusterjob.node import contract, ends, logs, network, processes
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.gang.lead import Lead
@@ -73,7 +73,7 @@ class Agent:
         self._job_dir = job_dir
         self._starter = starter_process
         self._voice = voice
-        self._host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # the name by which the user knows the machine
+        self._host = network.own_name()
         self._link: Link | None = None
         self._world: World | None = None
         self._pending: tuple[bytes, socket.socket | None] | None = None  # a round that the starter was not yet told of

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 from clusterjob.node.topology import is_this_machine
@@ -13,6 +15,11 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 # An address that is nobody's (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "198.51.100.1"
+
+
+def own_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return this machine's name as the user knows it: the scheduler's where there is one, else the host's own."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def address_towards(host: str) -> str | None:

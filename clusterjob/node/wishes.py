@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from clusterjob.node import ends, processes
+from clusterjob.node import ends, network, processes
 from clusterjob.node.options import LaunchOptions
 
 
@@ -57,10 +56,10 @@ class Wishes:
         if self._options.lifeline:
             self._hold_lifeline()
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
-            self._warn(f"a warning on {socket.gethostname()}, while the job was starting")
+            self._warn(f"a warning on {network.own_name()}, while the job was starting")
 
     def _interrupted(self, number: int) -> None:
-        why = f"{processes.signal_name(number)} on {socket.gethostname()}"
+        why = f"{processes.signal_name(number)} on {network.own_name()}"
         wished = ends.cancelled(self._job_dir)
         if self._options.warning is not None and (number == signal.SIGUSR1 or (number == signal.SIGTERM and not wished)):
             self._warn(why)

@@ -140,7 +140,7 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
     if row.state == "CANCELLED" and own is not None and own.state is JobState.FAILED and _by_the_way(own, job_dir):
         reason = "cancelled" if ends.cancelled(job_dir) else f"Slurm says CANCELLED{why}"
         return replace(own, state=JobState.CANCELLED, exit_code=CANCELLED_EXIT_CODE, reason=reason, failure=None, consequences=())
-    if own is not None:
+    if own is not None and not (own.state is JobState.PREEMPTED and row.state == "CANCELLED"):  # which a SIGTERM looks like to agents
         return own
     if row.state == "CANCELLED":
         return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, f"Slurm says CANCELLED{why}", **common)

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract, ends, logs, processes
+from clusterjob.node import contract, ends, logs, network, processes
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.options import LaunchOptions
@@ -319,7 +319,7 @@ class Starter:
             pass  # the agent is gone; the end of its socket says so too
 
     def _record_end(self) -> None:
-        why = f"the agent of node {self._node_rank} on {socket.gethostname()} (pid {self._agent_pid}) was killed"
+        why = f"the agent of node {self._node_rank} on {network.own_name()} (pid {self._agent_pid}) was killed"
         try:
             if all(end["node_rank"] != self._node_rank for end in ends.written(self._job_dir, self._attempt)):
                 end = {"state": str(JobState.LOST), "reason": why, "attempt": self._attempt, "time": now()}
