@@ -79,6 +79,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         program=program,
         resources=resources,
         workdir=workdir,
+        nproc_open="nproc_per_node" not in values and gpus_per_node is None,
         nproc_per_node=values.pop("nproc_per_node", gpus_per_node or slots),
         python=values.pop("python", None) or ("python3" if values.get("container") or chosen else default_python(os.environ)),
         hosts=chosen,

@@ -69,6 +69,7 @@ class JobSpec:
         setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
         resources: what the job needs.
         nproc_per_node: workers on each node.
+        nproc_open: whether that is a default, which a platform that knows its nodes' GPUs may overrule.
         max_restarts: how often the workers are started again after a failure.
         start: ``fork`` from a process that has imported torch, ``exec`` each, or ``auto``.
         launcher: ``agent``, ``torchrun`` for torch's own agent on each node, or ``srun`` for one task of Slurm's per worker.
@@ -97,6 +98,7 @@ class JobSpec:
     setup: tuple[str, ...] = ()
     resources: Resources = field(default_factory=Resources)
     nproc_per_node: int = 1
+    nproc_open: bool = False
     max_restarts: int = 0
     start: str = "auto"
     launcher: str = "agent"

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from clusterjob import bootstrap
-from clusterjob.backends import local, slurm, ssh
+from clusterjob.backends import local, mlp, slurm, ssh
 from clusterjob.cli import app
 from clusterjob.context import Context
 from clusterjob.hosts import Host
@@ -102,7 +102,7 @@ def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPat
         return ""
 
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
-    for module, backend in ((local, local.LocalBackend()), (slurm, slurm.SlurmBackend())):
+    for module, backend in ((local, local.LocalBackend()), (slurm, slurm.SlurmBackend()), (mlp, mlp.MlpBackend())):
         monkeypatch.setattr(module, "render", note)
         before = len(given)
         backend.plan(spec)

@@ -15,7 +15,7 @@ HAS_IPV6 = socket.has_ipv6 and network.address_towards("::1") is not None
 def test_loopback_leads_to_itself() -> None:
     assert network.address_towards("127.0.0.1") == "127.0.0.1"
     assert network.interface_towards("127.0.0.1") == "lo"
-    assert network.interface_towards("localhost") in ("lo", None)  # None where localhost is ::1
+    assert network.interface_towards("localhost") == "lo"
 
 
 def test_every_address_of_the_loopback_block_is_lo_s() -> None:
@@ -44,11 +44,11 @@ def test_the_address_towards_elsewhere_is_one_of_this_machine_s() -> None:
     assert interface in [name for _, name in socket.if_nameindex()]
 
 
-def test_ipv6_has_no_interface_to_be_named() -> None:
+def test_the_interface_of_an_ipv6_address() -> None:
     if not HAS_IPV6:
         pytest.skip("no IPv6 here")
     assert network.address_towards("::1") == "::1"
-    assert network.interface_towards("::1") is None
+    assert network.interface_towards("::1") == "lo"
 
 
 def test_a_listener_is_bound_to_the_one_address() -> None:
@@ -85,3 +85,22 @@ def test_the_backlog_holds_early_clients() -> None:
         clients = [socket.create_connection(listener.getsockname(), 5) for _ in range(60)]
         for client in clients:
             client.close()
+
+
+def test_node_0_of_several_does_not_take_the_way_to_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian resolves the own name to 127.0.1.1, to which ``lo`` leads: the others would be told an address that is their own."""
+    own = socket.gethostname()
+    answer = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: answer if host == own else real(host, *rest, **more))
+    assert network.interface_towards(own) == "lo"
+    assert network.interface_among(own, 1) == "lo"
+    assert network.interface_among(own, 2) == network.interface_towards("198.51.100.1") != "lo"
+    assert network.interface_among("127.0.0.1", 2) == "lo"  # a rehearsal on one machine
+    with network.listen_at(own, 0, 1) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_an_interface_is_there_or_not() -> None:
+    assert network.has_interface("lo")
+    assert not network.has_interface("missing0")

@@ -24,6 +24,7 @@ _BUILTIN: Mapping[str, str] = {
     "local": "clusterjob.backends.local:LocalBackend",
     "slurm": "clusterjob.backends.slurm:SlurmBackend",
     "ssh": "clusterjob.backends.ssh:SshBackend",
+    "mlp": "clusterjob.backends.mlp:MlpBackend",
 }
 
 

@@ -41,15 +41,14 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the interface, such as eth0, through which this machine would reach a host; None if unknown.
-
-    IPv4 only: netdevice(7) has no such question for IPv6, where gloo finds its interface by itself.
-    """
+    """Return the name of the interface, such as eth0, through which this machine would reach a host; None if unknown."""
     import fcntl
 
     address = address_towards(host)
-    if address is None or ":" in address:
+    if address is None:
         return None
+    if ":" in address:
+        return _interface_of_ipv6(address)
     if address.startswith("127."):
         return "lo"  # every 127.x.y.z is lo's, also those that are not its one configured address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -87,6 +86,16 @@ def _resolve(host: str, port: int, kind: int) -> Any:
         return socket.getaddrinfo(host, port, type=kind)[0]
     except UnicodeError as error:  # a name with an empty or an endless label does not even reach the resolver
         raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host's name") from error
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    """Return the interface that has an IPv6 address, from proc(5): netdevice(7) has no such question for them."""
+    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            return next((fields[5] for fields in map(str.split, file) if fields[0] == wanted), None)
+    except OSError:
+        return None
 
 
 def why_unresolvable(host: str) -> str:

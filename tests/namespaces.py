@@ -1,0 +1,73 @@
+"""Machines of their own on this one: network namespaces that are joined by a bridge, as hosts by a switch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One namespace.
+
+    Attributes:
+        name: the namespace's, unique on this machine.
+        address: its IPv4 address on the common network.
+        address6: its IPv6 address there.
+    """
+
+    name: str
+    address: str
+    address6: str
+
+    def command(self, *argv: object) -> list[str]:
+        """Return the command that runs another one there."""
+        return ["ip", "netns", "exec", self.name, *map(str, argv)]
+
+
+def why_not() -> str:
+    """Return why there can be no namespaces here; empty where there can."""
+    if shutil.which("ip") is None:
+        return "ip is not installed: tools/mpi.sh does that"
+    name = f"cj{secrets.token_hex(4)}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        return f"no network namespace can be made here: {made.stderr.strip()}"
+    _ip(f"netns del {name}")
+    return ""
+
+
+@contextlib.contextmanager
+def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
+    """Make machines, and remove them with all of their interfaces at the end."""
+    run = f"cj{os.getpid() % 100000:05d}{secrets.token_hex(2)}"
+    made = [Machine(f"{run}n{index}", f"10.77.0.{index + 1}", f"fd77::{index + 1}") for index in range(count)]
+    switch = f"{run}s"
+    names = [switch]
+    try:
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add br0 type bridge")
+        _ip(f"-n {switch} link set br0 up")
+        for index, machine in enumerate(made):
+            names.append(machine.name)
+            _ip(f"netns add {machine.name}")
+            _ip(f"-n {machine.name} link set lo up")
+            _ip(f"-n {switch} link add p{index} type veth peer name {interface} netns {machine.name}")
+            _ip(f"-n {switch} link set p{index} master br0 up")
+            _ip(f"-n {machine.name} address add {machine.address}/24 dev {interface}")
+            _ip(f"-n {machine.name} -6 address add {machine.address6}/64 dev {interface} nodad")
+            _ip(f"-n {machine.name} link set {interface} up")
+        yield made
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _ip(words: str) -> None:
+    done = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {words}: {done.stderr}"

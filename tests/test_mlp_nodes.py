@@ -1,0 +1,162 @@
+"""Nodes with nothing but a platform's variables, each in a network of its own, train together for real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import finish, script, start, told
+from namespaces import Machine, machines, why_not
+
+TRAIN = """
+    import json
+    import os
+    from pathlib import Path
+    import torch
+    from clusterjob import bootstrap
+
+    with bootstrap.init(timeout=90) as ctx:
+        torch.manual_seed(ctx.rank)
+        inputs = torch.randn(64, 4)
+        goal = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
+        model = ctx.wrap(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(30):
+            loss = torch.nn.functional.mse_loss(model(inputs), goal)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(ctx.reduce(loss.item()))
+        Path(f"rank{ctx.rank}.json").write_text(json.dumps({
+            "place": [ctx.local_rank, ctx.world_size, ctx.node_rank, ctx.nnodes], "source": ctx.source, "losses": [losses[0], losses[-1]],
+            "weights": model.module.weight.tolist(), "interface": os.environ["GLOO_SOCKET_IFNAME"], "arguments": __import__("sys").argv[1:],
+        }))
+"""
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    why = why_not()
+    if why:
+        pytest.skip(why)
+
+
+@pytest.fixture
+def four(namespaces: None) -> Iterator[list[Machine]]:
+    with machines(4) as made:
+        yield made
+
+
+def variables(nodes: list[Machine], index: int, gpus: int, *, six: bool = False) -> dict[str, str]:
+    """Return what the platform sets on one node."""
+    hosts = [machine.address6 if six else machine.address for machine in nodes]
+    own = {"MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": str(index), "MLP_WORKER_NUM": str(len(nodes)), "MLP_WORKER_GPU": str(gpus)}
+    own |= {f"MLP_WORKER_{number}_HOST": f"'{host}'" for number, host in enumerate(hosts)}
+    return own | {"MLP_WORKER_0_PORT": "2222", "MLP_WORKER_ALL_HOSTS": ",".join(hosts), "MLP_HOST": hosts[index]}
+
+
+def launch(nodes: list[Machine], directory: Path, environs: list[dict[str, str]], *argv: object) -> list[tuple[int, str]]:
+    """Run the entry command on every node at once; return the exit codes and what was said."""
+    folders = [directory / f"tmp{index}" for index in range(len(nodes))]
+    for folder in folders:
+        folder.mkdir()
+    started = [
+        start(machine.command(*argv), directory, environ | {"TMPDIR": str(folder)})
+        for machine, environ, folder in zip(nodes, environs, folders, strict=True)
+    ]
+    ran = [finish(process) for process in started]
+    return [(each.code, each.out + each.err) for each in ran]
+
+
+ENTRY = (sys.executable, "-m", "clusterjob", "launch")
+
+
+@pytest.mark.parametrize(("count", "gpus"), [(2, 2), (4, 1)])
+def test_nodes_with_nothing_but_the_platform_s_variables_train(four: list[Machine], tmp_path: Path, count: int, gpus: int) -> None:
+    nodes = four[:count]
+    environs = [variables(nodes, index, gpus) for index in range(count)]
+    for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN), "--epochs", "3"):
+        assert code == 0, said
+    ranks = told(tmp_path, count * gpus)
+    for number, rank in enumerate(ranks):
+        assert rank["place"] == [number % gpus, count * gpus, number // gpus, count]
+        assert (rank["interface"], rank["arguments"]) == ("eth0", ["--epochs", "3"])
+        assert rank["losses"] == ranks[0]["losses"]
+        assert rank["weights"] == ranks[0]["weights"]
+        assert rank["losses"][1] < 0.1 * rank["losses"][0]
+
+
+def test_the_order_by_rack_is_the_order_of_ranks(four: list[Machine], tmp_path: Path) -> None:
+    nodes = four[:3]
+    racks = ["0", "2", "1"]
+    environs = [variables(nodes, index, 1) | {"MLP_WORKER_RACK_RANK_INDEX": racks[index]} for index in range(3)]
+    text = "import os, pathlib; pathlib.Path('node' + os.environ['MLP_ROLE_INDEX']).write_text(os.environ['RANK'])\n"
+    for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
+        assert code == 0, said
+    assert [(tmp_path / f"node{index}").read_text() for index in range(3)] == racks
+
+
+def test_a_node_that_is_counted_by_another_index_is_refused(four: list[Machine], tmp_path: Path) -> None:
+    nodes = four[:3]
+    environs = [variables(nodes, index, 1) for index in range(3)]
+    for environ, rack in zip(environs[:2], ["0", "1"], strict=True):
+        environ["MLP_WORKER_RACK_RANK_INDEX"] = rack
+    ran = launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, "raise SystemExit('it ran')\n"))
+    assert all(code == 1 for code, _ in ran)
+    assert "is counted by MLP_ROLE_INDEX, node 0 by MLP_WORKER_RACK_RANK_INDEX: all nodes have to use the same index" in ran[0][1]
+    assert "counted by MLP_ROLE_INDEX" in ran[2][1]
+    assert not any("it ran" in said for _, said in ran)
+
+
+def test_addresses_of_ipv6(four: list[Machine], tmp_path: Path) -> None:
+    nodes = four[:2]
+    for machine in nodes:  # nothing else leads anywhere
+        subprocess.run(["ip", "-n", machine.name, "address", "del", f"{machine.address}/24", "dev", "eth0"], check=True)
+    environs = [variables(nodes, index, 1, six=True) for index in range(2)]
+    for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN)):
+        assert code == 0, said
+    first, second = told(tmp_path, 2)
+    assert first["weights"] == second["weights"]
+
+
+def test_the_rendered_entry_script_does_the_same(four: list[Machine], tmp_path: Path) -> None:
+    nodes = four[:2]
+    path = script(tmp_path, TRAIN)
+    argv = [
+        sys.executable,
+        "-m",
+        "clusterjob",
+        "render",
+        "--cluster",
+        "mlp",
+        "--json",
+        "--env",
+        "WORD=it's $HOME",
+        "--setup",
+        "export SET=1",
+    ]
+    shown = finish(start([*argv, "--python", sys.executable, path, "--name", "a b"], tmp_path))
+    assert shown.code == 0, shown.err
+    plan = json.loads(shown.out)
+    assert plan["commands"] == []
+    entry = tmp_path / "entry.sh"
+    entry.write_text(next(file["text"] for file in plan["files"] if file["path"].endswith("/mlp.sh")))
+    environs = [variables(nodes, index, 2) for index in range(2)]
+    for code, said in launch(nodes, tmp_path, environs, "bash", entry):
+        assert code == 0, said
+    assert [rank["place"] for rank in told(tmp_path, 4)] == [[0, 4, 0, 2], [1, 4, 0, 2], [0, 4, 1, 2], [1, 4, 1, 2]]
+    assert told(tmp_path, 4)[0]["arguments"] == ["--name", "a b"]
+
+
+def test_the_platform_s_interface_is_taken_where_there_is_one(tmp_path: Path, namespaces: None) -> None:
+    with machines(2, "rdma0") as nodes:
+        environs = [variables(nodes, index, 1) | {"MLP_IFNAME": name} for index, name in enumerate(["rdma0", "missing0"])]
+        text = "import os, pathlib; pathlib.Path(os.environ['RANK']).write_text(os.environ['GLOO_SOCKET_IFNAME'])\n"
+        for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
+            assert code == 0, said
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["rdma0", "rdma0"]
