@@ -1,0 +1,25 @@
+"""Reaches many hosts at once with our connections, and runs a command on each if there is one.
+
+Use: fan_out.py CONFIG HOSTS [COMMAND]
+"""
+
+import sys
+from pathlib import Path
+
+from clusterjob.hosts import Host, parse_hosts
+from clusterjob.ssh.connect import Reach
+from clusterjob.ssh.pool import Pool, for_each
+
+config, names, *command = sys.argv[1:]
+pool = Pool(Reach(60.0, print, Path(config)))
+
+
+def work(host: Host) -> int:
+    connection = pool.connection(host)
+    return connection.run(command[0])[0] if command else 0
+
+
+outcome = for_each(parse_hosts(names), work)
+for error in outcome.errors.values():
+    print(error.message, file=sys.stderr)
+sys.exit(1 if outcome.errors or any(outcome.results.values()) else 0)
