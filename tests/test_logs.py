@@ -55,6 +55,18 @@ def test_where_logs_lie(tmp_path: Path) -> None:
     assert logs.torchrun_files(directory, 1, 2)[1] == directory / "torchrun.attempt2.restart1.err"
 
 
+def test_workers_without_an_agent_are_read_as_they_write(tmp_path: Path) -> None:
+    node = Node(tmp_path, 0)
+    reader = LogReader(tmp_path)
+    node.write("rank1.out", "one\ntw", note=False)
+    node.write("rank0.err", "zero\n", note=False)
+    assert reader.read() == [Line(0, 0, "err", "zero"), Line(0, 1, "out", "one")]
+    assert reader.read() == []
+    node.write("rank1.out", "o\nthree", note=False)
+    assert texts(reader.read()) == ["two"]
+    assert texts(reader.finish()) == ["three"]
+
+
 # -- the order of time -----------------------------------------------------------------------------------------------------
 
 

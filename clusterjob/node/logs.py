@@ -161,6 +161,7 @@ class LogReader:
                 note = _NOTE.fullmatch(line.text)  # a line that a full disk cut short costs its place in time alone
                 if note is not None:
                     notes.append((float(note[1]), node_rank, note[2], int(note[3])))
+        notes += self._unnoted()
         found: list[Line] = []
         notes.sort(key=lambda note: (note[0], note[1], _by_start(note[2]), note[3]))
         for _, node_rank, name, noted in notes:
@@ -177,6 +178,20 @@ class LogReader:
                 file = self._file(node_rank, name)
                 if file is not None:
                     found += file.lines_up_to(None) + file.last_line()
+        return found
+
+    def _unnoted(self) -> list[tuple[float, int, str, int]]:
+        """Return how far the files of nodes without an agent have grown: nobody else notes it there (``--launcher srun``)."""
+        found = []
+        for node_rank in self._nodes():
+            directory = node_directory(self._logs.parent, node_rank)
+            if (directory / "timeline").exists() or (directory / "agent.log").exists():
+                continue
+            for name in sorted(os.listdir(directory), key=_by_start):
+                file = self._file(node_rank, name)
+                size = (directory / name).stat().st_size if file is not None else 0
+                if file is not None and size > file.offset:
+                    found.append((time.time(), node_rank, name, size))
         return found
 
     def _nodes(self) -> list[int]:
