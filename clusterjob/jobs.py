@@ -19,7 +19,7 @@ from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan
-from clusterjob.records import Record, Records, home
+from clusterjob.records import Handle, Record, Records, home
 from clusterjob.spec import JobSpec, Resources
 
 NAMED_OPTIONS = ("account", "partition", "nodelist", "exclude", "reservation")  # --set's most common, with names of their own
@@ -193,12 +193,17 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     for name, group in asked.items():
         found |= _backend(name).status(group)
     pairs = []
+    arrays: dict[str, Handle] = {}
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
         if status.handle is not None and record.handle is None and record.index is None:
             record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job, and where it is
+        elif status.handle is not None and record.handle is None:
+            arrays[record.whole_id] = status.handle
         news = record.end is None and status.verdict is not None and status.state.final
         pairs.append((records.with_end(record, status.verdict.to_json()) if news and status.verdict else record, status))
+    for whole_id, handle in arrays.items():
+        records.with_handle(records.find(whole_id), replace(handle, id=handle.data["ids"][0]))
     return pairs
 
 

@@ -81,6 +81,11 @@ class Record:
         """Return the record as plain data, with its schema number."""
         return {"schema": SCHEMA, **asdict(self), "job_dir": str(self.job_dir)}
 
+    @property
+    def whole_id(self) -> str:
+        """The job's id; for an element that of its array."""
+        return self.job_id if self.index is None else self.job_id.rpartition(_SEPARATOR)[0]
+
     def element(self, index: int) -> Record:
         """Return one element of this array as a job of its own: it has its own directory, state and logs."""
         assert self.array is not None
@@ -94,6 +99,8 @@ class Record:
             return None
         piece = bisect.bisect_right(self.array["pieces"], index) - 1
         ids = self.handle.data["ids"]
+        if piece >= len(ids):  # of which nobody knows (yet) whether it was taken
+            return None
         return replace(self.handle, id=f"{ids[piece]}_{index - self.array['pieces'][piece]}")
 
 
@@ -139,8 +146,7 @@ class Records:
 
         A record that somebody else has changed or removed since it was read is left as it is.
         """
-        whole = record.job_id.rpartition(_SEPARATOR)[0] if record.index is not None else record.job_id
-        now = self._read(whole)
+        now = self._read(record.whole_id)
         if now is not None and record.index is None and now.handle != record.handle:
             return now
         record = replace(record, end=end)

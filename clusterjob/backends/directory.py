@@ -13,7 +13,7 @@ from clusterjob.node import ends
 from clusterjob.node.events import now, read_events
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.plans import PlannedFile
-from clusterjob.records import home
+from clusterjob.records import Record, home
 from clusterjob.spec import JobSpec
 
 
@@ -89,6 +89,16 @@ def progress(job_dir: Path) -> tuple[str | None, int, str]:
     return started_at, restarts, waiting
 
 
+def wish_to_cancel(record: Record) -> None:
+    """Note the wish that a job end; an element of an array that has not begun gets its directory for that."""
+    if record.index is not None and record.job_dir.parent.parent.is_dir():
+        try:
+            record.job_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            pass  # a full disk costs the note alone
+    ends.cancel(record.job_dir)
+
+
 def end_without_lead(job_dir: Path, started_at: str | None, restarts: int, otherwise: Verdict | str) -> Verdict:
     """Return the end of a job whose lead wrote none: from what the nodes wrote, else as told. Never a success by absence.
 
@@ -107,6 +117,6 @@ def end_without_lead(job_dir: Path, started_at: str | None, restarts: int, other
     for end in ends.written(job_dir):
         if end.get("reason"):
             return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
-    if not job_dir.exists():
+    if not job_dir.exists() and (isinstance(otherwise, str) or otherwise.state is JobState.LOST):
         return Verdict(JobState.LOST, 1, f"its directory {job_dir} is gone", **common)
     return otherwise if isinstance(otherwise, Verdict) else Verdict(JobState.LOST, 1, otherwise, **common)

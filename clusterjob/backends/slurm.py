@@ -45,7 +45,7 @@ class SlurmBackend:
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do. Only an array too long for Slurm's default asks the cluster for its limit.
+        """Return what submitting the job would do. Only an array asks the cluster, for its MaxArraySize.
 
         Raises:
             SpecError: an option makes no sense, or is not sbatch's.
@@ -87,13 +87,14 @@ class SlurmBackend:
         wishes = []
         for text in spec.after:
             kind, job = flags.split_after(text)
-            if job.replace("_", "").isdigit():
+            if job.isascii() and job.replace("_", "").isdigit():
                 wishes.append((kind, [job]))
                 continue
             record = Records().find(job)
             if record.backend != NAME or record.handle is None:
                 raise SpecError(f"--after {text!r}: job {record.job_id} is not in Slurm's hands", "it has to be a job of the same cluster")
-            wishes.append((kind, [record.handle.id] if record.index is not None else list(record.handle.data["ids"])))
+            if not _met(kind, record):
+                wishes.append((kind, [record.handle.id] if record.index is not None else list(record.handle.data["ids"])))
         return [f"--dependency={flags.dependency(wishes)}", "--kill-on-invalid-dep=yes"] if wishes else []
 
     # -- submitting ----------------------------------------------------------------------------------------------------
@@ -150,8 +151,9 @@ class SlurmBackend:
         snapshot = queue.look(urgent=any(_has_news(record) for record in records))
         found: dict[str, Status] = {}
         forgotten: dict[str, tuple[Record, Handle]] = {}
+        wholes: dict[str, Record] = {}
         for record in records:
-            handle = record.handle or _adopt(record, snapshot)
+            handle = record.handle or _adopt(record, snapshot, wholes)
             if handle is None:
                 found[record.job_id] = _unseen(record, snapshot)
                 continue
@@ -180,10 +182,11 @@ class SlurmBackend:
             SubmitError: Slurm refuses or does not answer.
         """
         wanted: dict[tuple[str | None, str | None], list[str]] = {}
+        wholes: dict[str, Record] = {}
         for record in records:
-            ends.cancel(record.job_dir)
+            directory.wish_to_cancel(record)
             place = _place(record)
-            handle = record.handle or _adopt(record, self._at(place)[0].look(urgent=True))
+            handle = record.handle or _adopt(record, self._at(place)[0].look(urgent=True), wholes)
             if handle is not None:
                 wanted.setdefault(place, []).append(handle.id)
         for place, keys in wanted.items():
@@ -197,13 +200,35 @@ class SlurmBackend:
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
+def _met(kind: str, record: Record) -> bool:
+    """Return whether a job that another waits for has ended as it should, as far as records and directories tell.
+
+    Slurm takes a job that it has forgotten for one that succeeded.
+
+    Raises:
+        SpecError: it has ended otherwise, and the other would never run.
+    """
+    ended = [(element, _known_end(element)) for element in Records().elements(record)]
+    over = all(state is not None for _, state in ended)
+    wrong = [(element, state) for element, state in ended if state is not None and (state is JobState.SUCCEEDED) is not (kind == "afterok")]
+    # Of an array, afterok wants every element's success, afternotok one that has failed.
+    if (kind == "afterok" and wrong) or (kind == "afternotok" and len(wrong) == len(ended)):
+        raise SpecError(f"--after {kind}:{record.job_id}: job {wrong[0][0].job_id} has ended {wrong[0][1]}, so it would never run",
+                        "afterany: waits for the end alone")  # fmt: skip
+    return over and kind in ("after", "afterany", "afterok", "afternotok")
+
+
+def _known_end(record: Record) -> JobState | None:
+    if record.end is not None:
+        return Verdict.from_json(record.end).state
+    verdict = _told(record)
+    return verdict.state if verdict is not None and slurm_ends.settled(verdict, record.job_dir) else None
+
+
 def _pieces(array: Array | None) -> list[Piece | None]:
     if array is None:
         return [None]
-    largest = _DEFAULT_ARRAY_SIZE
-    if array.indices[-1] >= largest:
-        largest = submission.largest_array(Client()) or largest
-    return [*arrays.pieces(array, largest)]
+    return [*arrays.pieces(array, submission.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
 
 
 def _array_words(piece: Piece | None) -> list[str]:
@@ -285,24 +310,31 @@ def _place(record: Record) -> tuple[str | None, str | None]:
 
 def _is_of(row: Row, record: Record) -> bool:
     """Return whether a row is this very job's: Slurm may give an id again to another (submitit#1660)."""
-    comment = _comment(_whole_id(record))
+    comment = _comment(record.whole_id)
     return row.comment == comment or row.comment.startswith(f"{comment} ")
 
 
-def _whole_id(record: Record) -> str:
-    return record.job_id if record.index is None else record.job_id.rpartition("_")[0]
+def _adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Handle | None:
+    """Return the handle of a job whose submitter could not note it: found by its comment.
 
-
-def _adopt(record: Record, snapshot: Snapshot) -> Handle | None:
-    """Return the handle of a job whose submitter could not note it: found by its comment."""
-    bases = sorted({row.base for row in by_comment(snapshot, _comment(_whole_id(record)))}, key=int)
-    if not bases:
-        return None
-    data = {"ids": bases, "cluster": None, "conf": None, "at": _epoch(record.submitted_at)}
+    Args:
+        record: the job.
+        snapshot: the queue.
+        wholes: the arrays that were looked for already, for all of their elements.
+    """
     if record.index is None:
-        return Handle(NAME, bases[0], data)
-    keys = [key for key in snapshot.rows if key.partition("_")[0] in bases and key.endswith(f"_{record.index}")]
-    return Handle(NAME, keys[0], data) if keys else None
+        return _adopted(record, snapshot).handle
+    whole = record.whole_id
+    if whole not in wholes:
+        wholes[whole] = _adopted(Records().find(whole), snapshot)
+    return wholes[whole].element(record.index).handle
+
+
+def _adopted(record: Record, snapshot: Snapshot) -> Record:
+    bases = sorted({row.base for row in by_comment(snapshot, _comment(record.job_id))}, key=int)  # in the order of submission
+    if not bases:
+        return record
+    return replace(record, handle=Handle(NAME, bases[0], {"ids": bases, "cluster": None, "conf": None, "at": _epoch(record.submitted_at)}))
 
 
 def _has_news(record: Record) -> bool:
@@ -342,6 +374,8 @@ def _from_row(record: Record, handle: Handle, row: Row) -> Status:
     own = slurm_ends.verdict_of(record.job_dir)
     if row.waiting:
         again = f"queued again, it was {own.state.value.lower()} before; " if own is not None else ""
+        if ends.cancelled(record.job_dir):
+            return Status(JobState.PENDING, "it is being cancelled", None, started_at, restarts, handle)
         when = f"; expected to start at {row.start}" if row.start else ""
         return Status(JobState.PENDING, f"{again}{row.reason or 'queued'}{when}", None, started_at, restarts, handle)
     if row.active:

@@ -11,6 +11,7 @@ from clusterjob.slurm.client import Answer, Client, hint
 from clusterjob.slurm.queue import FIELDS, by_comment, snapshot_of
 
 _LOOKS, _PAUSE = 3, 1.0  # for a job of which nobody knows whether Slurm took it; seconds between two
+_CONFIG_PATIENCE = 5.0  # seconds: without an answer Slurm's default is as good a guess
 # sbatch takes such a job, and it waits until the nodes are back.
 _ONLY_NOT_NOW = re.compile(r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE)
 
@@ -67,7 +68,7 @@ def _refused(answer: Answer) -> SubmitError:
 def largest_array(client: Client) -> int | None:
     """Return MaxArraySize: each index of an array stays below it (submitit#1624); None where Slurm does not say."""
     try:
-        answer = client.run(["scontrol", "show", "config"])
+        answer = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE)
     except SubmitError:
         return None
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", answer.out, re.MULTILINE)
