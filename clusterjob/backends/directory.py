@@ -42,6 +42,24 @@ def refuse_hosts(spec: JobSpec, name: str) -> None:
         raise SpecError(f"the {name} cluster knows no {'--gpus' if spec.gpus else '--no-sync'}", "it is for hosts: --cluster ssh")
 
 
+def refuse_queue(spec: JobSpec, cluster: str, hint: str = "it needs a queue: --cluster slurm") -> None:
+    """Refuse what only a cluster with a queue has.
+
+    Args:
+        spec: the job.
+        cluster: the name of the one that has none.
+        hint: where it can be had.
+
+    Raises:
+        SpecError: the job asks for an array, a dependency, a container or another of a queue's.
+    """
+    for flag in ("container", "array", "sweep", "after", "requeue", "signal_before"):
+        if getattr(spec, flag):
+            raise SpecError(f"the {cluster} cluster has no --{flag.replace('_', '-')}", hint)
+    if spec.launcher == "srun":
+        raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+
+
 def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
     """Return the files of every job: what was asked for, and the node half."""
     return (

@@ -46,11 +46,7 @@ class LocalBackend:
         directory.refuse_hosts(spec, NAME)
         if spec.options:
             raise SpecError(f"the local cluster knows no option {next(iter(spec.options))!r}", "it is one of Slurm's: --cluster slurm")
-        for flag in ("container", "array", "sweep", "after", "requeue", "signal_before"):
-            if getattr(spec, flag):
-                raise SpecError(f"the local cluster has no --{flag.replace('_', '-')}", "it needs a queue: --cluster slurm")
-        if spec.launcher == "srun":
-            raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+        directory.refuse_queue(spec, NAME)
         job_id, job_dir = directory.new_directory(spec.name)
         script = render(spec.template or f"{_SCRIPT}.j2", self._values(spec, job_id, job_dir))
         devices, notes = _devices(spec)

@@ -32,11 +32,7 @@ class MlpBackend:
         unknown = [name for name in spec.options if name != "workdir"]
         if unknown:
             raise SpecError(f"the mlp cluster knows no option {unknown[0]!r}", "it knows workdir; the platform's own task has others")
-        for flag in ("container", "array", "sweep", "after", "requeue", "signal_before"):
-            if getattr(spec, flag):
-                raise SpecError(f"the mlp cluster has no --{flag.replace('_', '-')}", "the platform's own task decides that")
-        if spec.launcher == "srun":
-            raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+        directory.refuse_queue(spec, NAME, "the platform's own task decides that")
         job_id, job_dir = directory.new_directory(spec.name)
         options = spec.launch_options()
         if spec.nproc_open:

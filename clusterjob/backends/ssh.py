@@ -357,11 +357,7 @@ def _settled(spec: JobSpec) -> JobSpec:
     """
     if not spec.hosts:
         raise SpecError("the ssh cluster needs hosts", "--hosts a,b[1-4] or --hostfile FILE names them")
-    for flag in ("container", "array", "sweep", "after", "requeue", "signal_before"):
-        if getattr(spec, flag):
-            raise SpecError(f"the ssh cluster has no --{flag.replace('_', '-')}", "it needs a queue: --cluster slurm")
-    if spec.launcher == "srun":
-        raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+    directory.refuse_queue(spec, NAME)
     nodes = spec.resources.nodes
     if nodes > len(spec.hosts):
         raise SpecError(f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}", "name more with --hosts, or fewer --nodes")
