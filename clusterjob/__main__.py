@@ -23,7 +23,10 @@ def main() -> int:
     gc.set_threshold(50_000)  # imports make many objects and no garbage: looking for it takes a tenth of a short command
     from clusterjob.cli import main as command_line
 
-    return command_line()
+    try:
+        return command_line()
+    finally:
+        gc.freeze()  # the interpreter's end does not go through all of them for garbage then
 
 
 if __name__ == "__main__":
