@@ -108,6 +108,8 @@ class SlurmBackend:
         """
         client = Client()
         submission.preflight(client, plan.commands[0].argv)
+        if "qos" not in plan.spec.options:
+            submission.check_time(client, plan.spec.options.get("partition"), plan.spec.resources.time_limit)
         comment = _comment(plan.job_id)
         ids: list[str] = []
         cluster: str | None = None

@@ -33,6 +33,8 @@ _DEFAULTS_OF_SHAPE = frozenset(
 # After these words nobody knows whether the controller has taken the job: it may run once it is back.
 _IN_DOUBT = re.compile(r"timed out|Zero Bytes were transmitted|Unexpected message|Insane message|communication failure", re.IGNORECASE)
 
+_SILENT = re.compile(r"Unable to contact slurm controller|configuration source|slurm\.conf", re.IGNORECASE)
+
 _HINTS = (
     (r"DNS SRV|configuration source|slurm.conf", "this machine has no configuration of Slurm's: SLURM_CONF names one"),
     (r"Unable to contact slurm controller", "`scontrol ping` shows whether the controller answers"),
@@ -61,8 +63,13 @@ class Answer:
     @property
     def words(self) -> str:
         """Its complaint as one line, without the command's name before each."""
-        lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in self.err.splitlines()]
+        lines = [re.sub(r"^\w+: (error: )?(allocation failure: )?", "", line).strip() for line in self.err.splitlines()]
         return "; ".join(dict.fromkeys(line for line in lines if line)) or f"exit code {self.code}"
+
+    @property
+    def silent(self) -> bool:
+        """Whether there was nobody who could have answered, or who did."""
+        return self.in_doubt or _SILENT.search(self.err) is not None
 
     @property
     def in_doubt(self) -> bool:
