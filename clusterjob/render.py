@@ -23,13 +23,14 @@ class Quoted(str):
 
 
 def sh(value: object) -> Quoted:
-    """Quote one value as one shell word."""
-    return Quoted(shlex.quote(str(value)))
+    """Quote one value as one word of bash's."""
+    # A carriage return stands between single quotes then, and sbatch takes no script that holds one before a line break.
+    return Quoted(shlex.quote(str(value)).replace("\r", "'$'\\r''"))
 
 
 def sh_words(values: Iterable[object]) -> Quoted:
-    """Quote several values as several shell words."""
-    return Quoted(" ".join(shlex.quote(str(value)) for value in values))
+    """Quote several values as several words of bash's."""
+    return Quoted(" ".join(map(sh, values)))
 
 
 def verbatim(value: object) -> Quoted:
