@@ -63,6 +63,17 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
+def is_own(host: str) -> bool:
+    """Return whether a name or an address is one of this machine's."""
+    try:
+        family, kind, _, _, address = _resolve(host, 0, socket.SOCK_DGRAM)
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def has_interface(name: str) -> bool:
     """Return whether this machine has an interface of this name."""
     return name in {known for _, known in socket.if_nameindex()}
