@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob import pack, plans
 from clusterjob.backends import Status, directory
@@ -26,6 +27,9 @@ from clusterjob.records import Handle, Record, home
 from clusterjob.render import render
 from clusterjob.spec import JobSpec
 from clusterjob.units import parse_size
+
+if TYPE_CHECKING:
+    from clusterjob.ssh.fetch import Fetched
 
 NAME = "ssh"
 _SCRIPT = "ssh-node.sh"
@@ -240,6 +244,35 @@ class SshBackend:
             if outcome.errors:
                 message, hint = complaint(outcome.errors, len(place.hosts))
                 raise ClusterJobError(f"{message} (job {record.job_id})", hint or "its agents end there when they miss the others")
+
+    def fetch(
+        self, record: Record, paths: Sequence[str], target: Path, nodes: Sequence[int] | None, may_replace: Callable[[list[str]], bool]
+    ) -> list[Fetched]:
+        """Bring results from hosts; see `clusterjob.jobs.fetch`.
+
+        Raises:
+            ClusterJobError: a host is not reached, has nothing at a path, or it cannot be written here.
+        """
+        from clusterjob.ssh.fetch import Fetch
+        from clusterjob.ssh.pool import complaint, for_each
+
+        place = self._job(record).place
+        workdir = _CODE if record.spec.get("sync", True) else str(record.spec["workdir"])
+        asked = range(len(place.hosts)) if nodes is None else nodes
+        alone = threading.Lock()
+
+        def one_at_a_time(names: list[str]) -> bool:
+            with alone:
+                return may_replace(names)
+
+        def work(node: int) -> Fetched:
+            folder = target if len(asked) == 1 else target / f"node{node}"
+            return Fetch(self._visits().session(place, node), record.job_id, workdir, folder, one_at_a_time).run(paths)
+
+        outcome = for_each(asked, work)
+        if outcome.errors:
+            raise ClusterJobError(*complaint(outcome.errors, len(asked)))
+        return [outcome.results[node] for node in asked]
 
     def close(self) -> None:
         """Hang up on all hosts; jobs live on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import subprocess
 import zlib
@@ -23,6 +24,7 @@ LIMIT = 512 * 1024**2  # bytes; a directory that holds data by mistake would els
 OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
 _CHUNK = 1 << 18
+_DIRECTORY = "ps_d"  # pathspec's name for the slash at which a pattern has found a directory
 _MOST_DIFF = 4 << 20  # bytes of uncommitted changes that are kept
 
 
@@ -135,7 +137,23 @@ class _Rules:
 
     def verdict(self, path: str) -> bool | None:
         """Return whether a path is left out; None if nothing is said of it."""
-        return self.spec.check_file(path[len(self.base) :]).include
+        return _last_word(self.spec, path[len(self.base) :])
+
+
+def _last_word(spec: GitIgnoreSpec, path: str) -> bool | None:
+    """Return what the last pattern that names this very path says of it.
+
+    The library also takes a pattern for what lies below a directory that it names. git does not: it looks no further into a
+    directory that is left out, and asks anew for what is in one that is not.
+    """
+    for pattern in reversed(list(spec.patterns)):
+        found = pattern.match_file(path) if pattern.include is not None else None
+        if found is None:
+            continue
+        match: re.Match[str] = found.match
+        if match.groupdict().get(_DIRECTORY) is None or match.end(_DIRECTORY) == len(path):
+            return bool(pattern.include)
+    return None
 
 
 def _walk(root: Path, below: str, rules: list[_Rules]) -> Iterator[Entry]:
@@ -214,7 +232,7 @@ class _Above(_Rules):
     prefix: str = ""
 
     def verdict(self, path: str) -> bool | None:
-        return self.spec.check_file(f"{self.prefix}/{path}" if self.prefix else path).include
+        return _last_word(self.spec, f"{self.prefix}/{path}" if self.prefix else path)
 
 
 def _too_large(root: Path, entries: Iterable[Entry], limit: int) -> SubmitError:
