@@ -67,6 +67,8 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         SpecError: a field makes no sense.
     """
     values = dict(settings.values)
+    if values.get("gpus", "auto") != "auto":
+        values.setdefault("gpus_per_node", len(values["gpus"].split(",")))
     gpus_per_node = values.get("gpus_per_node")
     options = values.pop("set", {}) | {key: values.pop(key) for key in NAMED_OPTIONS if key in values}
     chosen = _hosts(values, settings.backend, directory)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from procs import PATIENCE
+from sshsite import Site, end_of, hang_up
 from sshworld import World
-from test_ssh_backend import Site, end_of, hang_up, site  # noqa: F401  a fixture
 
 from clusterjob import jobs
 from clusterjob.errors import ClusterJobError, UsageError
@@ -33,7 +33,7 @@ WRITER = """
 
 
 @pytest.fixture
-def record(site: Site) -> Record:  # noqa: F811
+def record(site: Site) -> Record:
     record = site.submit(WRITER)
     assert end_of(record).state is JobState.SUCCEEDED
     return record
@@ -67,7 +67,7 @@ def test_of_every_host(record: Record, target: Path) -> None:
     assert (target / "node1" / "runs" / "rank1.txt").read_text() == "1"
 
 
-def test_only_what_has_changed_is_written_again(site: Site, record: Record, target: Path) -> None:  # noqa: F811
+def test_only_what_has_changed_is_written_again(site: Site, record: Record, target: Path) -> None:
     fetch(record, target)
     before = {path: path.stat().st_ino for path in target.rglob("*")}
     (done,) = fetch(record, target)
@@ -82,7 +82,7 @@ def test_only_what_has_changed_is_written_again(site: Site, record: Record, targ
     assert (target / "runs" / "rank0.txt").read_text() == "more"
 
 
-def test_what_is_newer_here_is_left_unless_one_agrees(site: Site, record: Record, target: Path) -> None:  # noqa: F811
+def test_what_is_newer_here_is_left_unless_one_agrees(site: Site, record: Record, target: Path) -> None:
     fetch(record, target)
     mine = target / "runs" / "rank0.txt"
     mine.write_text("mine")
@@ -101,7 +101,7 @@ def test_what_is_not_in_the_working_directory(record: Record, target: Path, path
     assert not target.exists() or not list(target.iterdir())
 
 
-def test_a_link_here_does_not_lead_a_host_astray(site: Site, record: Record, target: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_link_here_does_not_lead_a_host_astray(site: Site, record: Record, target: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     target.mkdir()
     (target / "runs").symlink_to(tmp_path / "elsewhere")
@@ -110,7 +110,7 @@ def test_a_link_here_does_not_lead_a_host_astray(site: Site, record: Record, tar
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_the_command(site: Site, record: Record, target: Path) -> None:  # noqa: F811
+def test_the_command(site: Site, record: Record, target: Path) -> None:
     hang_up()
     for expected, text in ((0, "3 written, 0 unchanged"), (0, "0 written, 3 unchanged")):
         process = site.command("fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL)
@@ -129,7 +129,7 @@ def test_a_node_that_is_not_there(record: Record, target: Path) -> None:
         fetch(record, target, nodes=(2,))
 
 
-def test_git_s_revision_and_the_changes_are_kept(site: Site) -> None:  # noqa: F811
+def test_git_s_revision_and_the_changes_are_kept(site: Site) -> None:
     git = ["git", "-C", str(site.directory), "-c", "user.name=x", "-c", "user.email=x@x"]
     site.script("old = 1\n")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
@@ -142,7 +142,7 @@ def test_git_s_revision_and_the_changes_are_kept(site: Site) -> None:  # noqa: F
     end_of(record)
 
 
-def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     from clusterjob.ssh.session import Session
 
     asked: list[str] = []
@@ -162,13 +162,13 @@ def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.Monkey
 # -- hosts -----------------------------------------------------------------------------------------------------------------
 
 
-def run(site: Site, *words: str) -> tuple[int, str, str]:  # noqa: F811
+def run(site: Site, *words: str) -> tuple[int, str, str]:
     process = site.command(*words, stdin=subprocess.DEVNULL)
     out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 
-def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:  # noqa: F811
+def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:
     option = ("--set", f"ssh_config={site.world.config}")
     code, out, err = run(site, "hosts", "--hosts", "gpu1,nowhere.invalid", *option, "--python", site.python, "--json")
     assert code == 1, err
@@ -184,7 +184,7 @@ def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:  # noqa: F811
     assert (code, "there are no hosts" in err) == (2, True)
 
 
-def test_a_host_is_trusted_and_then_used(site: Site) -> None:  # noqa: F811
+def test_a_host_is_trusted_and_then_used(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("# mine\n")
     option = ("--set", f"ssh_config={world.config}")
@@ -197,7 +197,7 @@ def test_a_host_is_trusted_and_then_used(site: Site) -> None:  # noqa: F811
     assert end_of(site.submit("", hosts="gpu1")).state is JobState.SUCCEEDED
 
 
-def test_a_host_behind_a_bastion_is_trusted_one_after_the_other(site: Site) -> None:  # noqa: F811
+def test_a_host_behind_a_bastion_is_trusted_one_after_the_other(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("")
     option = ("--set", f"ssh_config={world.config}")
@@ -209,7 +209,7 @@ def test_a_host_behind_a_bastion_is_trusted_one_after_the_other(site: Site) -> N
     assert f"10.78.0.1 {world.hosts['inner1'].public_key}" in world.known_hosts.read_text()
 
 
-def test_a_key_that_is_not_the_expected_one_is_not_trusted(site: Site) -> None:  # noqa: F811
+def test_a_key_that_is_not_the_expected_one_is_not_trusted(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("")
     option = ("--set", f"ssh_config={world.config}")
@@ -219,7 +219,7 @@ def test_a_key_that_is_not_the_expected_one_is_not_trusted(site: Site) -> None: 
     assert run(site, "hosts", "trust", "gpu1", *option, "--fingerprint", world.hosts["gpu1"].fingerprint)[0] == 0
 
 
-def test_a_changed_key_is_replaced_only_when_that_is_said(site: Site) -> None:  # noqa: F811
+def test_a_changed_key_is_replaced_only_when_that_is_said(site: Site) -> None:
     world: World = site.world
     other = f"10.77.0.1 {world.hosts['gpu2'].public_key}\n"
     world.known_hosts.write_text(other)
@@ -231,7 +231,7 @@ def test_a_changed_key_is_replaced_only_when_that_is_said(site: Site) -> None:  
     assert world.known_hosts.read_text() == f"10.77.0.1 {world.hosts['gpu1'].public_key}\n"
 
 
-def test_a_revoked_key_is_never_trusted(site: Site) -> None:  # noqa: F811
+def test_a_revoked_key_is_never_trusted(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text(f"@revoked * {world.hosts['gpu1'].public_key}\n")
     option = ("--set", f"ssh_config={world.config}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -176,12 +177,15 @@ class SshBackend:
             ports=candidates.candidates(plan.job_id, 0),
             patience=spec.join_timeout,
             grace=spec.grace,
+            gpus=spec.gpus,
+            gpus_per_node=spec.resources.gpus_per_node,
+            require_gpus=spec.require_gpus,
         )
         data: dict[str, Any] = place.to_json()
         if code is not None:
             data["code"] = {"digest": code.digest, "files": code.files, "bytes": code.size, "git": _keep_git(spec.workdir, plan.job_dir)}
         with Sending([str(host) for host in spec.hosts]) as progress:
-            submission = Submission(self._visits(), place, goods, progress)
+            submission = Submission(self._visits(), place, goods, progress, _warn)
             try:
                 data["address"] = submission.run()
             except BaseException:
@@ -394,6 +398,7 @@ def _settled(spec: JobSpec) -> JobSpec:
     nodes = spec.resources.nodes
     if nodes > len(spec.hosts):
         raise SpecError(f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}", "name more with --hosts, or fewer --nodes")
+    _check_gpus(spec)
     program = spec.program
     if spec.sync and program.kind == "script":
         path = os.path.relpath(os.path.join(spec.workdir, program.target), spec.workdir)
@@ -403,6 +408,18 @@ def _settled(spec: JobSpec) -> JobSpec:
             )
         program = Program(program.kind, path, program.args)
     return replace(spec, program=program, hosts=spec.hosts[:nodes])
+
+
+def _check_gpus(spec: JobSpec) -> None:
+    asked = spec.resources.gpus_per_node
+    if spec.gpus == "auto" and not asked:
+        raise SpecError("--gpus auto does not say how many", "--gpus-per-node N does")
+    if spec.gpus and spec.gpus != "auto":
+        listed = spec.gpus.split(",")
+        if not all(re.fullmatch(r"\d{1,4}|GPU-[\w-]+", entry, re.ASCII) for entry in listed) or len(set(listed)) < len(listed):
+            raise SpecError(f"--gpus {spec.gpus!r} is no list of GPUs", "write it as 0,1,4, or auto for idle ones")
+        if asked != len(listed):
+            raise SpecError(f"--gpus {spec.gpus} are {len(listed)} on each host, --gpus-per-node says {asked}", "leave one of them out")
 
 
 def _uneven(spec: JobSpec) -> bool:
