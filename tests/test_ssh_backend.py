@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -209,6 +210,27 @@ def test_every_unfit_host_is_named_at_once_and_nothing_runs_on_the_others(site: 
     assert "lets nobody in with none of these keys" in rest[3]
 
 
+def test_hosts_that_do_not_answer_are_named_beside_those_that_do(site: Site) -> None:
+    gpu3 = site.world.hosts["gpu3"]
+    gpu3.run("ip", "route", "add", "blackhole", "10.77.0.100")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        site.world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\nHost wrong\n  HostName 10.77.0.2\n")
+        keys = site.world.known_hosts.read_text().splitlines()
+        keys = [line for line in keys if not line.startswith("10.77.0.2 ")] + [f"10.77.0.2 {gpu3.public_key}"]
+        site.world.known_hosts.write_text("\n".join(keys) + "\n")
+        begin = time.monotonic()
+        try:
+            error = site.refused(hosts="gpu1,gpu3,hole,wrong", set={"connect_timeout": "2"})
+        finally:
+            gpu3.run("ip", "route", "del", "blackhole", "10.77.0.100")
+    assert time.monotonic() - begin < 30
+    assert error.message.splitlines()[0] == "3 of 4 hosts cannot be used:"
+    timed_out, hole, wrong = error.message.splitlines()[1:]
+    assert timed_out == "  gpu3: no answer from 10.77.0.3:22 within 2 s"
+    assert hole == "  hole: it accepts TCP and says nothing for 2 s"
+    assert wrong.startswith("  wrong: its key has changed: it shows ssh-ed25519 SHA256:")
+
+
 def test_a_host_that_is_listed_twice_or_under_another_name(site: Site) -> None:
     site.world.write_config("Host other\n  HostName 10.77.0.1\n  HostKeyAlias 10.77.0.1\n")
     error = site.refused(hosts="gpu1,gpu2,other,gpu2")
@@ -258,6 +280,45 @@ def full_disk(site: Site) -> Iterator[HostOfWorld]:
 def test_disk_full_on_one_host(site: Site, full_disk: HostOfWorld) -> None:
     error = site.refused()
     assert error.message.startswith("gpu2: disk full: ")
+
+
+def test_a_disk_that_fills_up_while_it_is_written(site: Site) -> None:
+    """There is room, but for no more than a few files."""
+    host = site.world.hosts["gpu2"]
+    sh("mount", "-t", "tmpfs", "-o", "size=200m,nr_inodes=9", "tmpfs", host.home)
+    host.stop()
+    host.start()
+    try:
+        error = site.refused()
+        assert error.message.startswith("gpu2: No space left on device: ")
+    finally:
+        hang_up()
+        host.stop()
+        sh("umount", host.home)
+        host.start()
+
+
+def test_a_login_that_prints_is_listened_past(site: Site) -> None:
+    for name in ("gpu1", "gpu2"):
+        (site.world.hosts[name].home / ".bashrc").write_text("echo welcome; echo to stderr >&2\n")
+    try:
+        record = site.submit('print("fine")')
+        assert sorted(lines_of(record)) == ["0 out fine", "1 out fine"]
+    finally:
+        for name in ("gpu1", "gpu2"):
+            (site.world.hosts[name].home / ".bashrc").unlink()
+
+
+def test_ctrl_c_while_a_job_is_submitted_leaves_nothing(site: Site) -> None:
+    submitted = site.command("submit", *site.options(setup=["sleep 3"]), site.script(SLEEPER))
+    place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
+    wait_until(lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host")
+    submitted.send_signal(signal.SIGINT)
+    _, err = submitted.communicate(timeout=PATIENCE)
+    assert submitted.returncode == 130, err
+    wait_until(lambda: not site.running() and not list(place.iterdir()), PATIENCE, "the end of what was put there")
+    for record in Records().all():
+        assert jobs.status(record).state in (JobState.CANCELLED, JobState.LOST)
 
 
 def test_setup_lines_that_fail_are_named(site: Site) -> None:

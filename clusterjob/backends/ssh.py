@@ -11,8 +11,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,6 @@ class SshBackend:
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
         self._visits_held: Any = None
-        self._executor: ThreadPoolExecutor | None = None
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -280,9 +280,6 @@ class SshBackend:
 
     def close(self) -> None:
         """Hang up on all hosts; jobs live on."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-            self._executor = None
         if self._visits_held is not None:
             self._visits_held.close()
             self._visits_held = None
@@ -312,12 +309,12 @@ class SshBackend:
 
     def _look(self, record: Record) -> None:
         """Begin to ask every host of a job that is not being asked already."""
+        from clusterjob.ssh.pool import in_background
+
         job = self._job(record)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(128, thread_name_prefix="clusterjob-look")
         for index, node in enumerate(job.nodes):
             if node.asking is None and time.monotonic() >= node.next_try:
-                node.asking = self._executor.submit(self._ask, job, index)
+                node.asking = in_background(partial(self._ask, job, index))
 
     def _ask(self, job: _Job, index: int) -> Mapping[str, Any]:
         session = self._visits().session(job.place, index)

@@ -93,14 +93,19 @@ class Connection:
         channel.settimeout(self._timeout)
         return channel
 
-    def run(self, command: str) -> tuple[int, bytes, bytes]:
-        """Run a command that has no input to its end; return its exit code, stdout and stderr.
+    def run(self, command: str, data: bytes = b"") -> tuple[int, bytes, bytes]:
+        """Run a command to its end; return its exit code, stdout and stderr.
+
+        Args:
+            command: a line for the host's shell.
+            data: its stdin.
 
         Raises:
             HostError: the host does not start it, or says nothing for too long.
         """
         channel = self.execute(command)
         try:
+            channel.sendall(data)
             channel.shutdown_write()
             out, err = bytearray(), bytearray()
             while data := channel.recv(1 << 16):

@@ -245,6 +245,8 @@ class Submission:
 
     def _start(self, node: int, session: Session, address: str) -> None:
         goods = self._goods
+        if self._stop.is_set():
+            raise HostError(session.connection.target.label, "given up")
         env = {**goods.environments[node], "CLUSTERJOB_MASTER_ADDR": address}
         if (devices := self._devices.get(node)) is not None:
             env["CUDA_VISIBLE_DEVICES"] = devices
