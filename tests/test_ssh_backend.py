@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,13 @@ def test_a_failure_names_its_rank_and_its_host(site: Site) -> None:
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 7)
     assert verdict.failure is not None
     assert (verdict.failure.rank, verdict.failure.host) == (1, "gpu2")
+
+
+def test_a_failure_names_its_host_as_the_user_wrote_it(site: Site) -> None:
+    record = site.submit("raise SystemExit(3)", hosts="root@10.77.0.2:22")
+    verdict = end_of(record)
+    assert verdict.failure is not None
+    assert verdict.failure.host == "root@10.77.0.2:22"
 
 
 def test_the_submitted_id_stands_alone_and_the_job_needs_nobody(site: Site) -> None:
@@ -344,6 +352,34 @@ def test_what_makes_no_sense_on_hosts(site: Site, flags: dict[str, Any], why: st
     site.script("")
     with pytest.raises(ClusterJobError, match=why):
         site.plan(Program("script", "script.py"), **flags)
+
+
+def test_a_profile_says_where_and_how(site: Site) -> None:
+    site.script("", "train.py")
+    site.path("clusterjob.toml").write_text(
+        f"""
+        [clusters.lab]
+        backend = "ssh"
+        hosts = ["gpu[1-2]", "root@gpu3:22"]
+        python = "{site.python}"
+        set = {{ ssh_config = "{site.world.config}", need_torch = false, remote_home = "~/elsewhere" }}
+        """
+    )
+    settings = jobs.settle({}, "lab", site.directory)
+    plan = jobs.plan(jobs.make_spec(Program("script", "train.py"), settings, site.directory), settings)
+    assert [str(host) for host in plan.spec.hosts] == ["gpu1", "gpu2", "root@gpu3:22"]
+    record = jobs.submit(plan, "lab", detach=True)
+    assert end_of(record).state is JobState.SUCCEEDED
+    assert (site.world.hosts["gpu3"].home / "elsewhere" / "jobs" / record.job_id).is_dir()
+
+
+def test_hosts_are_for_hosts_alone(site: Site) -> None:
+    site.script("")
+    for backend in ("local", "slurm"):
+        settings = jobs.settle(site.flags(set={}), backend, site.directory)
+        settings = replace(settings, values={key: value for key, value in settings.values.items() if key != "set"})
+        with pytest.raises(SpecError, match=f"the {backend} cluster takes no hosts"):
+            jobs.plan(jobs.make_spec(Program("script", "script.py"), settings, site.directory), settings)
 
 
 def test_the_first_hosts_are_taken(site: Site) -> None:

@@ -425,7 +425,7 @@ def _uneven(spec: JobSpec) -> bool:
 
 def _environment(spec: JobSpec, node: int) -> dict[str, str]:
     """Return the variables that the script of a node is started with; its master's address is added when it is known."""
-    env = {"CLUSTERJOB_NODE_RANK": str(node)}
+    env = {"CLUSTERJOB_NODE_RANK": str(node), "CLUSTERJOB_HOST": str(spec.hosts[node])}
     if _uneven(spec):
         env["CLUSTERJOB_NPROC_PER_NODE"] = str(spec.hosts[node].slots or 1)
     if spec.resources.gpus_per_node == 0:

@@ -18,8 +18,8 @@ _ELSEWHERE = "198.51.100.1"
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this machine's name as the user knows it: the scheduler's where there is one, else the host's own."""
-    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """Return this machine's name as the user knows it: as he wrote it, else the scheduler's, else the host's own."""
+    return environ.get("CLUSTERJOB_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def address_towards(host: str) -> str | None:
