@@ -57,10 +57,8 @@ def test_all_arrives_byte_for_byte(user: User, name: str, args: list[str], value
     env = {f"X_{index}": value for index, value in enumerate(values)}
     quoted = ",".join('"{}"'.format(value.replace('"', '""')) for value in sweep)
     words = [word for key, value in env.items() for word in ("--env", f"{key}={value}")]
-    job_id = user(
-        "submit", "--cluster", "slurm", "--name", name, f"--workdir={directory}", *words, "--sweep", f"swept={quoted}", f"./{places[-1]}.py",
-        *args,
-    ).stdout.strip()  # fmt: skip
+    options = ["--cluster", "slurm", "--name", name, f"--workdir={directory}", *words, "--sweep", f"swept={quoted}"]
+    job_id = user("submit", *options, f"./{places[-1]}.py", *args).stdout.strip()
     assert user("wait", job_id).returncode == 0
     for index, value in enumerate(_as_swept(sweep)):
         [line] = user.output(f"{job_id}_{index}").splitlines()
@@ -114,7 +112,8 @@ def test_a_job_that_submits_a_job(user: User) -> None:
     """Nothing of the outer job's place reaches the inner one, but where Slurm is."""
     inner = """
         import json, os
-        print(json.dumps({name: value for name, value in os.environ.items() if name.startswith(("SLURM", "SBATCH", "CUDA", "RANK", "WORLD"))}))
+        watched = ("SLURM", "SBATCH", "CUDA", "RANK", "WORLD")
+        print(json.dumps({name: value for name, value in os.environ.items() if name.startswith(watched)}))
     """
     user.script(inner, "inner.py")
     outer = f"""
