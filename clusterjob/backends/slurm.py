@@ -167,7 +167,7 @@ class SlurmBackend:
             else:
                 forgotten[handle.id] = (record, handle)
         if forgotten:
-            rows = accounting.ended({key: float(handle.data["at"]) for key, (_, handle) in forgotten.items()})
+            rows = accounting.ended({key: (float(handle.data["at"]), _submitted_in(record)) for key, (record, handle) in forgotten.items()})
             for key, (record, handle) in forgotten.items():
                 found[record.job_id] = _not_yet(record, snapshot) if rows is None else _forgotten(record, handle, rows.get(key))
         return found
@@ -357,10 +357,20 @@ def _unseen(record: Record, snapshot: Snapshot) -> Status:
         return Status(JobState.PENDING, "it is being submitted")
     if snapshot.trouble:
         return Status(JobState.UNKNOWN, _unanswered(snapshot))
-    if snapshot.taken_at < _epoch(record.submitted_at) + _UNSEEN:
+    started_at, restarts, _ = directory.progress(record.job_dir)
+    newest = max(_epoch(record.submitted_at) + _UNSEEN, _epoch(started_at) + _SETTLING if started_at else 0.0)
+    if started_at is not None and snapshot.taken_at < newest:
+        return Status(JobState.RUNNING, "", None, started_at, restarts)
+    if _ran(record, started_at):
+        return _with_handle(_from_directory(record, started_at, restarts), None)
+    if snapshot.taken_at < newest:
         return Status(JobState.UNKNOWN, "Slurm does not show it (yet): it was not known whether it had been taken")
     why = "the command that submitted it died before Slurm had taken the job"
     return directory.ended(directory.end_without_lead(record.job_dir, None, 0, why))
+
+
+def _ran(record: Record, started_at: str | None) -> bool:
+    return started_at is not None or slurm_ends.step_code(record.job_dir) is not None or bool(ends.refusals(record.job_dir))
 
 
 def _not_yet(record: Record, snapshot: Snapshot) -> Status:
@@ -403,7 +413,7 @@ def _unanswered(snapshot: Snapshot) -> str:
     return f"Slurm does not answer: {snapshot.trouble}"
 
 
-def _with_handle(verdict: Verdict, handle: Handle) -> Status:
+def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
     return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts, handle)
 
 
@@ -411,11 +421,19 @@ def _started_by_srun(record: Record) -> bool:
     return bool(record.spec.get("launcher") == "srun")
 
 
+def _submitted_in(record: Record) -> str:
+    return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
+
+
 def _forgotten(record: Record, handle: Handle, accounted: Row | None) -> Status:
     """Return the status of a job that squeue does not know any more: what it wrote itself, then what accounting has."""
     if accounted is not None:
         return _from_row(record, handle, accounted)
     started_at, restarts, _ = directory.progress(record.job_dir)
+    return _with_handle(_from_directory(record, started_at, restarts), handle)
+
+
+def _from_directory(record: Record, started_at: str | None, restarts: int) -> Verdict:
     own = slurm_ends.verdict_of(record.job_dir)
     code = slurm_ends.step_code(record.job_dir)
     if own is None and code is not None and _started_by_srun(record):
@@ -423,7 +441,7 @@ def _forgotten(record: Record, handle: Handle, accounted: Row | None) -> Status:
     if own is None:
         why = "Slurm does not know it any more, and it left no verdict: it was killed, or lost by Slurm"
         own = directory.end_without_lead(record.job_dir, started_at, restarts, why)
-    return _with_handle(own, handle)
+    return own
 
 
 def _epoch(text: str) -> float:

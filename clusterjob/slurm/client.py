@@ -63,7 +63,7 @@ class Answer:
     @property
     def words(self) -> str:
         """Its complaint as one line, without the command's name before each."""
-        lines = [re.sub(r"^\w+: (error: )?(allocation failure: )?", "", line).strip() for line in self.err.splitlines()]
+        lines = [re.sub(r"^(?:\w+: (?:error: )?)?(?:allocation failure: )?", "", line).strip() for line in self.err.splitlines()]
         return "; ".join(dict.fromkeys(line for line in lines if line)) or f"exit code {self.code}"
 
     @property
