@@ -93,7 +93,9 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
         gpu = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
         if backend == "nccl":
             versions += f" with NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    job = os.environ.get("CLUSTERJOB_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
+    # Whoever sets ranks by hand may well join two allocations of Slurm's; its own steps are of one.
+    own_name = "SLURM_JOB_ID" if worker.topology.source == "slurm" else "TORCHELASTIC_RUN_ID"
+    job = os.environ.get("CLUSTERJOB_JOB_ID") or os.environ.get(own_name) or ""
     return Facts(socket.gethostname(), os.getpid(), processes.boot_id() or "", worker.world_size, job, versions, gpu)
 
 
