@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,11 +20,13 @@ from procs import wait_until
 from sshsite import PATIENCE, SLEEPER, Site, end_of, hang_up, lines_of, wait_for_lines, workers_on
 from sshworld import HostOfWorld, sh
 
-from clusterjob import jobs
-from clusterjob.errors import ClusterJobError, SpecError
+from clusterjob import jobs, pack
+from clusterjob.errors import ClusterJobError, HostError, SpecError
+from clusterjob.hosts import Host
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 from clusterjob.records import Records
+from clusterjob.ssh.visits import Place, Visits
 
 CUT_OFF = 15.0  # seconds within which a job has ended on the other hosts when one is cut off
 
@@ -487,6 +490,53 @@ def test_a_directory_removed_on_the_hosts_is_no_success(site: Site) -> None:
     verdict = end_of(record)
     assert verdict.state is JobState.LOST
     assert "gone" in verdict.reason
+
+
+def test_a_directory_removed_here_is_mirrored_anew(site: Site) -> None:
+    record = site.submit("print('out')")
+    shutil.rmtree(record.job_dir)
+    assert end_of(record).state is JobState.SUCCEEDED
+    hang_up()
+    jobs.collect(record)
+    assert (record.job_dir / "logs" / "node1" / "rank1.out").read_text() == "out\n"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "WON", "exit_code": 0}', "\0"])
+def test_a_verdict_that_is_none_is_no_verdict(site: Site, text: str) -> None:
+    record = site.submit(SLEEPER, hosts="gpu1")
+    (site.remote_dir(record, "gpu1") / "result.json").write_text(text)
+    assert jobs.status(record).verdict is None
+    jobs.cancel([record])
+
+
+def test_a_job_that_is_cancelled_while_it_is_submitted_does_not_start(site: Site) -> None:
+    submitted = site.command("submit", *site.options(setup=["sleep 1.5"]), site.script(SLEEPER))
+    place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
+    wait_until(lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host")
+    (record,) = Records().all()
+    jobs.cancel([record])
+    _, err = submitted.communicate(timeout=PATIENCE)
+    assert submitted.returncode == 1
+    assert "cancelled while it was being submitted" in err
+    assert not site.running()
+
+
+def test_an_answer_that_is_nonsense_is_one_line(site: Site, tmp_path: Path) -> None:
+    noisy = tmp_path / "noisy"
+    noisy.mkdir()
+    (noisy / "sitecustomize.py").write_text("import threading, time\nthreading.Timer(0.3, lambda: print('noise', flush=True)).start()\n")
+    python = tmp_path / "noisy-python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={noisy} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    visits = Visits(lambda _: None, pack.node_zip)
+    try:
+        session = visits.session(Place((Host("gpu1"),), str(python), ssh_config=site.world.config), 0)
+        session.ask("check", need=0, torch=False, own=True)
+        time.sleep(1)
+        with pytest.raises(HostError, match="gpu1: it answers nonsense"):
+            session.ask("check", need=0, torch=False, own=True)
+    finally:
+        visits.close()
 
 
 def test_a_host_writes_nothing_here_that_it_was_not_asked_for(site: Site) -> None:

@@ -95,6 +95,15 @@ def test_too_much_is_refused_with_what_is_large(tmp_path: Path) -> None:
     assert ".clusterjobignore" in caught.value.hint
 
 
+def test_too_many_files_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MOST_ENTRIES", 5)
+    fill(tmp_path, **{f"file{number}": "" for number in range(5)})
+    assert snapshot.take(tmp_path).files == 5
+    fill(tmp_path, more="")
+    with pytest.raises(SubmitError, match="holds more than 5 files"):
+        snapshot.take(tmp_path)
+
+
 def test_the_same_content_has_the_same_name(tmp_path: Path) -> None:
     fill(tmp_path, a="1", b="2")
     first = snapshot.take(tmp_path).digest

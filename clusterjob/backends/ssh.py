@@ -185,7 +185,7 @@ class SshBackend:
         if code is not None:
             data["code"] = {"digest": code.digest, "files": code.files, "bytes": code.size, "git": _keep_git(spec.workdir, plan.job_dir)}
         with Sending([str(host) for host in spec.hosts]) as progress:
-            submission = Submission(self._visits(), place, goods, progress, _warn)
+            submission = Submission(self._visits(), place, goods, progress, _warn, partial(ends.cancelled, plan.job_dir))
             try:
                 data["address"] = submission.run()
             except BaseException:
@@ -216,7 +216,7 @@ class SshBackend:
         if whole.exists() or not record.job_dir.is_dir():
             return
         while True:
-            self._look(record)
+            self._look(record, at_once=True)
             self._hear([job], patient=True)
             if not any(node.look is not None and node.look["more"] and node.error is None for node in job.nodes):
                 break
@@ -307,13 +307,13 @@ class SshBackend:
             self._jobs[record.job_id] = _Job(place, nodes)
         return self._jobs[record.job_id]
 
-    def _look(self, record: Record) -> None:
-        """Begin to ask every host of a job that is not being asked already."""
+    def _look(self, record: Record, *, at_once: bool = False) -> None:
+        """Begin to ask every host of a job that is not being asked already, and was not a moment ago."""
         from clusterjob.ssh.pool import in_background
 
         job = self._job(record)
         for index, node in enumerate(job.nodes):
-            if node.asking is None and time.monotonic() >= node.next_try:
+            if node.asking is None and (at_once or time.monotonic() >= node.next_try):
                 node.asking = in_background(partial(self._ask, job, index))
 
     def _ask(self, job: _Job, index: int) -> Mapping[str, Any]:
@@ -332,7 +332,9 @@ class SshBackend:
                     continue
                 asking, node.asking = node.asking, None
                 try:
-                    node.look, node.error, node.failures, node.next_try = asking.result(), None, 0, 0.0
+                    node.look, node.error, node.failures = asking.result(), None, 0
+                    # Many hosts are asked less often, so that following a job costs the same.
+                    node.next_try = time.monotonic() + min(2.0, 0.02 * len(job.nodes))
                 except HostError as error:
                     node.error = error
                     node.failures += 1
@@ -340,9 +342,9 @@ class SshBackend:
 
     def _status(self, record: Record) -> Status:
         job_dir, job = record.job_dir, self._job(record)
-        result = files.read_json(job_dir / "result.json")
-        if result is not None:
-            return directory.ended(Verdict.from_json(result))
+        told = _verdict(files.read_json(job_dir / "result.json"))
+        if told is not None:
+            return directory.ended(told)
         started_at, restarts, waiting = directory.progress(job_dir)
         errors = [node.error.message for node in job.nodes if node.error is not None]
         alive = [bool(node.look and node.look["alive"]) for node in job.nodes]
@@ -379,8 +381,16 @@ def _verdict_of_members(job_dir: Path) -> Verdict | None:
     """Return the lead's verdict as another node wrote it down, where node 0's own word has not come through."""
     for end in ends.written(job_dir):
         if end.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED) and "exit_code" in end and "restarts" in end:
-            return Verdict.from_json(end)
+            return _verdict(end)
     return None
+
+
+def _verdict(data: Any) -> Verdict | None:
+    """Return a verdict that a host has sent; None for what is none."""
+    try:
+        return Verdict.from_json(data) if data is not None else None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _settled(spec: JobSpec) -> JobSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 LIMIT = 512 * 1024**2  # bytes; a directory that holds data by mistake would else be sent to every host
+MOST_ENTRIES = 100_000  # a home directory is not meant to be sent
 OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
 _CHUNK = 1 << 18
@@ -119,7 +121,11 @@ def take(root: Path, limit: int = LIMIT) -> Snapshot:
         SubmitError: it holds more, or something in it cannot be read.
     """
     try:
-        found = list(_walk(root, "", _rules_above(root)))
+        found = list(itertools.islice(_walk(root, "", _rules_above(root)), MOST_ENTRIES + 1))
+        if len(found) > MOST_ENTRIES:
+            raise SubmitError(
+                f"{root} holds more than {MOST_ENTRIES:,} files", f"leave data out in {OWN_IGNORE}, or name another --workdir"
+            )
         if sum(entry.size for entry in found) > limit:
             raise _too_large(root, found, limit)
         entries = tuple(_hashed(root, entry) if entry.kind == "file" else entry for entry in found)

@@ -71,16 +71,24 @@ class Submission:
         goods: what they get.
         progress: told (node, bytes sent, bytes to be sent) as code is sent.
         warn: told lines that the user should see.
+        unwanted: whether somebody has wished meanwhile that the job end.
     """
 
     def __init__(
-        self, visits: Visits, place: Place, goods: Consignment, progress: Callable[[int, int, int], None], warn: Callable[[str], None]
+        self,
+        visits: Visits,
+        place: Place,
+        goods: Consignment,
+        progress: Callable[[int, int, int], None],
+        warn: Callable[[str], None],
+        unwanted: Callable[[], bool],
     ) -> None:
         self._visits = visits
         self._place = place
         self._goods = goods
         self._progress = progress
         self._warn = warn
+        self._unwanted = unwanted
         self._nodes = range(len(place.hosts))
         self._reached_at = ""
         self._devices: dict[int, str | None] = {}
@@ -99,7 +107,9 @@ class Submission:
             if self._place.setup:
                 self._everywhere(self._check_after_setup, "fit")
             address = self._meet()
+            self._ask_whether_wanted()
             self._everywhere(lambda node, session: self._start(node, session, address), "start")
+            self._ask_whether_wanted()
         except BaseException:
             self._stop.set()
             self.withdraw()
@@ -260,6 +270,11 @@ class Submission:
                 raise HostError(session.connection.target.label, f"its script has not come to the agent within {goods.patience:g} s")
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
+
+    def _ask_whether_wanted(self) -> None:
+        """Before the start and after it: a wish from elsewhere finds no agent that it could tell while there is none."""
+        if self._unwanted():
+            raise SubmitError("the job was cancelled while it was being submitted")
 
     # -- all at once ---------------------------------------------------------------------------------------------------
 
