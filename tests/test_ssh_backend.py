@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
@@ -201,6 +203,45 @@ def test_hosts_with_one_home_directory(site: Site) -> None:
 def test_one_host_needs_no_meeting(site: Site) -> None:
     record = site.submit('import os; print(os.environ["MASTER_ADDR"])', hosts="gpu3")
     assert lines_of(record) == ["0 out 127.0.0.1"]
+
+
+def logins(host: HostOfWorld) -> int:
+    return (host.directory / "sshd.log").read_text().count("Accepted publickey")
+
+
+def test_following_takes_one_connection_a_host(site: Site) -> None:
+    record = site.submit("import time\nfor n in range(30): print('line', n, flush=True); time.sleep(0.1)")
+    hang_up()
+    before = {name: logins(site.world.hosts[name]) for name in ("gpu1", "gpu2")}
+    follow = site.command("logs", "-f", record.job_id)
+    out, err = follow.communicate(timeout=PATIENCE)
+    assert follow.returncode == 0, err
+    shown = [line for line in out.splitlines() if line.startswith("[0-1] ")]
+    alone = [line for line in out.splitlines() if not line.startswith("[0-1] ")]
+    assert len(shown) * 2 + len(alone) == 60, "every line of both, once"
+    for rank in range(2):
+        own = [line.partition("] line ")[2] for line in out.splitlines() if line.startswith(("[0-1]", f"[{rank}]"))]
+        assert own == [str(number) for number in range(30)], "each rank's in their order"
+    assert {name: logins(site.world.hosts[name]) - count for name, count in before.items()} == {"gpu1": 1, "gpu2": 1}
+
+
+def test_a_terminal_sees_how_far_the_code_has_come(site: Site) -> None:
+    with site.path("weights.bin").open("wb") as stream:
+        for _ in range(60):
+            stream.write(os.urandom(1 << 20))
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "clusterjob", "submit", *site.options(), site.script("")]
+    submitted = subprocess.Popen(words, cwd=site.directory, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is gone
+        while data := os.read(ours, 1 << 16):
+            seen += data
+    os.close(ours)
+    out, _ = submitted.communicate(timeout=PATIENCE)
+    assert submitted.returncode == 0, seen
+    assert b"sending code to 2 hosts" in seen
+    assert end_of(Records().find(out.decode().strip())).state is JobState.SUCCEEDED
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------------
