@@ -272,14 +272,14 @@ def test_hosts_that_do_not_answer_are_named_beside_those_that_do(site: Site) -> 
         site.world.known_hosts.write_text("\n".join(keys) + "\n")
         begin = time.monotonic()
         try:
-            error = site.refused(hosts="gpu1,gpu3,hole,wrong", set={"connect_timeout": "2"})
+            error = site.refused(hosts="gpu1,gpu3,hole,wrong", set={"connect_timeout": "4"})
         finally:
             gpu3.run("ip", "route", "del", "blackhole", "10.77.0.100")
     assert time.monotonic() - begin < 30
     assert error.message.splitlines()[0] == "3 of 4 hosts cannot be used:"
     timed_out, hole, wrong = error.message.splitlines()[1:]
-    assert timed_out == "  gpu3: no answer from 10.77.0.3:22 within 2 s"
-    assert hole == "  hole: it accepts TCP and says nothing for 2 s"
+    assert timed_out == "  gpu3: no answer from 10.77.0.3:22 within 4 s"
+    assert hole == "  hole: it accepts TCP and says nothing for 4 s"
     assert wrong.startswith("  wrong: its key has changed: it shows ssh-ed25519 SHA256:")
 
 

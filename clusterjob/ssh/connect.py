@@ -306,7 +306,8 @@ def _bounded(transport: paramiko.Transport, seconds: float, label: str, what: st
 def _key_types(transport: paramiko.Transport, known: KnownHosts, names: list[str]) -> tuple[str, ...]:
     """Return the types of host key to ask for: those that are known first, certificates where an authority is."""
     plain = [kind for kind in transport.get_security_options().key_types if not kind.endswith(certificates.SUFFIX)]
-    wanted = [kind for kind in plain if ("ssh-rsa" if kind.startswith("rsa-") else kind) in known.kinds(names)]
+    kinds = set(known.kinds(names))
+    wanted = [kind for kind in plain if ("ssh-rsa" if kind.startswith("rsa-") else kind) in kinds]
     vouched = [f"{kind}{certificates.SUFFIX}" for kind in plain] if known.has_authority(names) else []
     return (*vouched, *wanted, *(kind for kind in plain if kind not in wanted))
 
