@@ -65,6 +65,20 @@ def test_a_submitter_that_is_killed_before_sbatch_leaves_a_job_that_never_was(us
     assert user("wait", job_id, code=1).returncode == 1
 
 
+@pytest.mark.parametrize("options", [(), ("--array", "0-1")])
+def test_ctrl_c_while_sbatch_has_just_submitted_the_job_cancels_it(user: User, options: tuple[str, ...]) -> None:
+    submitted = '"$REAL" "$@" > /dev/null\nkill -INT $PPID\nsleep 5\n'
+    user.command_first_on_path("sbatch", f'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n{submitted}')
+    process = user.start("run", "--cluster", "slurm", *options, user.script(SLEEPER))
+    assert process.wait(PATIENCE) == 130
+    ask_anew(user)
+    job_id = the_only_record(user)
+    assert user("wait", job_id, code=143).returncode == 143
+    states = user.slurm.run("squeue", "--noheader", "--states=all", "--array", "--format=%T|%k").stdout.splitlines()
+    assert {line.partition("|")[0] for line in states if line.endswith(f"clusterjob:{job_id}")} == {"CANCELLED"}
+    nothing_left(PROMPT)
+
+
 @pytest.mark.slow
 def test_a_controller_that_does_not_answer_while_a_job_is_submitted(user: User) -> None:
     """Nobody knows whether it has taken the job; exactly one runs once it goes on, and it is found."""

@@ -120,6 +120,12 @@ class SlurmBackend:
                 if ids:
                     Client(cluster=cluster).run(["scancel", *ids])
                 raise
+            except KeyboardInterrupt:  # sbatch heard it too, and may have been quicker
+                ends.cancel(plan.job_dir)  # which the script looks for, should the job be on its way
+                taken = sorted({*ids, *submission.find(client, comment)})
+                if taken:
+                    Client(cluster=cluster).run(["scancel", *taken])
+                raise
             ids.append(job)
         return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "conf": os.environ.get("SLURM_CONF"), "at": time.time()})
 

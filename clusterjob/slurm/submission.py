@@ -87,14 +87,19 @@ def submit(client: Client, argv: Sequence[str], comment: str, known: Sequence[st
     # Another sbatch might make two of it (nextflow#970).
     for look in range(_LOOKS):
         time.sleep(_PAUSE if look else 0.0)
-        seen = client.run(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
-        found = [row.base for row in by_comment(snapshot_of(seen.out), comment) if row.base not in known]
-        if seen.code == 0 and found:
+        found = [job_id for job_id in find(client, comment) if job_id not in known]
+        if found:
             return found[0], client.cluster
     raise SubmitInDoubtError(
         f"nobody knows whether Slurm has taken the job: {answer.words}",
         "do not submit it again before `clusterjob status` has said where it is",
     )
+
+
+def find(client: Client, comment: str) -> list[str]:
+    """Return the ids of the jobs that were submitted with a comment, as far as Slurm answers."""
+    seen = client.run(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
+    return list(dict.fromkeys(row.base for row in by_comment(snapshot_of(seen.out), comment))) if seen.code == 0 else []
 
 
 def _refused(answer: Answer) -> SubmitError:
