@@ -82,7 +82,8 @@ class SlurmCluster:
     def run(self, *argv: str, check: bool = True, timeout: float = PATIENCE, **options: object) -> subprocess.CompletedProcess[str]:
         """Run a command as a client of this cluster; text in and out."""
         done: subprocess.CompletedProcess[str] = subprocess.run(
-            argv, env=os.environ | self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False,
+            argv, env=os.environ | self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=timeout, check=False,
             **options,
         )  # type: ignore[call-overload]  # fmt: skip
         if check and done.returncode:

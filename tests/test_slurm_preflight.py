@@ -82,6 +82,7 @@ def test_no_configuration_no_controller_and_no_slurm(user: User) -> None:
     assert "nowhere.conf" in said
     assert "SLURM_CONF names one" in said
 
+    user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
     user.patch.setenv("PATH", "/nowhere")
     said = user.refused_by_nobody()
     assert "sbatch cannot be run: No such file or directory" in said
