@@ -135,7 +135,7 @@ def test_run_cancels_at_ctrl_c(user: User) -> None:
     command = user.start("run", "--cluster", "slurm", "--nodes", "2", user.script(SLEEPER))
     user.wait_for("up0", "up1")
     command.send_signal(2)
-    assert command.wait(PROMPT) == 130
+    assert command.wait(PROMPT) == 130, user.said(command)
     [job] = user.jobs()
     assert job["state"] == "CANCELLED"
     assert user.slurm.wait_for_job(job["backend_id"])["JobState"] in ("CANCELLED", "FAILED")
