@@ -35,9 +35,11 @@ def settle(flags: Mapping[str, Any], cluster: str | None, directory: Path) -> co
     """
     named = "hosts" in flags or "hostfile" in flags or any(os.environ.get(f"CLUSTERJOB_{key}") for key in ("HOSTS", "HOSTFILE"))
     has_hosts = named or bool(hosts.of_platform(os.environ))
-    if cluster is None and not has_hosts:
+    has_login = "login" in flags or bool(os.environ.get("CLUSTERJOB_LOGIN"))
+    if cluster is None and not has_hosts and not has_login:
         _refuse_inside_a_job()
-    return config.resolve(flags, cluster, os.environ, directory, backends.names(), "ssh" if has_hosts else backends.preferred())
+    preferred = "slurm" if has_login else "ssh" if has_hosts else backends.preferred()
+    return config.resolve(flags, cluster, os.environ, directory, backends.names(), preferred)
 
 
 def _refuse_inside_a_job() -> None:
@@ -81,7 +83,8 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         workdir=workdir,
         nproc_open="nproc_per_node" not in values and gpus_per_node is None,
         nproc_per_node=values.pop("nproc_per_node", gpus_per_node or slots),
-        python=values.pop("python", None) or ("python3" if values.get("container") or chosen else default_python(os.environ)),
+        python=values.pop("python", None)
+        or ("python3" if chosen or values.get("container") or values.get("login") else default_python(os.environ)),
         hosts=chosen,
         options=options,
         **values,
