@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from clusterjob.context import Context
     from clusterjob.node.environments import Finding
     from clusterjob.node.topology import Worker
+    from clusterjob.rollcall import Roll
 
 __all__ = ["init", "shutdown"]
 
@@ -205,9 +206,11 @@ def _make(finding: Finding, backend: str | None, timeout: float | None, *, proce
         if not torch.distributed.is_available():
             raise UsageError("this torch was built without torch.distributed: init(process_group=False) does without")
         try:
-            _make_group(worker, backend, timeout, device)
+            roll = _make_group(worker, backend, timeout, device)
         finally:
             _watch_the_end(context.local_rank)
+        if roll is not None and finding.source in own_place.NODES_UNKNOWN:
+            context.node_rank, context.nnodes = roll.nodes[context.rank], max(roll.nodes) + 1
         context.join_group(owned=True)
     elif worker is not None:
         _watch_the_end(context.local_rank)
@@ -233,7 +236,8 @@ def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
     )
 
 
-def _make_group(worker: Worker | None, backend: str, timeout: float | None, device: Any) -> None:
+def _make_group(worker: Worker | None, backend: str, timeout: float | None, device: Any) -> Roll | None:
+    """Make the default process group; returns what the roll-call has found, None in a world of one without a launcher."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -250,11 +254,17 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
         options["device_id"] = device
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
-        return
-    where = f"{worker.topology.master_addr}:{worker.topology.master_port}"
+        return None
+    from clusterjob import rollcall
+
+    where = rollcall.where(worker.topology.master_addr, worker.topology.master_port or 0)
     hook = sys.excepthook
+    patience = timeout or rollcall.DEFAULT_TIMEOUT
     try:
-        store = _meeting_store(worker, options)
+        store, started = _meeting_store(worker, options, patience)
+        roll = rollcall.call(
+            dist.PrefixStore("roll", store), worker, rollcall.own_facts(worker, device, backend), patience, started=started
+        )
         dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)
     except RuntimeError as error:  # torch's DistError is one
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -264,23 +274,28 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     if _process.rounds:
         sys.excepthook = hook  # torch has put its "[rank0]:" around it, which the first time is inside it already
     _process.rounds += 1
+    return roll
 
 
-def _meeting_store(worker: Worker, options: dict[str, Any]) -> Any:
-    """Return the store over which the processes tell each other their addresses: env://, wherever that is all it takes."""
+def _meeting_store(worker: Worker, options: dict[str, Any], patience: float) -> tuple[Any, bool]:
+    """Return the store over which the processes tell each other their addresses, and whether a launcher's agents serve it."""
     import torch.distributed as dist
+
+    from clusterjob import rollcall
 
     address, port = worker.topology.master_addr, worker.topology.master_port
     if port is None:
         raise PlaceError(f"the environment ({worker.topology.source}) names no port on which rank 0 could be met: set MASTER_PORT")
-    method = "env://"
-    if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != (address, str(port)):
-        method = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-    wait = {"timeout": options["timeout"]} if "timeout" in options else {}
-    store, _, _ = next(dist.rendezvous(method, worker.rank, worker.world_size, **wait))
+    at_master = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port))
+    served = at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if served:
+        wait = {"timeout": options["timeout"]} if "timeout" in options else {}
+        store = next(dist.rendezvous("env://", worker.rank, worker.world_size, **wait))[0]
+    else:
+        store = rollcall.open_store(worker, patience)
     # A launcher's store outlives a group, whose addresses it still holds under the very keys of the next one: torch would
     # connect to them. So every group has a corner of its own.
-    return dist.PrefixStore(f"clusterjob/{_process.rounds}", store)
+    return dist.PrefixStore(f"clusterjob/{_process.rounds}", store), served
 
 
 def _adopt(finding: Finding, backend: str | None, *, process_group: bool | None) -> Context:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob import backends, config, hosts, pack, plans
 from clusterjob.backends import Backend, Status
-from clusterjob.errors import ClusterJobError, PlaceError, SpecError, SubmitInDoubtError
+from clusterjob.errors import ClusterJobError, PlaceError, SpecError, SubmitInDoubtError, UsageError
 from clusterjob.node import environments, events, processes
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
@@ -21,6 +21,9 @@ from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan
 from clusterjob.records import Handle, Record, Records, home
 from clusterjob.spec import JobSpec, Resources
+
+if TYPE_CHECKING:
+    from clusterjob.ssh.fetch import Fetched
 
 NAMED_OPTIONS = ("account", "partition", "nodelist", "exclude", "reservation")  # --set's most common, with names of their own
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two looks at a job that is waited for
@@ -66,6 +69,8 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         SpecError: a field makes no sense.
     """
     values = dict(settings.values)
+    if values.get("gpus", "auto") != "auto":
+        values.setdefault("gpus_per_node", len(values["gpus"].split(",")))
     gpus_per_node = values.get("gpus_per_node")
     options = values.pop("set", {}) | {key: values.pop(key) for key in NAMED_OPTIONS if key in values}
     chosen = _hosts(values, settings.backend, directory)
@@ -222,6 +227,30 @@ def status(record: Record) -> Status:
 def collect(record: Record) -> None:
     """Have a job's logs in its directory here, as far as they are written by now."""
     _backend(record.backend).collect(record)
+
+
+def fetch(
+    record: Record, paths: Sequence[str], target: Path, nodes: Sequence[int] | None, may_replace: Callable[[list[str]], bool]
+) -> list[Fetched]:
+    """Bring results of a job from its hosts: only what has changed.
+
+    Args:
+        record: the job.
+        paths: files and directories, relative to its working directory.
+        target: where to; several hosts get a directory each, ``node<k>``.
+        nodes: from which; None for all.
+        may_replace: asked whether files that are newer here may be replaced: all of them, or none.
+
+    Raises:
+        ClusterJobError: its working directory is no other machine's; a host is not reached or has nothing at a path.
+    """
+    backend = _backend(record.backend)
+    if not isinstance(backend, backends.Fetcher):
+        workdir = record.spec.get("workdir", "")
+        raise ClusterJobError(f"there is nothing to fetch: job {record.job_id} ran in {workdir}", "what it wrote lies there")
+    if nodes is not None and not all(node < record.nodes for node in nodes):
+        raise UsageError(f"job {record.job_id} has no node {max(nodes)}", f"its nodes are 0 to {record.nodes - 1}")
+    return backend.fetch(record, paths, target, nodes, may_replace)
 
 
 def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:

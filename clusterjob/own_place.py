@@ -7,9 +7,12 @@ import sys
 from dataclasses import replace
 
 from clusterjob.errors import PlaceError, UsageError
-from clusterjob.node import addresses, contract, environments
-from clusterjob.node.environments import Finding, slurm_env, torch_env
+from clusterjob.node import addresses, contract, environments, network
+from clusterjob.node.environments import Finding, openmpi_env, slurm_env, torch_env
 from clusterjob.node.topology import Topology, Worker
+
+# Launchers that number their processes and say nothing of nodes: the processes count them when they meet.
+NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))
 
 
 def find(by_hand: dict[str, str], *, checked: bool = True) -> Finding:
@@ -44,7 +47,19 @@ def find(by_hand: dict[str, str], *, checked: bool = True) -> Finding:
             f"a launcher has to start the processes, with `clusterjob launch {script}`",
             "`clusterjob env` shows each variable and what was made of it",
         )
+    _check_launcher(finding)
     return Finding(source="arguments", place=finding.place) if by_hand else finding
+
+
+def _check_launcher(finding: Finding) -> None:
+    """Refuse a master that is mpirun's own machine, where rank 0 is told to meet the others, if rank 0 runs elsewhere."""
+    worker = finding.place
+    implied = finding.evidence.get("master_addr") == openmpi_env.LAUNCHER
+    if implied and isinstance(worker, Worker) and worker.rank == 0 and not network.is_own(worker.topology.master_addr):
+        raise PlaceError(
+            f"rank 0 does not run where mpirun does, at {worker.topology.master_addr}, and nothing says where the others find it",
+            "MASTER_ADDR names rank 0's machine: mpirun -x MASTER_ADDR=...",
+        )
 
 
 def prepare(finding: Finding) -> None:

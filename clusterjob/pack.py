@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import lzma
-import zipfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.node import files, solid
+
+if TYPE_CHECKING:
+    import zipfile
 
 NAME = "clusterjob-node.pyz"
 LIMIT = 150_000  # bytes; more would show at every submission to many hosts (a test holds the line)
 # What finds the rest, which travels as one block: half as long as module by module, and quicker to start from.
 _BARE_FILES = ("__init__.py", "node/__init__.py", "node/solid.py")
 _INSTALL = "\nfrom clusterjob.node import solid as _solid\n\n_solid.install(__file__)\n"
+_END_BYTES = 22  # of the record at the end of a zip without a comment
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same package gives the same bytes
 
 
@@ -37,7 +38,7 @@ def node_zip(cache: Path | None = None) -> bytes:
             data = (cache / _kept_name(package, sources)).read_bytes()
         except OSError:
             data = b""
-        if zipfile.is_zipfile(io.BytesIO(data)):
+        if data[-_END_BYTES:].startswith(b"PK\5\6"):  # a zip's end: it is whole
             return data
     return _make(package, sources)
 
@@ -75,6 +76,10 @@ def _fingerprint(package: Path, sources: list[Path]) -> str:
 
 
 def _make(package: Path, sources: list[Path]) -> bytes:
+    import io  # all this is for the first time that these sources are packed
+    import lzma
+    import zipfile
+
     buffer = io.BytesIO()
     apart: dict[str, str] = {}
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -101,6 +106,7 @@ def bare(source: str, *, keep_docstrings: bool = False) -> str:
         keep_docstrings: leave the docstrings in, for code that shows them.
     """
     import ast
+    import io
     import tokenize
 
     lines = source.splitlines()
@@ -131,4 +137,6 @@ def _docstrings(tree: Any) -> list[tuple[int, int, int]]:
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    import zipfile
+
     archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED, compresslevel=9)

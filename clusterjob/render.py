@@ -23,12 +23,15 @@ class Quoted(str):
 
 
 def sh(value: object) -> Quoted:
-    """Quote one value as one shell word; one that is shell already, such as a path below a variable, stays as it is."""
-    return value if isinstance(value, Quoted) else Quoted(shlex.quote(str(value)))
+    """Quote one value as one word of bash's; one that is shell already, such as a path below a variable, stays as it is."""
+    if isinstance(value, Quoted):
+        return value
+    # A carriage return stands between single quotes then, and sbatch takes no script that holds one before a line break.
+    return Quoted(shlex.quote(str(value)).replace("\r", "'$'\\r''"))
 
 
 def sh_words(values: Iterable[object]) -> Quoted:
-    """Quote several values as several shell words."""
+    """Quote several values as several words of bash's."""
     return Quoted(" ".join(map(sh, values)))
 
 
@@ -49,7 +52,7 @@ def in_shell(value: Any, path: str, variable: str) -> Any:
         return [in_shell(item, path, variable) for item in value]
     if not isinstance(value, str) or path not in value:
         return value
-    return Quoted(variable.join(shlex.quote(part) if part else "" for part in value.split(path)))
+    return Quoted(variable.join(sh(part) if part else "" for part in value.split(path)))
 
 
 def template_directory() -> Path:

@@ -27,10 +27,14 @@ from procs import (
 )
 from slurm_fixtures import _slurm_dbd, _slurm_either, _slurm_none, slurm, slurm_accounted, slurm_cluster  # noqa: F401  fixtures
 from slurm_user import user, user_accounted, user_of_either  # noqa: F401  fixtures
+from sshsite import site  # noqa: F401  a fixture
 from sshworld import World, require, world_in
 
 SETTLING = 2.0  # seconds that what a test has started may take to be gone
-_FAMILIES = ("SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_", "OMPI_", "PMI_")
+_FAMILIES = (
+    "SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_",
+    "PALS_", "JSM_", "LSB_", "FLUX_", "PADDLE_", "VC_", "VK_", "MA_NUM_", "SKYPILOT_", "SM_", "AZ_BATCH", "DLC_", "AIHC_",
+)  # fmt: skip
 _ALONE = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
     "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RES_OPTIONS", "PYTHONUNBUFFERED",

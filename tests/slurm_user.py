@@ -124,6 +124,12 @@ class User:
         assert self.left_behind() == []
         return said
 
+    def refused_by_nobody(self) -> str:
+        """Return what is said of a job where no Slurm answers."""
+        said = self("submit", "--cluster", "slurm", self.script("pass"), code=1).stderr
+        assert self.left_behind() == []
+        return said
+
     # -- jobs -----------------------------------------------------------------------------------------------------------
 
     def jobs(self, *ids: str) -> list[dict[str, Any]]:

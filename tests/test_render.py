@@ -62,10 +62,18 @@ def template(directory: Path, text: str, name: str = "mine.sh.j2") -> Path:
 # -- what a template may write -------------------------------------------------------------------------------------------
 
 
+def read_by_bash(text: str) -> list[str]:
+    done = subprocess.run(
+        ["bash"], input=os.fsencode(f"for word in {text}; do printf '%s\\0' \"$word\"; done\n"), capture_output=True, check=True
+    )
+    return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
+
+
 @given(st.lists(texts))
-def test_quoted_words_are_what_a_shell_reads(words: list[str]) -> None:
-    assert shlex.split(sh_words(words)) == words
-    assert [shlex.split(sh(word)) for word in words] == [[word] for word in words]
+def test_quoted_words_are_what_bash_reads(words: list[str]) -> None:
+    assert read_by_bash(sh_words(words)) == words
+    assert read_by_bash(" ".join(sh(word) for word in words)) == words
+    assert "\r" not in sh_words(words)
 
 
 def test_the_filters_give_text_that_may_stand_as_it_is() -> None:

@@ -203,13 +203,20 @@ def test_two_nodes_are_never_called_localhost() -> None:
 
 @pytest.mark.parametrize(
     "missing",
-    ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE",
-     "SLURM_JOB_ID"],
+    ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"],
 )  # fmt: skip
 def test_a_half_set_step_names_what_is_missing(missing: str) -> None:
     environ = task(3, 0, 1)
     del environ[missing]
     assert f"{missing} is not set" in conflicts(environ)
+
+
+def test_without_a_job_s_id_there_is_no_port_to_compute() -> None:
+    environ = task(3, 0, 1)
+    del environ["SLURM_JOB_ID"]
+    found = detect(environ).place
+    assert isinstance(found, Worker)
+    assert found.topology.master_port is None
 
 
 def test_without_the_step_s_number_of_tasks_there_is_the_job_s() -> None:

@@ -2,141 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from procs import wait_until
-from sshworld import HostOfWorld, World, python_without_torch, sh
+from sshsite import PATIENCE, SLEEPER, Site, end_of, hang_up, lines_of, wait_for_lines, workers_on
+from sshworld import HostOfWorld, sh
 
-from clusterjob import jobs
-from clusterjob.config import Settings
-from clusterjob.errors import ClusterJobError, SpecError, SubmitError
-from clusterjob.node.logs import Line
+from clusterjob import jobs, pack
+from clusterjob.errors import ClusterJobError, HostError, SpecError
+from clusterjob.hosts import Host
 from clusterjob.node.program import Program
-from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.plans import Plan
-from clusterjob.records import Record, Records
+from clusterjob.node.verdict import JobState
+from clusterjob.records import Records
+from clusterjob.ssh.visits import Place, Visits
 
-PATIENCE = 90.0  # seconds; many times what any of these jobs needs
 CUT_OFF = 15.0  # seconds within which a job has ended on the other hosts when one is cut off
-
-# Names itself by a line, then waits for ever.
-SLEEPER = """
-    import os, time
-    print("up", os.environ["RANK"], flush=True)
-    time.sleep(1000)
-"""
-
-
-class Site:
-    """A directory that jobs are submitted from, and the hosts."""
-
-    def __init__(self, world: World, directory: Path) -> None:
-        self.world = world
-        self.directory = directory
-        self.python = str(python_without_torch(directory.parent))
-
-    def path(self, name: str) -> Path:
-        return self.directory / name
-
-    def script(self, text: str, name: str = "script.py") -> str:
-        self.path(name).write_text(textwrap.dedent(text))
-        return name
-
-    def flags(self, **flags: Any) -> dict[str, Any]:
-        options = {"ssh_config": str(self.world.config), "connect_timeout": "5", "need_torch": "false", **flags.pop("set", {})}
-        given = {"hosts": "gpu[1-2]", "python": self.python, "set": [f"{key}={value}" for key, value in options.items()], **flags}
-        return {key: value for key, value in given.items() if value is not None}
-
-    def plan(self, program: Program, **flags: Any) -> Plan:
-        settings: Settings = jobs.settle(self.flags(**flags), None, self.directory)
-        assert settings.backend == "ssh"
-        return jobs.plan(jobs.make_spec(program, settings, self.directory), settings)
-
-    def submit(self, text: str, *args: str, **flags: Any) -> Record:
-        plan = self.plan(Program("script", self.script(text), args), **flags)
-        return jobs.submit(plan, "ssh", detach=True)
-
-    def refused(self, **flags: Any) -> SubmitError:
-        """Submit a job that cannot start; nothing of it may be left, here or there."""
-        with pytest.raises(SubmitError) as caught:
-            self.submit(SLEEPER, **flags)
-        assert caught.value.exit_code == 1
-        assert not Records().all()
-        assert not self.running(), "nothing keeps running on the others"
-        for host in self.world.hosts.values():
-            kept = host.home / ".clusterjob" / "jobs"
-            assert not kept.is_dir() or not list(kept.iterdir())
-        return caught.value
-
-    def command(self, *words: str, **more: Any) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "clusterjob", *words]
-        return subprocess.Popen(argv, cwd=self.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
-
-    def options(self, **flags: Any) -> list[str]:
-        words: list[str] = []
-        for key, value in self.flags(**flags).items():
-            for item in value if isinstance(value, list) else [value]:
-                words += [f"--{key.replace('_', '-')}", str(item)]
-        return words
-
-    def running(self) -> list[int]:
-        """Return the processes of jobs on all hosts."""
-        return [pid for host in self.world.hosts.values() for pid in workers_on(host)]
-
-    def remote_dir(self, record: Record, host: str) -> Path:
-        return self.world.hosts[host].home / ".clusterjob" / "jobs" / record.job_id
-
-
-@pytest.fixture
-def site(world: World, tmp_path: Path) -> Iterator[Site]:
-    directory = tmp_path / "work"
-    directory.mkdir()
-    for host in world.hosts.values():
-        subprocess.run(["rm", "-rf", host.home / ".clusterjob"], check=True)
-    yield Site(world, directory)
-    hang_up()
-
-
-def hang_up() -> None:
-    """Forget all connections, as a new process has none."""
-    backend: Any = jobs._loaded.pop("ssh", None)
-    if backend is not None:
-        backend.close()
-
-
-def lines_of(record: Record) -> list[str]:
-    shown: list[Line] = []
-    verdict = jobs.follow(record, shown.extend, lambda _: None)
-    assert verdict.state.final
-    return [f"{line.rank} {line.stream} {line.text}" for line in shown]
-
-
-def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
-    verdict = wait_until(lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}")
-    assert verdict is not None
-    return verdict
-
-
-def wait_for_lines(record: Record, *wanted: str) -> None:
-    """Wait until workers have written lines that begin so."""
-
-    def there() -> bool:
-        jobs.status(record)
-        jobs.collect(record)
-        text = "\n".join(path.read_text() for path in (record.job_dir / "logs").rglob("rank*.out"))
-        return all(line in text for line in wanted)
-
-    wait_until(there, PATIENCE, f"the lines {wanted}")
 
 
 # -- a job that goes well --------------------------------------------------------------------------------------------------
@@ -209,6 +103,13 @@ def test_a_failure_names_its_rank_and_its_host(site: Site) -> None:
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 7)
     assert verdict.failure is not None
     assert (verdict.failure.rank, verdict.failure.host) == (1, "gpu2")
+
+
+def test_a_failure_names_its_host_as_the_user_wrote_it(site: Site) -> None:
+    record = site.submit("raise SystemExit(3)", hosts="root@10.77.0.2:22")
+    verdict = end_of(record)
+    assert verdict.failure is not None
+    assert verdict.failure.host == "root@10.77.0.2:22"
 
 
 def test_the_submitted_id_stands_alone_and_the_job_needs_nobody(site: Site) -> None:
@@ -304,6 +205,45 @@ def test_one_host_needs_no_meeting(site: Site) -> None:
     assert lines_of(record) == ["0 out 127.0.0.1"]
 
 
+def logins(host: HostOfWorld) -> int:
+    return (host.directory / "sshd.log").read_text().count("Accepted publickey")
+
+
+def test_following_takes_one_connection_a_host(site: Site) -> None:
+    record = site.submit("import time\nfor n in range(30): print('line', n, flush=True); time.sleep(0.1)")
+    hang_up()
+    before = {name: logins(site.world.hosts[name]) for name in ("gpu1", "gpu2")}
+    follow = site.command("logs", "-f", record.job_id)
+    out, err = follow.communicate(timeout=PATIENCE)
+    assert follow.returncode == 0, err
+    shown = [line for line in out.splitlines() if line.startswith("[0-1] ")]
+    alone = [line for line in out.splitlines() if not line.startswith("[0-1] ")]
+    assert len(shown) * 2 + len(alone) == 60, "every line of both, once"
+    for rank in range(2):
+        own = [line.partition("] line ")[2] for line in out.splitlines() if line.startswith(("[0-1]", f"[{rank}]"))]
+        assert own == [str(number) for number in range(30)], "each rank's in their order"
+    assert {name: logins(site.world.hosts[name]) - count for name, count in before.items()} == {"gpu1": 1, "gpu2": 1}
+
+
+def test_a_terminal_sees_how_far_the_code_has_come(site: Site) -> None:
+    with site.path("weights.bin").open("wb") as stream:
+        for _ in range(60):
+            stream.write(os.urandom(1 << 20))
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "clusterjob", "submit", *site.options(), site.script("")]
+    submitted = subprocess.Popen(words, cwd=site.directory, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is gone
+        while data := os.read(ours, 1 << 16):
+            seen += data
+    os.close(ours)
+    out, _ = submitted.communicate(timeout=PATIENCE)
+    assert submitted.returncode == 0, seen
+    assert b"sending code to 2 hosts" in seen
+    assert end_of(Records().find(out.decode().strip())).state is JobState.SUCCEEDED
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +260,27 @@ def test_every_unfit_host_is_named_at_once_and_nothing_runs_on_the_others(site: 
     assert "unknown host" in rest[1]
     assert "its key is unknown" in rest[2]
     assert "lets nobody in with none of these keys" in rest[3]
+
+
+def test_hosts_that_do_not_answer_are_named_beside_those_that_do(site: Site) -> None:
+    gpu3 = site.world.hosts["gpu3"]
+    gpu3.run("ip", "route", "add", "blackhole", "10.77.0.100")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        site.world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\nHost wrong\n  HostName 10.77.0.2\n")
+        keys = site.world.known_hosts.read_text().splitlines()
+        keys = [line for line in keys if not line.startswith("10.77.0.2 ")] + [f"10.77.0.2 {gpu3.public_key}"]
+        site.world.known_hosts.write_text("\n".join(keys) + "\n")
+        begin = time.monotonic()
+        try:
+            error = site.refused(hosts="gpu1,gpu3,hole,wrong", set={"connect_timeout": "4"})
+        finally:
+            gpu3.run("ip", "route", "del", "blackhole", "10.77.0.100")
+    assert time.monotonic() - begin < 30
+    assert error.message.splitlines()[0] == "3 of 4 hosts cannot be used:"
+    timed_out, hole, wrong = error.message.splitlines()[1:]
+    assert timed_out == "  gpu3: no answer from 10.77.0.3:22 within 4 s"
+    assert hole == "  hole: it accepts TCP and says nothing for 4 s"
+    assert wrong.startswith("  wrong: its key has changed: it shows ssh-ed25519 SHA256:")
 
 
 def test_a_host_that_is_listed_twice_or_under_another_name(site: Site) -> None:
@@ -373,6 +334,45 @@ def test_disk_full_on_one_host(site: Site, full_disk: HostOfWorld) -> None:
     assert error.message.startswith("gpu2: disk full: ")
 
 
+def test_a_disk_that_fills_up_while_it_is_written(site: Site) -> None:
+    """There is room, but for no more than a few files."""
+    host = site.world.hosts["gpu2"]
+    sh("mount", "-t", "tmpfs", "-o", "size=200m,nr_inodes=9", "tmpfs", host.home)
+    host.stop()
+    host.start()
+    try:
+        error = site.refused()
+        assert error.message.startswith("gpu2: No space left on device: ")
+    finally:
+        hang_up()
+        host.stop()
+        sh("umount", host.home)
+        host.start()
+
+
+def test_a_login_that_prints_is_listened_past(site: Site) -> None:
+    for name in ("gpu1", "gpu2"):
+        (site.world.hosts[name].home / ".bashrc").write_text("echo welcome; echo to stderr >&2\n")
+    try:
+        record = site.submit('print("fine")')
+        assert sorted(lines_of(record)) == ["0 out fine", "1 out fine"]
+    finally:
+        for name in ("gpu1", "gpu2"):
+            (site.world.hosts[name].home / ".bashrc").unlink()
+
+
+def test_ctrl_c_while_a_job_is_submitted_leaves_nothing(site: Site) -> None:
+    submitted = site.command("submit", *site.options(setup=["sleep 3"]), site.script(SLEEPER))
+    place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
+    wait_until(lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host")
+    submitted.send_signal(signal.SIGINT)
+    _, err = submitted.communicate(timeout=PATIENCE)
+    assert submitted.returncode == 130, err
+    wait_until(lambda: not site.running() and not list(place.iterdir()), PATIENCE, "the end of what was put there")
+    for record in Records().all():
+        assert jobs.status(record).state in (JobState.CANCELLED, JobState.LOST)
+
+
 def test_setup_lines_that_fail_are_named(site: Site) -> None:
     error = site.refused(setup=["true", "echo nope >&2; false"])
     assert "gpu1: a setup line failed: echo nope >&2; false (nope)" in error.message
@@ -396,6 +396,34 @@ def test_what_makes_no_sense_on_hosts(site: Site, flags: dict[str, Any], why: st
     site.script("")
     with pytest.raises(ClusterJobError, match=why):
         site.plan(Program("script", "script.py"), **flags)
+
+
+def test_a_profile_says_where_and_how(site: Site) -> None:
+    site.script("", "train.py")
+    site.path("clusterjob.toml").write_text(
+        f"""
+        [clusters.lab]
+        backend = "ssh"
+        hosts = ["gpu[1-2]", "root@gpu3:22"]
+        python = "{site.python}"
+        set = {{ ssh_config = "{site.world.config}", need_torch = false, remote_home = "~/elsewhere" }}
+        """
+    )
+    settings = jobs.settle({}, "lab", site.directory)
+    plan = jobs.plan(jobs.make_spec(Program("script", "train.py"), settings, site.directory), settings)
+    assert [str(host) for host in plan.spec.hosts] == ["gpu1", "gpu2", "root@gpu3:22"]
+    record = jobs.submit(plan, "lab", detach=True)
+    assert end_of(record).state is JobState.SUCCEEDED
+    assert (site.world.hosts["gpu3"].home / "elsewhere" / "jobs" / record.job_id).is_dir()
+
+
+def test_hosts_are_for_hosts_alone(site: Site) -> None:
+    site.script("")
+    for backend in ("local", "slurm"):
+        settings = jobs.settle(site.flags(set={}), backend, site.directory)
+        settings = replace(settings, values={key: value for key, value in settings.values.items() if key != "set"})
+        with pytest.raises(SpecError, match=f"the {backend} cluster takes no hosts"):
+            jobs.plan(jobs.make_spec(Program("script", "script.py"), settings, site.directory), settings)
 
 
 def test_the_first_hosts_are_taken(site: Site) -> None:
@@ -457,19 +485,6 @@ def test_a_host_that_is_cut_off_ends_the_job_on_the_others(site: Site, host: str
             os.kill(pid, signal.SIGKILL)
 
 
-def workers_on(host: HostOfWorld) -> list[int]:
-    """Return the processes of jobs on a host, agents included."""
-    found = []
-    for pid in host.pids():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"clusterjob-node.pyz" in words or b"script.py" in words:
-            found.append(pid)
-    return found
-
-
 def test_sshd_restarted_while_training_changes_nothing(site: Site) -> None:
     record = site.submit(
         """
@@ -516,6 +531,53 @@ def test_a_directory_removed_on_the_hosts_is_no_success(site: Site) -> None:
     verdict = end_of(record)
     assert verdict.state is JobState.LOST
     assert "gone" in verdict.reason
+
+
+def test_a_directory_removed_here_is_mirrored_anew(site: Site) -> None:
+    record = site.submit("print('out')")
+    shutil.rmtree(record.job_dir)
+    assert end_of(record).state is JobState.SUCCEEDED
+    hang_up()
+    jobs.collect(record)
+    assert (record.job_dir / "logs" / "node1" / "rank1.out").read_text() == "out\n"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "WON", "exit_code": 0}', "\0"])
+def test_a_verdict_that_is_none_is_no_verdict(site: Site, text: str) -> None:
+    record = site.submit(SLEEPER, hosts="gpu1")
+    (site.remote_dir(record, "gpu1") / "result.json").write_text(text)
+    assert jobs.status(record).verdict is None
+    jobs.cancel([record])
+
+
+def test_a_job_that_is_cancelled_while_it_is_submitted_does_not_start(site: Site) -> None:
+    submitted = site.command("submit", *site.options(setup=["sleep 1.5"]), site.script(SLEEPER))
+    place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
+    wait_until(lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host")
+    (record,) = Records().all()
+    jobs.cancel([record])
+    _, err = submitted.communicate(timeout=PATIENCE)
+    assert submitted.returncode == 1
+    assert "cancelled while it was being submitted" in err
+    assert not site.running()
+
+
+def test_an_answer_that_is_nonsense_is_one_line(site: Site, tmp_path: Path) -> None:
+    noisy = tmp_path / "noisy"
+    noisy.mkdir()
+    (noisy / "sitecustomize.py").write_text("import threading, time\nthreading.Timer(0.3, lambda: print('noise', flush=True)).start()\n")
+    python = tmp_path / "noisy-python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={noisy} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    visits = Visits(lambda _: None, pack.node_zip)
+    try:
+        session = visits.session(Place((Host("gpu1"),), str(python), ssh_config=site.world.config), 0)
+        session.ask("check", need=0, torch=False, own=True)
+        time.sleep(1)
+        with pytest.raises(HostError, match="gpu1: it answers nonsense"):
+            session.ask("check", need=0, torch=False, own=True)
+    finally:
+        visits.close()
 
 
 def test_a_host_writes_nothing_here_that_it_was_not_asked_for(site: Site) -> None:

@@ -20,8 +20,8 @@ from clusterjob.ssh import config, connect
 from clusterjob.ssh.connect import Reach
 from clusterjob.ssh.pool import Outcome, Pool, complaint, for_each
 
-SHORT = 2.0  # seconds for a phase, where a test waits for its end
-BOUND = 8.0  # seconds within which a phase of SHORT has ended, on a busy machine
+SHORT = 3.0  # seconds for a phase, where a test waits for its end
+BOUND = 15.0  # seconds within which a phase of SHORT has ended, on a busy machine
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_timed_out(world: World) -> None:
     pool = Pool(Reach(SHORT, lambda _: None, world.config))
     begin = time.monotonic()
     try:
-        assert "no answer from 10.77.0.1:22 within 2 s" in refusal(pool, "gpu1").message
+        assert "no answer from 10.77.0.1:22 within 3 s" in refusal(pool, "gpu1").message
     finally:
         world.hosts["gpu1"].run("ip", "route", "del", "blackhole", "10.77.0.100")
     assert time.monotonic() - begin < BOUND
@@ -154,7 +154,7 @@ def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(b"", "it accepts TCP and says nothing for 2 s"), (b"SSH-2.0-OpenSSH_9.2\r\n", "does not finish the handshake within 4 s"),
+    [(b"", "it accepts TCP and says nothing for 3 s"), (b"SSH-2.0-OpenSSH_9.2\r\n", "does not finish the handshake within 6 s"),
      (b"HTTP/1.1 400 Bad Request\r\n", "")],
     ids=["black hole", "a banner and then nothing", "another protocol"],
 )  # fmt: skip
@@ -188,7 +188,7 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
 
     connect._verify = freeze  # type: ignore[assignment]
     try:
-        with pytest.raises(HostError, match="it does not answer the login within 2 s"):
+        with pytest.raises(HostError, match="it does not answer the login within 3 s"):
             connect.connect(target, pool.reach)
     finally:
         connect._verify = original
@@ -198,8 +198,8 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
 
 def test_a_command_that_says_nothing_is_given_up(world: World) -> None:
     pool = Pool(Reach(SHORT, lambda _: None, world.config))
-    with pytest.raises(HostError, match="gpu1: a command says nothing for 2 s"):
-        pool.connection(Host("gpu1")).run("sleep 7")
+    with pytest.raises(HostError, match="gpu1: a command says nothing for 3 s"):
+        pool.connection(Host("gpu1")).run("sleep 9")
     pool.close()
     for pid in world.hosts["gpu1"].pids():  # a command without a terminal outlives its client
         os.kill(pid, 9)

@@ -106,6 +106,13 @@ def test_what_openssh_has_hashed_is_found(tmp_path: Path, key: Key) -> None:
     assert files.standing(["gpu2"], key.blob)[0] is Standing.UNKNOWN
 
 
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path, key: Key, other: Key) -> None:
+    assert known(tmp_path, f"gpu1 {key}").standing(["gpu1"], key.blob)[0] is Standing.KNOWN
+    assert known(tmp_path, f"gpu1 {other}").standing(["gpu1"], key.blob)[0] is Standing.CHANGED
+    (tmp_path / "known_hosts").unlink()
+    assert KnownHosts([tmp_path / "known_hosts"]).standing(["gpu1"], key.blob)[0] is Standing.UNKNOWN
+
+
 def test_nothing_is_remembered_in_dev_null(key: Key) -> None:
     keys.record(Path("/dev/null"), "gpu1", key.kind, key.blob, hashed=False)
     assert not KnownHosts([Path("/dev/null")]).kinds(["gpu1"])

@@ -8,15 +8,19 @@ from __future__ import annotations
 import functools
 import importlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast, overload, runtime_checkable
 
 from clusterjob.errors import UnknownCluster
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan
 from clusterjob.records import Handle, Record
 from clusterjob.spec import JobSpec
+
+if TYPE_CHECKING:
+    from clusterjob.ssh.fetch import Fetched
 
 ENTRY_POINTS = "clusterjob.backends"
 
@@ -73,6 +77,16 @@ class Backend(Protocol):
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Stop jobs and return once they are being stopped; a job that has ended stays as it is."""
+
+
+@runtime_checkable
+class Fetcher(Protocol):
+    """What a backend can do whose jobs work on disks that are not this machine's."""
+
+    def fetch(
+        self, record: Record, paths: Sequence[str], target: Path, nodes: Sequence[int] | None, may_replace: Callable[[list[str]], bool]
+    ) -> list[Fetched]:
+        """Bring results from the job's hosts; see `clusterjob.jobs.fetch`."""
 
 
 class _Names(Sequence[str]):

@@ -24,7 +24,7 @@ from clusterjob.records import Handle, Record, Records, home
 from clusterjob.render import in_shell, render, sh_words
 from clusterjob.slurm import containers, flags, submission
 from clusterjob.slurm import ends as slurm_ends
-from clusterjob.slurm.client import Client, Shell
+from clusterjob.slurm.client import Client
 from clusterjob.slurm.queue import Accounting, Queue, Row, Snapshot, by_comment
 from clusterjob.spec import JobSpec
 
@@ -133,23 +133,22 @@ class SlurmBackend:
         if login is not None:
             return self._submit_there(plan, login)
         client = Client()
-        submission.preflight(client, plan.commands[0].argv)
-        ids, cluster = _submit_pieces(plan, client, None)
+        _preflight(client, plan)
+        ids, cluster = _submit_pieces(plan, client)
         return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "conf": os.environ.get("SLURM_CONF"), "at": time.time()})
 
     def _submit_there(self, plan: Plan, login: Login) -> Handle:
         """Bring the job to a login host, and hand it to Slurm there."""
         host = self._host(login)
-        shell = host.within(plan.job_id)
-        client = Client(shell=shell)
+        client = Client(shell=host.within(plan.job_id))
         data: dict[str, Any] = {"conf": None, "login": login.to_json()}
         asked = False
         try:
             data |= host.put(plan)
-            submission.preflight(client, plan.commands[0].argv)
+            _preflight(client, plan)
             data["code"] = host.send_code(plan)
             asked = True
-            ids, cluster = _submit_pieces(plan, client, shell)
+            ids, cluster = _submit_pieces(plan, client, host)
         except SubmitInDoubtError:
             raise
         except BaseException as error:
@@ -225,7 +224,10 @@ class SlurmBackend:
                 forgotten[handle.id] = (record, handle)
         if forgotten:
             # By the cluster's clock, which may be another than this machine's.
-            submitted = {key: handle.data["at"] + handle.data.get("ahead", 0.0) for key, (_, handle) in forgotten.items()}
+            submitted = {
+                key: (handle.data["at"] + handle.data.get("ahead", 0.0), _submitted_in(record))
+                for key, (record, handle) in forgotten.items()
+            }
             rows = accounting.ended(submitted)
             for key, (record, handle) in forgotten.items():
                 found[record.job_id] = _not_yet(record, snapshot) if rows is None else _forgotten(record, handle, rows.get(key))
@@ -247,13 +249,15 @@ class SlurmBackend:
         """
         wanted: dict[_Cluster, list[str]] = {}
         wholes: dict[str, Record] = {}
+        from clusterjob.slurm.mirror import directory_name
+
         distant: dict[Login, list[Record]] = {}
         for record in records:
             directory.wish_to_cancel(record)
             if (login := _place(record).login) is not None:
                 distant.setdefault(login, []).append(record)
         for login, group in distant.items():
-            self._host(login).wish_to_cancel(group)
+            self._host(login).wish_to_cancel([directory_name(record) for record in group])
         for record in records:
             place = _place(record)
             handle = record.handle or _adopt(record, self._at(place)[1].look(urgent=True), wholes)
@@ -402,20 +406,35 @@ def _srun_options(spec: JobSpec) -> list[str]:
 # -- submitting --------------------------------------------------------------------------------------------------------
 
 
-def _submit_pieces(plan: Plan, client: Client, shell: Shell | None) -> tuple[list[str], str | None]:
+def _preflight(client: Client, plan: Plan) -> None:
+    submission.preflight(client, plan.commands[0].argv)
+    if "qos" not in plan.spec.options:
+        submission.check_time(client, plan.spec.options.get("partition"), plan.spec.resources.time_limit)
+
+
+def _submit_pieces(plan: Plan, client: Client, host: LoginHost | None = None) -> tuple[list[str], str | None]:
     """Hand each piece to Slurm; return the ids, and in a federation the cluster that took them.
 
     Raises:
         SubmitError: Slurm refuses one; what it had taken is cancelled.
     """
+    comment = _comment(plan.job_id)
     ids: list[str] = []
     cluster: str | None = None
     for command in plan.commands:
         try:
-            job, cluster = submission.submit(client, command.argv, _comment(plan.job_id), ids)
+            job, cluster = submission.submit(client, command.argv, comment, ids)
         except SubmitError:
             if ids:
-                Client(cluster=cluster, shell=shell).run(["scancel", *ids])
+                Client(cluster=cluster, shell=host).run(["scancel", *ids])
+            raise
+        except KeyboardInterrupt:  # sbatch heard it too, and may have been quicker
+            ends.cancel(plan.job_dir)  # which the script looks for, should the job be on its way
+            if host is not None:
+                host.wish_to_cancel([plan.job_id])
+            taken = sorted({*ids, *submission.find(client, comment)})
+            if taken:
+                Client(cluster=cluster, shell=host).run(["scancel", *taken])
             raise
         ids.append(job)
     return ids, cluster
@@ -502,10 +521,20 @@ def _unseen(record: Record, snapshot: Snapshot) -> Status:
         return Status(JobState.PENDING, "it is being submitted")
     if snapshot.trouble:
         return Status(JobState.UNKNOWN, _unanswered(snapshot))
-    if snapshot.taken_at < _epoch(record.submitted_at) + _UNSEEN:
+    started_at, restarts, _ = directory.progress(record.job_dir)
+    newest = max(_epoch(record.submitted_at) + _UNSEEN, _epoch(started_at) + _SETTLING if started_at else 0.0)
+    if started_at is not None and snapshot.taken_at < newest:
+        return Status(JobState.RUNNING, "", None, started_at, restarts)
+    if _ran(record, started_at):
+        return _with_handle(_from_directory(record, started_at, restarts), None)
+    if snapshot.taken_at < newest:
         return Status(JobState.UNKNOWN, "Slurm does not show it (yet): it was not known whether it had been taken")
     why = "the command that submitted it died before Slurm had taken the job"
     return directory.ended(directory.end_without_lead(record.job_dir, None, 0, why))
+
+
+def _ran(record: Record, started_at: str | None) -> bool:
+    return started_at is not None or slurm_ends.step_code(record.job_dir) is not None or bool(ends.refusals(record.job_dir))
 
 
 def _not_yet(record: Record, snapshot: Snapshot) -> Status:
@@ -548,7 +577,7 @@ def _unanswered(snapshot: Snapshot) -> str:
     return f"Slurm does not answer: {snapshot.trouble}"
 
 
-def _with_handle(verdict: Verdict, handle: Handle) -> Status:
+def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
     return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts, handle)
 
 
@@ -556,11 +585,21 @@ def _started_by_srun(record: Record) -> bool:
     return bool(record.spec.get("launcher") == "srun")
 
 
+def _submitted_in(record: Record) -> str:
+    if record.spec.get("login"):
+        return f"/jobs/{record.whole_id}"  # below what only the cluster knows
+    return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
+
+
 def _forgotten(record: Record, handle: Handle, accounted: Row | None) -> Status:
     """Return the status of a job that squeue does not know any more: what it wrote itself, then what accounting has."""
     if accounted is not None:
         return _from_row(record, handle, accounted)
     started_at, restarts, _ = directory.progress(record.job_dir)
+    return _with_handle(_from_directory(record, started_at, restarts), handle)
+
+
+def _from_directory(record: Record, started_at: str | None, restarts: int) -> Verdict:
     own = slurm_ends.verdict_of(record.job_dir)
     code = slurm_ends.step_code(record.job_dir)
     if own is None and code is not None and _started_by_srun(record):
@@ -568,7 +607,7 @@ def _forgotten(record: Record, handle: Handle, accounted: Row | None) -> Status:
     if own is None:
         why = "Slurm does not know it any more, and it left no verdict: it was killed, or lost by Slurm"
         own = directory.end_without_lead(record.job_dir, started_at, restarts, why)
-    return _with_handle(own, handle)
+    return own
 
 
 def _epoch(text: str) -> float:

@@ -6,12 +6,15 @@ What the hosts write of a job is mirrored into its directory here whenever someb
 from __future__ import annotations
 
 import logging
+import re
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob import pack, plans
 from clusterjob.backends import Status, directory
@@ -23,6 +26,9 @@ from clusterjob.plans import Plan, PlannedCommand
 from clusterjob.records import Handle, Record, home
 from clusterjob.render import render
 from clusterjob.spec import JobSpec
+
+if TYPE_CHECKING:
+    from clusterjob.ssh.fetch import Fetched
 
 NAME = "ssh"
 _SCRIPT = "ssh-node.sh"
@@ -84,7 +90,6 @@ class SshBackend:
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
         self._visits_held: Any = None
-        self._executor: ThreadPoolExecutor | None = None
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -154,6 +159,9 @@ class SshBackend:
             ports=candidates.candidates(plan.job_id, 0),
             patience=spec.join_timeout,
             grace=spec.grace,
+            gpus=spec.gpus,
+            gpus_per_node=spec.resources.gpus_per_node,
+            require_gpus=spec.require_gpus,
         )
         data: dict[str, Any] = place.to_json()
         if code is not None:
@@ -164,7 +172,7 @@ class SshBackend:
                 "git": snapshot.keep_git(spec.workdir, plan.job_dir),
             }
         with Sending([str(host) for host in spec.hosts]) as progress:
-            submission = Submission(self._visits(), place, goods, progress)
+            submission = Submission(self._visits(), place, goods, progress, _warn, partial(ends.cancelled, plan.job_dir))
             try:
                 data["address"] = submission.run()
             except BaseException:
@@ -195,7 +203,7 @@ class SshBackend:
         if whole.exists() or not record.job_dir.is_dir():
             return
         while True:
-            self._look(record)
+            self._look(record, at_once=True)
             self._hear([job], patient=True)
             if not any(node.look is not None and node.look["more"] and node.error is None for node in job.nodes):
                 break
@@ -228,11 +236,37 @@ class SshBackend:
                 message, hint = complaint(outcome.errors, len(place.hosts))
                 raise ClusterJobError(f"{message} (job {record.job_id})", hint or "its agents end there when they miss the others")
 
+    def fetch(
+        self, record: Record, paths: Sequence[str], target: Path, nodes: Sequence[int] | None, may_replace: Callable[[list[str]], bool]
+    ) -> list[Fetched]:
+        """Bring results from hosts; see `clusterjob.jobs.fetch`.
+
+        Raises:
+            ClusterJobError: a host is not reached, has nothing at a path, or it cannot be written here.
+        """
+        from clusterjob.ssh.fetch import Fetch
+        from clusterjob.ssh.pool import complaint, for_each
+
+        place = self._job(record).place
+        workdir = _CODE if record.spec.get("sync", True) else str(record.spec["workdir"])
+        asked = range(len(place.hosts)) if nodes is None else nodes
+        alone = threading.Lock()
+
+        def one_at_a_time(names: list[str]) -> bool:
+            with alone:
+                return may_replace(names)
+
+        def work(node: int) -> Fetched:
+            folder = target if len(asked) == 1 else target / f"node{node}"
+            return Fetch(self._visits().session(place, node), record.job_id, workdir, folder, one_at_a_time).run(paths)
+
+        outcome = for_each(asked, work)
+        if outcome.errors:
+            raise ClusterJobError(*complaint(outcome.errors, len(asked)))
+        return [outcome.results[node] for node in asked]
+
     def close(self) -> None:
         """Hang up on all hosts; jobs live on."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-            self._executor = None
         if self._visits_held is not None:
             self._visits_held.close()
             self._visits_held = None
@@ -260,14 +294,14 @@ class SshBackend:
             self._jobs[record.job_id] = _Job(place, nodes)
         return self._jobs[record.job_id]
 
-    def _look(self, record: Record) -> None:
-        """Begin to ask every host of a job that is not being asked already."""
+    def _look(self, record: Record, *, at_once: bool = False) -> None:
+        """Begin to ask every host of a job that is not being asked already, and was not a moment ago."""
+        from clusterjob.ssh.pool import in_background
+
         job = self._job(record)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(128, thread_name_prefix="clusterjob-look")
         for index, node in enumerate(job.nodes):
-            if node.asking is None and time.monotonic() >= node.next_try:
-                node.asking = self._executor.submit(self._ask, job, index)
+            if node.asking is None and (at_once or time.monotonic() >= node.next_try):
+                node.asking = in_background(partial(self._ask, job, index))
 
     def _ask(self, job: _Job, index: int) -> Mapping[str, Any]:
         session = self._visits().session(job.place, index)
@@ -285,7 +319,9 @@ class SshBackend:
                     continue
                 asking, node.asking = node.asking, None
                 try:
-                    node.look, node.error, node.failures, node.next_try = asking.result(), None, 0, 0.0
+                    node.look, node.error, node.failures = asking.result(), None, 0
+                    # Many hosts are asked less often, so that following a job costs the same.
+                    node.next_try = time.monotonic() + min(2.0, 0.02 * len(job.nodes))
                 except HostError as error:
                     node.error = error
                     node.failures += 1
@@ -293,9 +329,9 @@ class SshBackend:
 
     def _status(self, record: Record) -> Status:
         job_dir, job = record.job_dir, self._job(record)
-        result = files.read_json(job_dir / "result.json")
-        if result is not None:
-            return directory.ended(Verdict.from_json(result))
+        told = _verdict(files.read_json(job_dir / "result.json"))
+        if told is not None:
+            return directory.ended(told)
         started_at, restarts, waiting = directory.progress(job_dir)
         errors = [node.error.message for node in job.nodes if node.error is not None]
         alive = [bool(node.look and node.look["alive"]) for node in job.nodes]
@@ -332,8 +368,16 @@ def _verdict_of_members(job_dir: Path) -> Verdict | None:
     """Return the lead's verdict as another node wrote it down, where node 0's own word has not come through."""
     for end in ends.written(job_dir):
         if end.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED) and "exit_code" in end and "restarts" in end:
-            return Verdict.from_json(end)
+            return _verdict(end)
     return None
+
+
+def _verdict(data: Any) -> Verdict | None:
+    """Return a verdict that a host has sent; None for what is none."""
+    try:
+        return Verdict.from_json(data) if data is not None else None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _settled(spec: JobSpec) -> JobSpec:
@@ -348,7 +392,20 @@ def _settled(spec: JobSpec) -> JobSpec:
     nodes = spec.resources.nodes
     if nodes > len(spec.hosts):
         raise SpecError(f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}", "name more with --hosts, or fewer --nodes")
+    _check_gpus(spec)
     return replace(spec, program=directory.sent_program(spec), hosts=spec.hosts[:nodes])
+
+
+def _check_gpus(spec: JobSpec) -> None:
+    asked = spec.resources.gpus_per_node
+    if spec.gpus == "auto" and not asked:
+        raise SpecError("--gpus auto does not say how many", "--gpus-per-node N does")
+    if spec.gpus and spec.gpus != "auto":
+        listed = spec.gpus.split(",")
+        if not all(re.fullmatch(r"\d{1,4}|GPU-[\w-]+", entry, re.ASCII) for entry in listed) or len(set(listed)) < len(listed):
+            raise SpecError(f"--gpus {spec.gpus!r} is no list of GPUs", "write it as 0,1,4, or auto for idle ones")
+        if asked != len(listed):
+            raise SpecError(f"--gpus {spec.gpus} are {len(listed)} on each host, --gpus-per-node says {asked}", "leave one of them out")
 
 
 def _uneven(spec: JobSpec) -> bool:
@@ -357,7 +414,7 @@ def _uneven(spec: JobSpec) -> bool:
 
 def _environment(spec: JobSpec, node: int) -> dict[str, str]:
     """Return the variables that the script of a node is started with; its master's address is added when it is known."""
-    env = {"CLUSTERJOB_NODE_RANK": str(node)}
+    env = {"CLUSTERJOB_NODE_RANK": str(node), "CLUSTERJOB_HOST": str(spec.hosts[node])}
     if _uneven(spec):
         env["CLUSTERJOB_NPROC_PER_NODE"] = str(spec.hosts[node].slots or 1)
     if spec.resources.gpus_per_node == 0:

@@ -1,4 +1,4 @@
-"""The commands about hosts: hosts (are they fit), hosts trust (record a host's key)."""
+"""The commands about hosts: hosts (are they fit), hosts trust (record a host's key), fetch (results from them)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _app = typer.Typer(name="hosts", help="Ask hosts whether they are fit for jobs; 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.add_typer(_app)
+    app.command("fetch")(fetch)
 
 
 @_app.callback(invoke_without_command=True)
@@ -71,6 +72,47 @@ def trust(
         where = f"{'recorded' if done.news else 'known already'} in {done.path}" if done.path else "not remembered"
         output.say(f"{done.host}: {done.kind} {done.fingerprint}, {where}")
     return 0
+
+
+def fetch(
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job id, or the beginning of one.")],
+    paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH...]", help="Relative to the working directory; default: all.")] = None,
+    to: Annotated[str, typer.Option("--to", metavar="DIR", help="Where to; default: here.")] = ".",
+    node: Annotated[int | None, typer.Option("--node", min=0, metavar="N", help="From this node; default: 0.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="From every host, each into DIR/node<k>.")] = False,  # noqa: FBT002
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are newer here.")] = False,  # noqa: FBT002
+) -> int:
+    """Bring results back from the hosts of a job: what has changed.
+
+    Files that are newer here are not replaced without asking; ends with 1 if some were left.
+    """
+    from pathlib import Path
+
+    from clusterjob import jobs, output
+    from clusterjob.errors import UsageError
+    from clusterjob.records import Records
+
+    if every and node is not None:
+        raise UsageError("there are both --all and --node", "one of them says from where")
+    nodes = None if every else [node or 0]
+    done = jobs.fetch(Records().find(job_id), paths or ["."], Path(to), nodes, lambda names: force or _agree(names))
+    for one in done:
+        output.say(f"{one.host}: {len(one.written)} written, {one.unchanged} unchanged")
+        for text in one.passed_over:
+            output.say(f"{one.host}: passed over {text}")
+        for path in one.kept:
+            output.say(f"{one.host}: {path} is newer here, and was left (--force replaces it)")
+    return 1 if any(one.kept for one in done) else 0
+
+
+def _agree(names: list[str]) -> bool:
+    """Ask, on a terminal, whether files may be replaced."""
+    import sys
+
+    if not sys.stdin.isatty():
+        return False
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return typer.confirm(f"{shown}: newer here than on the host. Replace?", err=True)
 
 
 def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:

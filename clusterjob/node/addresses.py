@@ -6,8 +6,6 @@ A NodeName of Slurm need not be a host's name; NodeAddr is what Slurm itself con
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -59,6 +57,9 @@ def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
     """Return NodeAddr as ``scontrol show node`` tells it; None where there is no scontrol, no answer, or no such node."""
     if name.startswith("-"):
         return None
+    import re
+    import subprocess
+
     kept = {variable: value for variable, value in environ.items() if not variable.startswith("SCONTROL_")}
     try:
         shown = subprocess.run(

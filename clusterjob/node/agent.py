@@ -80,6 +80,9 @@ class Agent:
         self._running: set[int] = set()  # local ranks
         self._exec_reason = ""  # why the workers are not forked, until the lead was told
         self._oom_kills = processes.oom_kills()
+        # A step's task is slurmstepd's child. Where that is killed, Slurm does not notice: the job stays RUNNING, and a scancel of it
+        # reaches nobody here. Elsewhere a parent may go as it likes.
+        self._keeper = os.getppid() if os.environ.get("SLURM_STEP_ID") and os.environ.get("CLUSTERJOB_TASK") else None
         self._stop_ordered = False
         self._warning_told = False
         self._starter_end: asyncio.Future[None] | None = None
@@ -360,6 +363,9 @@ class Agent:
         while True:
             await asyncio.sleep(logs.INTERVAL)
             self._show()
+            if self._keeper not in (None, os.getppid()):
+                self._keeper = None
+                self._node_failed("Slurm's own process that kept this node's part of the job is gone (slurmstepd)")
 
     def _show(self) -> None:
         self._timeline.note()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 _NVIDIA = re.compile(r"nvidia[0-9]+\Z")
+_DEVICES = "/dev"
 _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
@@ -15,7 +16,7 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
 
     NVIDIA's are device files, and containers are shown their own alone. AMD's are nodes of the kernel's topology with SIMD units.
     """
-    nvidia = sum(_NVIDIA.match(name) is not None for name in _listed("/dev"))
+    nvidia = sum(_NVIDIA.match(name) is not None for name in _listed(_DEVICES))
     if nvidia:
         return len(listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), nvidia))
     amd = sum(_is_gpu(f"{_AMD_NODES}/{node}/properties") for node in _listed(_AMD_NODES))

@@ -18,8 +18,8 @@ _ELSEWHERE = "198.51.100.1"
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this machine's name as the user knows it: the scheduler's where there is one, else the host's own."""
-    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """Return this machine's name as the user knows it: as he wrote it, else the scheduler's, else the host's own."""
+    return environ.get("CLUSTERJOB_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def address_towards(host: str) -> str | None:
@@ -61,6 +61,17 @@ def interface_towards(host: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def is_own(host: str) -> bool:
+    """Return whether a name or an address is one of this machine's."""
+    try:
+        family, kind, _, _, address = _resolve(host, 0, socket.SOCK_DGRAM)
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def has_interface(name: str) -> bool:

@@ -6,7 +6,6 @@ from main threads only.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -35,6 +34,8 @@ def adopt_orphans() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
+    import ctypes  # not needed where processes are only looked at
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         error = ctypes.get_errno()

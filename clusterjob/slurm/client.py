@@ -19,6 +19,8 @@ PATIENCE = 60.0  # seconds for one command; a client of Slurm gives up by itself
 # After these words nobody knows whether the controller has taken the job: it may run once it is back.
 _IN_DOUBT = re.compile(r"timed out|Zero Bytes were transmitted|Unexpected message|Insane message|communication failure", re.IGNORECASE)
 
+_SILENT = re.compile(r"Unable to contact slurm controller|configuration source|slurm\.conf", re.IGNORECASE)
+
 _HINTS = (
     (r"DNS SRV|configuration source|slurm.conf", "there is no configuration of Slurm's: SLURM_CONF names one"),
     (r"Unable to contact slurm controller", "`scontrol ping` shows whether the controller answers"),
@@ -47,8 +49,13 @@ class Answer:
     @property
     def words(self) -> str:
         """Its complaint as one line, without the command's name before each."""
-        lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in self.err.splitlines()]
+        lines = [re.sub(r"^(?:\w+: (?:error: )?)?(?:allocation failure: )?", "", line).strip() for line in self.err.splitlines()]
         return "; ".join(dict.fromkeys(line for line in lines if line)) or f"exit code {self.code}"
+
+    @property
+    def silent(self) -> bool:
+        """Whether there was nobody who could have answered, or who did."""
+        return self.in_doubt or _SILENT.search(self.err) is not None
 
     @property
     def in_doubt(self) -> bool:

@@ -17,7 +17,7 @@ from clusterjob.hosts import Host, parse_hosts
 from clusterjob.plans import Plan
 from clusterjob.records import Record, home
 from clusterjob.slurm.client import UNREACHED
-from clusterjob.slurm.mirror import Mirror, directory_name
+from clusterjob.slurm.mirror import Mirror
 from clusterjob.spec import JobSpec
 from clusterjob.ssh import options, snapshot
 from clusterjob.ssh.delivery import Delivery
@@ -192,13 +192,13 @@ class LoginHost:
         if record.end is not None:
             whole.touch()
 
-    def wish_to_cancel(self, records: Sequence[Record]) -> None:
-        """Note on the cluster that jobs are to end.
+    def wish_to_cancel(self, names: Sequence[str]) -> None:
+        """Note on the cluster that jobs are to end, by the names of their directories.
 
         Raises:
             HostError: the host does not answer.
         """
-        self.ask("wish", jobs=[directory_name(record) for record in records])
+        self.ask("wish", jobs=list(names))
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 

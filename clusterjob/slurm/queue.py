@@ -12,7 +12,7 @@ import hashlib
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ INTERVAL = 5.0  # seconds between two calls of one cluster, at least
 _SLOWEST = 30.0  # ... where nothing changes while jobs are followed
 _FIRST_PATIENCE = 20.0  # for the first look of a process; a controller that is down answers after 10 to 30
 FIELDS = "%F|%K|%A|%T|%r|%S|%k"  # the comment last: it alone may hold a '|'
-_ACCOUNTING_FIELDS = "JobID,State,Submit,ExitCode"
+_ACCOUNTING_FIELDS = "JobID,State,Submit,WorkDir"  # the directory last: it alone may hold a '|'
 
 _ACTIVE = frozenset({
     "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STOPPED",
@@ -247,11 +247,12 @@ class Accounting:
         self._absent = False
         self._asked_at = 0.0
 
-    def ended(self, wanted: Mapping[str, float]) -> dict[str, Row] | None:
+    def ended(self, wanted: Mapping[str, tuple[float, str]]) -> dict[str, Row] | None:
         """Return the jobs that accounting knows, by key: one call for all, at most one in 5 s; None when it is too early to ask again.
 
         Args:
-            wanted: for each key when it was submitted, seconds since the epoch: another job may have got the same id.
+            wanted: for each key when it was submitted, seconds since the epoch, and the directory that it was submitted with, or the
+                end of its path, which no other job has: another may have got the same id.
         """
         moment = time.monotonic()
         if self._absent or not wanted:
@@ -260,7 +261,7 @@ class Accounting:
             return None
         self._asked_at = moment
         argv = ["sacct", "--allocations", "--noheader", "--parsable2", "--duplicates", f"--format={_ACCOUNTING_FIELDS}"]
-        oldest = min(wanted.values()) - 60
+        oldest = min(at for at, _ in wanted.values()) - 60
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(oldest))
         try:
             words = [*argv, f"--starttime={since}", f"--jobs={','.join(_bases(wanted))}"]
@@ -273,12 +274,14 @@ class Accounting:
             self._absent = True
             return {}
         found = {}
-        for line in answer.out.splitlines():
-            key, state, submitted, code = [*line.split("|"), "", "", "", ""][:4]
-            if key in wanted and submitted.isdigit() and abs(int(submitted) - wanted[key]) < 600:
-                found[key] = Row(key, state.partition(" ")[0].rstrip("+"), code)
+        newest: dict[str, int] = {}
+        for line in answer.out.split("\n"):
+            key, state, submitted, directory = [*line.split("|", 3), "", "", "", ""][:4]
+            at = int(submitted) if submitted.isascii() and submitted.isdigit() else 0
+            if key in wanted and directory.endswith(wanted[key][1]) and at >= newest.get(key, 0):  # a requeued job has several rows
+                newest[key], found[key] = at, Row(key, state.partition(" ")[0].rstrip("+"))
         return found
 
 
-def _bases(keys: Mapping[str, float]) -> Sequence[str]:
+def _bases(keys: Iterable[str]) -> Sequence[str]:
     return sorted({key.partition("_")[0] for key in keys})

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from clusterjob.errors import SubmitError, SubmitInDoubtError
 from clusterjob.slurm.client import Answer, Client, hint
+from clusterjob.slurm.flags import clock
 from clusterjob.slurm.queue import FIELDS, by_comment, snapshot_of
 
 _LOOKS, _PAUSE = 3, 1.0  # for a job of which nobody knows whether Slurm took it; seconds between two
@@ -25,6 +26,41 @@ def preflight(client: Client, argv: Sequence[str]) -> None:
     answer = client.run([argv[0], "--test-only", *argv[1:]])
     if answer.code != 0 and not _ONLY_NOT_NOW.search(answer.err):
         raise _refused(answer)
+
+
+def check_time(client: Client, partitions: str | None, seconds: int | None) -> None:
+    """Refuse a time limit above that of each partition: many a Slurm takes such a job, which then waits for ever.
+
+    Args:
+        client: runs scontrol.
+        partitions: those that the job may run in, with commas between; None for the default one.
+        seconds: the job's limit; None for the partition's own.
+
+    Raises:
+        SubmitError: the job would never start.
+    """
+    if seconds is None:
+        return
+    shown = client.run(["scontrol", "--oneliner", "show", "partition"], patience=_CONFIG_PATIENCE)
+    limits: dict[str, int] = {}
+    for line in shown.out.splitlines():
+        said = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if (said.get("Default") == "YES") if partitions is None else (said.get("PartitionName") in partitions.split(",")):
+            limits[said.get("PartitionName", "")] = _seconds(said.get("MaxTime", ""))
+    most = max(limits.values(), default=None)
+    if most is not None and -(-seconds // 60) * 60 > most:
+        names = ", ".join(limits)
+        raise SubmitError(
+            f"the time limit of {clock(seconds)} is above that of the partition {names}: {clock(most)}",
+            "`sinfo -o '%P %l'` shows the limit of each partition; a qos that may exceed it has to be named: --set qos=NAME",
+        )
+
+
+def _seconds(text: str) -> int:
+    """Return a time of Slurm's, [D-]HH:MM:SS; what is none, such as UNLIMITED, is as good as for ever."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text, re.ASCII)
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups()) if match else (10**6, 0, 0, 0)
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def submit(client: Client, argv: Sequence[str], comment: str, known: Sequence[str]) -> tuple[str, str | None]:
@@ -51,9 +87,8 @@ def submit(client: Client, argv: Sequence[str], comment: str, known: Sequence[st
     # Another sbatch might make two of it (nextflow#970).
     for look in range(_LOOKS):
         time.sleep(_PAUSE if look else 0.0)
-        seen = client.run(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
-        found = [row.base for row in by_comment(snapshot_of(seen.out), comment) if row.base not in known]
-        if seen.code == 0 and found:
+        found = [job_id for job_id in find(client, comment) if job_id not in known]
+        if found:
             return found[0], client.cluster
     raise SubmitInDoubtError(
         f"nobody knows whether Slurm has taken the job: {answer.words}",
@@ -61,8 +96,15 @@ def submit(client: Client, argv: Sequence[str], comment: str, known: Sequence[st
     )
 
 
+def find(client: Client, comment: str) -> list[str]:
+    """Return the ids of the jobs that were submitted with a comment, as far as Slurm answers."""
+    seen = client.run(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
+    return list(dict.fromkeys(row.base for row in by_comment(snapshot_of(seen.out), comment))) if seen.code == 0 else []
+
+
 def _refused(answer: Answer) -> SubmitError:
-    return SubmitError(f"Slurm refuses the job: {answer.words}", hint(answer.words))
+    who = "Slurm does not answer" if answer.silent else "Slurm refuses the job"
+    return SubmitError(f"{who}: {answer.words}", hint(answer.words))
 
 
 def largest_array(client: Client) -> int | None:

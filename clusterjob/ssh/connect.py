@@ -93,14 +93,19 @@ class Connection:
         channel.settimeout(self._timeout)
         return channel
 
-    def run(self, command: str) -> tuple[int, bytes, bytes]:
-        """Run a command that has no input to its end; return its exit code, stdout and stderr.
+    def run(self, command: str, data: bytes = b"") -> tuple[int, bytes, bytes]:
+        """Run a command to its end; return its exit code, stdout and stderr.
+
+        Args:
+            command: a line for the host's shell.
+            data: its stdin.
 
         Raises:
             HostError: the host does not start it, or says nothing for too long.
         """
         channel = self.execute(command)
         try:
+            channel.sendall(data)
             channel.shutdown_write()
             out, err = bytearray(), bytearray()
             while data := channel.recv(1 << 16):
@@ -301,7 +306,8 @@ def _bounded(transport: paramiko.Transport, seconds: float, label: str, what: st
 def _key_types(transport: paramiko.Transport, known: KnownHosts, names: list[str]) -> tuple[str, ...]:
     """Return the types of host key to ask for: those that are known first, certificates where an authority is."""
     plain = [kind for kind in transport.get_security_options().key_types if not kind.endswith(certificates.SUFFIX)]
-    wanted = [kind for kind in plain if ("ssh-rsa" if kind.startswith("rsa-") else kind) in known.kinds(names)]
+    kinds = set(known.kinds(names))
+    wanted = [kind for kind in plain if ("ssh-rsa" if kind.startswith("rsa-") else kind) in kinds]
     vouched = [f"{kind}{certificates.SUFFIX}" for kind in plain] if known.has_authority(names) else []
     return (*vouched, *wanted, *(kind for kind in plain if kind not in wanted))
 

@@ -79,6 +79,13 @@ class KnownHosts:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._entries = [entry for path in paths for entry in _read(path)]
+        self._found: dict[str, list[Entry]] = {}
+
+    def _of(self, name: str) -> list[Entry]:
+        """Return the lines of a host. Each file is gone through once a name: hashed names make that slow."""
+        if name not in self._found:
+            self._found[name] = [entry for entry in self._entries if entry.names(name)]
+        return self._found[name]
 
     def standing(self, names: Sequence[str], blob: bytes) -> tuple[Standing, str]:
         """Return what is known of a key that a host has shown, and the place where that is written.
@@ -91,8 +98,8 @@ class KnownHosts:
             return Standing.REVOKED, place
         other = ""
         for name in names:
-            for entry in self._entries:
-                if entry.marker or not entry.names(name):
+            for entry in self._of(name):
+                if entry.marker:
                     continue
                 if entry.blob == blob:
                     return Standing.KNOWN, entry.place
@@ -104,21 +111,19 @@ class KnownHosts:
 
     def revoked(self, names: Sequence[str], blob: bytes) -> str:
         """Return where a key, or an authority's, is revoked for the host; empty if it is not."""
-        return next(
-            (e.place for e in self._entries if e.marker == "@revoked" and e.blob == blob and any(e.names(name) for name in names)), ""
-        )
+        return next((e.place for name in names for e in self._of(name) if e.marker == "@revoked" and e.blob == blob), "")
 
     def authority(self, names: Sequence[str], blob: bytes) -> bool:
         """Return whether an authority may vouch for the host."""
-        return any(e.marker == "@cert-authority" and e.blob == blob and any(e.names(name) for name in names) for e in self._entries)
+        return any(e.marker == "@cert-authority" and e.blob == blob for name in names for e in self._of(name))
 
     def has_authority(self, names: Sequence[str]) -> bool:
         """Return whether any authority may vouch for the host."""
-        return any(e.marker == "@cert-authority" and any(e.names(name) for name in names) for e in self._entries)
+        return any(e.marker == "@cert-authority" for name in names for e in self._of(name))
 
     def kinds(self, names: Sequence[str]) -> list[str]:
         """Return the types of key that are known of the host."""
-        return [e.kind for e in self._entries if not e.marker and any(e.names(name) for name in names)]
+        return [e.kind for name in names for e in self._of(name) if not e.marker]
 
 
 def lookup_names(hostname: str, port: int, alias: str) -> list[str]:
@@ -132,12 +137,23 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
+_files: dict[Path, tuple[tuple[int, int, int], list[Entry]]] = {}  # by path: which state of the file, and its lines
+
+
 def _read(path: Path) -> list[Entry]:
+    """Return the lines of a file, which is read again when it has changed: many hosts look into the same one at once."""
     try:
+        status = path.stat()
+        state = (status.st_ino, status.st_mtime_ns, status.st_size)
+        held = _files.get(path)
+        if held is not None and held[0] == state:
+            return held[1]
         lines = path.read_bytes().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [entry for number, line in enumerate(lines, 1) if (entry := _entry(line, f"{path}:{number}")) is not None]
+    entries = [entry for number, line in enumerate(lines, 1) if (entry := _entry(line, f"{path}:{number}")) is not None]
+    _files[path] = (state, entries)
+    return entries
 
 
 def _entry(line: str, place: str) -> Entry | None:

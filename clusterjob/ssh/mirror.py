@@ -49,26 +49,26 @@ class Mirror:
             name = file["path"]
             if not self._allowed.fullmatch(name) or ".." in name or ("offset" in file and file["offset"] != sizes.get(name, 0)):
                 raise HostError(session.connection.target.label, f"it sends a file that was not asked for: {name[:80]!r}")
-            self._write(name, file, content)
+            self._write(session.connection.target.label, name, file, content)
         look: Look = answer
         return look
 
-    def _write(self, name: str, file: dict[str, Any], content: bytes) -> None:
+    def _write(self, label: str, name: str, file: dict[str, Any], content: bytes) -> None:
         path = self._job_dir / name
         try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # also where the whole directory was removed here
             if "stamp" in file:
                 files.write_atomic(path, content)
                 self._stamps[name] = file["stamp"]
                 return
-            path.parent.mkdir(mode=0o700, exist_ok=True)
             # At its offset, not at the end: another process may mirror the same bytes at this moment.
             handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 os.pwrite(handle, content, file["offset"])
             finally:
                 os.close(handle)
-        except FileNotFoundError:
-            pass  # the job's directory here was removed: its state is not
+        except OSError as error:
+            raise HostError(label, f"what it has written cannot be kept here: {error.strerror}: {path}") from error
 
     def _sizes(self, *, logs: bool) -> dict[str, int]:
         paths = [self._job_dir / "events.jsonl"] if self._node == 0 else []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from clusterjob.errors import HostError
@@ -142,22 +143,47 @@ def for_each(keys: Sequence[Key], work: Callable[[Key], Result], stop: threading
         BaseException: what is no `HostError`, such as Ctrl-C or a bug.
     """
     outcome: Outcome[Key, Result] = Outcome()
-    if not keys:
-        return outcome
-    with ThreadPoolExecutor(min(len(keys), _THREADS), thread_name_prefix="clusterjob-ssh") as executor:
-        futures = [(key, executor.submit(work, key)) for key in keys]
-        try:
-            for key, future in futures:
-                try:
-                    outcome.results[key] = future.result()
-                except HostError as error:
-                    outcome.errors[key] = error
-        except BaseException:
-            if stop is not None:
-                stop.set()
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
+    futures: list[tuple[Key, Future[Result]]] = [(key, Future()) for key in keys]
+    waiting = iter(futures)
+    taking = threading.Lock()
+
+    def serve() -> None:
+        while True:
+            with taking:
+                key, future = next(waiting, (None, None))
+            if future is None:
+                return
+            _fulfil(future, partial(work, key))  # type: ignore[arg-type]
+
+    for _ in range(min(len(keys), _THREADS)):
+        threading.Thread(target=serve, name="clusterjob-ssh", daemon=True).start()
+    try:
+        for key, future in futures:
+            try:
+                outcome.results[key] = future.result()
+            except HostError as error:
+                outcome.errors[key] = error
+    except BaseException:
+        if stop is not None:
+            stop.set()
+        with taking:
+            waiting = iter(())
+        raise
     return outcome
+
+
+def in_background(work: Callable[[], Result]) -> Future[Result]:
+    """Do something in a thread of its own, which keeps no program from ending: a host that does not answer is not waited for."""
+    future: Future[Result] = Future()
+    threading.Thread(target=_fulfil, args=(future, work), name="clusterjob-ssh", daemon=True).start()
+    return future
+
+
+def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def complaint(errors: Mapping[Key, HostError] | Iterable[HostError], total: int) -> tuple[str, str]:

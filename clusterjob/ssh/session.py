@@ -140,6 +140,9 @@ class Session:
             except TimeoutError as error:
                 self._abandon()
                 raise HostError(self._label, f"no answer for {timeout or self._timeout:g} s") from error
+            except ValueError as error:
+                self._abandon()
+                raise HostError(self._label, "it answers nonsense", "something prints into the conversation: a sitecustomize?") from error
             except (OSError, EOFError, paramiko.SSHException) as error:
                 why = self._last_words()
                 self._abandon()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import re
 import stat
 import subprocess
 import zlib
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 LIMIT = 512 * 1024**2  # bytes; a directory that holds data by mistake would else be sent to every host
+MOST_ENTRIES = 100_000  # a home directory is not meant to be sent
 OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
 _CHUNK = 1 << 18
+_DIRECTORY = "ps_d"  # pathspec's name for the slash at which a pattern has found a directory
 _MOST_DIFF = 4 << 20  # bytes of uncommitted changes that are kept
 
 
@@ -118,7 +122,11 @@ def take(root: Path, limit: int = LIMIT) -> Snapshot:
         SubmitError: it holds more, or something in it cannot be read.
     """
     try:
-        found = list(_walk(root, "", _rules_above(root)))
+        found = list(itertools.islice(_walk(root, "", _rules_above(root)), MOST_ENTRIES + 1))
+        if len(found) > MOST_ENTRIES:
+            raise SubmitError(
+                f"{root} holds more than {MOST_ENTRIES:,} files", f"leave data out in {OWN_IGNORE}, or name another --workdir"
+            )
         if sum(entry.size for entry in found) > limit:
             raise _too_large(root, found, limit)
         entries = tuple(_hashed(root, entry) if entry.kind == "file" else entry for entry in found)
@@ -136,7 +144,23 @@ class _Rules:
 
     def verdict(self, path: str) -> bool | None:
         """Return whether a path is left out; None if nothing is said of it."""
-        return self.spec.check_file(path[len(self.base) :]).include
+        return _last_word(self.spec, path[len(self.base) :])
+
+
+def _last_word(spec: GitIgnoreSpec, path: str) -> bool | None:
+    """Return what the last pattern that names this very path says of it.
+
+    The library also takes a pattern for what lies below a directory that it names. git does not: it looks no further into a
+    directory that is left out, and asks anew for what is in one that is not.
+    """
+    for pattern in reversed(list(spec.patterns)):
+        found = pattern.match_file(path) if pattern.include is not None else None
+        if found is None:
+            continue
+        match: re.Match[str] = found.match
+        if match.groupdict().get(_DIRECTORY) is None or match.end(_DIRECTORY) == len(path):
+            return bool(pattern.include)
+    return None
 
 
 def _walk(root: Path, below: str, rules: list[_Rules]) -> Iterator[Entry]:
@@ -215,7 +239,7 @@ class _Above(_Rules):
     prefix: str = ""
 
     def verdict(self, path: str) -> bool | None:
-        return self.spec.check_file(f"{self.prefix}/{path}" if self.prefix else path).include
+        return _last_word(self.spec, f"{self.prefix}/{path}" if self.prefix else path)
 
 
 def _too_large(root: Path, entries: Iterable[Entry], limit: int) -> SubmitError:

@@ -43,6 +43,9 @@ class Consignment:
         ports: where node 0 may listen, in order.
         patience: seconds that setup lines may take until the agents are up.
         grace: the job's own, for an agent that has to be stopped again.
+        gpus: which cards of each host: numbers, or ``auto``; empty for any.
+        gpus_per_node: how many; None if the job does not ask for GPUs.
+        require_gpus: whether a host with too few is unfit, where any would do; else the job is a rehearsal on the CPU there.
     """
 
     job_id: str
@@ -55,6 +58,9 @@ class Consignment:
     ports: Sequence[int]
     patience: float
     grace: float
+    gpus: str = ""
+    gpus_per_node: int | None = None
+    require_gpus: bool = False
 
 
 class Submission:
@@ -65,16 +71,30 @@ class Submission:
         place: where they are.
         goods: what they get.
         progress: told (node, bytes sent, bytes to be sent) as code is sent.
+        warn: told lines that the user should see.
+        unwanted: whether somebody has wished meanwhile that the job end.
     """
 
-    def __init__(self, visits: Visits, place: Place, goods: Consignment, progress: Callable[[int, int, int], None]) -> None:
+    def __init__(
+        self,
+        visits: Visits,
+        place: Place,
+        goods: Consignment,
+        progress: Callable[[int, int, int], None],
+        warn: Callable[[str], None],
+        unwanted: Callable[[], bool],
+    ) -> None:
         self._visits = visits
         self._place = place
         self._goods = goods
         self._progress = progress
+        self._warn = warn
+        self._unwanted = unwanted
         self._nodes = range(len(place.hosts))
         self._reached_at = ""
+        self._devices: dict[int, str | None] = {}
         self._stop = threading.Event()
+        self._seen: set[int] = set()  # nodes whose hosts may have something of the job
 
     def run(self) -> str:
         """Bring the job to its hosts and start it; return node 0's address as the other nodes reach it.
@@ -82,19 +102,18 @@ class Submission:
         Raises:
             SubmitError: hosts are unfit, each of which is named; nothing is left on any of them.
         """
-        put = False
         try:
             self._check()
-            put = True
             self._everywhere(self._send, "put")
             if self._place.setup:
                 self._everywhere(self._check_after_setup, "fit")
             address = self._meet()
+            self._ask_whether_wanted()
             self._everywhere(lambda node, session: self._start(node, session, address), "start")
+            self._ask_whether_wanted()
         except BaseException:
             self._stop.set()
-            if put:
-                self.withdraw()
+            self.withdraw()
             raise
         return address
 
@@ -102,6 +121,8 @@ class Submission:
         """Stop what was started, and take away what was put; a host that is not reached keeps it."""
 
         def work(node: int) -> None:
+            if node not in self._seen:
+                return
             session = self._visits.session(self._place, node)
             self._ask(session, node, "cancel", grace=self._goods.grace, timeout=self._goods.grace + _FAREWELL_TIMEOUT)
             self._ask(session, node, "remove", timeout=_FAREWELL_TIMEOUT)
@@ -119,6 +140,7 @@ class Submission:
             answer, _ = session.ask("check", need=need, torch=goods.needs_torch, own=not self._place.setup)
             if answer["troubles"]:
                 raise HostError(session.connection.target.label, "; ".join(answer["troubles"]))
+            self._seen.add(node)
             found: dict[str, Any] = answer
             return found
 
@@ -130,8 +152,25 @@ class Submission:
                 ours, theirs = self._place.hosts[node], self._place.hosts[other]
                 why = "it is listed twice" if str(ours) == str(theirs) else f"it is the same machine as {theirs}"
                 outcome.errors[node] = HostError(str(ours), why, "a host can be one node of a job alone")
+        if self._goods.gpus_per_node:
+            fit = [node for node in self._nodes if node not in outcome.errors]
+            reserved = for_each(fit, lambda node: self._reserve(node, self._visits.session(self._place, node)), self._stop)
+            outcome.errors |= reserved.errors
         self._insist(outcome)
         self._reached_at = outcome.results[0]["reached_at"]
+
+    def _reserve(self, node: int, session: Session) -> None:
+        """Have the host choose the node's cards; they are the job's until its last process there is gone."""
+        goods = self._goods
+        answer = self._ask(session, node, "reserve", gpus=goods.gpus, count=goods.gpus_per_node, timeout=_SLOW)
+        if not answer["short"]:
+            self._devices[node] = answer["devices"]
+        elif goods.gpus or goods.require_gpus:
+            hint = "" if goods.gpus else "without --require-gpus the workers run on the CPU, as a rehearsal"
+            raise HostError(session.connection.target.label, answer["short"], hint)
+        else:
+            self._devices[node] = ""
+            self._warn(f"{session.connection.target.label}: {answer['short']}: a rehearsal, with the workers on the CPU and gloo")
 
     def _send(self, node: int, session: Session) -> None:
         goods = self._goods
@@ -187,7 +226,11 @@ class Submission:
 
     def _start(self, node: int, session: Session, address: str) -> None:
         goods = self._goods
+        if self._stop.is_set():
+            raise HostError(session.connection.target.label, "given up")
         env = {**goods.environments[node], "CLUSTERJOB_MASTER_ADDR": address}
+        if (devices := self._devices.get(node)) is not None:
+            env["CUDA_VISIBLE_DEVICES"] = devices
         self._ask(session, node, "start", script=goods.script, env=env)
         end = time.monotonic() + goods.patience
         pause = _UP_PAUSE
@@ -198,6 +241,11 @@ class Submission:
                 raise HostError(session.connection.target.label, f"its script has not come to the agent within {goods.patience:g} s")
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
+
+    def _ask_whether_wanted(self) -> None:
+        """Before the start and after it: a wish from elsewhere finds no agent that it could tell while there is none."""
+        if self._unwanted():
+            raise SubmitError("the job was cancelled while it was being submitted")
 
     # -- all at once ---------------------------------------------------------------------------------------------------
 

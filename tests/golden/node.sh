@@ -13,7 +13,7 @@ note() {
   local end="$CLUSTERJOB_JOB_DIR/ends/node$CLUSTERJOB_NODE_RANK"
   [ "${CLUSTERJOB_ATTEMPT:-0}" = 0 ] || end+=".attempt$CLUSTERJOB_ATTEMPT" # of a job that was queued again
   end+=.refused
-  [ -e "$end" ] || { printf '%s\n%s: %s\n' "$1" "${SLURMD_NODENAME:-$(uname -n)}" "$2" > "$end.part" && mv -- "$end.part" "$end"; }
+  [ -e "$end" ] || { printf '%s\n%s: %s\n' "$1" "${CLUSTERJOB_HOST:-${SLURMD_NODENAME:-$(uname -n)}}" "$2" > "$end.part" && mv -- "$end.part" "$end"; }
 }
 refuse() {
   trap - EXIT

@@ -25,7 +25,7 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
     ignored: dict[str, Ignored] = {}
     conflicts: list[str] = []
     for other in others:
-        why = f"{winner.source} comes before {other.source}" if other.source != winner.source else "it says less than others of its kind"
+        why = f"{winner.source} comes before {other.source}" if other.source != winner.source else "another variable of its kind says more"
         ignored |= {name: Ignored(name, why) for name in other.evidence.values() if name not in used and name not in ignored}
         conflicts += [] if winner.conflicts else _contradictions(winner, other)
     place = None if conflicts else winner.place

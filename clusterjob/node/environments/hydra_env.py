@@ -27,7 +27,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     alone = world_size is not None and world_size == local_world_size
     peer = reading.value(PROXY)
     master = placing.process_master(
-        reading, alone=alone, key=f"hydra {peer}" if peer and alone else "", key_variable="PMI_FD"
+        reading, alone=alone, key=f"hydra {peer}" if peer and alone else "", key_variable="PMI_FD" if peer and alone else ""
     )  # fmt: skip
     return placing.worker(
         reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, master=master

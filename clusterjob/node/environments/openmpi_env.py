@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from clusterjob.node.environments import placing, sagemaker_env
 from clusterjob.node.environments.reading import Finding, Reading
 
-_LAUNCHER = "OMPI_MCA_orte_hnp_uri"
+LAUNCHER = "OMPI_MCA_orte_hnp_uri"
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
@@ -29,8 +29,8 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     alone = world_size is not None and world_size == local_world_size
     nodes = sagemaker_env.nodes(reading)
     fallback, port = _elsewhere(reading, alone=alone, hosts=nodes.hosts)
-    key_variable = reading.first_set("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", _LAUNCHER)
-    key = f"openmpi {reading.value(_LAUNCHER)} {reading.value(key_variable)}" if reading.is_set(key_variable) else ""
+    key_variable = reading.first_set("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", LAUNCHER)
+    key = f"openmpi {reading.value(LAUNCHER)} {reading.value(key_variable)}" if reading.is_set(key_variable) else ""
     master = placing.process_master(
         reading, alone=alone, fallback=fallback, fallback_port=port, key=key, key_variable=key_variable
     )  # fmt: skip
@@ -57,5 +57,5 @@ def _elsewhere(reading: Reading, *, alone: bool, hosts: list[str]) -> tuple[str 
 
 def _launcher(reading: Reading) -> str | None:
     """Return mpirun's own address, from ``1234.0;tcp://10.0.0.1,172.17.0.1:41234``: rank 0 runs where mpirun does unless told otherwise."""
-    found = re.search(r"tcp6?://\[?([^,;\]/]+?)\]?(?:,[^;]*)?:\d+(?:;|$)", reading.value(_LAUNCHER))
-    return reading.as_host("master_addr", _LAUNCHER, found[1]) if found else None
+    found = re.search(r"tcp6?://\[?([^,;\]/]+?)\]?(?:,[^;]*)?:\d+(?:;|$)", reading.value(LAUNCHER))
+    return reading.as_host("master_addr", LAUNCHER, found[1]) if found else None

@@ -114,7 +114,7 @@ def process_master(
         fallback_port: the port, where MASTER_PORT is not set.
         key: text that is the same for all processes of this start and of no other, from which a port is computed where nothing
             names one; empty for none.
-        key_variable: where the key is from.
+        key_variable: where the key is from; empty for launchers that have none, where a port has to be named.
     """
     given = given_master(reading)
     addr = given.addr
@@ -129,7 +129,7 @@ def process_master(
         elif key:
             port = candidates(key, 0)[0]
             reading.evidence["master_port"] = key_variable
-        else:
+        elif not key_variable:
             reading.conflicts.append("MASTER_PORT is not set (master_port)")
     return Master(addr, port)
 

@@ -116,9 +116,9 @@ def _place(reading: Reading) -> Finding:
             reading.evidence.pop("nproc_per_node")
             reading.ignored.append(Ignored("CLUSTERJOB_NPROC_PER_NODE", "srun starts the processes itself"))
         Topology(nnodes, node_rank, None, master_addr, master_port, SOURCE)  # so that an impossible node is named first
-        if master_port is None and reading.text("master_port", "SLURM_JOB_ID") is None:
-            return reading.finding(None)  # every job would meet at the same port
-        node = Topology(nnodes, node_rank, tasks[node_rank], master_addr, master_port or meeting_port(environ), SOURCE)
+        if master_port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
+            master_port = meeting_port(environ)  # without a job's id every job would meet there
+        node = Topology(nnodes, node_rank, tasks[node_rank], master_addr, master_port, SOURCE)
         # The rank is the task's own: under a cyclic distribution no arithmetic over nodes gives it.
         return reading.finding(Worker(node, rank, local_rank, world_size, tasks[node_rank]))
     except PlaceError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node import processes
+from clusterjob.node.visit import cards
 
 _SETUP_PATIENCE = 300.0  # seconds for setup lines and the start of the interpreter
 
@@ -53,7 +54,9 @@ def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": importlib.util.find_spec("torch") is not None if request["own"] else None,
         "free": free,
-        "gpus": [],
+        "gpus": [card.text() for card in cards.visible(cards.read_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))]
+        if request.get("gpus")
+        else [],
     }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterjob.node.visit import check, commands, look, meeting, store, whole, work
+from clusterjob.node.visit import carry, check, commands, look, meeting, store, whole, work
 
 _IDLE = 600  # seconds without a request after which a visit is over
 
@@ -63,8 +64,10 @@ class Visit:
         op = request["op"]
         if op in ("looks", "run", "reap", "drop"):
             return whole.looks(self.home, request) if op == "looks" else self._commands.answer(request)
-        if op == "look":
-            return look.look(self.home / "jobs" / request["job"], request)
+        if op in ("look", "tree", "digests", "get"):
+            return self._read(op, request)
+        if op in ("listen", "hush", "probe"):
+            return self._meet(op, request), b""
         if op == "check":
             return check.check(self.home, request), b""
         if op == "fit":
@@ -75,16 +78,26 @@ class Visit:
             return store.land(self.home, request, body.read()), b""
         if op == "blobs":
             return store.receive(self.home, request, body.read), b""
+        return self._work.answer(request), b""
+
+    def _read(self, op: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        job_dir = self.home / "jobs" / request["job"]
+        if op == "look":
+            return look.look(job_dir, request)
+        root = Path(os.path.normpath(job_dir / request["workdir"]))
+        if op == "get":
+            return carry.get(root, request)
+        return carry.tree(root, request) if op == "tree" else carry.digests(root, request), b""
+
+    def _meet(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
+        if op == "probe":
+            return meeting.probe(request["addresses"], request["port"], request["nonce"], request["patience"])
         if op == "listen":
             self._listener = meeting.Listener(request["ports"], request["nonce"])
-            return {"port": self._listener.port, "addresses": meeting.own_addresses()}, b""
-        if op == "hush":
-            if self._listener is not None:
-                self._listener.close()
-            return {}, b""
-        if op == "probe":
-            return meeting.probe(request["addresses"], request["port"], request["nonce"], request["patience"]), b""
-        return self._work.answer(request), b""
+            return {"port": self._listener.port, "addresses": meeting.own_addresses()}
+        if self._listener is not None:
+            self._listener.close()
+        return {}
 
 
 def main(home: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 from clusterjob.node import ends, files, groups, processes
 from clusterjob.node.logs import last_lines, node_directory
+from clusterjob.node.visit import cards
 from clusterjob.node.visit.check import work_environment
 from clusterjob.node.visit.look import agent_file, agent_of
 
@@ -25,12 +27,15 @@ class Work:
 
     def __init__(self, home: Path) -> None:
         self._home = home
+        self._reserved: dict[str, cards.Reservation] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return what is to be said to a request that has no bytes."""
         if request["op"] == "wish":
             return self._wish(request)
         job_dir, node = self._home / "jobs" / request["job"], int(request["node"])
+        if request["op"] == "reserve":
+            return self._reserve(request)
         if request["op"] == "start":
             return self._start(job_dir, node, request)
         if request["op"] == "up":
@@ -38,6 +43,8 @@ class Work:
         if request["op"] == "cancel":
             return _cancel(job_dir, node, float(request["grace"]))
         if request["op"] == "remove":
+            if (reserved := self._reserved.pop(request["job"], None)) is not None:
+                reserved.release()
             shutil.rmtree(job_dir, ignore_errors=True)
             return {}
         raise ValueError(f"nobody here knows {request['op']!r}")
@@ -70,13 +77,29 @@ class Work:
                 ends.cancel(job_dir)
         return {}
 
+    def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Choose a node's cards: ``devices`` is for CUDA_VISIBLE_DEVICES, None to leave that as it is; ``short`` says what is missing."""
+        job_id, wanted, count = request["job"], request["gpus"], int(request["count"])
+        try:
+            if not wanted:
+                return {"devices": cards.share(count, os.environ), "short": ""}
+            reserved = cards.pick(job_id, wanted, count, os.environ)
+        except cards.TooFewError as error:
+            return {"devices": None, "short": str(error)}
+        self._reserved[job_id] = reserved
+        return {"devices": ",".join(card.uuid for card in reserved.cards), "short": ""}
+
     def _start(self, job_dir: Path, node: int, request: dict[str, Any]) -> dict[str, Any]:
         log = node_directory(job_dir, node) / "agent.log"
+        reserved = self._reserved.pop(request["job"], None)
         with log.open("ab") as output:
             agent = subprocess.Popen(
                 ["bash", str(job_dir / request["script"])], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=job_dir,
                 env=work_environment() | request["env"], start_new_session=True,
+                pass_fds=reserved.descriptors if reserved is not None else (),
             )  # fmt: skip
+        if reserved is not None:
+            reserved.release()  # the agent, and all below it, hold the cards
         noted = {"pid": agent.pid, "ticks": processes.start_ticks(agent.pid) or 0, "boot_id": processes.boot_id()}
         agent.returncode = 0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
         files.write_json(agent_file(job_dir, node), noted)

@@ -1,0 +1,147 @@
+"""Jobs on the hosts of `sshworld`: a directory that they are submitted from, and what tests ask of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import wait_until
+from sshworld import HostOfWorld, World, python_without_torch
+
+from clusterjob import jobs
+from clusterjob.config import Settings
+from clusterjob.errors import SubmitError
+from clusterjob.node.logs import Line
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import Verdict
+from clusterjob.plans import Plan
+from clusterjob.records import Record, Records
+
+PATIENCE = 90.0  # seconds; many times what any of these jobs needs
+
+# Names itself by a line, then waits for ever.
+SLEEPER = """
+    import os, time
+    print("up", os.environ["RANK"], flush=True)
+    time.sleep(1000)
+"""
+
+
+class Site:
+    """A directory that jobs are submitted from, and the hosts."""
+
+    def __init__(self, world: World, directory: Path) -> None:
+        self.world = world
+        self.directory = directory
+        self.python = str(python_without_torch(directory.parent))
+
+    def path(self, name: str) -> Path:
+        return self.directory / name
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        self.path(name).write_text(textwrap.dedent(text))
+        return name
+
+    def flags(self, **flags: Any) -> dict[str, Any]:
+        options = {"ssh_config": str(self.world.config), "connect_timeout": "5", "need_torch": "false", **flags.pop("set", {})}
+        given = {"hosts": "gpu[1-2]", "python": self.python, "set": [f"{key}={value}" for key, value in options.items()], **flags}
+        return {key: value for key, value in given.items() if value is not None}
+
+    def plan(self, program: Program, **flags: Any) -> Plan:
+        settings: Settings = jobs.settle(self.flags(**flags), None, self.directory)
+        assert settings.backend == "ssh"
+        return jobs.plan(jobs.make_spec(program, settings, self.directory), settings)
+
+    def submit(self, text: str, *args: str, **flags: Any) -> Record:
+        plan = self.plan(Program("script", self.script(text), args), **flags)
+        return jobs.submit(plan, "ssh", detach=True)
+
+    def refused(self, **flags: Any) -> SubmitError:
+        """Submit a job that cannot start; nothing of it may be left, here or there."""
+        with pytest.raises(SubmitError) as caught:
+            self.submit(SLEEPER, **flags)
+        assert caught.value.exit_code == 1
+        assert not Records().all()
+        assert not self.running(), "nothing keeps running on the others"
+        for host in self.world.hosts.values():
+            kept = host.home / ".clusterjob" / "jobs"
+            assert not kept.is_dir() or not list(kept.iterdir())
+        return caught.value
+
+    def command(self, *words: str, **more: Any) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "clusterjob", *words]
+        return subprocess.Popen(argv, cwd=self.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+    def options(self, **flags: Any) -> list[str]:
+        words: list[str] = []
+        for key, value in self.flags(**flags).items():
+            for item in value if isinstance(value, list) else [value]:
+                words += [f"--{key.replace('_', '-')}", str(item)]
+        return words
+
+    def running(self) -> list[int]:
+        """Return the processes of jobs on all hosts."""
+        return [pid for host in self.world.hosts.values() for pid in workers_on(host)]
+
+    def remote_dir(self, record: Record, host: str) -> Path:
+        return self.world.hosts[host].home / ".clusterjob" / "jobs" / record.job_id
+
+
+@pytest.fixture
+def site(world: World, tmp_path: Path) -> Iterator[Site]:
+    directory = tmp_path / "work"
+    directory.mkdir()
+    for host in world.hosts.values():
+        subprocess.run(["rm", "-rf", host.home / ".clusterjob"], check=True)
+    yield Site(world, directory)
+    hang_up()
+
+
+def hang_up() -> None:
+    """Forget all connections, as a new process has none."""
+    backend: Any = jobs._loaded.pop("ssh", None)
+    if backend is not None:
+        backend.close()
+
+
+def lines_of(record: Record) -> list[str]:
+    shown: list[Line] = []
+    verdict = jobs.follow(record, shown.extend, lambda _: None)
+    assert verdict.state.final
+    return [f"{line.rank} {line.stream} {line.text}" for line in shown]
+
+
+def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
+    verdict = wait_until(lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}")
+    assert verdict is not None
+    return verdict
+
+
+def wait_for_lines(record: Record, *wanted: str) -> None:
+    """Wait until workers have written lines that begin so."""
+
+    def there() -> bool:
+        jobs.status(record)
+        jobs.collect(record)
+        text = "\n".join(path.read_text() for path in (record.job_dir / "logs").rglob("rank*.out"))
+        return all(line in text for line in wanted)
+
+    wait_until(there, PATIENCE, f"the lines {wanted}")
+
+
+def workers_on(host: HostOfWorld) -> list[int]:
+    """Return the processes of jobs on a host, agents included."""
+    found = []
+    for pid in host.pids():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"clusterjob-node.pyz" in words or b"script.py" in words:
+            found.append(pid)
+    return found

@@ -1,0 +1,88 @@
+"""What Slurm would refuse is refused before anything is queued, in Slurm's own words and with a hint; and where there is no Slurm."""
+
+from __future__ import annotations
+
+import pytest
+from slurm_user import SLEEPER, User
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "hint"),
+    [
+        (("--partition", "nowhere"), "invalid partition specified: nowhere", "`sinfo -s` lists the partitions"),
+        (("--nodes", "5"), "Requested node configuration is not available", "`sinfo"),
+        (("--gpus-per-node", "9"), "Requested node configuration is not available", "`sinfo"),
+        (("--nproc-per-node", "9"), "Requested node configuration is not available", "`sinfo"),
+        (("--mem", "100G"), "Requested node configuration is not available", "`sinfo"),
+        (("--set", "constraint=h100"), "Invalid feature specification", "--set constraint=NAME"),
+        (("--set", "gres=tpu:1"), "Invalid generic resource", "shows the GPUs of each partition"),
+        (("--nodelist", "n9"), "Invalid node name", "`sinfo -N` lists the nodes"),
+        (("--set", "begin=sometime"), "Invalid time specification", ""),
+        (("--set", "of-no-plugin=x"), "unrecognized option '--of-no-plugin=x'", "`sbatch --help` lists"),
+        (("--array", "0-3", "--partition", "nowhere"), "invalid partition", "`sinfo -s`"),
+    ],
+)
+def test_slurm_s_own_words_and_a_hint(user: User, options: tuple[str, ...], words: str, hint: str) -> None:
+    said = user.refused(*options)
+    first, *rest = said.splitlines()[-2:] if hint else said.splitlines()[-1:]
+    assert first.startswith("clusterjob: error: Slurm refuses the job: ")
+    assert words in first
+    if hint:
+        assert rest[0].startswith("  hint: ")
+        assert hint in rest[0]
+
+
+def test_a_time_limit_above_the_partition_s(user: User) -> None:
+    """Slurm would take the job and never start it."""
+    said = user.refused("--partition", "small", "--time", "61m")
+    assert "the time limit of 0-01:01:00 is above that of the partition small: 0-01:00:00" in said
+    assert "--set qos=NAME" in said
+    for options in (("--partition", "small", "--time", "60m"), ("--partition", "small,main", "--time", "2h"), ("--time", "9000h")):
+        user.submit(SLEEPER, *options, "--set", "hold=true")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--set", "partion=main"), "sbatch has no option --partion"),
+        (("--set", "nodes=2"), "does not go through to sbatch"),
+        (("--signal-before", "90s", "--time", "2m"), "leaves no room for a warning"),
+        (("--set", "comment=a\tb"), "holds a line break"),
+        (("--array", "3-1"), "is an empty range"),
+        (("--container", "pyxis:"), "names no image"),
+    ],
+)
+def test_what_makes_no_sense_is_said_without_asking_slurm(user: User, options: tuple[str, ...], words: str) -> None:
+    notes = user.command_first_on_path("sbatch", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
+    assert words in user.refused(*options, code=2)
+    assert notes.read_text() == ""
+
+
+def test_a_job_that_cannot_start_just_now_is_taken(user: User) -> None:
+    """All nodes are busy, or down: it waits."""
+    user.slurm.submit("--nodes=4", "--exclusive", "--output=/dev/null", script="sleep 600")
+    waiting = user.submit(SLEEPER, "--nodes", "4")
+    assert user.job(waiting)["state"] == "PENDING"
+    user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=DOWN", "Reason=test")
+    down = user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]")
+    assert user.job(down)["state"] == "PENDING"
+    user("cancel", waiting, down)
+    user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=IDLE", check=False)
+
+
+def test_no_configuration_no_controller_and_no_slurm(user: User) -> None:
+    user.slurm.stop_controller()
+    said = user.refused_by_nobody()
+    assert "Slurm does not answer: Unable to contact slurm controller" in said
+    assert "`scontrol ping`" in said
+    user.slurm.start_controller()
+
+    user.patch.setenv("SLURM_CONF", str(user.path("nowhere.conf")))
+    said = user.refused_by_nobody()
+    assert "nowhere.conf" in said
+    assert "SLURM_CONF names one" in said
+
+    user.patch.setenv("PATH", "/nowhere")
+    said = user.refused_by_nobody()
+    assert "sbatch cannot be run: No such file or directory" in said
+    assert "on PATH" in said

@@ -1,0 +1,240 @@
+"""Results brought back from real hosts, and the commands about hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import PATIENCE
+from sshsite import Site, end_of, hang_up
+from sshworld import World
+
+from clusterjob import jobs
+from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.node.verdict import JobState
+from clusterjob.records import Record
+
+WRITER = """
+    import os, pathlib
+    rank = os.environ["RANK"]
+    runs = pathlib.Path("runs")
+    runs.mkdir(exist_ok=True)
+    (runs / f"rank{rank}.txt").write_text(rank)
+    (runs / "large.bin").write_bytes(bytes(range(256)) * 40000)
+    (runs / "link").symlink_to("large.bin")
+    (runs / "outside").symlink_to("/etc/passwd")
+"""
+
+
+@pytest.fixture
+def record(site: Site) -> Record:
+    record = site.submit(WRITER)
+    assert end_of(record).state is JobState.SUCCEEDED
+    return record
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Path]:
+    return tmp_path / "results"
+
+
+def fetch(record: Record, target: Path, *paths: str, nodes: tuple[int, ...] | None = (0,), agree: bool = False) -> Any:
+    return jobs.fetch(record, paths or ["runs"], target, nodes, lambda _: agree)
+
+
+def test_results_of_rank_0s_host(record: Record, target: Path) -> None:
+    (done,) = fetch(record, target)
+    assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*")) == [
+        "runs",
+        "runs/large.bin",
+        "runs/link",
+        "runs/rank0.txt",
+    ]
+    assert (target / "runs" / "large.bin").read_bytes() == bytes(range(256)) * 40000
+    assert sorted(done.written) == ["runs/large.bin", "runs/link", "runs/rank0.txt"]
+    assert done.passed_over == ["runs/outside: a link to /etc/passwd, which is elsewhere"]
+
+
+def test_of_every_host(record: Record, target: Path) -> None:
+    fetch(record, target, "runs/", nodes=None)
+    assert (target / "node0" / "runs" / "rank0.txt").read_text() == "0"
+    assert (target / "node1" / "runs" / "rank1.txt").read_text() == "1"
+
+
+def test_only_what_has_changed_is_written_again(site: Site, record: Record, target: Path) -> None:
+    fetch(record, target)
+    before = {path: path.stat().st_ino for path in target.rglob("*")}
+    (done,) = fetch(record, target)
+    assert (done.written, done.unchanged) == ([], 3)
+    assert {path: path.stat().st_ino for path in target.rglob("*")} == before
+    remote = site.remote_dir(record, "gpu1") / "code" / "runs"
+    os.utime(remote / "large.bin")  # a new time, the same content
+    time.sleep(0.01)
+    (remote / "rank0.txt").write_text("more")
+    (done,) = fetch(record, target)
+    assert done.written == ["runs/rank0.txt"]
+    assert (target / "runs" / "rank0.txt").read_text() == "more"
+
+
+def test_what_is_newer_here_is_left_unless_one_agrees(site: Site, record: Record, target: Path) -> None:
+    fetch(record, target)
+    mine = target / "runs" / "rank0.txt"
+    mine.write_text("mine")
+    (done,) = fetch(record, target)
+    assert done.kept == ["runs/rank0.txt"]
+    assert mine.read_text() == "mine"
+    (done,) = fetch(record, target, agree=True)
+    assert done.written == ["runs/rank0.txt"]
+    assert mine.read_text() == "0"
+
+
+@pytest.mark.parametrize("path", ["nothing", "../agents", "/etc/passwd", "runs/../../token"])
+def test_what_is_not_in_the_working_directory(record: Record, target: Path, path: str) -> None:
+    with pytest.raises(ClusterJobError, match="gpu1: there is no "):
+        fetch(record, target, path)
+    assert not target.exists() or not list(target.iterdir())
+
+
+def test_a_link_here_does_not_lead_a_host_astray(site: Site, record: Record, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target.mkdir()
+    (target / "runs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ClusterJobError):
+        fetch(record, target)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_command(site: Site, record: Record, target: Path) -> None:
+    hang_up()
+    for expected, text in ((0, "3 written, 0 unchanged"), (0, "0 written, 3 unchanged")):
+        process = site.command("fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL)
+        out, err = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, out) == (expected, "")
+        assert text in err
+    (target / "runs" / "rank0.txt").write_text("mine")
+    process = site.command("fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "runs/rank0.txt is newer here, and was left" in err
+
+
+def test_a_node_that_is_not_there(record: Record, target: Path) -> None:
+    with pytest.raises(UsageError, match="has no node 2"):
+        fetch(record, target, nodes=(2,))
+
+
+def test_git_s_revision_and_the_changes_are_kept(site: Site) -> None:
+    git = ["git", "-C", str(site.directory), "-c", "user.name=x", "-c", "user.email=x@x"]
+    site.script("old = 1\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    record = site.submit("new = 2\n")
+    revision = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert record.handle is not None
+    assert record.handle.data["code"]["git"]["revision"] == revision
+    assert "+new = 2" in (record.job_dir / "code.diff").read_text()
+    end_of(record)
+
+
+def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clusterjob.ssh.session import Session
+
+    asked: list[str] = []
+    original = Session.ask
+
+    def note(self: Session, op: str, **more: Any) -> Any:
+        asked.append(op)
+        return original(self, op, **more)
+
+    monkeypatch.setattr(Session, "ask", note)
+    for expected in (True, False):
+        asked.clear()
+        end_of(site.submit("print(1)"))
+        assert ("blobs" in asked) is expected
+
+
+# -- hosts -----------------------------------------------------------------------------------------------------------------
+
+
+def run(site: Site, *words: str) -> tuple[int, str, str]:
+    process = site.command(*words, stdin=subprocess.DEVNULL)
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:
+    option = ("--set", f"ssh_config={site.world.config}")
+    code, out, err = run(site, "hosts", "--hosts", "gpu1,nowhere.invalid", *option, "--python", site.python, "--json")
+    assert code == 1, err
+    first, second = json.loads(out)["hosts"]
+    assert (first["host"], first["address"], first["name"]) == ("gpu1", "root@10.77.0.1:22", "gpu1")
+    assert first["trouble"].startswith("no torch")
+    assert first["free"] > 0
+    assert "unknown host" in second["trouble"]
+    code, out, _ = run(site, "hosts", "--hosts", "gpu1", *option, "--python", site.python)
+    assert code == 1
+    assert "gpu1  root@10.77.0.1:22" in out
+    code, _, err = run(site, "hosts", *option)
+    assert (code, "there are no hosts" in err) == (2, True)
+
+
+def test_a_host_is_trusted_and_then_used(site: Site) -> None:
+    world: World = site.world
+    world.known_hosts.write_text("# mine\n")
+    option = ("--set", f"ssh_config={world.config}")
+    code, out, err = run(site, "hosts", "trust", "gpu1", *option)
+    assert (code, out) == (0, "")
+    assert world.hosts["gpu1"].fingerprint in err
+    assert world.known_hosts.read_text() == f"# mine\n10.77.0.1 {world.hosts['gpu1'].public_key}\n"
+    code, _, err = run(site, "hosts", "trust", "gpu1", *option)
+    assert (code, "known already" in err) == (0, True)
+    assert end_of(site.submit("", hosts="gpu1")).state is JobState.SUCCEEDED
+
+
+def test_a_host_behind_a_bastion_is_trusted_one_after_the_other(site: Site) -> None:
+    world: World = site.world
+    world.known_hosts.write_text("")
+    option = ("--set", f"ssh_config={world.config}")
+    code, _, err = run(site, "hosts", "trust", "inner1", *option)
+    assert code == 1
+    assert "bastion: its key is unknown" in err
+    assert run(site, "hosts", "trust", "bastion", *option)[0] == 0
+    assert run(site, "hosts", "trust", "inner1", *option)[0] == 0
+    assert f"10.78.0.1 {world.hosts['inner1'].public_key}" in world.known_hosts.read_text()
+
+
+def test_a_key_that_is_not_the_expected_one_is_not_trusted(site: Site) -> None:
+    world: World = site.world
+    world.known_hosts.write_text("")
+    option = ("--set", f"ssh_config={world.config}")
+    code, _, err = run(site, "hosts", "trust", "gpu1", *option, "--fingerprint", world.hosts["gpu2"].fingerprint)
+    assert (code, "not to be" in err or "do not trust" in err) == (1, True)
+    assert world.known_hosts.read_text() == ""
+    assert run(site, "hosts", "trust", "gpu1", *option, "--fingerprint", world.hosts["gpu1"].fingerprint)[0] == 0
+
+
+def test_a_changed_key_is_replaced_only_when_that_is_said(site: Site) -> None:
+    world: World = site.world
+    other = f"10.77.0.1 {world.hosts['gpu2'].public_key}\n"
+    world.known_hosts.write_text(other)
+    option = ("--set", f"ssh_config={world.config}")
+    code, _, err = run(site, "hosts", "trust", "gpu1", *option)
+    assert (code, "--replace" in err) == (1, True)
+    assert world.known_hosts.read_text() == other
+    assert run(site, "hosts", "trust", "gpu1", "--replace", *option)[0] == 0
+    assert world.known_hosts.read_text() == f"10.77.0.1 {world.hosts['gpu1'].public_key}\n"
+
+
+def test_a_revoked_key_is_never_trusted(site: Site) -> None:
+    world: World = site.world
+    world.known_hosts.write_text(f"@revoked * {world.hosts['gpu1'].public_key}\n")
+    option = ("--set", f"ssh_config={world.config}")
+    for words in ([], ["--replace"]):
+        code, _, err = run(site, "hosts", "trust", "gpu1", *option, *words)
+        assert (code, "is revoked" in err) == (1, True)

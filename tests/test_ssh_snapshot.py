@@ -1,0 +1,245 @@
+"""The working directory as a snapshot: compared with what git itself would take along; and the hosts' store of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clusterjob.errors import SubmitError
+from clusterjob.node.visit import store
+from clusterjob.ssh import snapshot
+
+
+def fill(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def paths(root: Path) -> list[str]:
+    return [entry.path for entry in snapshot.take(root).entries if entry.kind != "dir"]
+
+
+def git(root: Path, *words: str) -> str:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "core.excludesFile=/dev/null"]
+    return subprocess.run(["git", "-C", root, *identity, *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_everything_that_is_there(tmp_path: Path) -> None:
+    fill(tmp_path, **{"a.py": "a", "b/c.py": "c", "name with\nnewline": "x", "déjà": "y", "-dash": "z"})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("b/c.py")
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    os.mkfifo(tmp_path / "pipe")
+    taken = snapshot.take(tmp_path)
+    found = {entry.path: entry for entry in taken.entries}
+    assert set(found) == {"a.py", "b", "b/c.py", "name with\nnewline", "déjà", "-dash", "empty", "link", "run.sh"}
+    assert found["run.sh"].mode & 0o111
+    assert (found["link"].kind, found["link"].value) == ("link", "b/c.py")
+    assert found["a.py"].value == hashlib.sha256(b"a").hexdigest()
+    assert (taken.files, taken.size) == (6, 1 + 1 + 1 + 1 + 1 + 10)
+    assert list(found).index("b") < list(found).index("b/c.py")
+
+
+def test_what_is_left_out(tmp_path: Path) -> None:
+    fill(tmp_path, **{
+        ".gitignore": "*.log\n/data/\n!keep.log\n", ".clusterjobignore": "!wanted.log\nsecret\n", "x.log": "", "keep.log": "",
+        "wanted.log": "", "secret": "", "data/big": "", "sub/data/small": "", "sub/.gitignore": "local\n", "sub/local": "", "local": "",
+        ".git/config": "", "sub/.git": "",
+    })  # fmt: skip
+    assert paths(tmp_path) == [
+        ".clusterjobignore", ".gitignore", "keep.log", "local", "sub/.git", "sub/.gitignore", "sub/data/small", "wanted.log",
+    ]  # fmt: skip
+
+
+def test_a_part_of_a_repository_heeds_the_rules_above_it(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    fill(tmp_path, **{".gitignore": "*.pt\n/project/out/\n", ".git/info/exclude": "mine\n", "project/a.py": "", "project/w.pt": "",
+                      "project/out/x": "", "project/mine": ""})  # fmt: skip
+    assert paths(tmp_path / "project") == ["a.py"]
+
+
+LINES = [
+    "*.a", "!x.a", "/d", "d/", "!d/", "d/*", "!d/x.a", "**/e", "e/**", "x*", "[xy].a", "?.b", "# comment", "", "d/e/x.a", "\\!x.a", "!d/e/",
+]  # fmt: skip
+PATTERNS = st.lists(st.sampled_from(LINES), max_size=4)
+
+
+@given(top=PATTERNS, inner=PATTERNS)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_files_are_those_that_git_would_take(tmp_path_factory: pytest.TempPathFactory, top: list[str], inner: list[str]) -> None:
+    root = tmp_path_factory.mktemp("repo")
+    git(root, "init", "-q")
+    names = ["x.a", "y.a", "z.b", "!x.a", "d/x.a", "d/y.b", "d/e/x.a", "d/e/z.b", "e/x.a", "e/d/y.a"]
+    fill(root, **dict.fromkeys(names, ""), **{".gitignore": "\n".join(top), "d/.gitignore": "\n".join(inner)})
+    wanted = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    assert sorted(paths(root)) == sorted(name for name in wanted if name)
+
+
+def test_too_much_is_refused_with_what_is_large(tmp_path: Path) -> None:
+    fill(tmp_path, **{"train.py": "x", "data/a": "x" * 3000, "data/b": "x" * 3000, "model.pt": "x" * 2000})
+    with pytest.raises(SubmitError, match=r"holds 8\.0 KB, more than the 5\.0 KB that are sent: data \(6\.0 KB\), model\.pt") as caught:
+        snapshot.take(tmp_path, 5000)
+    assert ".clusterjobignore" in caught.value.hint
+
+
+def test_too_many_files_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MOST_ENTRIES", 5)
+    fill(tmp_path, **{f"file{number}": "" for number in range(5)})
+    assert snapshot.take(tmp_path).files == 5
+    fill(tmp_path, more="")
+    with pytest.raises(SubmitError, match="holds more than 5 files"):
+        snapshot.take(tmp_path)
+
+
+def test_the_same_content_has_the_same_name(tmp_path: Path) -> None:
+    fill(tmp_path, a="1", b="2")
+    first = snapshot.take(tmp_path).digest
+    os.utime(tmp_path / "a", (0, 0))
+    assert snapshot.take(tmp_path).digest == first
+    fill(tmp_path, b="3")
+    assert snapshot.take(tmp_path).digest != first
+
+
+def test_what_git_says_of_the_code(tmp_path: Path) -> None:
+    assert snapshot.git_state(tmp_path) is None
+    git(tmp_path, "init", "-q", "-b", "work")
+    fill(tmp_path, **{"a.py": "old\n"})
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    fill(tmp_path, **{"a.py": "new\n", "b.py": ""})
+    state = snapshot.git_state(tmp_path)
+    assert state is not None
+    assert state["revision"] == git(tmp_path, "rev-parse", "HEAD").strip()
+    assert state["branch"] == "work"
+    assert b"-old\n+new\n" in state["diff"]
+    assert sorted(state["changed"]) == ["a.py", "b.py"]
+
+
+def test_a_file_that_cannot_be_read_any_more(tmp_path: Path) -> None:
+    fill(tmp_path, a="1", b="22")
+    taken = snapshot.take(tmp_path)
+    (tmp_path / "a").unlink()
+    with pytest.raises(SubmitError, match="'a' cannot be read any more"):
+        list(taken.content([entry for entry in taken.entries if entry.path == "a"]))
+    fill(tmp_path, b="2")
+    with pytest.raises(SubmitError, match="'b' changed while it was being sent"):
+        list(taken.content([entry for entry in taken.entries if entry.path == "b"]))
+
+
+# -- the store on the host -------------------------------------------------------------------------------------------------
+
+
+class Store:
+    """A host's store, spoken to as the submitter does."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    def land(self, taken: snapshot.Snapshot, job: str) -> list[str]:
+        (self.home / "jobs" / job).mkdir(parents=True, exist_ok=True)
+        return store.land(self.home, {"job": job}, taken.packed())["missing"]
+
+    def send(self, taken: snapshot.Snapshot, missing: list[str]) -> list[str]:
+        entries = taken.of_digests(set(missing))
+        data = b"".join(taken.content(entries))
+
+        def read(size: int, left: list[bytes] = [data]) -> bytes:  # noqa: B006 - what is left of the bytes
+            part, left[0] = left[0][:size], left[0][size:]
+            return part
+
+        return store.receive(self.home, {"files": [(entry.value, entry.size) for entry in entries]}, read)["wrong"]
+
+    def code(self, job: str) -> Path:
+        return self.home / "jobs" / job / "code"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Store:
+    return Store(tmp_path / "host")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    fill(root, **{"train.py": "print()", "pkg/a.py": "a", "pkg/b.py": "a", "run.sh": "#!/bin/sh\n"})
+    (root / "run.sh").chmod(0o755)
+    (root / "link").symlink_to("pkg/a.py")
+    (root / "empty").mkdir()
+    return root
+
+
+def test_a_copy_is_what_the_snapshot_was(host: Store, project: Path) -> None:
+    taken = snapshot.take(project)
+    missing = host.land(taken, "one")
+    assert len(missing) == 3, "two of the four files have the same content"
+    assert not host.code("one").exists()
+    assert host.send(taken, missing) == []
+    assert host.land(taken, "one") == []
+    copied = snapshot.take(host.code("one"))
+    assert copied.entries == taken.entries
+    assert not [path for path in host.code("one").parent.iterdir() if path.name.startswith(".")]
+
+
+def test_the_next_job_is_sent_what_has_changed(host: Store, project: Path) -> None:
+    taken = snapshot.take(project)
+    host.send(taken, host.land(taken, "one"))
+    host.land(taken, "one")
+    assert host.land(taken, "two") == []
+    fill(project, **{"train.py": "print(2)"})
+    changed = snapshot.take(project)
+    assert host.land(changed, "three") == [hashlib.sha256(b"print(2)").hexdigest()]
+
+
+def test_what_a_job_does_to_its_copy_is_no_other_jobs_business(host: Store, project: Path) -> None:
+    taken = snapshot.take(project)
+    host.send(taken, host.land(taken, "one"))
+    host.land(taken, "one")
+    (host.code("one") / "train.py").write_text("ruined")
+    assert host.land(taken, "two") == []
+    assert (host.code("two") / "train.py").read_text() == "print()"
+
+
+@pytest.mark.parametrize("damage", [lambda blob: blob.write_bytes(b"print[]"), lambda blob: blob.write_bytes(b""), Path.unlink])
+def test_a_damaged_store_asks_for_the_file_again(host: Store, project: Path, damage: Callable[[Path], Any]) -> None:
+    taken = snapshot.take(project)
+    host.send(taken, host.land(taken, "one"))
+    host.land(taken, "one")
+    digest = hashlib.sha256(b"print()").hexdigest()
+    damage(host.home / "store" / digest[:2] / digest)
+    assert host.land(taken, "two") == [digest]
+    assert not host.code("two").exists()
+    host.send(taken, [digest])
+    assert host.land(taken, "two") == []
+    assert (host.code("two") / "train.py").read_text() == "print()"
+
+
+def test_bytes_that_are_not_what_they_were_called_are_not_kept(host: Store, project: Path) -> None:
+    taken = snapshot.take(project)
+    missing = host.land(taken, "one")
+    (project / "train.py").write_text("PRINT()")  # of the same size
+    digest = hashlib.sha256(b"print()").hexdigest()
+    assert host.send(taken, missing) == [digest]
+    assert host.land(taken, "one") == [digest]
+
+
+def test_a_copy_that_cannot_be_made_leaves_nothing(host: Store, project: Path) -> None:
+    taken = snapshot.take(project)
+    host.send(taken, host.land(taken, "one"))
+    broken = json.loads(zlib.decompress(taken.packed()))
+    broken.append(["no/such/folder/file", "file", 0o644, 1, hashlib.sha256(b"a").hexdigest()])
+    with pytest.raises(OSError):
+        store.land(host.home, {"job": "one"}, zlib.compress(json.dumps(broken).encode()))
+    assert list((host.home / "jobs" / "one").iterdir()) == []
