@@ -25,6 +25,7 @@ from clusterjob.render import in_shell, render, sh_words
 from clusterjob.slurm import containers, flags, submission
 from clusterjob.slurm import ends as slurm_ends
 from clusterjob.slurm.client import Client
+from clusterjob.slurm.mirror import directory_name
 from clusterjob.slurm.queue import Accounting, Queue, Row, Snapshot, by_comment
 from clusterjob.spec import JobSpec
 
@@ -249,8 +250,6 @@ class SlurmBackend:
         """
         wanted: dict[_Cluster, list[str]] = {}
         wholes: dict[str, Record] = {}
-        from clusterjob.slurm.mirror import directory_name
-
         distant: dict[Login, list[Record]] = {}
         for record in records:
             directory.wish_to_cancel(record)

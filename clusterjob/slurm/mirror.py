@@ -85,24 +85,24 @@ class Mirror:
         if not _ALLOWED.fullmatch(name) or ("offset" in file and file["offset"] != had.get(name, 0)):
             raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
         path = record.job_dir / name
-        whole = record.job_dir if record.index is None else record.job_dir.parent.parent
-        if not whole.is_dir():
-            return  # the job's directory here was removed: its state is not
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         stamps = self._stamps[record.job_id]
-        if file.get("gone"):
-            path.unlink(missing_ok=True)
-            stamps.pop(name, None)
-        elif "stamp" in file:
-            files.write_atomic(path, content)
-            stamps[name] = file["stamp"]
-        else:
-            # At its offset, not at the end: another process may mirror the same bytes at this moment.
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-            try:
-                os.pwrite(handle, content, file["offset"])
-            finally:
-                os.close(handle)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if file.get("gone"):
+                path.unlink(missing_ok=True)
+                stamps.pop(name, None)
+            elif "stamp" in file:
+                files.write_atomic(path, content)
+                stamps[name] = file["stamp"]
+            else:
+                # At its offset, not at the end: another process may mirror the same bytes at this moment.
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+                try:
+                    os.pwrite(handle, content, file["offset"])
+                finally:
+                    os.close(handle)
+        except OSError as error:
+            raise HostError(self._label, f"what it has written cannot be kept here: {error.strerror}: {path}") from error
 
 
 def _mode(record: Record, *, logs: bool) -> str:
