@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob import backends, config, hosts, pack, plans
 from clusterjob.backends import Backend, Status
+from clusterjob.backends.directory import nothing_to_fetch
 from clusterjob.errors import ClusterJobError, PlaceError, SpecError, SubmitInDoubtError, UsageError
 from clusterjob.node import environments, events, processes
 from clusterjob.node.logs import Line, LogReader
@@ -246,8 +247,7 @@ def fetch(
     """
     backend = _backend(record.backend)
     if not isinstance(backend, backends.Fetcher):
-        workdir = record.spec.get("workdir", "")
-        raise ClusterJobError(f"there is nothing to fetch: job {record.job_id} ran in {workdir}", "what it wrote lies there")
+        raise nothing_to_fetch(record)
     if nodes is not None and not all(node < record.nodes for node in nodes):
         raise UsageError(f"job {record.job_id} has no node {max(nodes)}", f"its nodes are 0 to {record.nodes - 1}")
     return backend.fetch(record, paths, target, nodes, may_replace)

@@ -176,6 +176,16 @@ def test_one_that_was_killed_is_told_by_slurm(laptop_of_either: Laptop) -> None:
     nothing_left(PROMPT)
 
 
+def test_results_come_back(laptop: Laptop) -> None:
+    job_id = laptop.submit("import pathlib\npathlib.Path('runs').mkdir()\npathlib.Path('runs/model.pt').write_text('weights')")
+    assert laptop("wait", job_id).returncode == 0
+    before = laptop.login.connections
+    laptop("fetch", job_id, "runs/", "--to", "back")
+    assert laptop.path("back/runs/model.pt").read_text() == "weights"
+    assert laptop.login.connections == before + 1
+    assert "there is no absent" in laptop("fetch", job_id, "absent", "--to", "back", code=1).stderr
+
+
 # -- arrays, and many jobs ------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterjob import pack, plans
 from clusterjob.backends import Status
-from clusterjob.errors import SpecError
+from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node import ends
 from clusterjob.node.events import now, read_events
 from clusterjob.node.program import Program
@@ -122,6 +122,12 @@ def progress(job_dir: Path) -> tuple[str | None, int, str]:
         elif kind == "exec":
             waiting = str(event.get("why", ""))
     return started_at, restarts, waiting
+
+
+def nothing_to_fetch(record: Record) -> ClusterJobError:
+    """Return what is to be said of a job whose working directory is no other machine's."""
+    workdir = record.spec.get("workdir", "")
+    return ClusterJobError(f"there is nothing to fetch: job {record.job_id} ran in {workdir}", "what it wrote lies there")
 
 
 def wish_to_cancel(record: Record) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,6 +31,7 @@ from clusterjob.spec import JobSpec
 
 if TYPE_CHECKING:
     from clusterjob.slurm.login import Login, LoginHost, LoginHosts
+    from clusterjob.ssh.fetch import Fetched
 
 NAME = "slurm"
 _SCRIPT = "slurm.sh"
@@ -241,6 +242,25 @@ class SlurmBackend:
         login = _place(record).login
         if login is not None:
             self._host(login).collect(record, ended=record.end is not None or not _by_directory([record])[1])
+
+    def fetch(
+        self,
+        record: Record,
+        paths: Sequence[str],
+        target: Path,
+        nodes: Sequence[int] | None,  # noqa: ARG002 - all of them share what the login host sees
+        may_replace: Callable[[list[str]], bool],
+    ) -> list[Fetched]:
+        """Bring results from the login host; see `clusterjob.jobs.fetch`.
+
+        Raises:
+            ClusterJobError: the job has none; it is not reached, has nothing at a path, or it cannot be written here.
+        """
+        login = _place(record).login
+        if login is None:
+            raise directory.nothing_to_fetch(record)
+        workdir = _CODE if record.spec.get("sync", True) else str(record.spec["workdir"])
+        return [self._host(login).fetch(record.whole_id, workdir, target, may_replace, paths)]
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Have Slurm stop jobs, with one command for all of a cluster.

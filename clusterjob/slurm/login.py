@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from clusterjob.slurm.mirror import Mirror
 from clusterjob.spec import JobSpec
 from clusterjob.ssh import options, snapshot
 from clusterjob.ssh.delivery import Delivery
+from clusterjob.ssh.fetch import Fetch, Fetched
 from clusterjob.ssh.pool import for_each
 from clusterjob.ssh.progress import Sending
 from clusterjob.ssh.session import Session
@@ -191,6 +192,10 @@ class LoginHost:
             return
         if record.end is not None:
             whole.touch()
+
+    def fetch(self, job_id: str, workdir: str, target: Path, may_replace: Callable[[list[str]], bool], paths: Sequence[str]) -> Fetched:
+        """Bring results; see `clusterjob.ssh.fetch.Fetch`."""
+        return Fetch(self.session(), job_id, workdir, target, may_replace).run(paths)
 
     def wish_to_cancel(self, names: Sequence[str]) -> None:
         """Note on the cluster that jobs are to end, by the names of their directories.
