@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob import backends, config, hosts, pack, plans
 from clusterjob.backends import Backend, Status
+from clusterjob.backends.directory import nothing_to_fetch
 from clusterjob.errors import ClusterJobError, PlaceError, SpecError, SubmitInDoubtError, UsageError
 from clusterjob.node import environments, events, processes
 from clusterjob.node.logs import Line, LogReader
@@ -38,9 +39,11 @@ def settle(flags: Mapping[str, Any], cluster: str | None, directory: Path) -> co
     """
     named = "hosts" in flags or "hostfile" in flags or any(os.environ.get(f"CLUSTERJOB_{key}") for key in ("HOSTS", "HOSTFILE"))
     has_hosts = named or bool(hosts.of_platform(os.environ))
-    if cluster is None and not has_hosts:
+    has_login = "login" in flags or bool(os.environ.get("CLUSTERJOB_LOGIN"))
+    if cluster is None and not has_hosts and not has_login:
         _refuse_inside_a_job()
-    return config.resolve(flags, cluster, os.environ, directory, backends.names(), "ssh" if has_hosts else backends.preferred())
+    preferred = "slurm" if has_login else "ssh" if has_hosts else backends.preferred()
+    return config.resolve(flags, cluster, os.environ, directory, backends.names(), preferred)
 
 
 def _refuse_inside_a_job() -> None:
@@ -86,7 +89,8 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         workdir=workdir,
         nproc_open="nproc_per_node" not in values and gpus_per_node is None,
         nproc_per_node=values.pop("nproc_per_node", gpus_per_node or slots),
-        python=values.pop("python", None) or ("python3" if values.get("container") or chosen else default_python(os.environ)),
+        python=values.pop("python", None)
+        or ("python3" if chosen or values.get("container") or values.get("login") else default_python(os.environ)),
         hosts=chosen,
         options=options,
         **values,
@@ -243,8 +247,7 @@ def fetch(
     """
     backend = _backend(record.backend)
     if not isinstance(backend, backends.Fetcher):
-        workdir = record.spec.get("workdir", "")
-        raise ClusterJobError(f"there is nothing to fetch: job {record.job_id} ran in {workdir}", "what it wrote lies there")
+        raise nothing_to_fetch(record)
     if nodes is not None and not all(node < record.nodes for node in nodes):
         raise UsageError(f"job {record.job_id} has no node {max(nodes)}", f"its nodes are 0 to {record.nodes - 1}")
     return backend.fetch(record, paths, target, nodes, may_replace)

@@ -48,14 +48,22 @@ class PlannedCommand:
         argv: the command line.
         env: variables added to its environment.
         node_rank: the node that it starts.
+        host: where it is started over SSH; empty for here, or where argv says so itself.
+        directory: where it is started there; a ``~`` at its beginning is the home directory there.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     node_rank: int = 0
+    host: str = ""
+    directory: str = ""
 
     def text(self) -> str:
         """Return the command as a shell would take it."""
+        if self.host:
+            home = "~/" if self.directory.startswith("~/") else ""
+            there = f"cd {home}{shlex.quote(self.directory.removeprefix(home))} && {shlex.join(self.argv)}"
+            return shlex.join(("ssh", self.host, there))
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
 
 
@@ -97,7 +105,9 @@ class Plan:
             "job_dir": str(self.job_dir),
             "files": [{"path": str(file.path), "mode": f"{file.mode:04o}", "text": file.text()} for file in self.files],
             "commands": [
-                {"argv": list(command.argv), "env": dict(command.env), "node_rank": command.node_rank} for command in self.commands
+                {"argv": list(command.argv), "env": dict(command.env), "node_rank": command.node_rank}
+                | ({"host": command.host, "directory": command.directory} if command.host else {})
+                for command in self.commands
             ],
             "notes": list(self.notes),
         }

@@ -23,7 +23,9 @@ class Quoted(str):
 
 
 def sh(value: object) -> Quoted:
-    """Quote one value as one word of bash's."""
+    """Quote one value as one word of bash's; one that is shell already, such as a path below a variable, stays as it is."""
+    if isinstance(value, Quoted):
+        return value
     # A carriage return stands between single quotes then, and sbatch takes no script that holds one before a line break.
     return Quoted(shlex.quote(str(value)).replace("\r", "'$'\\r''"))
 
@@ -36,6 +38,21 @@ def sh_words(values: Iterable[object]) -> Quoted:
 def verbatim(value: object) -> Quoted:
     """Let a value stand as it is: for setup lines, which are shell code that the user wrote as such."""
     return Quoted(value)
+
+
+def in_shell(value: Any, path: str, variable: str) -> Any:
+    """Return a template's values with a path, wherever it stands in a text of theirs, as what a shell variable holds on the node.
+
+    Args:
+        value: a text, or a list or tuple of texts; anything else is returned as it is.
+        path: stands for what is not known here.
+        variable: as the shell takes it, such as ``"$SLURM_SUBMIT_DIR"`` with its quotes.
+    """
+    if isinstance(value, (list, tuple)):
+        return [in_shell(item, path, variable) for item in value]
+    if not isinstance(value, str) or path not in value:
+        return value
+    return Quoted(variable.join(sh(part) if part else "" for part in value.split(path)))
 
 
 def template_directory() -> Path:

@@ -139,6 +139,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("set", _table, merge=True),
         Setting("hosts", _listed),
         Setting("hostfile", _path),
+        Setting("login", _text),
         Setting("gpus", _text),
         Setting("sync", _switch),
         Setting("account", _text),

@@ -78,7 +78,8 @@ class JobSpec:
         options: backend options by name, such as Slurm flags (``--set``).
         hosts: where it runs, one a node, where no queue chooses.
         gpus: which cards of each host: numbers, or ``auto`` for idle ones; empty for all.
-        sync: send the working directory to the hosts; else it lies there already, under the same path.
+        login: the login host of a cluster that this machine has no commands of; empty for one that it has.
+        sync: send the working directory to the hosts, or to the login host; else it lies there already, under the same path.
         container: the image that the node's part runs in.
         array, sweep: the elements of the job, if it is an array; see `clusterjob.arrays.parse`.
         after: jobs that this one waits for, each as ``ID`` or ``KIND:ID``.
@@ -107,6 +108,7 @@ class JobSpec:
     options: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[Host, ...] = ()
     gpus: str = ""
+    login: str = ""
     sync: bool = True
     container: str = ""
     array: str = ""
@@ -142,7 +144,7 @@ class JobSpec:
         self._check_program()
 
     def _check_program(self) -> None:
-        if self.hosts and not self.sync:
+        if (self.hosts or self.login) and not self.sync:
             return  # it lies on the hosts, and perhaps not here
         if not self.workdir.is_dir():
             raise SpecError(f"the working directory {str(self.workdir)!r} is not there")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from login_user import laptop, laptop_of_either  # noqa: F401  fixtures
 from procs import (
     MARKER,
     Job,

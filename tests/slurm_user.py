@@ -175,10 +175,11 @@ class User:
 
 
 @contextlib.contextmanager
-def _user_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[User]:
+def user_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch, kind: type[User] = User) -> Iterator[User]:
+    """Lend a user of a Slurm; what they have left is taken away."""
     directory = tmp_path / "work"
     directory.mkdir()
-    user = User(slurm, directory, patch)
+    user = kind(slurm, directory, patch)
     try:
         yield user
     finally:
@@ -198,19 +199,19 @@ def _user_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def user(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
     """Return a user of the Slurm that has no accounting."""
-    with _user_of(slurm, tmp_path, monkeypatch) as made:
+    with user_of(slurm, tmp_path, monkeypatch) as made:
         yield made
 
 
 @pytest.fixture
 def user_of_either(slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
     """Return a user of a Slurm without accounting and then, in another run of the test, of one with it."""
-    with _user_of(slurm_cluster, tmp_path, monkeypatch) as made:
+    with user_of(slurm_cluster, tmp_path, monkeypatch) as made:
         yield made
 
 
 @pytest.fixture
 def user_accounted(slurm_accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
     """Return a user of the Slurm that has accounting."""
-    with _user_of(slurm_accounted, tmp_path, monkeypatch) as made:
+    with user_of(slurm_accounted, tmp_path, monkeypatch) as made:
         yield made

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from clusterjob import pack, plans
 from clusterjob.backends import Status
-from clusterjob.errors import SpecError
+from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node import ends
 from clusterjob.node.events import now, read_events
+from clusterjob.node.program import Program
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.plans import PlannedFile
 from clusterjob.records import Record, home
@@ -38,7 +40,7 @@ def refuse_hosts(spec: JobSpec, name: str) -> None:
     """
     if spec.hosts:
         raise SpecError(f"the {name} cluster takes no hosts", "--cluster ssh does")
-    if spec.gpus or not spec.sync:
+    if spec.gpus or (not spec.sync and not spec.login):
         raise SpecError(f"the {name} cluster knows no {'--gpus' if spec.gpus else '--no-sync'}", "it is for hosts: --cluster ssh")
 
 
@@ -53,11 +55,26 @@ def refuse_queue(spec: JobSpec, cluster: str, hint: str = "it needs a queue: --c
     Raises:
         SpecError: the job asks for an array, a dependency, a container or another of a queue's.
     """
-    for flag in ("container", "array", "sweep", "after", "requeue", "signal_before"):
+    for flag in ("container", "array", "sweep", "after", "requeue", "signal_before", "login"):
         if getattr(spec, flag):
             raise SpecError(f"the {cluster} cluster has no --{flag.replace('_', '-')}", hint)
     if spec.launcher == "srun":
         raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+
+
+def sent_program(spec: JobSpec) -> Program:
+    """Return the program as it is found where the working directory is sent: a script by its path within that.
+
+    Raises:
+        SpecError: the script is not in what is sent.
+    """
+    program = spec.program
+    if not spec.sync or program.kind != "script":
+        return program
+    path = os.path.relpath(os.path.join(spec.workdir, program.target), spec.workdir)
+    if path.startswith(".."):
+        raise SpecError(f"the script {program.target!r} lies outside of {spec.workdir}, which is what is sent", "--workdir names another")
+    return Program(program.kind, path, program.args)
 
 
 def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
@@ -105,6 +122,12 @@ def progress(job_dir: Path) -> tuple[str | None, int, str]:
         elif kind == "exec":
             waiting = str(event.get("why", ""))
     return started_at, restarts, waiting
+
+
+def nothing_to_fetch(record: Record) -> ClusterJobError:
+    """Return what is to be said of a job whose working directory is no other machine's."""
+    workdir = record.spec.get("workdir", "")
+    return ClusterJobError(f"there is nothing to fetch: job {record.job_id} ran in {workdir}", "what it wrote lies there")
 
 
 def wish_to_cancel(record: Record) -> None:

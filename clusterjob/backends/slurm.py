@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob import arrays
 from clusterjob.arrays import Array, Piece
 from clusterjob.backends import Status, directory
-from clusterjob.errors import SpecError, SubmitError
+from clusterjob.errors import SpecError, SubmitError, SubmitInDoubtError
 from clusterjob.node import ends
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan, PlannedCommand, PlannedFile
 from clusterjob.records import Handle, Record, Records, home
-from clusterjob.render import render, sh_words
+from clusterjob.render import in_shell, render, sh_words
 from clusterjob.slurm import containers, flags, submission
 from clusterjob.slurm import ends as slurm_ends
 from clusterjob.slurm.client import Client
+from clusterjob.slurm.mirror import directory_name
 from clusterjob.slurm.queue import Accounting, Queue, Row, Snapshot, by_comment
 from clusterjob.spec import JobSpec
 
+if TYPE_CHECKING:
+    from clusterjob.slurm.login import Login, LoginHost, LoginHosts
+    from clusterjob.ssh.fetch import Fetched
+
 NAME = "slurm"
 _SCRIPT = "slurm.sh"
+_CODE = "code"  # where a login host has the working directory, in the job's own
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
 _STRAGGLERS = 60  # seconds that srun lets tasks outlive the first that ended: agents end together
 _UNSEEN = 120.0  # seconds after which a job that Slurm has never shown did not get there
@@ -36,11 +44,20 @@ _SETTLING = 2.0  # seconds that an accepted job may take to be shown by squeue
 _SCANCEL_WORDS = 1000  # ids on one command line
 
 
+class _Cluster(NamedTuple):
+    """What tells the clusters of jobs apart: the configuration, the name in a federation, the login host."""
+
+    conf: str | None
+    cluster: str | None
+    login: Login | None
+
+
 class SlurmBackend:
-    """Runs jobs under the Slurm whose client commands this machine has."""
+    """Runs jobs under the Slurm whose client commands this machine has, or a login host that it reaches over SSH."""
 
     def __init__(self) -> None:
-        self._clients: dict[tuple[str | None, str | None], tuple[Queue, Accounting]] = {}
+        self._clients: dict[_Cluster, tuple[Client, Queue, Accounting]] = {}
+        self._logins: LoginHosts | None = None
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -53,37 +70,45 @@ class SlurmBackend:
         """
         directory.refuse_hosts(spec, NAME)
         flags.check_warning(spec.resources, spec.signal_before)
+        login = _login_of(spec)
         job_id, job_dir = directory.new_directory(spec.name)
-        script_path = job_dir / _SCRIPT
         array = spec.elements()
-        pieces = _pieces(array)
-        options, unknown = flags.options({key: value for key, value in spec.options.items() if key != "comment"})
+        pieces = _pieces(array, spec)
+        given = {key: value for key, value in spec.options.items() if key != "comment" and not (login and key in _login_options())}
+        options, unknown = flags.options(given)
+        output = "slurm-%A_%a.out" if array else "slurm.out"
+        there: dict[str, Any] = {}
+        if login is None:
+            script = str(job_dir / _SCRIPT)
+            place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
+        else:  # whose home directory is not known here: sbatch is run in the job's directory
+            spec = replace(spec, program=directory.sent_program(spec))
+            script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
+            there = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
         common = [
-            "--parsable", f"--job-name={spec.name}", f"--comment={_comment(job_id, spec)}", f"--chdir={job_dir}",
-            f"--output={flags.file_name(str(job_dir / 'logs'), 'slurm-%A_%a.out' if array else 'slurm.out')}",
+            "--parsable", f"--job-name={spec.name}", f"--comment={_comment(job_id, spec)}", *place,
             "--open-mode=append", "--export=ALL", "--requeue" if spec.requeue else "--no-requeue", *flags.shape(spec), *options,
-            *self._dependencies(spec),
+            *self._dependencies(spec, login),
         ]  # fmt: skip
         if spec.signal_before is not None:
             common.append(f"--signal=B:USR1@{spec.signal_before}")
         files = [*directory.common_files(spec, job_dir)]
         if array is not None and array.values:
             files.append(_sweep_file(spec, array, job_dir))
-        files.append(directory.script_file(script_path, render(spec.template or f"{_SCRIPT}.j2", _values(spec, job_id, job_dir, array))))
+        values = _values(spec, job_id, job_dir, array) if login is None else _values_there(spec, job_id, array)
+        files.append(directory.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)))
         return Plan(
             job_id=job_id,
             backend=NAME,
             job_dir=job_dir,
             spec=spec,
             files=tuple(files),
-            commands=tuple(
-                PlannedCommand(("sbatch", *common, *_array_words(piece), str(script_path), *_offset(piece))) for piece in pieces
-            ),
+            commands=tuple(PlannedCommand(("sbatch", *common, *_array_words(piece), script, *_offset(piece)), **there) for piece in pieces),
             notes=tuple(f"--{name} is no option of sbatch's own: Slurm will say whether a plug-in here has it" for name in unknown),
             array={"indices": list(array.indices), "pieces": [piece.offset for piece in pieces if piece]} if array else None,
         )
 
-    def _dependencies(self, spec: JobSpec) -> list[str]:
+    def _dependencies(self, spec: JobSpec, login: Login | None) -> list[str]:
         wishes = []
         for text in spec.after:
             kind, job = flags.split_after(text)
@@ -91,7 +116,7 @@ class SlurmBackend:
                 wishes.append((kind, [job]))
                 continue
             record = Records().find(job)
-            if record.backend != NAME or record.handle is None:
+            if record.backend != NAME or record.handle is None or _place(record).login != login:
                 raise SpecError(f"--after {text!r}: job {record.job_id} is not in Slurm's hands", "it has to be a job of the same cluster")
             if not _met(kind, record):
                 wishes.append((kind, [record.handle.id] if record.index is not None else list(record.handle.data["ids"])))
@@ -106,28 +131,33 @@ class SlurmBackend:
             SubmitError: Slurm refuses it; what it had taken of it is cancelled.
             SubmitInDoubtError: Slurm did not answer, and the job may run.
         """
+        login = _login_of(plan.spec)
+        if login is not None:
+            return self._submit_there(plan, login)
         client = Client()
-        submission.preflight(client, plan.commands[0].argv)
-        if "qos" not in plan.spec.options:
-            submission.check_time(client, plan.spec.options.get("partition"), plan.spec.resources.time_limit)
-        comment = _comment(plan.job_id)
-        ids: list[str] = []
-        cluster: str | None = None
-        for command in plan.commands:
-            try:
-                job, cluster = submission.submit(client, command.argv, comment, ids)
-            except SubmitError:
-                if ids:
-                    Client(cluster=cluster).run(["scancel", *ids])
-                raise
-            except KeyboardInterrupt:  # sbatch heard it too, and may have been quicker
-                ends.cancel(plan.job_dir)  # which the script looks for, should the job be on its way
-                taken = sorted({*ids, *submission.find(client, comment)})
-                if taken:
-                    Client(cluster=cluster).run(["scancel", *taken])
-                raise
-            ids.append(job)
+        _preflight(client, plan)
+        ids, cluster = _submit_pieces(plan, client)
         return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "conf": os.environ.get("SLURM_CONF"), "at": time.time()})
+
+    def _submit_there(self, plan: Plan, login: Login) -> Handle:
+        """Bring the job to a login host, and hand it to Slurm there."""
+        host = self._host(login)
+        client = Client(shell=host.within(plan.job_id))
+        data: dict[str, Any] = {"conf": None, "login": login.to_json()}
+        asked = False
+        try:
+            data |= host.put(plan)
+            _preflight(client, plan)
+            data["code"] = host.send_code(plan)
+            asked = True
+            ids, cluster = _submit_pieces(plan, client, host)
+        except SubmitInDoubtError:
+            raise
+        except BaseException as error:
+            if not asked or isinstance(error, SubmitError):
+                host.remove(plan.job_id)
+            raise
+        return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "at": time.time(), **data})
 
     def detach(self, handle: Handle) -> None:
         """Nothing to let go: a job of Slurm's needs nobody."""
@@ -136,26 +166,48 @@ class SlurmBackend:
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
         """Return how jobs stand: from their directories, then from one squeue for all, then from accounting."""
-        found: dict[str, Status] = {}
-        open_: dict[tuple[str | None, str | None], list[Record]] = {}
-        for record in records:
-            verdict = _told(record)
-            if verdict is not None and slurm_ends.settled(verdict, record.job_dir):
-                found[record.job_id] = directory.ended(verdict)
-            else:
-                open_.setdefault(_place(record), []).append(record)
-        for place, group in open_.items():
+        found, open_ = _by_directory(records)
+        distant = [record for record in open_ if record.spec.get("login")]
+        if distant:
+            troubles = self._login_hosts().look(distant)
+            told, still = _by_directory(distant)
+            found |= told
+            found |= {record.job_id: _unreached(record, troubles[record.job_id]) for record in still if record.job_id in troubles}
+        clusters: dict[_Cluster, list[Record]] = {}
+        for record in open_:
+            if record.job_id not in found:
+                clusters.setdefault(_place(record), []).append(record)
+        for place, group in clusters.items():
             found |= self._ask(place, group)
         return found
 
-    def _at(self, place: tuple[str | None, str | None]) -> tuple[Queue, Accounting]:
+    def _at(self, place: _Cluster) -> tuple[Client, Queue, Accounting]:
         if place not in self._clients:
-            client = Client(*place)
-            self._clients[place] = (Queue(client, home() / "slurm"), Accounting(client))
+            shell = self._host(place.login) if place.login is not None else None
+            client = Client(place.conf, place.cluster, shell)
+            self._clients[place] = (client, Queue(client, home() / "slurm"), Accounting(client))
         return self._clients[place]
 
-    def _ask(self, place: tuple[str | None, str | None], records: Sequence[Record]) -> dict[str, Status]:
-        queue, accounting = self._at(place)
+    def _login_hosts(self) -> LoginHosts:
+        from clusterjob.slurm.login import LoginHosts
+
+        self._logins = self._logins or LoginHosts()
+        return self._logins
+
+    def _host(self, login: Login) -> LoginHost:
+        return self._login_hosts().host(login)
+
+    def close(self) -> None:
+        """Hang up on login hosts; jobs live on."""
+        for _, queue, _ in self._clients.values():
+            queue.close()
+        self._clients.clear()
+        if self._logins is not None:
+            self._logins.close()
+            self._logins = None
+
+    def _ask(self, place: _Cluster, records: Sequence[Record]) -> dict[str, Status]:
+        _, queue, accounting = self._at(place)
         snapshot = queue.look(urgent=any(_has_news(record) for record in records))
         found: dict[str, Status] = {}
         forgotten: dict[str, tuple[Record, Handle]] = {}
@@ -173,7 +225,12 @@ class SlurmBackend:
             else:
                 forgotten[handle.id] = (record, handle)
         if forgotten:
-            rows = accounting.ended({key: (float(handle.data["at"]), _submitted_in(record)) for key, (record, handle) in forgotten.items()})
+            # By the cluster's clock, which may be another than this machine's.
+            submitted = {
+                key: (handle.data["at"] + handle.data.get("ahead", 0.0), _submitted_in(record))
+                for key, (record, handle) in forgotten.items()
+            }
+            rows = accounting.ended(submitted)
             for key, (record, handle) in forgotten.items():
                 found[record.job_id] = _not_yet(record, snapshot) if rows is None else _forgotten(record, handle, rows.get(key))
         return found
@@ -181,26 +238,54 @@ class SlurmBackend:
     # -- cancelling ----------------------------------------------------------------------------------------------------
 
     def collect(self, record: Record) -> None:
-        """Do nothing: the job writes into `record.job_dir` itself."""
+        """Bring the logs from the login host; where there is none, the job writes into `record.job_dir` itself."""
+        login = _place(record).login
+        if login is not None:
+            self._host(login).collect(record, ended=record.end is not None or not _by_directory([record])[1])
+
+    def fetch(
+        self,
+        record: Record,
+        paths: Sequence[str],
+        target: Path,
+        nodes: Sequence[int] | None,  # noqa: ARG002 - all of them share what the login host sees
+        may_replace: Callable[[list[str]], bool],
+    ) -> list[Fetched]:
+        """Bring results from the login host; see `clusterjob.jobs.fetch`.
+
+        Raises:
+            ClusterJobError: the job has none; it is not reached, has nothing at a path, or it cannot be written here.
+        """
+        login = _place(record).login
+        if login is None:
+            raise directory.nothing_to_fetch(record)
+        workdir = _CODE if record.spec.get("sync", True) else str(record.spec["workdir"])
+        return [self._host(login).fetch(record.whole_id, workdir, target, may_replace, paths)]
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Have Slurm stop jobs, with one command for all of a cluster.
 
         Raises:
-            SubmitError: Slurm refuses or does not answer.
+            ClusterJobError: Slurm refuses or does not answer, or its login host is not reached.
         """
-        wanted: dict[tuple[str | None, str | None], list[str]] = {}
+        wanted: dict[_Cluster, list[str]] = {}
         wholes: dict[str, Record] = {}
+        distant: dict[Login, list[Record]] = {}
         for record in records:
             directory.wish_to_cancel(record)
+            if (login := _place(record).login) is not None:
+                distant.setdefault(login, []).append(record)
+        for login, group in distant.items():
+            self._host(login).wish_to_cancel([directory_name(record) for record in group])
+        for record in records:
             place = _place(record)
-            handle = record.handle or _adopt(record, self._at(place)[0].look(urgent=True), wholes)
+            handle = record.handle or _adopt(record, self._at(place)[1].look(urgent=True), wholes)
             if handle is not None:
                 wanted.setdefault(place, []).append(handle.id)
         for place, keys in wanted.items():
             words = _scancel_words(keys)
             for begin in range(0, len(words), _SCANCEL_WORDS):
-                answer = Client(*place).run(["scancel", *words[begin : begin + _SCANCEL_WORDS]])
+                answer = self._at(place)[0].run(["scancel", *words[begin : begin + _SCANCEL_WORDS]])
                 if answer.code != 0 and "Invalid job id" not in answer.err and "already completing" not in answer.err:
                     raise SubmitError(f"Slurm does not cancel the job: {answer.words}")
 
@@ -233,10 +318,30 @@ def _known_end(record: Record) -> JobState | None:
     return verdict.state if verdict is not None and slurm_ends.settled(verdict, record.job_dir) else None
 
 
-def _pieces(array: Array | None) -> list[Piece | None]:
+def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
     if array is None:
         return [None]
+    if spec.login:  # which is not asked: more pieces than there have to be do no harm
+        text = spec.options.get("max_array_size", str(_DEFAULT_ARRAY_SIZE))
+        if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
+            raise SpecError(f"max_array_size: {text!r} is no number of elements", "`scontrol show config` shows MaxArraySize there")
+        return [*arrays.pieces(array, int(text))]
     return [*arrays.pieces(array, submission.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
+
+
+def _login_of(spec: JobSpec) -> Login | None:
+    if not spec.login:
+        return None
+    from clusterjob.slurm.login import Login
+
+    return Login.of(spec)
+
+
+def _login_options() -> Sequence[str]:
+    """Return what --set says of the way to a login host, and is none of sbatch's."""
+    from clusterjob.slurm.login import OPTIONS
+
+    return OPTIONS
 
 
 def _array_words(piece: Piece | None) -> list[str]:
@@ -269,13 +374,15 @@ def shell_line(words: Sequence[str]) -> str:
     return sh_words(words).replace("\n", "'$'\\n''")  # which quotes it in single quotes, and nowhere else
 
 
-def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None) -> dict[str, Any]:
+def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, workdir: Path | None = None) -> dict[str, Any]:
+    workdir = workdir or spec.workdir
     program = spec.program if array is None or not array.values else Program(spec.program.kind, spec.program.target)
     warning = spec.signal_before is not None or spec.requeue
     launch = [] if spec.launcher == "srun" else _launch(spec, program)
-    container = containers.choose(spec, job_dir)
+    container = containers.choose(spec, job_dir, workdir)
     return {
         **directory.common_values(spec, job_id, job_dir),
+        "workdir": str(workdir),
         "script": str(job_dir / _SCRIPT),
         "launcher": spec.launcher,
         "elements": array is not None,
@@ -287,6 +394,13 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None) -> d
         "program": program.argv(spec.python) if spec.launcher == "srun" else [],
         "launch_arguments": launch,
     }
+
+
+def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, Any]:
+    """Return the template's values where the job's directory is not known: the one that sbatch is run in, which Slurm tells the job."""
+    place = Path(f"/{secrets.token_hex(16)}")
+    values = _values(spec, job_id, place, array, place / _CODE if spec.sync else None)
+    return {key: in_shell(value, str(place), '"$SLURM_SUBMIT_DIR"') for key, value in values.items()}
 
 
 def _launch(spec: JobSpec, program: Program) -> list[str]:
@@ -308,12 +422,72 @@ def _srun_options(spec: JobSpec) -> list[str]:
     return [*words, f"--cpus-per-task={cpus}"] if cpus is not None else words  # not inherited since Slurm 22.05
 
 
+# -- submitting --------------------------------------------------------------------------------------------------------
+
+
+def _preflight(client: Client, plan: Plan) -> None:
+    submission.preflight(client, plan.commands[0].argv)
+    if "qos" not in plan.spec.options:
+        submission.check_time(client, plan.spec.options.get("partition"), plan.spec.resources.time_limit)
+
+
+def _submit_pieces(plan: Plan, client: Client, host: LoginHost | None = None) -> tuple[list[str], str | None]:
+    """Hand each piece to Slurm; return the ids, and in a federation the cluster that took them.
+
+    Raises:
+        SubmitError: Slurm refuses one; what it had taken is cancelled.
+    """
+    comment = _comment(plan.job_id)
+    ids: list[str] = []
+    cluster: str | None = None
+    for command in plan.commands:
+        try:
+            job, cluster = submission.submit(client, command.argv, comment, ids)
+        except SubmitError:
+            if ids:
+                Client(cluster=cluster, shell=host).run(["scancel", *ids])
+            raise
+        except KeyboardInterrupt:  # sbatch heard it too, and may have been quicker
+            ends.cancel(plan.job_dir)  # which the script looks for, should the job be on its way
+            if host is not None:
+                host.wish_to_cancel([plan.job_id])
+            taken = sorted({*ids, *submission.find(client, comment)})
+            if taken:
+                Client(cluster=cluster, shell=host).run(["scancel", *taken])
+            raise
+        ids.append(job)
+    return ids, cluster
+
+
 # -- asking ------------------------------------------------------------------------------------------------------------
 
 
-def _place(record: Record) -> tuple[str | None, str | None]:
+def _place(record: Record) -> _Cluster:
     data: Mapping[str, Any] = record.handle.data if record.handle is not None else {}
-    return data.get("conf"), data.get("cluster")
+    login = None
+    if record.spec.get("login"):
+        from clusterjob.slurm.login import of_record
+
+        login = of_record(record)
+    return _Cluster(data.get("conf"), data.get("cluster"), login)
+
+
+def _by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Record]]:
+    """Return the ends of the jobs whose directories tell them for good, and the other jobs."""
+    found: dict[str, Status] = {}
+    others = []
+    for record in records:
+        verdict = _told(record)
+        if verdict is not None and slurm_ends.settled(verdict, record.job_dir):
+            found[record.job_id] = directory.ended(verdict)
+        else:
+            others.append(record)
+    return found, others
+
+
+def _unreached(record: Record, why: str) -> Status:
+    started_at, restarts, _ = directory.progress(record.job_dir)
+    return Status(JobState.UNKNOWN, why, None, started_at, restarts)
 
 
 def _is_of(row: Row, record: Record) -> bool:
@@ -342,7 +516,10 @@ def _adopted(record: Record, snapshot: Snapshot) -> Record:
     bases = sorted({row.base for row in by_comment(snapshot, _comment(record.job_id))}, key=int)  # in the order of submission
     if not bases:
         return record
-    return replace(record, handle=Handle(NAME, bases[0], {"ids": bases, "cluster": None, "conf": None, "at": _epoch(record.submitted_at)}))
+    login = _place(record).login
+    more = {"login": login.to_json()} if login is not None else {}
+    data = {"ids": bases, "cluster": None, "conf": None, "at": _epoch(record.submitted_at), **more}
+    return replace(record, handle=Handle(NAME, bases[0], data))
 
 
 def _has_news(record: Record) -> bool:
@@ -428,6 +605,8 @@ def _started_by_srun(record: Record) -> bool:
 
 
 def _submitted_in(record: Record) -> str:
+    if record.spec.get("login"):
+        return f"/jobs/{record.whole_id}"  # below what only the cluster knows
     return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
 
 

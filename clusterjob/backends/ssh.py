@@ -6,7 +6,6 @@ What the hosts write of a job is mirrored into its directory here whenever someb
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
@@ -22,13 +21,11 @@ from clusterjob.backends import Status, directory
 from clusterjob.errors import ClusterJobError, HostError, SpecError
 from clusterjob.hosts import Host
 from clusterjob.node import candidates, ends, files
-from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan, PlannedCommand
 from clusterjob.records import Handle, Record, home
 from clusterjob.render import render
 from clusterjob.spec import JobSpec
-from clusterjob.units import parse_size
 
 if TYPE_CHECKING:
     from clusterjob.ssh.fetch import Fetched
@@ -68,38 +65,23 @@ class _Job:
 class _Options:
     """What --set says to this backend."""
 
-    ssh_config: Path | None
-    connect_timeout: float
     sync_limit: int
     remote_home: str
     need_torch: bool
 
     @classmethod
     def of(cls, spec: JobSpec) -> _Options:
-        from clusterjob.ssh import snapshot, visits
-        from clusterjob.ssh.connect import DEFAULT_TIMEOUT
+        from clusterjob.ssh.options import Options
 
         options = spec.options
         unknown = next((key for key in options if key not in _OPTIONS), None)
         if unknown is not None:
             raise SpecError(f"the ssh cluster knows no option {unknown!r} (--set)", f"there is {', '.join(_OPTIONS)}")
-        config = Path(options["ssh_config"]).expanduser() if "ssh_config" in options else None
-        if config is not None and not config.is_file():
-            raise SpecError(f"ssh_config: {config} is not there")
-        try:
-            timeout = float(options.get("connect_timeout", DEFAULT_TIMEOUT))
-        except ValueError:
-            timeout = 0.0
-        if not 0 < timeout < 1e6:
-            raise SpecError(f"connect_timeout: {options['connect_timeout']!r} is not a number of seconds")
-        remote_home = options.get("remote_home", visits.HOME)
-        if not remote_home.startswith(("/", "~/")) or not remote_home.isprintable() or ":" in remote_home:
-            raise SpecError(f"remote_home: {remote_home!r} is no absolute path, or holds a colon", "write it as /scratch/me or ~/jobs")
+        common = Options.of(options)
         torch = options.get("need_torch", "true").lower()
         if torch not in ("true", "false"):
             raise SpecError(f"need_torch: {torch!r} is neither true nor false")
-        limit = parse_size(options["sync_limit"]) if "sync_limit" in options else snapshot.LIMIT
-        return cls(config.absolute() if config else None, timeout, limit, remote_home, torch == "true")
+        return cls(common.sync_limit, common.remote_home, torch == "true")
 
 
 class SshBackend:
@@ -183,7 +165,12 @@ class SshBackend:
         )
         data: dict[str, Any] = place.to_json()
         if code is not None:
-            data["code"] = {"digest": code.digest, "files": code.files, "bytes": code.size, "git": _keep_git(spec.workdir, plan.job_dir)}
+            data["code"] = {
+                "digest": code.digest,
+                "files": code.files,
+                "bytes": code.size,
+                "git": snapshot.keep_git(spec.workdir, plan.job_dir),
+            }
         with Sending([str(host) for host in spec.hosts]) as progress:
             submission = Submission(self._visits(), place, goods, progress, _warn, partial(ends.cancelled, plan.job_dir))
             try:
@@ -406,15 +393,7 @@ def _settled(spec: JobSpec) -> JobSpec:
     if nodes > len(spec.hosts):
         raise SpecError(f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}", "name more with --hosts, or fewer --nodes")
     _check_gpus(spec)
-    program = spec.program
-    if spec.sync and program.kind == "script":
-        path = os.path.relpath(os.path.join(spec.workdir, program.target), spec.workdir)
-        if path.startswith(".."):
-            raise SpecError(
-                f"the script {program.target!r} lies outside of {spec.workdir}, which is what is sent", "--workdir names another"
-            )
-        program = Program(program.kind, path, program.args)
-    return replace(spec, program=program, hosts=spec.hosts[:nodes])
+    return replace(spec, program=directory.sent_program(spec), hosts=spec.hosts[:nodes])
 
 
 def _check_gpus(spec: JobSpec) -> None:
@@ -452,20 +431,6 @@ def place_of(spec: Mapping[str, Any], hosts: tuple[Host, ...]) -> Any:
     config = Path(options["ssh_config"]).expanduser().absolute() if "ssh_config" in options else None
     timeout = float(options.get("connect_timeout", DEFAULT_TIMEOUT))
     return visits.Place(hosts, str(spec["python"]), tuple(spec["setup"]), options.get("remote_home", visits.HOME), config, timeout)
-
-
-def _keep_git(workdir: Path, job_dir: Path) -> dict[str, Any] | None:
-    """Return what git says of the code, for the record; the uncommitted changes go into a file beside it."""
-    from clusterjob.ssh import snapshot
-
-    state = snapshot.git_state(workdir)
-    if state is None:
-        return None
-    diff = state.pop("diff")
-    if diff:
-        files.write_atomic(job_dir / "code.diff", diff)
-        state["diff"] = "code.diff"
-    return state
 
 
 def _warn(text: str) -> None:

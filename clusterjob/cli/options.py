@@ -46,6 +46,7 @@ def _job_options(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any option of the backend; repeatable.")] = None,
     hosts: Annotated[Text, typer.Option("--hosts", metavar="LIST", help="Hosts to run on over SSH: a,b[1-4],user@c:2222.")] = None,
     hostfile: Annotated[Text, typer.Option("--hostfile", metavar="FILE", help="... from a file: a host a line, slots=8 after it.")] = None,
+    login: Annotated[Text, typer.Option("--login", metavar="HOST", help="Submit to Slurm on this login host: user@login1.")] = None,
     gpus: Annotated[Text, typer.Option("--gpus", metavar="LIST", help="Which cards of each host: 0,1,4, or auto for idle ones.")] = None,
     sync: Annotated[
         bool | None, typer.Option("--sync/--no-sync", help="Send the working directory to the hosts, or use what a shared disk has.")

@@ -8,27 +8,13 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from clusterjob.errors import SubmitError
-from clusterjob.node.contract import LAUNCH_VARIABLES
+from clusterjob.node.clean import slurm_environment
 
+UNREACHED = -1000  # in the place of an exit code: nobody knows what became of the command
 PATIENCE = 60.0  # seconds for one command; a client of Slurm gives up by itself after 10 to 30
-
-# Inside a job all of Slurm's variables are that job's, but for those that say where the cluster is. In a login shell they are
-# the user's own defaults, such as SBATCH_ACCOUNT.
-_KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-_OF_A_JOB = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
-_NAMES_OF_A_JOB = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-
-# Defaults of the user's that would make an answer another than what was asked for: squeue's of one partition alone, say; or a job
-# another than its record says: an array, or a command that waits for the job's end.
-_DEFAULTS_OF_ANSWERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
-_DEFAULTS_OF_SHAPE = frozenset(
-    f"SBATCH_{name}" for name in (
-        "ARRAY_INX", "ERROR", "EXPORT", "GPUS_PER_TASK", "INPUT", "JOB_NAME", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "QUIET", "REQUEUE",
-        "SIGNAL", "TEST_ONLY", "VERBOSE", "WAIT",
-    )
-)  # fmt: skip
 
 # After these words nobody knows whether the controller has taken the job: it may run once it is back.
 _IN_DOUBT = re.compile(r"timed out|Zero Bytes were transmitted|Unexpected message|Insane message|communication failure", re.IGNORECASE)
@@ -36,7 +22,7 @@ _IN_DOUBT = re.compile(r"timed out|Zero Bytes were transmitted|Unexpected messag
 _SILENT = re.compile(r"Unable to contact slurm controller|configuration source|slurm\.conf", re.IGNORECASE)
 
 _HINTS = (
-    (r"DNS SRV|configuration source|slurm.conf", "this machine has no configuration of Slurm's: SLURM_CONF names one"),
+    (r"DNS SRV|configuration source|slurm.conf", "there is no configuration of Slurm's: SLURM_CONF names one"),
     (r"Unable to contact slurm controller", "`scontrol ping` shows whether the controller answers"),
     (r"invalid partition", "`sinfo -s` lists the partitions; --partition names one"),
     (r"generic resource|gres", "`sinfo -o '%P %D %G'` shows the GPUs of each partition"),
@@ -77,17 +63,52 @@ class Answer:
         return self.code != 0 and (self.code < 0 or _IN_DOUBT.search(self.err) is not None)
 
 
+class Started(Protocol):
+    """A command that was started, as `subprocess.Popen` has it."""
+
+    returncode: int | Any
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
+        """Return stdout and stderr once it has ended; raises `subprocess.TimeoutExpired`."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
+class Shell(Protocol):
+    """Another machine that Slurm's commands can be run on; see `clusterjob.slurm.login`."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from other machines."""
+
+    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> Started:
+        """Start a command in a clean environment of that machine's, with `more` added.
+
+        Raises:
+            SubmitError: it is not installed there.
+        """
+
+
 class Client:
-    """Runs Slurm's commands on this machine.
+    """Runs Slurm's commands.
 
     Args:
-        conf: the configuration that the job was submitted with (SLURM_CONF); None for this environment's.
+        conf: the configuration that the job was submitted with (SLURM_CONF); None for the environment's.
         cluster: name of the cluster in a federation, as ``sbatch --parsable`` told it; None for the only one.
+        shell: where they are run; None for this machine.
     """
 
-    def __init__(self, conf: str | None = None, cluster: str | None = None) -> None:
+    def __init__(self, conf: str | None = None, cluster: str | None = None, shell: Shell | None = None) -> None:
         self.conf = conf
         self.cluster = cluster
+        self._shell = shell
+
+    @property
+    def key(self) -> str:
+        """What tells clusters apart."""
+        place = self.conf or os.environ.get("SLURM_CONF", "") if self._shell is None else f"login\0{self._shell.name}"
+        return f"{place}\0{self.cluster or ''}"
 
     @staticmethod
     def is_here() -> bool:
@@ -95,28 +116,22 @@ class Client:
         if shutil.which("sbatch") is None:
             return False
         configured = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/default/sackd")
-        return any(map(os.environ.get, _KEEP[:2])) or any(map(os.path.exists, configured))
+        return any(map(os.environ.get, ("SLURM_CONF", "SLURM_CONF_SERVER"))) or any(map(os.path.exists, configured))
 
-    def environment(self) -> dict[str, str]:
-        """Return this process's environment without what belongs to the job in which it may run (submitit#1814)."""
-        inside = bool(os.environ.get("SLURM_JOB_ID"))
-        kept = {name: value for name, value in os.environ.items() if name in _KEEP or not _of_a_job(name, inside=inside)}
-        return kept | ({"SLURM_CONF": self.conf} if self.conf else {})
-
-    def start(self, argv: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a command of Slurm's.
+    def start(self, argv: Sequence[str], more: Mapping[str, str] | None = None) -> Started:
+        """Start a command of Slurm's, with the environment's own words of no job (submitit#1814).
 
         Raises:
-            SubmitError: it is not installed here.
+            SubmitError: it is not installed.
         """
-        environ = self.environment() | dict(more or {})
-        if argv[0] != "sbatch":
-            environ = {name: value for name, value in environ.items() if not name.startswith(_DEFAULTS_OF_ANSWERS)}
         words = [argv[0], *([f"--clusters={self.cluster}"] if self.cluster else []), *argv[1:]]
+        added = ({"SLURM_CONF": self.conf} if self.conf else {}) | dict(more or {})
+        if self._shell is not None:
+            return self._shell.start(words, added)
         try:
             return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, encoding="utf-8",
-                errors="surrogateescape",
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+                env=slurm_environment(os.environ, argv[0]) | added, errors="surrogateescape",
             )  # fmt: skip
         except OSError as error:
             raise SubmitError(f"{argv[0]} cannot be run: {error.strerror}", "Slurm's client commands have to be on PATH") from error
@@ -139,12 +154,6 @@ class Client:
             process.communicate()
             raise
         return Answer(process.returncode, out, err)
-
-
-def _of_a_job(name: str, *, inside: bool) -> bool:
-    if name.startswith("CLUSTERJOB_") or name in LAUNCH_VARIABLES or name in _DEFAULTS_OF_SHAPE:
-        return True
-    return inside and (name.startswith(_OF_A_JOB) or name in _NAMES_OF_A_JOB)
 
 
 def hint(words: str) -> str:

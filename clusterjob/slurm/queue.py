@@ -19,7 +19,7 @@ from typing import Any
 
 from clusterjob.errors import ClusterJobError
 from clusterjob.node import files
-from clusterjob.slurm.client import Answer, Client
+from clusterjob.slurm.client import UNREACHED, Answer, Client, Started
 
 INTERVAL = 5.0  # seconds between two calls of one cluster, at least
 _SLOWEST = 30.0  # ... where nothing changes while jobs are followed
@@ -93,11 +93,11 @@ class Queue:
 
     def __init__(self, client: Client, directory: Path) -> None:
         self._client = client
-        name = hashlib.sha256(f"{client.conf or os.environ.get('SLURM_CONF', '')}\0{client.cluster or ''}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(client.key.encode()).hexdigest()[:16]
         self._path = directory / f"queue-{name}.json"
         self._lock_path = directory / f"queue-{name}.lock"
         self._looked = False
-        self._asking: tuple[subprocess.Popen[str], float] | None = None  # the command, and when it began
+        self._asking: tuple[Started, float] | None = None  # the command, and when it began
 
     def look(self, *, urgent: bool = False) -> Snapshot:
         """Return the newest snapshot; the first look of a process may wait for Slurm, a later one never does.
@@ -251,8 +251,8 @@ class Accounting:
         """Return the jobs that accounting knows, by key: one call for all, at most one in 5 s; None when it is too early to ask again.
 
         Args:
-            wanted: for each key when it was submitted, seconds since the epoch, and the directory that it was submitted with, which no
-                other job has: another may have got the same id.
+            wanted: for each key when it was submitted, seconds since the epoch, and the directory that it was submitted with, or the
+                end of its path, which no other job has: another may have got the same id.
         """
         moment = time.monotonic()
         if self._absent or not wanted:
@@ -262,13 +262,14 @@ class Accounting:
         self._asked_at = moment
         argv = ["sacct", "--allocations", "--noheader", "--parsable2", "--duplicates", f"--format={_ACCOUNTING_FIELDS}"]
         oldest = min(at for at, _ in wanted.values()) - 60
-        since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(oldest))
+        since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(oldest))
         try:
-            answer = self._client.run(
-                [*argv, f"--starttime={since}", f"--jobs={','.join(_bases(wanted))}"], {"SLURM_TIME_FORMAT": "%s"}, _FIRST_PATIENCE
-            )
+            words = [*argv, f"--starttime={since}", f"--jobs={','.join(_bases(wanted))}"]
+            answer = self._client.run(words, {"SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}, _FIRST_PATIENCE)
         except ClusterJobError:
             answer = Answer(127, "", "")
+        if answer.code == UNREACHED:
+            return None
         if answer.code != 0:
             self._absent = True
             return {}
@@ -277,7 +278,7 @@ class Accounting:
         for line in answer.out.split("\n"):
             key, state, submitted, directory = [*line.split("|", 3), "", "", "", ""][:4]
             at = int(submitted) if submitted.isascii() and submitted.isdigit() else 0
-            if key in wanted and directory == wanted[key][1] and at >= newest.get(key, 0):  # a requeued job has several rows
+            if key in wanted and directory.endswith(wanted[key][1]) and at >= newest.get(key, 0):  # a requeued job has several rows
                 newest[key], found[key] = at, Row(key, state.partition(" ")[0].rstrip("+"))
         return found
 

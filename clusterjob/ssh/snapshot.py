@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import SubmitError
+from clusterjob.node import files
 from clusterjob.units import show_size
 
 if TYPE_CHECKING:
@@ -266,6 +267,18 @@ def git_state(root: Path) -> dict[str, Any] | None:
         "changed": [line[3:] for line in status.decode(errors="replace").splitlines()][:1000],
         "diff": diff[:_MOST_DIFF],
     }
+
+
+def keep_git(root: Path, folder: Path) -> dict[str, Any] | None:
+    """Return what git says of the code, for a job's record; the uncommitted changes go into a file of the job's directory."""
+    state = git_state(root)
+    if state is None:
+        return None
+    diff = state.pop("diff")
+    if diff:
+        files.write_atomic(folder / "code.diff", diff)
+        state["diff"] = "code.diff"
+    return state
 
 
 def _git(root: Path, *words: str) -> bytes | None:

@@ -8,20 +8,21 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from clusterjob.errors import HostError, SubmitError
+from clusterjob.ssh.delivery import Delivery
 from clusterjob.ssh.pool import Outcome, complaint, for_each
 from clusterjob.ssh.session import Session
-from clusterjob.ssh.snapshot import Entry, Snapshot, changed
+from clusterjob.ssh.snapshot import Snapshot
 from clusterjob.ssh.visits import Place, Visits
 
 _MARGIN = 50_000_000  # bytes that are to be free beyond what is sent: logs have to go somewhere
 _PROBE_TIMEOUT = 3.0  # seconds to reach node 0 at an address
 _SLOW = 600.0  # seconds for answers that may take long: setup lines, a large copy on a slow disk
-_BATCH = 32 << 20  # bytes that are sent between two answers
 _UP_PAUSE = 0.02
 _FAREWELL_TIMEOUT = 10.0
 LOOPBACK = "127.0.0.1"
@@ -173,40 +174,10 @@ class Submission:
 
     def _send(self, node: int, session: Session) -> None:
         goods = self._goods
-        listed = [(name, mode, len(data)) for name, mode, data in goods.files]
-        self._ask(session, node, "put", files=listed, body=b"".join(data for _, _, data in goods.files))
-        if goods.snapshot is None:
-            return
-        packed = goods.snapshot.packed()
-        for _ in range(3):  # a file of the store that turns out to be damaged is sent once more
-            answer = self._ask(session, node, "land", body=packed, timeout=_SLOW)
-            if not answer["missing"]:
-                return
-            self._send_files(node, session, set(answer["missing"]), goods.snapshot)
-        raise HostError(session.connection.target.label, "its store of files does not keep what it is given", "is its disk sound?")
-
-    def _send_files(self, node: int, session: Session, missing: set[str], snapshot: Snapshot) -> None:
-        entries = snapshot.of_digests(missing)
-        total, sent = sum(entry.size for entry in entries), 0
-        while entries:
-            batch: list[Entry] = []
-            size = 0
-            while entries and (not batch or size + entries[0].size <= _BATCH):
-                batch.append(entries.pop(0))
-                size += batch[-1].size
-
-            def pieces(batch: list[Entry] = batch, before: int = sent) -> Iterator[bytes]:
-                done = before
-                for piece in snapshot.content(batch):
-                    yield piece
-                    done += len(piece)
-                    self._progress(node, done, total)
-
-            listed = [(entry.value, entry.size) for entry in batch]
-            answer = self._ask(session, node, "blobs", files=listed, body=pieces(), size=size, timeout=_SLOW)
-            if answer["wrong"]:
-                raise changed(next(entry for entry in batch if entry.value in answer["wrong"]))
-            sent += size
+        delivery = Delivery(session, goods.job_id, node, partial(self._progress, node))
+        delivery.put(goods.files)
+        if goods.snapshot is not None:
+            delivery.land(goods.snapshot)
 
     def _check_after_setup(self, node: int, session: Session) -> None:
         place = self._place

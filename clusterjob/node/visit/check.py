@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
         "identity": _identity(),
         "reached_at": server[2] if len(server) == 4 else "",
         "host": os.uname().nodename,
+        "home": str(home),
+        "time": time.time(),
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": importlib.util.find_spec("torch") is not None if request["own"] else None,
         "free": free,

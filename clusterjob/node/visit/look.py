@@ -40,16 +40,9 @@ def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]
     node, have = int(request["node"]), request["have"]
     known = job_dir.is_dir()
     alive = agent_of(job_dir, node) is not None  # before its files are read: what is dead by now has written its end
-    answer = _Answer(job_dir, have)
-    logs = node_directory(job_dir, node)
+    answer = News(job_dir, have, bytearray())
     if request["logs"]:
-        # The timeline is measured first and sent last: nobody is to read of bytes that he does not have yet.
-        noted = _size(logs / "timeline")
-        for path in sorted(logs.iterdir()) if logs.is_dir() else []:
-            if path.name != "timeline":
-                answer.grown(path)
-        if not answer.more:
-            answer.grown(logs / "timeline", noted)
+        answer.node_logs(node_directory(job_dir, node))
     if node == 0:
         answer.grown(job_dir / "events.jsonl")
         answer.replaced(job_dir / "result.json")
@@ -58,13 +51,31 @@ def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]
     return {"known": known, "alive": alive, "files": answer.files, "more": answer.more}, bytes(answer.data)
 
 
-class _Answer:
-    def __init__(self, job_dir: Path, have: dict[str, Any]) -> None:
+class News:
+    """What is new in a job's directory.
+
+    Args:
+        job_dir: the directory.
+        have: for each file how much of it the submitter has.
+        data: where the bytes go; several may share it, and its limit.
+    """
+
+    def __init__(self, job_dir: Path, have: dict[str, Any], data: bytearray) -> None:
         self._job_dir = job_dir
         self._have = have
         self.files: list[dict[str, Any]] = []
-        self.data = bytearray()
+        self.data = data
         self.more = False
+
+    def node_logs(self, logs: Path) -> None:
+        """Add what is new in the logs of a node."""
+        # The timeline is measured first and sent last: nobody is to read of bytes that he does not have yet.
+        noted = _size(logs / "timeline")
+        for path in sorted(logs.iterdir()) if logs.is_dir() else []:
+            if path.name != "timeline":
+                self.grown(path)
+        if not self.more:
+            self.grown(logs / "timeline", noted)
 
     def grown(self, path: Path, upto: int | None = None) -> None:
         """Add what a file has grown by."""
@@ -96,6 +107,12 @@ class _Answer:
             return
         self.files.append({"path": name, "stamp": stamp, "size": len(data)})
         self.data += data
+
+    def gone(self) -> None:
+        """Add which of the files that are replaced are no more: a job that runs again puts its verdict aside."""
+        for name, value in self._have.items():
+            if isinstance(value, str) and not (self._job_dir / name).exists():
+                self.files.append({"path": name, "gone": True, "size": 0})
 
 
 def _size(path: Path) -> int:

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterjob.node.visit import carry, check, look, meeting, store, work
+from clusterjob.node.visit import carry, check, commands, look, meeting, store, whole, work
 
 _IDLE = 600  # seconds without a request after which a visit is over
 
@@ -57,10 +57,13 @@ class Visit:
         self.home = home
         self._listener: meeting.Listener | None = None
         self._work = work.Work(home)
+        self._commands = commands.Commands(home)
 
     def answer(self, request: dict[str, Any], body: Body) -> tuple[dict[str, Any], bytes]:
         """Return what is to be said to a request: an object and bytes."""
         op = request["op"]
+        if op in ("looks", "run", "reap", "drop"):
+            return whole.looks(self.home, request) if op == "looks" else self._commands.answer(request)
         if op in ("look", "tree", "digests", "get"):
             return self._read(op, request)
         if op in ("listen", "hush", "probe"):

@@ -31,6 +31,8 @@ class Work:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return what is to be said to a request that has no bytes."""
+        if request["op"] == "wish":
+            return self._wish(request)
         job_dir, node = self._home / "jobs" / request["job"], int(request["node"])
         if request["op"] == "reserve":
             return self._reserve(request)
@@ -64,6 +66,15 @@ class Work:
             made.chmod(0o700)  # what `parents` makes has the default mode
         for name, mode, size in request["files"]:
             files.write_atomic(job_dir / name, read(size), mode)
+        return {}
+
+    def _wish(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Note the wish that jobs end; an element of an array that has not begun gets its directory for that."""
+        for name in request["jobs"]:
+            job_dir = self._home / "jobs" / name
+            if (self._home / "jobs" / name.partition("/")[0]).is_dir():
+                job_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                ends.cancel(job_dir)
         return {}
 
     def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:

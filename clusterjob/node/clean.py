@@ -1,0 +1,44 @@
+"""The environment for a scheduler's commands: without what belongs to the job in which they may be run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterjob.node.contract import LAUNCH_VARIABLES
+
+# Inside a job all of Slurm's variables are that job's, but for those that say where the cluster is. In a login shell they are
+# the user's own defaults, such as SBATCH_ACCOUNT.
+_KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+_OF_A_JOB = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
+_NAMES_OF_A_JOB = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+# Defaults of the user's that would make an answer another than what was asked for: squeue's of one partition alone, say; or a job
+# another than its record says: an array, or a command that waits for the job's end.
+_DEFAULTS_OF_ANSWERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
+_DEFAULTS_OF_SHAPE = frozenset(
+    f"SBATCH_{name}" for name in (
+        "ARRAY_INX", "ERROR", "EXPORT", "GPUS_PER_TASK", "INPUT", "JOB_NAME", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "QUIET", "REQUEUE",
+        "SIGNAL", "TEST_ONLY", "VERBOSE", "WAIT",
+    )
+)  # fmt: skip
+
+
+def slurm_environment(environ: Mapping[str, str], command: str) -> dict[str, str]:
+    """Return the environment for a command of Slurm's (submitit#1814).
+
+    Args:
+        environ: this process's own.
+        command: such as ``sbatch``.
+    """
+    inside = bool(environ.get("SLURM_JOB_ID"))
+    dropped = () if command == "sbatch" else _DEFAULTS_OF_ANSWERS
+    return {
+        name: value for name, value in environ.items()
+        if name in _KEEP or not (_of_a_job(name, inside=inside) or name.startswith(dropped))
+    }  # fmt: skip
+
+
+def _of_a_job(name: str, *, inside: bool) -> bool:
+    if name.startswith("CLUSTERJOB_") or name in LAUNCH_VARIABLES or name in _DEFAULTS_OF_SHAPE:
+        return True
+    return inside and (name.startswith(_OF_A_JOB) or name in _NAMES_OF_A_JOB)

@@ -1,0 +1,117 @@
+"""Jobs' directories here as mirrors of those on a cluster: each file by byte offset, many jobs with one question."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterjob.errors import HostError
+from clusterjob.node import files
+from clusterjob.records import Record
+
+_AT_ONCE = 500  # jobs of one question
+_ALLOWED = re.compile(
+    r"events\.jsonl|result\.json|ends/\w[\w.-]*|logs/slurm\.out|logs/node\d+/\w[\w.-]*", re.ASCII
+)  # what may be written here
+
+Ask = Callable[..., tuple[Any, bytes]]
+
+
+def directory_name(record: Record) -> str:
+    """Return the name of a job's directory below that of all jobs."""
+    return record.job_id if record.index is None else f"{record.whole_id}/elements/{record.index}"
+
+
+class Mirror:
+    """The directories of the jobs of one cluster.
+
+    Args:
+        label: the login host, for errors.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._stamps: dict[str, dict[str, str]] = {}
+
+    def look(self, ask: Ask, wanted: Sequence[tuple[Record, bool]]) -> dict[str, bool]:
+        """Bring what is new; return for each job whether there is more.
+
+        Args:
+            ask: asks the login host, and returns its answer and bytes.
+            wanted: jobs, each with whether its logs are wanted.
+
+        Raises:
+            HostError: the host does not answer, or answers nonsense.
+        """
+        more: dict[str, bool] = {}
+        rest = iter(wanted)
+        while chunk := list(itertools.islice(rest, _AT_ONCE)):
+            have = [self._have(record, logs=logs) for record, logs in chunk]
+            asked = [
+                {"job": directory_name(record), "logs": _mode(record, logs=logs), "have": had}
+                for (record, logs), had in zip(chunk, have, strict=True)
+            ]
+            answer, data = ask("looks", jobs=asked)
+            position = 0
+            for (record, _), had, found in zip(chunk, have, answer["jobs"], strict=True):
+                for file in found["files"]:
+                    self._take(record, had, file, data[position : position + file["size"]])
+                    position += file["size"]
+                more[record.job_id] = bool(found["more"])
+        return more
+
+    def _have(self, record: Record, *, logs: bool) -> dict[str, int | str]:
+        """Return how much of each file is here: bytes of those that grow, the stamps of those that are replaced."""
+        stamps = self._stamps.setdefault(record.job_id, {})
+        found: dict[str, int | str] = {}
+        for path in (*_files_in(record.job_dir / "ends"), record.job_dir / "result.json"):
+            if path.exists():
+                name = str(path.relative_to(record.job_dir))
+                found[name] = stamps.get(name, "")
+        grown = [record.job_dir / "events.jsonl", record.job_dir / "logs" / "slurm.out"]
+        if _mode(record, logs=logs) != "none":
+            grown += [path for node in _files_in(record.job_dir / "logs") if node.is_dir() for path in _files_in(node)]
+        for path in grown:
+            if path.exists():
+                found[str(path.relative_to(record.job_dir))] = path.stat().st_size
+        return found
+
+    def _take(self, record: Record, had: dict[str, int | str], file: dict[str, Any], content: bytes) -> None:
+        name = file["path"]
+        if not _ALLOWED.fullmatch(name) or ("offset" in file and file["offset"] != had.get(name, 0)):
+            raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
+        path = record.job_dir / name
+        stamps = self._stamps[record.job_id]
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if file.get("gone"):
+                path.unlink(missing_ok=True)
+                stamps.pop(name, None)
+            elif "stamp" in file:
+                files.write_atomic(path, content)
+                stamps[name] = file["stamp"]
+            else:
+                # At its offset, not at the end: another process may mirror the same bytes at this moment.
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+                try:
+                    os.pwrite(handle, content, file["offset"])
+                finally:
+                    os.close(handle)
+        except OSError as error:
+            raise HostError(self._label, f"what it has written cannot be kept here: {error.strerror}: {path}") from error
+
+
+def _mode(record: Record, *, logs: bool) -> str:
+    """Return which logs are brought: where srun started the workers, the end is told from their last words."""
+    return "all" if logs else "last" if record.spec.get("launcher") == "srun" else "none"
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError:
+        return []

@@ -1,0 +1,170 @@
+"""Somebody with a laptop and a login on a cluster: a real sshd on the loopback, whose sessions alone know where Slurm is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import free_port
+from procs import MARKER, alive, below, command_line, wait_until
+from slurm_cluster import SlurmCluster
+from slurm_user import User, user_of
+from sshworld import sh
+
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+# Names itself by a file, in a directory that is none of the job's, then waits until the file `leave` is there.
+GUEST = """
+    import os, pathlib, time
+    there = pathlib.Path(os.environ["MEET"])
+    print("line of", os.environ["RANK"], flush=True)
+    (there / f"up{os.environ['RANK']}").touch()
+    while not (there / "leave").exists():
+        time.sleep(0.02)
+    print("left", os.environ["RANK"], flush=True)
+"""
+
+
+class LoginHost:
+    """The login host: a server, and the home directory of its user."""
+
+    def __init__(self, directory: Path, slurm: SlurmCluster) -> None:
+        self.directory = directory
+        self.home = directory / "home"
+        self.home.mkdir(parents=True)
+        self.port = free_port()
+        self.environment = {"HOME": str(self.home), "SLURM_CONF": str(slurm.conf), MARKER: os.environ[MARKER]}
+        self.config = directory / "ssh_config"
+        self.known_hosts = directory / "known_hosts"
+        self.log = directory / "sshd.log"
+        self._pid = 0
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / "id_ed25519")
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / "host_key")
+        shutil.copy(directory / "id_ed25519.pub", directory / "authorized_keys")
+        self.trust()
+        self.config.write_text(
+            f"Host login1\n  HostName 127.0.0.1\n  Port {self.port}\n  IdentityFile {directory}/id_ed25519\n  IdentitiesOnly yes\n"
+            f"  IdentityAgent none\n  UserKnownHostsFile {self.known_hosts}\n  GlobalKnownHostsFile /dev/null\n"
+        )
+
+    def trust(self) -> None:
+        """Have the client know the host's key."""
+        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {' '.join((self.directory / 'host_key.pub').read_text().split()[:2])}\n")
+
+    def start(self) -> None:
+        """Start the server."""
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)
+        pid_file = self.directory / "sshd.pid"
+        settings = {
+            "ListenAddress": "127.0.0.1", "Port": str(self.port), "HostKey": str(self.directory / "host_key"), "UsePAM": "no",
+            "PidFile": str(pid_file), "AuthorizedKeysFile": str(self.directory / "authorized_keys"), "StrictModes": "no",
+            "PermitRootLogin": "yes", "PasswordAuthentication": "no", "KbdInteractiveAuthentication": "no", "PrintMotd": "no",
+            "LogLevel": "VERBOSE", "UseDNS": "no", "SetEnv": " ".join(f'"{name}={value}"' for name, value in self.environment.items()),
+        }  # fmt: skip
+        (self.directory / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+        pid_file.unlink(missing_ok=True)
+        server = shutil.which("sshd", path=_PATH) or "sshd"  # it insists on an absolute path
+        clean = {name: value for name, value in os.environ.items() if name != MARKER and not name.startswith(("CLUSTERJOB", "SLURM"))}
+        words = [server, "-f", str(self.directory / "sshd_config"), "-E", str(self.log)]
+        subprocess.run(words, check=True, env=clean, stdin=subprocess.DEVNULL, timeout=20)
+        wait_until(lambda: pid_file.exists() and pid_file.read_text().strip(), 10, "the sshd of the login host")
+        self._pid = int(pid_file.read_text())
+
+    def stop(self, *, hang_up: bool = False) -> None:
+        """Stop the server that listens; sessions live on, unless they are ended too, as a restart of the host would."""
+        pid, self._pid = self._pid, 0
+        sessions = [child for child in below(pid) if command_line(child).startswith("sshd")] if pid and hang_up else []
+        for one in (pid, *sessions) if pid else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGTERM)
+            wait_until(lambda one=one: not alive(one), 10, "the end of sshd")
+
+    @property
+    def connections(self) -> int:
+        """How often somebody has logged in."""
+        return self.log.read_text(errors="replace").count("Accepted publickey") if self.log.exists() else 0
+
+
+class Laptop(User):
+    """A user whose own machine has no Slurm to ask: nothing there says where the controller is."""
+
+    def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(slurm, directory, patch)
+        self.login = LoginHost(directory.parent / "login", slurm)
+        self.meeting = directory.parent / "meet"
+        self.meeting.mkdir()
+        patch.delenv("SLURM_CONF")
+        self.profile()
+        self.login.start()
+
+    def profile(self, **options: str) -> None:
+        """Write the profile `hpc`."""
+        given = {"ssh_config": str(self.login.config), "connect_timeout": "5", **options}
+        pairs = "".join(f'"{key}" = {_toml(value)}\n' for key, value in given.items())
+        common = f'backend = "slurm"\nlogin = "login1"\nenv = {{ MEET = {_toml(str(self.meeting))} }}\n'
+        self.path("clusterjob.toml").write_text(f"[clusters.hpc]\n{common}[clusters.hpc.set]\n{pairs}")
+
+    def run(self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0) -> subprocess.CompletedProcess[str]:
+        return self("run", "--cluster", "hpc", *options, self.script(text), *args, code=code)
+
+    def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
+        return self("submit", "--cluster", "hpc", *options, self.script(text), *args).stdout.strip()
+
+    def wait_for(self, *names: str, timeout: float = 60.0) -> None:
+        wait_until(lambda: all((self.meeting / name).exists() for name in names), timeout, f"the files {names}")
+
+    def leave(self) -> None:
+        """Let the guests go."""
+        (self.meeting / "leave").touch()
+
+    def there(self, job_id: str) -> Path:
+        """Return a job's directory on the cluster."""
+        whole, _, index = job_id.partition("_")
+        return self.login.home / ".clusterjob" / "jobs" / whole / (f"elements/{index}" if index else "")
+
+    def left_there(self) -> list[Path]:
+        jobs = self.login.home / ".clusterjob" / "jobs"
+        return list(jobs.iterdir()) if jobs.is_dir() else []
+
+    def logs(self) -> str:
+        found = sorted([*self.login.home.rglob("slurm*.out"), *self.login.home.rglob("agent.log")])
+        return "\n".join(f"-- {path}:\n{path.read_text(errors='replace')[-2000:]}" for path in found) + self.login.log.read_text()[-3000:]
+
+
+def _toml(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _missing() -> str:
+    absent = [name for name in ("sshd", "ssh-keygen") if shutil.which(name, path=_PATH) is None]
+    return f"{', '.join(absent)} missing: tools/sshd.sh installs it" if absent else ""
+
+
+def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[Laptop]:
+    if _missing():
+        pytest.skip(_missing())
+    with user_of(slurm, tmp_path, patch, Laptop) as made:
+        assert isinstance(made, Laptop)
+        try:
+            yield made
+        finally:
+            made.login.stop(hang_up=True)
+
+
+@pytest.fixture
+def laptop(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laptop]:
+    """Return a user with a laptop; the cluster has no accounting."""
+    yield from _laptop_of(slurm, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def laptop_of_either(slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laptop]:
+    """Return a user with a laptop, of a cluster without accounting and then of one with it."""
+    yield from _laptop_of(slurm_cluster, tmp_path, monkeypatch)
