@@ -19,7 +19,7 @@ from clusterjob.backends.local import LocalBackend
 from clusterjob.errors import SpecError, TemplateError
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
-from clusterjob.render import Quoted, render, sh, sh_words, template_directory, verbatim
+from clusterjob.render import Quoted, in_shell, render, sh, sh_words, template_directory, verbatim
 from clusterjob.spec import JobSpec, Resources
 
 GOLDEN = Path(__file__).parent / "golden" / "node.sh"
@@ -74,6 +74,19 @@ def test_quoted_words_are_what_bash_reads(words: list[str]) -> None:
     assert read_by_bash(sh_words(words)) == words
     assert read_by_bash(" ".join(sh(word) for word in words)) == words
     assert "\r" not in sh_words(words)
+
+
+@given(pieces=st.lists(texts, min_size=1, max_size=3), place=folders)
+def test_a_path_that_only_the_node_knows_is_read_from_its_variable(pieces: list[str], place: str) -> None:
+    path = "/0123456789abcdef"
+    words = in_shell([path.join(pieces), path, "none of it"], path, '"$PLACE"')
+    script = f"printf '%s\\0' {sh_words(words)} {sh(words[1])}"
+    done = subprocess.run(["bash", "-c", script], env={"PLACE": place}, capture_output=True, timeout=PATIENCE, check=True)
+    assert done.stdout.split(b"\0")[:-1] == [
+        os.fsencode(place).join(map(os.fsencode, pieces)),
+        *map(os.fsencode, (place, "none of it", place)),
+    ]
+    assert in_shell({"a": path}, path, "x") == {"a": path}
 
 
 def test_the_filters_give_text_that_may_stand_as_it_is() -> None:
