@@ -13,6 +13,7 @@ import typer
 
 from clusterjob import bootstrap
 from clusterjob.backends import local, mlp, slurm, ssh
+from clusterjob.backends.slurm import planning
 from clusterjob.cli import app
 from clusterjob.context import Context
 from clusterjob.hosts import Host
@@ -102,7 +103,7 @@ def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPat
         return ""
 
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
-    for module, backend in ((local, local.LocalBackend()), (slurm, slurm.SlurmBackend()), (mlp, mlp.MlpBackend())):
+    for module, backend in ((local, local.LocalBackend()), (planning, slurm.SlurmBackend()), (mlp, mlp.MlpBackend())):
         monkeypatch.setattr(module, "render", note)
         before = len(given)
         backend.plan(spec)

@@ -191,3 +191,11 @@ def check_warning(resources: Resources, signal_before: int | None) -> None:
             f"the time limit of {limit} s leaves no room for a warning {signal_before} s before it: Slurm may send it 60 s early",
             f"give a --time of more than {signal_before + 60} s, or a shorter --signal-before",
         )
+
+
+def comment(job_id: str, spec: JobSpec | None = None) -> str:
+    """Return what a job can be found by, and after it the user's own comment."""
+    own = spec.options.get("comment", "") if spec is not None else ""
+    if not own.isprintable():
+        raise SpecError(f"--set comment={own[:40]!r} holds a line break")
+    return f"clusterjob:{job_id} {own}".strip()

@@ -1,0 +1,264 @@
+"""Slurm as a cluster: one homogeneous job, one agent a node through srun, and the queue asked for all jobs at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterjob import arrays
+from clusterjob.backends import Status, directory
+from clusterjob.backends.slurm import planning, standing
+from clusterjob.backends.slurm.standing import NAME, Cluster
+from clusterjob.errors import SubmitError, SubmitInDoubtError
+from clusterjob.node import ends
+from clusterjob.plans import Plan
+from clusterjob.records import Handle, Record, home
+from clusterjob.slurm import flags, submission
+from clusterjob.slurm.client import Client
+from clusterjob.slurm.mirror import directory_name
+from clusterjob.slurm.queue import Accounting, Queue
+from clusterjob.spec import JobSpec
+
+if TYPE_CHECKING:
+    from clusterjob.slurm.login import Login, LoginHost, LoginHosts
+    from clusterjob.ssh.fetch import Fetched
+
+_SCANCEL_WORDS = 1000  # ids on one command line
+
+
+class SlurmBackend:
+    """Runs jobs under the Slurm whose client commands this machine has, or a login host that it reaches over SSH."""
+
+    def __init__(self) -> None:
+        self._clients: dict[Cluster, tuple[Client, Queue, Accounting]] = {}
+        self._logins: LoginHosts | None = None
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """Return what submitting the job would do. Only an array asks the cluster, for its MaxArraySize.
+
+        Raises:
+            SpecError: an option makes no sense, or is not sbatch's.
+            TemplateError: the user's template cannot be rendered.
+        """
+        return planning.plan(spec)
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def submit(self, plan: Plan) -> Handle:
+        """Hand the planned script to Slurm, each piece of an array once.
+
+        Raises:
+            SubmitError: Slurm refuses it; what it had taken of it is cancelled.
+            SubmitInDoubtError: Slurm did not answer, and the job may run.
+        """
+        login = planning.login_of(plan.spec)
+        if login is not None:
+            return self._submit_there(plan, login)
+        client = Client()
+        _preflight(client, plan)
+        ids, cluster = _submit_pieces(plan, client)
+        return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "conf": os.environ.get("SLURM_CONF"), "at": time.time()})
+
+    def _submit_there(self, plan: Plan, login: Login) -> Handle:
+        """Bring the job to a login host, and hand it to Slurm there."""
+        host = self._host(login)
+        client = Client(shell=host.within(plan.job_id))
+        data: dict[str, Any] = {"conf": None, "login": login.to_json()}
+        asked = False
+        try:
+            data |= host.put(plan)
+            _preflight(client, plan)
+            data["code"] = host.send_code(plan)
+            asked = True
+            ids, cluster = _submit_pieces(plan, client, host)
+        except SubmitInDoubtError:
+            raise
+        except BaseException as error:
+            if not asked or isinstance(error, SubmitError):
+                host.remove(plan.job_id)
+            raise
+        return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "at": time.time(), **data})
+
+    def detach(self, handle: Handle) -> None:
+        """Nothing to let go: a job of Slurm's needs nobody."""
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def status(self, records: Sequence[Record]) -> dict[str, Status]:
+        """Return how jobs stand: from their directories, then from one squeue for all, then from accounting."""
+        found, open_ = standing.by_directory(records)
+        distant = [record for record in open_ if record.spec.get("login")]
+        if distant:
+            troubles = self._login_hosts().look(distant)
+            told, still = standing.by_directory(distant)
+            found |= told
+            found |= {record.job_id: standing.unreached(record, troubles[record.job_id]) for record in still if record.job_id in troubles}
+        clusters: dict[Cluster, list[Record]] = {}
+        for record in open_:
+            if record.job_id not in found:
+                clusters.setdefault(standing.cluster_of(record), []).append(record)
+        for place, group in clusters.items():
+            found |= self._ask(place, group)
+        return found
+
+    def _at(self, place: Cluster) -> tuple[Client, Queue, Accounting]:
+        if place not in self._clients:
+            shell = self._host(place.login) if place.login is not None else None
+            client = Client(place.conf, place.cluster, shell)
+            self._clients[place] = (client, Queue(client, home() / "slurm"), Accounting(client))
+        return self._clients[place]
+
+    def _login_hosts(self) -> LoginHosts:
+        from clusterjob.slurm.login import LoginHosts
+
+        self._logins = self._logins or LoginHosts()
+        return self._logins
+
+    def _host(self, login: Login) -> LoginHost:
+        return self._login_hosts().host(login)
+
+    def close(self) -> None:
+        """Hang up on login hosts; jobs live on."""
+        for _, queue, _ in self._clients.values():
+            queue.close()
+        self._clients.clear()
+        if self._logins is not None:
+            self._logins.close()
+            self._logins = None
+
+    def _ask(self, place: Cluster, records: Sequence[Record]) -> dict[str, Status]:
+        _, queue, accounting = self._at(place)
+        snapshot = queue.look(urgent=any(standing.has_news(record) for record in records))
+        found: dict[str, Status] = {}
+        forgotten: dict[str, tuple[Record, Handle]] = {}
+        wholes: dict[str, Record] = {}
+        for record in records:
+            handle = record.handle or standing.adopt(record, snapshot, wholes)
+            if handle is None:
+                found[record.job_id] = standing.unseen(record, snapshot)
+                continue
+            row = snapshot.rows.get(handle.id)
+            if row is not None and standing.is_of(row, record):
+                found[record.job_id] = standing.with_trouble(standing.from_row(record, handle, row), snapshot)
+            elif snapshot.taken_at < handle.data["at"] + standing.SETTLING:
+                found[record.job_id] = standing.not_yet(record, snapshot)
+            else:
+                forgotten[handle.id] = (record, handle)
+        if forgotten:
+            # By the cluster's clock, which may be another than this machine's.
+            submitted = {
+                key: (handle.data["at"] + handle.data.get("ahead", 0.0), standing.submitted_in(record))
+                for key, (record, handle) in forgotten.items()
+            }
+            rows = accounting.ended(submitted)
+            for key, (record, handle) in forgotten.items():
+                found[record.job_id] = (
+                    standing.not_yet(record, snapshot) if rows is None else standing.forgotten(record, handle, rows.get(key))
+                )
+        return found
+
+    # -- cancelling ----------------------------------------------------------------------------------------------------
+
+    def collect(self, record: Record) -> None:
+        """Bring the logs from the login host; where there is none, the job writes into `record.job_dir` itself."""
+        login = standing.cluster_of(record).login
+        if login is not None:
+            self._host(login).collect(record, ended=record.end is not None or not standing.by_directory([record])[1])
+
+    def fetch(
+        self,
+        record: Record,
+        paths: Sequence[str],
+        target: Path,
+        nodes: Sequence[int] | None,  # noqa: ARG002 - all of them share what the login host sees
+        may_replace: Callable[[list[str]], bool],
+    ) -> list[Fetched]:
+        """Bring results from the login host; see `clusterjob.jobs.fetch`.
+
+        Raises:
+            ClusterJobError: the job has none; it is not reached, has nothing at a path, or it cannot be written here.
+        """
+        login = standing.cluster_of(record).login
+        if login is None:
+            raise directory.nothing_to_fetch(record)
+        workdir = planning.CODE if record.spec.get("sync", True) else str(record.spec["workdir"])
+        return [self._host(login).fetch(record.whole_id, workdir, target, may_replace, paths)]
+
+    def cancel(self, records: Sequence[Record]) -> None:
+        """Have Slurm stop jobs, with one command for all of a cluster.
+
+        Raises:
+            ClusterJobError: Slurm refuses or does not answer, or its login host is not reached.
+        """
+        wanted: dict[Cluster, list[str]] = {}
+        wholes: dict[str, Record] = {}
+        distant: dict[Login, list[Record]] = {}
+        for record in records:
+            directory.wish_to_cancel(record)
+            if (login := standing.cluster_of(record).login) is not None:
+                distant.setdefault(login, []).append(record)
+        for login, group in distant.items():
+            self._host(login).wish_to_cancel([directory_name(record) for record in group])
+        for record in records:
+            place = standing.cluster_of(record)
+            handle = record.handle or standing.adopt(record, self._at(place)[1].look(urgent=True), wholes)
+            if handle is not None:
+                wanted.setdefault(place, []).append(handle.id)
+        for place, keys in wanted.items():
+            words = _scancel_words(keys)
+            for begin in range(0, len(words), _SCANCEL_WORDS):
+                answer = self._at(place)[0].run(["scancel", *words[begin : begin + _SCANCEL_WORDS]])
+                if answer.code != 0 and "Invalid job id" not in answer.err and "already completing" not in answer.err:
+                    raise SubmitError(f"Slurm does not cancel the job: {answer.words}")
+
+
+def _preflight(client: Client, plan: Plan) -> None:
+    submission.preflight(client, plan.commands[0].argv)
+    if "qos" not in plan.spec.options:
+        submission.check_time(client, plan.spec.options.get("partition"), plan.spec.resources.time_limit)
+
+
+def _submit_pieces(plan: Plan, client: Client, host: LoginHost | None = None) -> tuple[list[str], str | None]:
+    """Hand each piece to Slurm; return the ids, and in a federation the cluster that took them.
+
+    Raises:
+        SubmitError: Slurm refuses one; what it had taken is cancelled.
+    """
+    comment = flags.comment(plan.job_id)
+    ids: list[str] = []
+    cluster: str | None = None
+    for command in plan.commands:
+        try:
+            job, cluster = submission.submit(client, command.argv, comment, ids)
+        except SubmitError:
+            if ids:
+                Client(cluster=cluster, shell=host).run(["scancel", *ids])
+            raise
+        except KeyboardInterrupt:  # sbatch heard it too, and may have been quicker
+            ends.cancel(plan.job_dir)  # which the script looks for, should the job be on its way
+            if host is not None:
+                host.wish_to_cancel([plan.job_id])
+            taken = sorted({*ids, *submission.find(client, comment)})
+            if taken:
+                Client(cluster=cluster, shell=host).run(["scancel", *taken])
+            raise
+        ids.append(job)
+    return ids, cluster
+
+
+def _scancel_words(keys: Sequence[str]) -> list[str]:
+    """Return ids as scancel takes them: the elements of one array as ``12_[0-3,7]``."""
+    words = [key for key in keys if "_" not in key]
+    elements: dict[str, list[int]] = {}
+    for key in keys:
+        base, separator, index = key.partition("_")
+        if separator:
+            elements.setdefault(base, []).append(int(index))
+    for base, indices in elements.items():
+        words += [f"{base}_[{part}]" for part in arrays.ranges_text(sorted(indices)).split(",")]
+    return words

@@ -1,0 +1,219 @@
+"""From a job to its plan: sbatch's command line, the script and what lies beside it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterjob import arrays
+from clusterjob.arrays import Array, Piece
+from clusterjob.backends import directory
+from clusterjob.backends.slurm.standing import NAME, cluster_of, told
+from clusterjob.errors import SpecError
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.plans import Plan, PlannedCommand, PlannedFile
+from clusterjob.records import Record, Records
+from clusterjob.render import in_shell, render, sh_words
+from clusterjob.slurm import containers, flags, submission
+from clusterjob.slurm import ends as slurm_ends
+from clusterjob.slurm.client import Client
+from clusterjob.spec import JobSpec
+
+if TYPE_CHECKING:
+    from clusterjob.slurm.login import Login
+
+_SCRIPT = "slurm.sh"
+CODE = "code"  # where a login host has the working directory, in the job's own
+_DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
+_STRAGGLERS = 60  # seconds that srun lets tasks outlive the first that ended: agents end together
+_KILL_WAIT = 30  # seconds between Slurm's SIGTERM and its SIGKILL (KillWait), as it is by default
+
+
+def plan(spec: JobSpec) -> Plan:
+    """Return what submitting the job would do. Only an array asks the cluster, for its MaxArraySize.
+
+    Raises:
+        SpecError: an option makes no sense, or is not sbatch's.
+        TemplateError: the user's template cannot be rendered.
+    """
+    directory.refuse_hosts(spec, NAME)
+    flags.check_warning(spec.resources, spec.signal_before)
+    login = login_of(spec)
+    job_id, job_dir = directory.new_directory(spec.name)
+    array = spec.elements()
+    pieces = _pieces(array, spec)
+    given = {key: value for key, value in spec.options.items() if key != "comment" and not (login and key in _login_options())}
+    options, unknown = flags.options(given)
+    output = "slurm-%A_%a.out" if array else "slurm.out"
+    there: dict[str, Any] = {}
+    if login is None:
+        script = str(job_dir / _SCRIPT)
+        place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
+    else:  # whose home directory is not known here: sbatch is run in the job's directory
+        spec = replace(spec, program=directory.sent_program(spec))
+        script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
+        there = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
+    common = [
+        "--parsable", f"--job-name={spec.name}", f"--comment={flags.comment(job_id, spec)}", *place,
+        "--open-mode=append", "--export=ALL", "--requeue" if spec.requeue else "--no-requeue", *flags.shape(spec), *options,
+        *_dependencies(spec, login),
+    ]  # fmt: skip
+    if spec.signal_before is not None:
+        common.append(f"--signal=B:USR1@{spec.signal_before}")
+    files = [*directory.common_files(spec, job_dir)]
+    if array is not None and array.values:
+        files.append(_sweep_file(spec, array, job_dir))
+    values = _values(spec, job_id, job_dir, array) if login is None else _values_there(spec, job_id, array)
+    files.append(directory.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)))
+    return Plan(
+        job_id=job_id,
+        backend=NAME,
+        job_dir=job_dir,
+        spec=spec,
+        files=tuple(files),
+        commands=tuple(PlannedCommand(("sbatch", *common, *_array_words(piece), script, *_offset(piece)), **there) for piece in pieces),
+        notes=tuple(f"--{name} is no option of sbatch's own: Slurm will say whether a plug-in here has it" for name in unknown),
+        array={"indices": list(array.indices), "pieces": [piece.offset for piece in pieces if piece]} if array else None,
+    )
+
+
+def _dependencies(spec: JobSpec, login: Login | None) -> list[str]:
+    wishes = []
+    for text in spec.after:
+        kind, job = flags.split_after(text)
+        if job.isascii() and job.replace("_", "").isdigit():
+            wishes.append((kind, [job]))
+            continue
+        record = Records().find(job)
+        if record.backend != NAME or record.handle is None or cluster_of(record).login != login:
+            raise SpecError(f"--after {text!r}: job {record.job_id} is not in Slurm's hands", "it has to be a job of the same cluster")
+        if not _met(kind, record):
+            wishes.append((kind, [record.handle.id] if record.index is not None else list(record.handle.data["ids"])))
+    return [f"--dependency={flags.dependency(wishes)}", "--kill-on-invalid-dep=yes"] if wishes else []
+
+
+def _met(kind: str, record: Record) -> bool:
+    """Return whether a job that another waits for has ended as it should, as far as records and directories tell.
+
+    Slurm takes a job that it has forgotten for one that succeeded.
+
+    Raises:
+        SpecError: it has ended otherwise, and the other would never run.
+    """
+    ended = [(element, _known_end(element)) for element in Records().elements(record)]
+    over = all(state is not None for _, state in ended)
+    wrong = [(element, state) for element, state in ended if state is not None and (state is JobState.SUCCEEDED) is not (kind == "afterok")]
+    # Of an array, afterok wants every element's success, afternotok one that has failed.
+    if (kind == "afterok" and wrong) or (kind == "afternotok" and len(wrong) == len(ended)):
+        raise SpecError(f"--after {kind}:{record.job_id}: job {wrong[0][0].job_id} has ended {wrong[0][1]}, so it would never run",
+                        "afterany: waits for the end alone")  # fmt: skip
+    return over and kind in ("after", "afterany", "afterok", "afternotok")
+
+
+def _known_end(record: Record) -> JobState | None:
+    if record.end is not None:
+        return Verdict.from_json(record.end).state
+    verdict = told(record)
+    return verdict.state if verdict is not None and slurm_ends.settled(verdict, record.job_dir) else None
+
+
+def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
+    if array is None:
+        return [None]
+    if spec.login:  # which is not asked: more pieces than there have to be do no harm
+        text = spec.options.get("max_array_size", str(_DEFAULT_ARRAY_SIZE))
+        if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
+            raise SpecError(f"max_array_size: {text!r} is no number of elements", "`scontrol show config` shows MaxArraySize there")
+        return [*arrays.pieces(array, int(text))]
+    return [*arrays.pieces(array, submission.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
+
+
+def login_of(spec: JobSpec) -> Login | None:
+    """Return the login host that a job goes through; None where Slurm is reached from here."""
+    if not spec.login:
+        return None
+    from clusterjob.slurm.login import Login
+
+    return Login.of(spec)
+
+
+def _login_options() -> Sequence[str]:
+    """Return what --set says of the way to a login host, and is none of sbatch's."""
+    from clusterjob.slurm.login import OPTIONS
+
+    return OPTIONS
+
+
+def _array_words(piece: Piece | None) -> list[str]:
+    if piece is None:
+        return []
+    limit = f"%{piece.at_once}" if piece.at_once is not None else ""
+    return [f"--array={arrays.ranges_text(piece.indices)}{limit}"]
+
+
+def _offset(piece: Piece | None) -> list[str]:
+    return [str(piece.offset)] if piece is not None and piece.offset else []
+
+
+def _sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
+    """Return each element's arguments, one line an element, as bash reads them."""
+    lines = [shell_line(arrays.program_of(spec.program, values).args) for values in array.values]
+    return PlannedFile(job_dir / "sweep.args", ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """Return words as bash reads them, on one line: a line break within one would begin another element's."""
+    return sh_words(words).replace("\n", "'$'\\n''")  # which quotes it in single quotes, and nowhere else
+
+
+def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, workdir: Path | None = None) -> dict[str, Any]:
+    workdir = workdir or spec.workdir
+    program = spec.program if array is None or not array.values else Program(spec.program.kind, spec.program.target)
+    warning = spec.signal_before is not None or spec.requeue
+    launch = [] if spec.launcher == "srun" else _launch(spec, program)
+    container = containers.choose(spec, job_dir, workdir)
+    return {
+        **directory.common_values(spec, job_id, job_dir),
+        "workdir": str(workdir),
+        "script": str(job_dir / _SCRIPT),
+        "launcher": spec.launcher,
+        "elements": array is not None,
+        "sweep": str(job_dir / "sweep.args") if array is not None and array.values else "",
+        "requeue": spec.requeue,
+        "warning": warning,
+        "apptainer": container.prefix,
+        "srun_options": [*_srun_options(spec), *container.srun_options],
+        "program": program.argv(spec.python) if spec.launcher == "srun" else [],
+        "launch_arguments": launch,
+    }
+
+
+def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, Any]:
+    """Return the template's values where the job's directory is not known: the one that sbatch is run in, which Slurm tells the job."""
+    place = Path(f"/{secrets.token_hex(16)}")
+    values = _values(spec, job_id, place, array, place / CODE if spec.sync else None)
+    return {key: in_shell(value, str(place), '"$SLURM_SUBMIT_DIR"') for key, value in values.items()}
+
+
+def _launch(spec: JobSpec, program: Program) -> list[str]:
+    more: dict[str, Any] = {"echo": False, "program": program}
+    if spec.signal_before is not None or spec.requeue:
+        more["time_limit"] = None  # the warning and Slurm's own limit end the job, which is to be queued again
+        more["warning"] = float(spec.signal_before or _KILL_WAIT)
+    return spec.launch_options(**more).arguments()
+
+
+def _srun_options(spec: JobSpec) -> list[str]:
+    tasks = flags.tasks_per_node(spec)
+    words = [
+        f"--nodes={spec.resources.nodes}", f"--ntasks={spec.resources.nodes * tasks}", f"--ntasks-per-node={tasks}",
+        # Agents see to each other's end; bare workers have only srun.
+        f"--kill-on-bad-exit={1 if spec.launcher == 'srun' else 0}", f"--wait={_STRAGGLERS}", "--input=none", "--export=ALL", "--mpi=none",
+    ]  # fmt: skip
+    cpus = flags.cpus_per_task(spec)
+    return [*words, f"--cpus-per-task={cpus}"] if cpus is not None else words  # not inherited since Slurm 22.05

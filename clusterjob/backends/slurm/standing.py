@@ -1,0 +1,207 @@
+"""How a job of Slurm's stands: what its directory tells comes first, then Slurm's row of it, then what is left to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from clusterjob.backends import Status, directory
+from clusterjob.node import ends
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.records import Handle, Record, Records
+from clusterjob.slurm import ends as slurm_ends
+from clusterjob.slurm import flags
+from clusterjob.slurm.queue import Row, Snapshot, by_comment
+
+if TYPE_CHECKING:
+    from clusterjob.slurm.login import Login
+
+NAME = "slurm"
+SETTLING = 2.0  # seconds that an accepted job may take to be shown by squeue
+_UNSEEN = 120.0  # seconds after which a job that Slurm has never shown did not get there
+
+
+class Cluster(NamedTuple):
+    """What tells the clusters of jobs apart: the configuration, the name in a federation, the login host."""
+
+    conf: str | None
+    cluster: str | None
+    login: Login | None
+
+
+def cluster_of(record: Record) -> Cluster:
+    """Return where a job is to be asked for."""
+    data: Mapping[str, Any] = record.handle.data if record.handle is not None else {}
+    login = None
+    if record.spec.get("login"):
+        from clusterjob.slurm.login import of_record
+
+        login = of_record(record)
+    return Cluster(data.get("conf"), data.get("cluster"), login)
+
+
+def by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Record]]:
+    """Return the ends of the jobs whose directories tell them for good, and the other jobs."""
+    found: dict[str, Status] = {}
+    others = []
+    for record in records:
+        verdict = told(record)
+        if verdict is not None and slurm_ends.settled(verdict, record.job_dir):
+            found[record.job_id] = directory.ended(verdict)
+        else:
+            others.append(record)
+    return found, others
+
+
+def unreached(record: Record, why: str) -> Status:
+    """Return the status of a job whose login host does not answer."""
+    started_at, restarts, _ = directory.progress(record.job_dir)
+    return Status(JobState.UNKNOWN, why, None, started_at, restarts)
+
+
+def is_of(row: Row, record: Record) -> bool:
+    """Return whether a row is this very job's: Slurm may give an id again to another (submitit#1660)."""
+    comment = flags.comment(record.whole_id)
+    return row.comment == comment or row.comment.startswith(f"{comment} ")
+
+
+def adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Handle | None:
+    """Return the handle of a job whose submitter could not note it: found by its comment.
+
+    Args:
+        record: the job.
+        snapshot: the queue.
+        wholes: the arrays that were looked for already, for all of their elements.
+    """
+    if record.index is None:
+        return _adopted(record, snapshot).handle
+    whole = record.whole_id
+    if whole not in wholes:
+        wholes[whole] = _adopted(Records().find(whole), snapshot)
+    return wholes[whole].element(record.index).handle
+
+
+def _adopted(record: Record, snapshot: Snapshot) -> Record:
+    bases = sorted({row.base for row in by_comment(snapshot, flags.comment(record.job_id))}, key=int)  # in the order of submission
+    if not bases:
+        return record
+    login = cluster_of(record).login
+    more = {"login": login.to_json()} if login is not None else {}
+    data = {"ids": bases, "cluster": None, "conf": None, "at": _epoch(record.submitted_at), **more}
+    return replace(record, handle=Handle(NAME, bases[0], data))
+
+
+def has_news(record: Record) -> bool:
+    """Return whether the job's directory tells of an end that only Slurm can explain."""
+    by_srun = _started_by_srun(record) and slurm_ends.step_code(record.job_dir) is not None
+    return by_srun or ends.cancelled(record.job_dir) or slurm_ends.verdict_of(record.job_dir) is not None
+
+
+def told(record: Record) -> Verdict | None:
+    """Return how the job ended as its directory tells it: the agents' verdict; where srun started the workers, its success."""
+    if _started_by_srun(record):
+        return slurm_ends.of_step(record.job_dir, 0, None) if slurm_ends.step_code(record.job_dir) == 0 else None
+    return slurm_ends.verdict_of(record.job_dir)
+
+
+def unseen(record: Record, snapshot: Snapshot) -> Status:
+    """Return the status of a job without a handle that Slurm does not show."""
+    if record.submitter is not None and record.submitter.alive():
+        return Status(JobState.PENDING, "it is being submitted")
+    if snapshot.trouble:
+        return Status(JobState.UNKNOWN, _unanswered(snapshot))
+    started_at, restarts, _ = directory.progress(record.job_dir)
+    newest = max(_epoch(record.submitted_at) + _UNSEEN, _epoch(started_at) + SETTLING if started_at else 0.0)
+    if started_at is not None and snapshot.taken_at < newest:
+        return Status(JobState.RUNNING, "", None, started_at, restarts)
+    if _ran(record, started_at):
+        return _with_handle(_from_directory(record, started_at, restarts), None)
+    if snapshot.taken_at < newest:
+        return Status(JobState.UNKNOWN, "Slurm does not show it (yet): it was not known whether it had been taken")
+    why = "the command that submitted it died before Slurm had taken the job"
+    return directory.ended(directory.end_without_lead(record.job_dir, None, 0, why))
+
+
+def _ran(record: Record, started_at: str | None) -> bool:
+    return started_at is not None or slurm_ends.step_code(record.job_dir) is not None or bool(ends.refusals(record.job_dir))
+
+
+def not_yet(record: Record, snapshot: Snapshot) -> Status:
+    """Return the status of a job of which Slurm was not, or could not be, asked since it was submitted."""
+    started_at, restarts, waiting = directory.progress(record.job_dir)
+    trouble = _unanswered(snapshot) if snapshot.trouble else ""
+    state = JobState.RUNNING if started_at else JobState.UNKNOWN if trouble else JobState.PENDING
+    return Status(state, trouble or waiting, None, started_at, restarts)
+
+
+def from_row(record: Record, handle: Handle, row: Row) -> Status:
+    """Return the status of a job that Slurm shows."""
+    started_at, restarts, waiting = directory.progress(record.job_dir)
+    own = slurm_ends.verdict_of(record.job_dir)
+    if row.waiting:
+        again = f"queued again, it was {own.state.value.lower()} before; " if own is not None else ""
+        if ends.cancelled(record.job_dir):
+            return Status(JobState.PENDING, "it is being cancelled", None, started_at, restarts, handle)
+        when = f"; expected to start at {row.start}" if row.start else ""
+        return Status(JobState.PENDING, f"{again}{row.reason or 'queued'}{when}", None, started_at, restarts, handle)
+    if row.active:
+        return Status(JobState.RUNNING, waiting, None, started_at, restarts, handle)
+    if own is None:
+        code = slurm_ends.step_code(record.job_dir)
+        if code is not None and _started_by_srun(record) and row.state in ("COMPLETED", "FAILED"):
+            own = slurm_ends.of_step(record.job_dir, code, started_at)
+    verdict = slurm_ends.of_slurm(row, own, record.job_dir, started_at)
+    if own is None:
+        verdict = directory.end_without_lead(record.job_dir, started_at, restarts, verdict)
+    return _with_handle(verdict, handle)
+
+
+def with_trouble(status: Status, snapshot: Snapshot) -> Status:
+    """Say of a job that has not ended, as Slurm had it a while ago, that Slurm does not answer now."""
+    if status.verdict is not None or not snapshot.trouble:
+        return status
+    return replace(status, reason="; ".join(filter(None, (status.reason, _unanswered(snapshot)))))
+
+
+def _unanswered(snapshot: Snapshot) -> str:
+    return f"Slurm does not answer: {snapshot.trouble}"
+
+
+def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
+    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts, handle)
+
+
+def _started_by_srun(record: Record) -> bool:
+    return bool(record.spec.get("launcher") == "srun")
+
+
+def submitted_in(record: Record) -> str:
+    """Return the end of the directory in which sbatch was run, by which accounting tells a job from another of the same id."""
+    if record.spec.get("login"):
+        return f"/jobs/{record.whole_id}"  # below what only the cluster knows
+    return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
+
+
+def forgotten(record: Record, handle: Handle, accounted: Row | None) -> Status:
+    """Return the status of a job that squeue does not know any more: what it wrote itself, then what accounting has."""
+    if accounted is not None:
+        return from_row(record, handle, accounted)
+    started_at, restarts, _ = directory.progress(record.job_dir)
+    return _with_handle(_from_directory(record, started_at, restarts), handle)
+
+
+def _from_directory(record: Record, started_at: str | None, restarts: int) -> Verdict:
+    own = slurm_ends.verdict_of(record.job_dir)
+    code = slurm_ends.step_code(record.job_dir)
+    if own is None and code is not None and _started_by_srun(record):
+        own = slurm_ends.of_step(record.job_dir, code, started_at)
+    if own is None:
+        why = "Slurm does not know it any more, and it left no verdict: it was killed, or lost by Slurm"
+        own = directory.end_without_lead(record.job_dir, started_at, restarts, why)
+    return own
+
+
+def _epoch(text: str) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).astimezone(timezone.utc).timestamp()
