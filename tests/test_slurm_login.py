@@ -61,7 +61,7 @@ def test_another_process_asks_follows_and_cancels(laptop: Laptop) -> None:
     assert laptop.login.connections == 1
     laptop.wait_for("up0", "up1")
     assert laptop.wait_for_state(job_id, "RUNNING")["started_at"] is not None
-    assert laptop.output(job_id) == "[0] line of 0\n[1] line of 1\n"
+    wait_until(lambda: sorted(laptop.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"], PROMPT, "both lines")
     before = laptop.login.connections
     follower = laptop.start("logs", "-f", job_id)
     waiter = laptop.start("wait", job_id)
@@ -306,7 +306,14 @@ def test_each_thing_that_is_wrong_is_one_line_and_leaves_nothing(laptop: Laptop)
     conf = laptop.login.environment.pop("SLURM_CONF")
     laptop.login.start()
     assert "SLURM_CONF" in refused()
+    laptop.patch.setenv("SLURM_CONF", "/nonexistent/here")  # is no business of the login host's
+    assert "SLURM_CONF names one" in refused()
     laptop.login.stop()
+    laptop.login.environment["SLURM_CONF"] = "/nonexistent/there"
+    laptop.login.start()
+    assert "login1: sbatch cannot be run: Slurm's configuration /nonexistent/there is not there" in refused()
+    laptop.login.stop()
+    del laptop.login.environment["SLURM_CONF"]
     bin_ = laptop.login.directory / "bin"
     bin_.mkdir()
     for name in ("bash", "python3", "env", "ls"):

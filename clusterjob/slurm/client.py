@@ -105,6 +105,11 @@ class Client:
         self._shell = shell
 
     @property
+    def is_local(self) -> bool:
+        """Whether the commands are run on this machine."""
+        return self._shell is None
+
+    @property
     def key(self) -> str:
         """What tells clusters apart."""
         place = self.conf or os.environ.get("SLURM_CONF", "") if self._shell is None else f"login\0{self._shell.name}"

@@ -25,7 +25,7 @@ def preflight(client: Client, argv: Sequence[str]) -> None:
         SubmitError: it could not; the message is Slurm's own.
     """
     conf = client.conf or os.environ.get("SLURM_CONF")
-    if conf and not os.path.exists(conf):  # Slurm's commands would wait a minute for it
+    if client.is_local and conf and not os.path.exists(conf):  # Slurm's commands would wait a minute for it
         raise SubmitError(f"Slurm's configuration {conf} is not there", "SLURM_CONF names one")
     answer = client.run([argv[0], "--test-only", *argv[1:]])
     if answer.code != 0 and not _ONLY_NOT_NOW.search(answer.err):

@@ -70,6 +70,9 @@ class Commands:
         argv = [os.fsencode(word) for word in request["argv"]]
         name = str(request["argv"][0])
         environ = self._environment(name)
+        conf = environ.get("SLURM_CONF")
+        if conf and not os.path.exists(conf):  # Slurm's commands would wait a minute for it
+            return {"absent": f"Slurm's configuration {conf} is not there"}, b""
         path = shutil.which(name, path=environ.get("PATH"))
         directory = self._home / "jobs" / request["job"] if request["job"] else None
         out, err = os.memfd_create("out"), os.memfd_create("err")
