@@ -83,7 +83,8 @@ def test_no_configuration_no_controller_and_no_slurm(user: User) -> None:
     assert "SLURM_CONF names one" in said
 
     user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
-    user.patch.setenv("PATH", "/nowhere")
-    said = user.refused_by_nobody()
+    with pytest.MonkeyPatch.context() as patch:  # the fixtures need the real one again
+        patch.setenv("PATH", "/nowhere")
+        said = user.refused_by_nobody()
     assert "sbatch cannot be run: No such file or directory" in said
     assert "on PATH" in said
