@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from clusterjob.node.program import Program
     from clusterjob.node.topology import Topology, Worker
     from clusterjob.node.verdict import JobState, Verdict
+    from clusterjob.spawning import spawn
     from clusterjob.spec import JobSpec, Resources
 
 __version__ = "0.1.0"
@@ -30,12 +31,13 @@ _HOMES = {
     "Verdict": "clusterjob.node.verdict",
     "Worker": "clusterjob.node.topology",
     "map": "clusterjob.functions",
+    "spawn": "clusterjob.spawning",
     "submit": "clusterjob.functions",
 }
 
 __all__ = [
     "ClusterJobError", "FunctionJob", "JobFailed", "JobSpec", "JobState", "Program", "Resources", "Topology", "Verdict", "Worker",
-    "__version__", "map", "submit",
+    "__version__", "map", "spawn", "submit",
 ]  # fmt: skip
 
 

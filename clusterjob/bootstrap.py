@@ -76,7 +76,8 @@ def init(
         timeout: seconds after which a collective, or the meeting of all processes, fails; torch's own default (10 minutes
             for nccl, 30 for gloo) if None.
         rank: this process's place by hand, for a launcher that clusterjob does not know; needs world_size. Whatever is not
-            given beside the two comes from torch's own variables (LOCAL_RANK, MASTER_ADDR, MASTER_PORT and so on).
+            given beside the two comes from torch's own variables (LOCAL_RANK, MASTER_ADDR, MASTER_PORT and so on). Processes
+            of multiprocessing, torch's included, need no more than the two where all are of one machine and one parent.
         world_size: number of processes in the job, by hand; needs rank.
         local_rank: index of this process on its node, by hand.
         local_world_size: number of processes on this node, by hand.
@@ -108,7 +109,7 @@ def init(
     from clusterjob import own_place
 
     finding = own_place.find(
-        {name.upper(): str(value) for name, value in by_hand.items() if value is not None}, checked=not _group_exists()
+        {name.upper(): str(value) for name, value in by_hand.items() if value is not None}, checked=not _group_exists(), timeout=timeout
     )
     own_place.prepare(finding)
 
@@ -255,7 +256,7 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
         return None
-    from clusterjob import rollcall
+    from clusterjob import rollcall, siblings
 
     where = rollcall.where(worker.topology.master_addr, worker.topology.master_port or 0)
     hook = sys.excepthook
@@ -271,6 +272,8 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
         raise GangError(
             f"rank {worker.rank} of {worker.world_size} could not form the process group ({backend}, store at {where}): {reason}"
         ) from error
+    finally:
+        siblings.part()
     if _process.rounds:
         sys.excepthook = hook  # torch has put its "[rank0]:" around it, which the first time is inside it already
     _process.rounds += 1

@@ -1,4 +1,4 @@
-"""The worker's side of a function as a job: load the call, make it with the process group ready, leave what came of it.
+"""The worker's side of a function as a job: load the call, make it, leave what came of it for whoever asked.
 
 Run as ``python -m clusterjob.call`` by the job's workers. The files lie in the job's directory, which its owner alone can read.
 """
@@ -9,12 +9,14 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract, files
+from clusterjob.node.verdict import JobState, Verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,6 +38,26 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """A call in a process of the very program that asks for it: the process group is left to the function.
+
+    Attributes:
+        function, args, kwargs: what is called.
+        argv: the program's own sys.argv.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    argv: list[str]
+
+    def result(self) -> Any:
+        """Make the call."""
+        sys.argv = self.argv
+        return self.function(*self.args, **self.kwargs)
 
 
 class RemoteTraceback(Exception):
@@ -77,6 +99,33 @@ def read_outcome(job_dir: Path, rank: int, attempt: int) -> Outcome | None:
     return outcome if isinstance(outcome, Outcome) else None
 
 
+def results(job_dir: Path, verdict: Verdict, world_size: int, name: str, hint: str = "") -> list[Any]:
+    """Return what the call returned on each rank of a job that has ended, in their order.
+
+    Args:
+        job_dir: the job's directory.
+        verdict: how the job ended.
+        world_size: its workers.
+        name: what the job is called in an error.
+        hint: what helps when it failed.
+
+    Raises:
+        Exception: what the call raised on the rank that failed first, with that worker's traceback as its cause.
+        JobFailed: the job failed otherwise, or a rank left nothing.
+    """
+    if verdict.state is not JobState.SUCCEEDED:
+        rank = verdict.failure.rank if verdict.failure is not None else None
+        outcome = read_outcome(job_dir, rank, verdict.attempt) if rank is not None else None
+        if outcome is not None and outcome.error is not None:
+            raise outcome.error from RemoteTraceback(f"rank {rank}:\n{outcome.trace}")
+        raise JobFailed(f"{name} {verdict.state}: {verdict.reason}", hint)
+    found = [read_outcome(job_dir, rank, verdict.attempt) for rank in range(world_size)]
+    missing = [str(rank) for rank, outcome in enumerate(found) if outcome is None]
+    if missing:
+        raise JobFailed(f"{name} succeeded, but rank {', '.join(missing)} left no result: did the function end the process?")
+    return [outcome.value for outcome in found if outcome is not None]
+
+
 def main() -> None:
     """Make this worker's call."""
     named = os.environ.get(contract.JOB_DIR)
@@ -86,17 +135,25 @@ def main() -> None:
     index = os.environ.get(contract.ARRAY_INDEX)
     base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
     paths, delayed = _load(call_file(base, number))
+    if isinstance(delayed, PlainCall):
+        _make(delayed, job_dir, int(os.environ["RANK"]))
+        return
     from clusterjob import bootstrap
 
     with bootstrap.init() as context:
         _continue_later(context, delayed, paths, call_file(base, number))
-        outcome_file = _outcome_file(job_dir, context.rank, contract.read_attempt(os.environ))
-        outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
-        try:
-            _leave(outcome_file, Outcome(delayed.result()))
-        except Exception as error:
-            _leave_error(outcome_file, error)
-            raise
+        _make(delayed, job_dir, context.rank)
+
+
+def _make(delayed: Any, job_dir: Path, rank: int) -> None:
+    """Make a call and leave what came of it."""
+    outcome_file = _outcome_file(job_dir, rank, contract.read_attempt(os.environ))
+    outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        _leave(outcome_file, Outcome(delayed.result()))
+    except Exception as error:
+        _leave_error(outcome_file, error)
+        raise
 
 
 def _continue_later(context: Context, delayed: Any, paths: list[str], path: Path) -> None:
@@ -121,11 +178,19 @@ def pickled(paths: list[str], delayed: Any) -> bytes:
 
     Args:
         paths: where its modules may lie.
-        delayed: submitit's DelayedSubmission.
+        delayed: submitit's DelayedSubmission, or a `PlainCall`.
+
+    Raises:
+        ClusterJobError: it cannot be pickled.
     """
     import cloudpickle
 
-    return pickle.dumps(paths) + bytes(cloudpickle.dumps(delayed))
+    try:
+        return pickle.dumps(paths) + bytes(cloudpickle.dumps(delayed))
+    except Exception as error:  # whatever the object's own code raises
+        raise ClusterJobError(
+            f"the call cannot be pickled: {type(error).__name__}: {error}", "open files, locks and sockets cannot travel"
+        ) from error
 
 
 def _load(path: Path) -> tuple[list[str], Any]:
@@ -147,12 +212,11 @@ def _leave(path: Path, outcome: Outcome) -> None:
 def _leave_error(path: Path, error: BaseException) -> None:
     """Leave an exception; one that cannot be pickled, or read back, leaves its text."""
     trace = "".join(traceback.format_exception(error))
-    bare = error.with_traceback(None)
     try:
         import cloudpickle
 
-        pickle.loads(cloudpickle.dumps(bare))  # noqa: S301 - some exceptions can be written and not read
-        _leave(path, Outcome(None, bare, trace))
+        pickle.loads(cloudpickle.dumps(error))  # noqa: S301 - some exceptions can be written and not read
+        _leave(path, Outcome(None, error, trace))
     except Exception:
         _leave(path, Outcome(None, JobFailed(f"{type(error).__name__}: {error}"), trace))
 

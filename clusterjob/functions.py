@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob import call, jobs
-from clusterjob.errors import ClusterJobError, JobFailed, UsageError
+from clusterjob.errors import UsageError
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import PlannedFile
@@ -67,18 +67,8 @@ class FunctionJob:
         """Return what the function returned on each rank, in their order, once the job has ended; raises as `result` does."""
         record = self._record()
         verdict = jobs.wait(record)
-        if verdict.state is not JobState.SUCCEEDED:
-            rank = verdict.failure.rank if verdict.failure is not None else None
-            outcome = call.read_outcome(record.job_dir, rank, verdict.attempt) if rank is not None else None
-            if outcome is not None and outcome.error is not None:
-                raise outcome.error from call.RemoteTraceback(outcome.trace)
-            raise JobFailed(f"job {self.id} {verdict.state}: {verdict.reason}", f"clusterjob logs {self.id} shows its output")
         world_size = record.nodes * int(record.spec.get("nproc_per_node", 1))
-        found = [call.read_outcome(record.job_dir, rank, verdict.attempt) for rank in range(world_size)]
-        missing = [str(rank) for rank, outcome in enumerate(found) if outcome is None]
-        if missing:
-            raise JobFailed(f"job {self.id} succeeded, but rank {', '.join(missing)} left no result: did the function end the process?")
-        return [outcome.value for outcome in found if outcome is not None]
+        return call.results(record.job_dir, verdict, world_size, f"job {self.id}", f"clusterjob logs {self.id} shows its output")
 
 
 def submit(function: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None, **settings: Any) -> FunctionJob:
@@ -150,9 +140,4 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     # Modules that lie beside the submitting script are found there by the workers too.
     paths = [os.path.abspath(entry) for entry in sys.path[:1]]
-    try:
-        return call.pickled(paths, DelayedSubmission(function, *args, **kwargs))
-    except Exception as error:  # whatever the object's own code raises
-        raise ClusterJobError(
-            f"the call cannot be pickled: {type(error).__name__}: {error}", "open files, locks and sockets cannot travel"
-        ) from error
+    return call.pickled(paths, DelayedSubmission(function, *args, **kwargs))

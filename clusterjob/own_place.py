@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 
+from clusterjob import siblings
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node import addresses, contract, environments, network
 from clusterjob.node.environments import Finding, openmpi_env, slurm_env, torch_env
@@ -15,12 +16,13 @@ from clusterjob.node.topology import Topology, Worker
 NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))
 
 
-def find(by_hand: dict[str, str], *, checked: bool = True) -> Finding:
+def find(by_hand: dict[str, str], *, checked: bool = True, timeout: float | None = None) -> Finding:
     """Return where this process stands: a finding whose place is a `Worker`, or None for a world of one.
 
     Args:
         by_hand: what the script itself says, under torch's names.
         checked: whether conflicts are raised; without, the place may be anything: the script's own group knows better.
+        timeout: seconds to wait for rank 0, where only it can say where the others find it.
 
     Raises:
         UsageError: half a place by hand.
@@ -30,6 +32,8 @@ def find(by_hand: dict[str, str], *, checked: bool = True) -> Finding:
         raise UsageError(f"init was given {', '.join(name.lower() for name in by_hand)}: a place by hand needs rank and world_size")
     if by_hand.get("WORLD_SIZE") == "1" and by_hand["RANK"] == by_hand.get("LOCAL_RANK", "0") == "0":
         return Finding(source="arguments", place=None)
+    if checked and by_hand:
+        by_hand = _among_siblings(by_hand, timeout)
     given = _local_rank_of_argv() | by_hand
     # A place by hand is a process's, whatever else the environment speaks of.
     finding = torch_env.read(os.environ | given) if given else environments.detect(environments.look(os.environ))
@@ -49,6 +53,19 @@ def find(by_hand: dict[str, str], *, checked: bool = True) -> Finding:
         )
     _check_launcher(finding)
     return Finding(source="arguments", place=finding.place) if by_hand else finding
+
+
+def _among_siblings(by_hand: dict[str, str], timeout: float | None) -> dict[str, str]:
+    """Return a place by hand with the rest of it, where it is that of one of multiprocessing's processes, all of this machine."""
+    addressed = {"MASTER_ADDR", "MASTER_PORT"} & (by_hand.keys() | {name for name, value in os.environ.items() if value})
+    rank, world_size = by_hand.get("RANK", ""), by_hand.get("WORLD_SIZE", "")
+    here = by_hand.get("LOCAL_RANK", rank) == rank and by_hand.get("LOCAL_WORLD_SIZE", world_size) == world_size
+    if addressed or not here or not siblings.are_there():
+        return by_hand
+    if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
+        return by_hand  # which is refused with its reason
+    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    return by_hand | local | {"MASTER_ADDR": siblings.ADDRESS, "MASTER_PORT": str(siblings.meet(int(rank), timeout))}
 
 
 def _check_launcher(finding: Finding) -> None:

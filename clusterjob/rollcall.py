@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from clusterjob import siblings
 from clusterjob.errors import GangError
 from clusterjob.node import network, processes
 from clusterjob.node.topology import Worker
@@ -121,7 +122,7 @@ def open_store(worker: Worker, timeout: float) -> Any:
         _await_listener(worker, host, port, timeout)
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
     try:
-        listener = network.listen_at(host, port, _BACKLOG)
+        listener = siblings.take_listener(port) or network.listen_at(host, port, _BACKLOG)
     except OSError as error:
         why = f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot listen at {where(host, port)}: {error.strerror or error}"
         hint = "MASTER_PORT names another port" if error.errno == errno.EADDRINUSE else "MASTER_ADDR names rank 0's machine"

@@ -52,11 +52,15 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     Raises:
         PlaceError: the environment is half-set, contradictory, or already one process's.
+        UsageError: the GPUs that the node was told of are not visible here.
         ClusterJobError: the job's directory cannot be written.
     """
     finding = find_node(environ)
     topology = addresses.settle(node_of(finding), environ)
-    nproc = options.nproc_per_node or topology.nproc_per_node or devices.visible_gpus(environ) or 1
+    chosen = devices.choose_gpus(options.gpus.split(","), environ) if options.gpus is not None else []
+    if chosen:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+    nproc = options.nproc_per_node or len(chosen) or topology.nproc_per_node or devices.visible_gpus(environ) or 1
     os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task))
     job = _identity(environ, topology, finding)
     job_dir, temporary = _job_directory(environ, topology, job.attempt)

@@ -21,7 +21,8 @@ class LaunchOptions:
 
     Attributes:
         program: what each worker runs.
-        nproc_per_node: workers on this node; None for what the environment says, else 1.
+        nproc_per_node: workers on this node; None for the number of `gpus`, else what the environment says, else 1.
+        gpus: the GPUs of this node's workers, as CUDA_VISIBLE_DEVICES names them; None for all that are visible.
         cpus_per_task: cores per worker, which become its OMP_NUM_THREADS; None for an even share.
         max_restarts: how often the workers are started again after a failure.
         start: ``fork`` from a process that has imported torch, ``exec`` a fresh one each, or ``auto``: fork where it is safe.
@@ -39,6 +40,7 @@ class LaunchOptions:
 
     program: Program
     nproc_per_node: int | None = None
+    gpus: str | None = None
     cpus_per_task: int | None = None
     max_restarts: int = 0
     start: str = "auto"
@@ -112,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nproc-per-node", type=_count, metavar="N", help="workers on this node")
+    add("--gpus", metavar="LIST", help="the workers' GPUs, such as 0,1; one worker on each")
     add("--cpus-per-task", type=_count, metavar="N", help="cores per worker (OMP_NUM_THREADS)")
     add("--max-restarts", type=_whole, default=default.max_restarts, metavar="N", help="restarts of the workers after a failure")
     add("--start", choices=START_MODES, default=default.start, help="import torch once and fork, or exec each worker")

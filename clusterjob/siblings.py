@@ -1,0 +1,122 @@
+"""Worker side: processes that one parent has started by multiprocessing find each other without being told an address.
+
+Rank 0 has the kernel choose a port of the loopback interface and listens on it from that moment on: nobody else can take
+it. The port is in the name of a Unix socket without a file (unix(7), "abstract"), which ends with the process. The name
+begins with what the parent's children alone can compute: they have inherited multiprocessing's key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import sys
+import time
+
+from clusterjob.errors import GangError
+
+ADDRESS = "127.0.0.1"
+_PATIENCE = 1800.0  # seconds, as torch's own for gloo
+_FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0  # seconds
+_PAUSE = 0.01
+_BACKLOG = 4096
+_held: dict[int, socket.socket] = {}  # rank 0's: port -> a listener that nobody has taken over
+_signs: list[socket.socket] = []
+_rounds = itertools.count()
+
+
+def are_there() -> bool:
+    """Return whether this process was started by multiprocessing, or by what stands on it, such as torch.multiprocessing."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
+
+
+def meet(rank: int, timeout: float | None = None) -> int:
+    """Return the port at which rank 0 listens.
+
+    Args:
+        rank: this process's.
+        timeout: seconds to wait for rank 0.
+
+    Raises:
+        GangError: rank 0 does not come, or is there already.
+    """
+    prefix = _prefix(next(_rounds))
+    return _listen(prefix) if rank == 0 else _find(prefix, rank, timeout or _PATIENCE)
+
+
+def take_listener(port: int) -> socket.socket | None:
+    """Return the listener that `meet` has made on this port, which is the caller's from now on."""
+    return _held.pop(port, None)
+
+
+def part() -> None:
+    """Take down the sign that leads to rank 0: all have met, or have failed to."""
+    while _signs:
+        _signs.pop().close()
+    while _held:
+        _held.popitem()[1].close()
+
+
+def _prefix(number: int) -> str:
+    import hashlib
+    import hmac
+    import multiprocessing
+
+    key = bytes(multiprocessing.current_process().authkey)
+    return f"clusterjob-{hmac.new(key, f'{os.getppid()}.{number}'.encode(), hashlib.sha256).hexdigest()[:32]}-"
+
+
+def _listen(prefix: str) -> int:
+    if _found(prefix):
+        raise GangError(
+            "another rank 0 of the same parent waits for its processes: two groups at once need addresses",
+            "give init() a master_addr and a master_port",
+        )
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((ADDRESS, 0))
+    listener.listen(_BACKLOG)
+    port = int(listener.getsockname()[1])
+    sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sign.bind(f"\0{prefix}{port}")
+    sign.listen(_BACKLOG)
+    _held[port] = listener
+    _signs.append(sign)
+    return port
+
+
+def _find(prefix: str, rank: int, patience: float) -> int:
+    begin = time.monotonic()
+    due = _FIRST_NOTICE
+    while True:
+        for port in _found(prefix):
+            if _is_ours(f"\0{prefix}{port}"):
+                return port
+        waited = time.monotonic() - begin
+        if waited > patience:
+            raise GangError(f"rank {rank} has not heard of rank 0 among its parent's processes; gave up after {waited:.0f} s")
+        if waited > due:
+            due += _LATER_NOTICES
+            print(
+                f"clusterjob: rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far", file=sys.stderr, flush=True
+            )
+        time.sleep(_PAUSE)
+
+
+def _found(prefix: str) -> list[int]:
+    with open("/proc/net/unix", encoding="ascii", errors="replace") as table:
+        names = [line.split()[-1] for line in table]
+    ports = [name[len(prefix) + 1 :] for name in names if name.startswith(f"@{prefix}")]
+    return [int(port) for port in ports if port.isascii() and port.isdigit() and len(port) < 6]
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether it is this user who listens under a name: anybody may take one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(name)
+        except OSError:
+            return False
+        _, uid, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(uid == os.getuid())
