@@ -1,0 +1,220 @@
+"""Every way of docs/ways.md trains: the examples are run as the page says, and what they claim is computed here once more."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import LAUNCHERS, ROOT, launch, run
+
+EXAMPLES = ROOT / "examples"
+RECIPES = EXAMPLES / "train_recipes.py"
+IMAGES = EXAMPLES / "classify_images"
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.findall(pattern, text)
+    assert len(found) == 1, f"{pattern} in {text}"
+    return float(found[0])
+
+
+def python(directory: Path, *words: object, **extra: str) -> str:
+    ran = run([sys.executable, *words], directory, extra)
+    assert ran.code == 0, ran.err
+    assert "arning" not in ran.err
+    return ran.out
+
+
+def on_two(directory: Path, *words: object, launcher: str = "fork") -> str:
+    ran = launch(launcher, 2, words, directory)
+    assert ran.code == 0, ran.err
+    assert "arning" not in ran.err
+    return ran.out
+
+
+# -- starting ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_in_processes_of_its_own(tmp_path: Path) -> None:
+    out = python(tmp_path, EXAMPLES / "spawn_function.py", 2, "4,5")
+    assert {line for line in out.splitlines() if "rank" in line} == {f"[{rank}] rank {rank} of 2 on cpu" for rank in (0, 1)}
+    assert number(r"loss (\S+) after training on 2 processes", out) < 1e-4
+
+
+@pytest.mark.parametrize("options", [(), ("--plain",)])
+def test_processes_that_the_script_starts(options: tuple[str, ...], tmp_path: Path) -> None:
+    out = python(tmp_path, EXAMPLES / "torch_spawn.py", "--nprocs", 2, *options)
+    assert number(r"loss (\S+) over 512 points of 2 processes", out) < 1e-4
+
+
+def test_data_parallel_in_one_process(tmp_path: Path) -> None:
+    out = python(tmp_path, EXAMPLES / "data_parallel.py")
+    assert number(r"accuracy (\S+) on 1 x cpu", out) > 0.97
+
+
+def test_launch_on_chosen_gpus_trains(tmp_path: Path) -> None:
+    ran = run([sys.executable, "-m", "clusterjob", "launch", "--gpus", "0,1", RECIPES, "--epochs", 1], tmp_path)
+    assert ran.code == 0, ran.err
+    assert "on 2 x cpu by gloo" in ran.out
+
+
+# -- training ----------------------------------------------------------------------------------------------------------------
+
+
+def weights(path: Path) -> dict[str, Any]:
+    import torch
+
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("launcher", [None, "fork", "torchrun"])
+def test_the_recipes_learn_and_every_sample_counts_once(launcher: str | None, tmp_path: Path) -> None:
+    words = [RECIPES, "--tensorboard", "runs", *(["--backend", "gloo"] if launcher else [])]
+    out = on_two(tmp_path, *words, launcher=launcher) if launcher else python(tmp_path, *words)
+    processes = 2 if launcher else 1
+    found = re.search(r"held-out accuracy (\S+): (\d+) of (\d+) on (\d) x cpu by (\w+)", out)
+    assert found is not None
+    assert float(found[1]) > 0.9
+    assert float(found[1]) == pytest.approx(int(found[2]) / 509, abs=1e-4)
+    assert found.groups()[2:] == ("509", str(processes), "gloo" if launcher else "None")
+    assert f"initial weights: the same on {processes} processes" in out
+    assert number(r"learning rate (\S+)", out) == pytest.approx(0.1 * processes)
+    firsts = re.findall(r"first sample (\d+)", out)
+    assert len(firsts) == 5  # one process alone prints
+    assert len(set(firsts)) > 1  # each epoch has an order of its own
+    check_curves(tmp_path / "runs", re.findall(r": loss (\S+), accuracy (\S+),", out))
+
+
+def check_curves(folder: Path, printed: list[tuple[str, str]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [_] = folder.iterdir()  # the main process alone has written
+    events = EventAccumulator(str(folder)).Reload()
+    for tag, column in (("loss/train", 0), ("accuracy/held-out", 1)):
+        assert [event.value for event in events.Scalars(tag)] == pytest.approx([float(row[column]) for row in printed], abs=1e-4)
+
+
+def test_two_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
+    import torch
+
+    common = (RECIPES, "--epochs", 2, "--save")
+    on_two(tmp_path, *common, "two.pt", "--batch-size", 32, "--lr", 0.05)
+    python(tmp_path, *common, "one.pt", "--batch-size", 64, "--lr", 0.1)  # the same batch and learning rate in all
+    for two, one in zip(weights(tmp_path / "two.pt").values(), weights(tmp_path / "one.pt").values(), strict=True):
+        assert torch.allclose(two, one, atol=1e-5)
+
+
+def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path: Path) -> None:
+    import torch
+
+    common = (RECIPES, "--epochs", 2, "--save")
+    on_two(tmp_path, *common, "large.pt", "--batch-size", 64)
+    on_two(tmp_path, *common, "accumulated.pt", "--batch-size", 16, "--accumulate", 4)
+    on_two(tmp_path, *common, "small.pt", "--batch-size", 16)
+    large, accumulated, small = (weights(tmp_path / f"{name}.pt") for name in ("large", "accumulated", "small"))
+    for name, value in large.items():
+        assert torch.allclose(value, accumulated[name], atol=1e-5)
+    assert not any(torch.allclose(value, small[name], atol=1e-2) for name, value in large.items())
+
+
+def test_mixed_precision_computes_in_half_and_learns_the_same(tmp_path: Path) -> None:
+    import torch
+
+    on_two(tmp_path, RECIPES, "--epochs", 2, "--save", "whole.pt")
+    out = on_two(tmp_path, RECIPES, "--epochs", 2, "--amp", "--save", "half.pt")
+    assert number(r"held-out accuracy (\S+):", out) > 0.8
+    pairs = list(zip(weights(tmp_path / "whole.pt").values(), weights(tmp_path / "half.pt").values(), strict=True))
+    assert all(half.dtype == torch.float32 and torch.allclose(whole, half, atol=0.05) for whole, half in pairs)
+    assert not any(torch.equal(whole, half) for whole, half in pairs)
+
+
+def test_sync_batchnorm_trains_on_the_cpu_without_and_says_so(tmp_path: Path) -> None:
+    ran = launch("fork", 2, [RECIPES, "--sync-batchnorm"], tmp_path)
+    assert ran.code == 0, ran.err
+    assert ran.err.count("sync_batchnorm has no effect on CPU") == 1
+    assert number(r"held-out accuracy (\S+):", ran.out) > 0.9
+
+
+@pytest.mark.parametrize(("processes", "schedule"), [(2, "gpipe"), (3, "1f1b")])
+def test_a_pipeline_has_the_gradients_of_one_process_and_learns(processes: int, schedule: str, tmp_path: Path) -> None:
+    ran = launch("fork", processes, [EXAMPLES / "pipeline.py", "--schedule", schedule], tmp_path)
+    assert ran.code == 0, ran.err
+    assert "arning" not in ran.err
+    assert number(r"differ from those of one process by at most (\S+)", ran.out) < 1e-6
+    before, after = map(float, re.findall(r"loss (\S+) before training, (\S+) after", ran.out)[0])
+    assert after < 0.1 < 1 < before
+    assert f"over {processes} sub-networks" in ran.out
+
+
+def test_a_pipeline_of_one_is_refused(tmp_path: Path) -> None:
+    ran = run([sys.executable, EXAMPLES / "pipeline.py"], tmp_path)
+    assert ran.code == 1
+    assert "at least two processes" in ran.err
+
+
+# -- images ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(IMAGES))
+    import images
+
+    yield images
+    for name in ("images", "resnet"):
+        sys.modules.pop(name, None)
+
+
+def test_it_is_a_resnet_34(images: Any) -> None:
+    import resnet
+    import torch
+
+    model = resnet.ResNet34(1000)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 21_797_672  # torchvision's resnet34
+    layers = [module for name, module in model.named_modules() if isinstance(module, torch.nn.Conv2d) and "shortcut" not in name]
+    assert len(layers) + 1 == 34
+    assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+
+
+def test_a_folder_of_images_is_split_once_for_all(images: Any, tmp_path: Path) -> None:
+    images.make(tmp_path, per_class=10, size=16)
+    train, test = (images.ImageFolder(tmp_path, 8, held_out=flag) for flag in (False, True))
+    assert train.classes == test.classes == ["circles", "squares", "triangles"]
+    assert (len(train), len(test)) == (24, 6)
+    assert not {path for path, _ in train.samples} & {path for path, _ in test.samples}
+    tensor, label = test[0]
+    assert (tuple(tensor.shape), label) == ((3, 8, 8), 0)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.png")}
+    images.make(tmp_path, per_class=10, size=16)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    (tmp_path / "lone").mkdir()
+    with pytest.raises(SystemExit, match="at least two classes"):
+        images.ImageFolder(tmp_path / "lone", 8, held_out=False)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resnet_learns_from_a_folder_of_images(processes: int, images: Any, tmp_path: Path) -> None:
+    words = [IMAGES / "train.py", "--size", 32, "--epochs", 2, "--workers", 0, "--batch-size", 16 // processes, "--save", "model.pt"]
+    if processes == 1:
+        images.make(tmp_path / "photos", per_class=40, size=32)
+        out = python(tmp_path, *words, "--data", "photos")
+    else:
+        out = on_two(tmp_path, *words)
+        assert len(list((tmp_path / "made_up_images").rglob("*"))) == 3 + 180  # made once, and nothing beside it
+    first, last = map(float, re.findall(r"epoch \d/2: loss (\S+)", out))
+    assert last < 0.7 * first
+    assert number(r"accuracy (\S+) on", out) > 0.5  # a third would be chance
+    assert f"on {processes} x cpu" in out
+    assert weights(tmp_path / "model.pt")["classes"] == ["circles", "squares", "triangles"]
+
+
+def test_the_page_names_every_example_and_no_other() -> None:
+    page = (ROOT / "docs" / "ways.md").read_text()
+    named = set(re.findall(r"\.\./examples/([\w/]+\.py)", page))
+    assert named == {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - {
+        "classify_images/resnet.py", "classify_images/images.py",
+    }  # fmt: skip
+    assert LAUNCHERS.keys() >= {"fork", "torchrun"}
