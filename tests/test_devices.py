@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterjob.errors import UsageError
 from clusterjob.node import contract, devices
 
 CORES = len(os.sched_getaffinity(0))
@@ -32,6 +33,42 @@ def test_nvidia_s_are_device_files_as_far_as_they_are_listed(machine: Path, list
     for name in ["nvidiactl", "nvidia-uvm", "nvidia-modeset", *(f"nvidia{index}" for index in range(8))]:
         (machine / "dev" / name).touch()
     assert devices.visible_gpus({} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}) == count
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted", "refused"),
+    [
+        (None, ["0", "7"], ""),
+        (None, ["GPU-aa"], ""),
+        (None, ["7", "8"], "GPU 8 is not to be had here: this machine has 8"),
+        ("4,5", ["5", " 4"], ""),
+        ("4,5", ["0"], "GPU 0 is not to be had here: CUDA_VISIBLE_DEVICES=4,5"),
+        ("4,9,5", ["5"], "GPU 5 is not"),  # the list ends at what is no device
+        ("GPU-aa,GPU-bb", ["GPU-bb"], ""),
+        ("GPU-aa", ["GPU-bb"], "GPU GPU-bb is not"),
+        ("", ["0"], "GPU 0 is not"),
+        (None, ["-1"], "GPU -1 is not"),
+        (None, ["1", "1"], "double entry"),
+        (None, [""], "empty or a double entry"),
+    ],
+)
+def test_gpus_are_chosen_among_the_visible_ones(machine: Path, limit: str | None, wanted: list[str], refused: str) -> None:
+    for index in range(8):
+        (machine / "dev" / f"nvidia{index}").touch()
+    environ = {} if limit is None else {"CUDA_VISIBLE_DEVICES": limit}
+    if not refused:
+        assert devices.choose_gpus(wanted, environ) == [name.strip() for name in wanted]
+        return
+    with pytest.raises(UsageError, match=refused) as caught:
+        devices.choose_gpus(wanted, environ)
+    assert "\n" not in caught.value.message
+
+
+def test_gpus_of_a_machine_without_any_are_rehearsed_within_the_variable(machine: Path) -> None:
+    assert devices.choose_gpus(["0", "12"], {}) == ["0", "12"]
+    assert devices.choose_gpus(["5"], {"CUDA_VISIBLE_DEVICES": "4, 5"}) == ["5"]
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=4"):
+        devices.choose_gpus(["0"], {"CUDA_VISIBLE_DEVICES": "4"})
 
 
 @pytest.mark.parametrize(

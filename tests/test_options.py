@@ -22,7 +22,7 @@ def test_all_options() -> None:
     words = [
         "--nproc-per-node", "4", "--cpus-per-task", "2", "--max-restarts", "3", "--start", "exec", "--launcher", "torchrun",
         "--time-limit", "60", "--join-timeout", "30", "--heartbeat", "0.5", "--lease", "3", "--grace", "7.5", "--lifeline", "--no-echo",
-        "--warning", "90",
+        "--warning", "90", "--gpus", "0,1",
     ]  # fmt: skip
     options = parse([*words, "train.py", "--lr", "1"])
     assert options == LaunchOptions(
@@ -40,6 +40,7 @@ def test_all_options() -> None:
         lifeline=True,
         echo=False,
         warning=90.0,
+        gpus="0,1",
     )
 
 
@@ -141,6 +142,7 @@ programs = st.builds(
         LaunchOptions, programs, nproc_per_node=counts, cpus_per_task=counts, max_restarts=st.integers(0, 10**6),
         start=st.sampled_from(START_MODES), launcher=st.sampled_from(LAUNCHERS), time_limit=st.none() | seconds, join_timeout=seconds,
         heartbeat=seconds, lease=seconds, grace=seconds, lifeline=st.booleans(), echo=st.booleans(), warning=st.none() | seconds,
+        gpus=st.none() | st.sampled_from(["0", "4,5", "GPU-aa,GPU-bb"]),
     )
 )  # fmt: skip
 def test_a_command_line_gives_back_its_options(options: LaunchOptions) -> None:

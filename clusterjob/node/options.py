@@ -22,7 +22,6 @@ class LaunchOptions:
     Attributes:
         program: what each worker runs.
         nproc_per_node: workers on this node; None for the number of `gpus`, else what the environment says, else 1.
-        gpus: the GPUs of this node's workers, as CUDA_VISIBLE_DEVICES names them; None for all that are visible.
         cpus_per_task: cores per worker, which become its OMP_NUM_THREADS; None for an even share.
         max_restarts: how often the workers are started again after a failure.
         start: ``fork`` from a process that has imported torch, ``exec`` a fresh one each, or ``auto``: fork where it is safe.
@@ -36,11 +35,11 @@ class LaunchOptions:
             that the job was let go.
         echo: whether the workers' output is shown on this command's own stdout and stderr.
         warning: the job may be preempted, and is warned this long before the end; None for a job that may not.
+        gpus: the GPUs of this node's workers, as CUDA_VISIBLE_DEVICES names them; None for all that are visible.
     """
 
     program: Program
     nproc_per_node: int | None = None
-    gpus: str | None = None
     cpus_per_task: int | None = None
     max_restarts: int = 0
     start: str = "auto"
@@ -53,6 +52,7 @@ class LaunchOptions:
     lifeline: bool = False
     echo: bool = True
     warning: float | None = None
+    gpus: str | None = None
 
     def arguments(self) -> list[str]:
         """Return the command line that `parse` turns into these options: only what differs from the defaults."""
