@@ -67,10 +67,11 @@ def spawn(
     job_dir = Path(tempfile.mkdtemp(prefix="clusterjob-spawn-"))
     try:
         call.call_file(job_dir, 0).write_bytes(payload)
-        _run(job_dir, count, environ)
+        code = _run(job_dir, count, environ)
         ended = files.read_json(job_dir / "result.json")
         if ended is None:
-            raise JobFailed(f"the processes could not be started: {_last_words(job_dir)}")
+            said = _last_words(job_dir)
+            raise JobFailed(f"the process that starts the workers ended with {code}{': ' if said else ''}{said}")
         return call.results(job_dir, Verdict.from_json(ended), count, f"spawn of {_name(function)}")
     finally:
         shutil.rmtree(job_dir, ignore_errors=True)
@@ -87,6 +88,8 @@ def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:
             "`clusterjob launch SCRIPT` starts this node's part of the job",
         )
     environ = {name: value for name, value in os.environ.items() if not name.startswith("CLUSTERJOB_")}
+    # A place of its own: a platform's port is for one job, and several spawns may run at once.
+    environ |= {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0", "CLUSTERJOB_MASTER_ADDR": "127.0.0.1"}
     if gpus is not None:
         wanted = gpus.split(",") if isinstance(gpus, str) else [str(gpu) for gpu in gpus]
         chosen = devices.choose_gpus(wanted, os.environ) if gpus else []
@@ -106,8 +109,8 @@ def _count(nprocs: int | None, gpus: object, environ: Mapping[str, str]) -> int:
     return nprocs
 
 
-def _run(job_dir: Path, count: int, environ: dict[str, str]) -> None:
-    """Run the agent until it ends. It holds a lifeline: whatever ends this process ends the workers too."""
+def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
+    """Run the agent until it ends, and return its exit code. It holds a lifeline: whatever ends this process ends the workers too."""
     options = LaunchOptions(Program("module", call.__name__), nproc_per_node=count, lifeline=True, echo=False)
     reader = LogReader(job_dir)
     with (job_dir / "agent.log").open("wb") as log:
@@ -136,6 +139,7 @@ def _run(job_dir: Path, count: int, environ: dict[str, str]) -> None:
     finally:
         agent.stdin.close()
         _show(reader, last=True)
+    return agent.returncode
 
 
 def _wait_or_kill(agent: subprocess.Popen[bytes]) -> None:
@@ -155,7 +159,7 @@ def _show(reader: LogReader, *, last: bool = False) -> None:
 
 def _last_words(job_dir: Path) -> str:
     lines = (job_dir / "agent.log").read_text(errors="replace").splitlines()
-    return " ".join(line.strip() for line in lines).removeprefix("clusterjob: ") or "the agent was killed"
+    return " ".join(line.strip() for line in lines).removeprefix("clusterjob: ")
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,35 @@ def test_a_process_that_is_killed_stops_the_others() -> None:
     with pytest.raises(JobFailed, match=r"rank 1 .*killed by SIGKILL"):
         clusterjob.spawn(die, nprocs=2)
     assert below(os.getpid()) == []
+
+
+def test_several_at_once_on_a_platform_s_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NUM": "1", "GPU": "0", "0_HOST": "10.1.2.3", "0_PORT": "2222"}.items():
+        monkeypatch.setenv(f"MLP_WORKER_{name}", value)
+    monkeypatch.setenv("MLP_ROLE_INDEX", "0")
+
+    def meet() -> tuple[int, str]:
+        import time
+
+        time.sleep(0.5)  # so that they are there at the same time
+        return int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [job.result() for job in [pool.submit(clusterjob.spawn, meet, nprocs=2) for _ in range(2)]]
+    assert found == [[(0, "127.0.0.1"), (1, "127.0.0.1")]] * 2
+
+
+def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, own_tmp: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such machine >&2\nexit 3\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(JobFailed, match="ended with 3: no such machine"):
+        clusterjob.spawn(place)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(ClusterJobError, match="cannot be started: No such file"):
+        clusterjob.spawn(place)
+    assert list(own_tmp.iterdir()) == []
 
 
 WAITING = """
