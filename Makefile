@@ -4,7 +4,7 @@
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test test-slow slurm mpi sshd lint bench clean
+.PHONY: demo test test-slow slurm mpi sshd paddle lint bench clean
 
 demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
@@ -12,7 +12,7 @@ demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers
 test: lint slurm mpi sshd  ## everything but the slow fault and scale runs
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(READY) slurm mpi sshd
+test-slow: $(READY) slurm mpi sshd paddle
 	$(BIN)/python -m pytest -m slow
 
 slurm:  ## Debian packages for the tests' own Slurm; a moment when they are there
@@ -23,6 +23,9 @@ mpi:  ## the launchers of Open MPI and MPICH, and ip for network namespaces
 
 sshd:  ## an sshd for the tests of the SSH backend; a moment when it is there
 	tools/sshd.sh
+
+paddle: $(READY)  ## PaddlePaddle's CPU wheel in .venv-paddle; a moment when it is there
+	tools/paddle.sh
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -38,4 +41,4 @@ $(READY): pyproject.toml constraints.txt tools/setup.sh
 	tools/setup.sh
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-paddle build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -22,7 +22,7 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     "exec": (sys.executable, "-m", "clusterjob.node", "--start", "exec", "--nproc-per-node"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"),
 }
-_FOREIGN = ("CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI_", "PET_", "MLP_")
+_FOREIGN = ("CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI_", "PET_", "MLP_", "PADDLE_")
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 

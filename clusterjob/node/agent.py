@@ -8,12 +8,12 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, ends, logs, network, processes
+from clusterjob.node import contract, devices, ends, logs, network, paddle, processes
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.gang.lead import Lead
@@ -86,6 +86,7 @@ class Agent:
         self._stop_ordered = False
         self._warning_told = False
         self._starter_end: asyncio.Future[None] | None = None
+        self._held = paddle.HeldPorts(nproc + (topology.node_rank == 0))  # the first node's last one is where they meet
         self._directory = logs.node_directory(job_dir, topology.node_rank)
         self._timeline = logs.Timeline(self._directory)
 
@@ -110,6 +111,7 @@ class Agent:
         self._timeline.note()
         self._voice.finish()
         self._record_end(verdict)
+        self._held.close()
         if self._link is not None:
             await self._link.close()
         return verdict
@@ -166,6 +168,7 @@ class Agent:
         hello = {
             "job": self._job.job_id, "attempt": self._job.attempt, "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
             "nproc": self._nproc, "host": self._host, "pid": os.getpid(), "counted_by": self._job.counted_by,
+            "endpoints": self._endpoints(),
         }  # fmt: skip
         if self._topology.node_rank == 0:
             lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say)
@@ -180,6 +183,10 @@ class Agent:
             finding.cancel()
         return None
 
+    def _endpoints(self) -> list[str]:
+        address = paddle.own_address(self._topology.master_addr, self._topology.node_rank)
+        return [paddle.endpoint(address, port) for port in self._held.ports]
+
     def _lead_given_up(self) -> str:
         """Node 0's script may say in the job's directory, where nodes share it, that it cannot start."""
         return next((failure.message for failure in ends.refusals(self._job_dir, self._job.attempt) if failure.node_rank == 0), "")
@@ -188,14 +195,15 @@ class Agent:
 
     def _start_workers(self, order: Message) -> None:
         assert self._link is not None
-        world = World(**order["world"])
+        gpus = devices.visible_gpus(os.environ)
+        world = replace(World(**order["world"]), gpus=gpus)
         self._world = world
         self._stop_ordered = False
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._starter.trouble:
             self._node_failed(self._starter.trouble)
             return
-        variables = contract.quiet_defaults(os.environ, world.master_addr, world.nnodes)
+        variables = contract.quiet_defaults(os.environ, world.master_addr, world.nnodes) | paddle.backend_default(os.environ, gpus)
         variables |= {
             contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
         }  # fmt: skip

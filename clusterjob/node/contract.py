@@ -1,7 +1,7 @@
 """The contract between the two halves: the variables that a worker finds, and the CLUSTERJOB_* that a node's script sets.
 
 Torch's own names come first, so that a script that never heard of clusterjob runs under it.
-Source: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
+Source: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables". Then PaddlePaddle's (`paddle`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.errors import PlaceError
-from clusterjob.node import network
+from clusterjob.node import network, paddle
 
 JOB_ID = "CLUSTERJOB_JOB_ID"
 JOB_DIR = "CLUSTERJOB_JOB_DIR"
@@ -28,7 +28,7 @@ _RESTARTS = "SLURM_RESTART_COUNT"
 LAUNCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", *paddle.VARIABLES,
 )  # fmt: skip
 
 
@@ -44,6 +44,10 @@ class World:
         nproc: workers of this node.
         first_rank: rank of this node's local rank 0 (nodes may differ in size, so it is a prefix sum).
         world_size: workers of the job.
+        gpus: GPUs that a worker of this node sees.
+        paddle_master: where PaddlePaddle's rank 0 listens; empty where no ports are held for its processes.
+        endpoints: of all workers, by rank and separated by commas; empty where they are too many.
+        own_endpoints: of this node's workers.
     """
 
     restart: int
@@ -55,6 +59,10 @@ class World:
     nproc: int
     first_rank: int
     world_size: int
+    gpus: int = 0
+    paddle_master: str = ""
+    endpoints: str = ""
+    own_endpoints: str = ""
 
 
 def worker_variables(world: World, local_rank: int, job_id: str, max_restarts: int) -> dict[str, str]:
@@ -84,7 +92,29 @@ def worker_variables(world: World, local_rank: int, job_id: str, max_restarts: i
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         # Every rank is then a client: plain env:// scripts work unchanged and the store outlives rank 0.
         "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),
+    } | _of_paddle(world, local_rank, rank)
+
+
+def _of_paddle(world: World, local_rank: int, rank: str) -> dict[str, str]:
+    """Return what PaddlePaddle's processes read, where ports are held for them."""
+    own = world.own_endpoints.split(",")
+    if not world.paddle_master or len(own) != world.nproc:
+        return {}
+    variables = {
+        "PADDLE_TRAINER_ID": rank,
+        "PADDLE_TRAINERS_NUM": str(world.world_size),
+        "PADDLE_MASTER": world.paddle_master,  # not torch's port: rank 0 binds this one itself
+        "PADDLE_CURRENT_ENDPOINT": own[local_rank],
+        "PADDLE_NNODES": str(world.nnodes),
+        "PADDLE_RANK_IN_NODE": str(local_rank),
+        "PADDLE_LOCAL_RANK": str(local_rank),
+        "PADDLE_LOCAL_SIZE": str(world.nproc),
     }
+    if world.endpoints:
+        variables["PADDLE_TRAINER_ENDPOINTS"] = world.endpoints
+    if world.gpus:
+        variables["FLAGS_selected_gpus"] = str(local_rank % world.gpus)  # init_parallel_env() wants it where there are GPUs
+    return variables
 
 
 def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) -> dict[str, str]:

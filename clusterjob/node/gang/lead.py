@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from clusterjob.errors import GangError
-from clusterjob.node import ends, network
+from clusterjob.node import ends, network, paddle
 from clusterjob.node.contract import World
 from clusterjob.node.events import EventLog, now
 from clusterjob.node.gang import ports, wire
@@ -41,6 +41,7 @@ class Peer:
     nproc: int
     send: Callable[[Message], None]
     heard_at: float
+    endpoints: tuple[str, ...] = ()
     lost: bool = False
     stopped: bool = True
     done: bool = False
@@ -149,7 +150,8 @@ class Lead:
         if problem:
             self._refusals.append(Failure(None, None, node_rank, host, 1, None, problem))
             raise wire.Refused(problem)
-        self._peers[node_rank] = Peer(node_rank, host, pid, int(hello["nproc"]), send, time.monotonic())
+        endpoints = tuple(map(str, hello.get("endpoints", ())))
+        self._peers[node_rank] = Peer(node_rank, host, pid, int(hello["nproc"]), send, time.monotonic(), endpoints)
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=int(hello["nproc"]))
         self._inbox.put_nowait((node_rank, {"t": "joined"}))
 
@@ -264,10 +266,14 @@ class Lead:
         if not serve:
             store.close()  # rank 0, or torchrun's own agent, binds the port itself
         first_rank = 0
+        endpoints = [peer.endpoints[: peer.nproc] for peer in peers]
+        held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
+        meeting, all_endpoints = (peers[0].endpoints[-1], paddle.listed(sum(endpoints, ()))) if held else ("", "")
         for peer in peers:
             peer.done = peer.stopped = False
             world = World(self._restarts, self._topology.master_addr, port, serve, peer.node_rank, len(peers), peer.nproc,
-                          first_rank, world_size)  # fmt: skip
+                          first_rank, world_size, paddle_master=meeting, endpoints=all_endpoints,
+                          own_endpoints=",".join(peer.endpoints[: peer.nproc]))  # fmt: skip
             peer.send({"t": "start", "world": asdict(world)} | ({"store": store} if serve and peer.node_rank == 0 else {}))
             first_rank += peer.nproc
         self._events.add("started", attempt=self._job.attempt, restart=self._restarts, world_size=world_size, master_port=port)

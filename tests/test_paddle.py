@@ -1,0 +1,274 @@
+"""PaddlePaddle's scripts under our agents: the variables that they read, the ports that are held for them, and real training."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import ROOT, finish, run, script, start, told
+from namespaces import machines, why_not
+
+from clusterjob.node import contract, paddle
+from clusterjob.node.contract import World
+from clusterjob.node.environments import detect, paddle_env
+from clusterjob.node.topology import Worker
+
+PLACE = ROOT / ".venv-paddle"
+LOCAL = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local"]
+
+
+def test_a_port_that_is_held_is_for_whoever_asks_for_it_and_for_nobody_else() -> None:
+    held = paddle.HeldPorts(3)
+    try:
+        assert len(set(held.ports)) == 3
+        with socket.socket() as server, socket.socket() as client, socket.socket() as careless:
+            with pytest.raises(ConnectionRefusedError):
+                client.connect(("127.0.0.1", held.ports[0]))
+            with pytest.raises(OSError, match="in use"):
+                careless.bind(("127.0.0.1", held.ports[0]))
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("", held.ports[0]))
+            server.listen()
+    finally:
+        held.close()
+    assert held.ports == []
+
+
+def test_a_port_that_is_held_is_given_to_nobody_who_asks_for_any(tmp_path: Path) -> None:
+    """In a machine of its own with six ports to give, of which four are held."""
+    why = why_not()
+    if why:
+        pytest.skip(why)
+    text = """
+        import socket
+        from pathlib import Path
+        from clusterjob.node.paddle import HeldPorts
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40005")
+        held, others = HeldPorts(4), []
+        try:
+            while True:
+                other = socket.socket()
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(("127.0.0.1", 0))
+                other.listen()
+                others.append(other)
+        except OSError:
+            pass
+        ports = [other.getsockname()[1] for other in others]
+        assert len(set(ports) | set(held.ports)) == 6 and not set(ports) & set(held.ports), (ports, held.ports)
+        assert HeldPorts(1).ports == []  # none is left, and none is named
+    """
+    with machines(1) as [machine]:
+        ran = run(machine.command(sys.executable, script(tmp_path, text)), tmp_path)
+    assert ran.code == 0, ran.err
+
+
+def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
+    endpoints = [[f"10.0.0.{node}:{4000 + local}" for local in range(size)] for node, size in enumerate(sizes)]
+    return World(
+        0, "10.0.0.0", 29500, True, node_rank, len(sizes), sizes[node_rank], sum(sizes[:node_rank]), sum(sizes), gpus, "10.0.0.0:5000",
+        paddle.listed([item for node in endpoints for item in node]), ",".join(endpoints[node_rank]),
+    )  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_every_place_is_the_same_to_torch_and_to_paddle(sizes: list[int]) -> None:
+    for node_rank, size in enumerate(sizes):
+        for local_rank in range(size):
+            variables = contract.worker_variables(world(node_rank, sizes), local_rank, "job", 0)
+            assert variables.keys() <= set(contract.LAUNCH_VARIABLES)
+            found, own = detect(variables), paddle_env.detect(variables)
+            assert own is not None
+            assert found.conflicts == own.conflicts == ()
+            assert isinstance(found.place, Worker)
+            assert isinstance(own.place, Worker)
+            assert (found.source, own.source) == ("torchrun", "paddle")
+            alone = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+            master = paddle_env.detect(alone)
+            assert master is not None
+            assert isinstance(master.place, Worker)
+            assert (master.place.topology.master_addr, master.place.topology.master_port) == ("10.0.0.0", 5000)
+            for field in ("rank", "local_rank", "world_size", "local_world_size"):
+                assert getattr(found.place, field) == getattr(own.place, field) == getattr(master.place, field)
+
+
+def test_a_node_with_gpus_names_one_to_each_worker_and_one_without_asks_for_gloo() -> None:
+    chosen = [contract.worker_variables(world(0, [4], gpus=2), local, "job", 0)["FLAGS_selected_gpus"] for local in range(4)]
+    assert chosen == ["0", "1", "0", "1"]
+    assert "FLAGS_selected_gpus" not in contract.worker_variables(world(0, [4]), 0, "job", 0)
+    assert paddle.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
+    assert paddle.backend_default({}, 2) == paddle.backend_default({"PADDLE_DISTRI_BACKEND": "auto"}, 0) == {}
+
+
+def test_a_list_that_no_environment_could_carry_is_left_out() -> None:
+    assert paddle.listed(["a:1", "b:2"]) == "a:1,b:2"
+    assert len(paddle.listed(["10.200.200.200:50000"] * 4500)) > 90_000
+    assert paddle.listed(["10.200.200.200:50000"] * 6500) == ""
+    variables = contract.worker_variables(world(0, [9000]), 3, "job", 0)
+    assert "PADDLE_TRAINER_ENDPOINTS" not in variables
+    assert (variables["PADDLE_MASTER"], variables["PADDLE_CURRENT_ENDPOINT"]) == ("10.0.0.0:5000", "10.0.0.0:4003")
+
+
+SHOW = """
+    import json, os, pathlib
+    from clusterjob.node.environments import detect, look
+    found = detect(look(os.environ))
+    own = {name: value for name, value in os.environ.items() if name.startswith("PADDLE_")}
+    pathlib.Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps([own, found.source, list(found.conflicts)]))
+"""
+
+
+def test_workers_of_several_nodes_find_them_and_no_conflict(tmp_path: Path) -> None:
+    script(tmp_path, SHOW)
+    inherited = {"PADDLE_MASTER": "elsewhere:1", "PADDLE_TRAINER_ID": "7", "CLUSTERJOB_HOME": str(tmp_path / "home")}
+    ran = run([*LOCAL, "--nodes", "2", "--nproc-per-node", "2", "train.py"], tmp_path, inherited)
+    assert ran.code == 0, ran.out + ran.err
+    ranks = told(tmp_path, 4)
+    endpoints = ranks[0][0]["PADDLE_TRAINER_ENDPOINTS"].split(",")
+    assert len({*endpoints, ranks[0][0]["PADDLE_MASTER"]}) == 5
+    assert all(item.startswith("127.0.0.1:") for item in endpoints)
+    for number, (own, source, conflicts) in enumerate(ranks):
+        assert (source, conflicts) == ("clusterjob", [])
+        assert own["PADDLE_CURRENT_ENDPOINT"] == endpoints[number]
+        assert [own[f"PADDLE_{name}"] for name in ("TRAINER_ID", "TRAINERS_NUM", "RANK_IN_NODE", "LOCAL_SIZE", "NNODES")] == [
+            str(number), "4", str(number % 2), "2", "2"
+        ]  # fmt: skip
+        for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS"):
+            assert own[name] == ranks[0][0][name]
+
+
+def test_endpoints_are_the_addresses_by_which_the_nodes_reach_each_other(tmp_path: Path) -> None:
+    why = why_not()
+    if why:
+        pytest.skip(why)
+    path = script(tmp_path, SHOW)
+    with machines(2) as nodes:
+        common = {"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_MASTER_ADDR": nodes[0].address, "CLUSTERJOB_NPROC_PER_NODE": "1"}
+        started = []
+        for index, machine in enumerate(nodes):
+            (tmp_path / str(index)).mkdir()
+            environ = common | {"CLUSTERJOB_NODE_RANK": str(index), "TMPDIR": str(tmp_path / str(index))}
+            started.append(start(machine.command(sys.executable, "-m", "clusterjob", "launch", path), tmp_path, environ))
+        for process in started:
+            ended = finish(process)
+            assert ended.code == 0, ended.out + ended.err
+    for own, _, conflicts in told(tmp_path, 2):
+        assert conflicts == []
+        assert [item.partition(":")[0] for item in own["PADDLE_TRAINER_ENDPOINTS"].split(",")] == [node.address for node in nodes]
+        assert own["PADDLE_MASTER"].partition(":")[0] == nodes[0].address
+
+
+# -- PaddlePaddle itself -------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+    import json
+    import os
+    from pathlib import Path
+    import paddle
+    import paddle.distributed as dist
+    from clusterjob.node.environments import detect, look
+
+    dist.init_parallel_env()
+    rank = dist.get_rank()
+    paddle.seed(1)
+    model = paddle.DataParallel(paddle.nn.Linear(4, 1))
+    optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
+    paddle.seed(100 + rank)
+    inputs = paddle.randn([64, 4])
+    goal = paddle.matmul(inputs, paddle.to_tensor([[1.0], [-2.0], [3.0], [0.5]]))
+    own, losses = [], []
+    for _ in range(20):
+        loss = paddle.nn.functional.mse_loss(model(inputs), goal)
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        own.append(float(loss))
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    found = detect(look(os.environ))
+    place = found.check().place
+    Path(f"rank{rank}.json").write_text(json.dumps({
+        "losses": losses, "own": own, "weights": model.state_dict()["weight"].numpy().tolist(), "world": dist.get_world_size(),
+        "source": found.source, "place": [place.rank, place.local_rank, place.world_size, place.local_world_size],
+        "master": f"{place.topology.master_addr}:{place.topology.master_port}", "paddle_master": os.environ["PADDLE_MASTER"],
+    }))
+"""
+
+
+@pytest.fixture
+def python() -> str:
+    """Return the interpreter beside which PaddlePaddle is installed."""
+    if (PLACE / "why-not").exists():
+        pytest.skip((PLACE / "why-not").read_text().strip())
+    if not (PLACE / "ready").exists():
+        pytest.skip("PaddlePaddle is not installed: tools/paddle.sh does that")
+    return str(PLACE / "bin" / "python")
+
+
+def check_training(directory: Path, source: str, per_node: int) -> None:
+    ranks = told(directory, 2)
+    for number, rank in enumerate(ranks):
+        assert (rank["world"], rank["source"]) == (2, source)
+        assert rank["place"] == [number, number % per_node, 2, per_node]
+        assert rank["losses"] == ranks[0]["losses"]
+        assert rank["weights"] == ranks[0]["weights"]
+        assert rank["losses"][-1] < 0.1 * rank["losses"][0]
+    assert ranks[0]["own"] != ranks[1]["own"]  # each has seen data of its own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "nproc"), [(1, 2), (2, 1)])
+def test_a_script_of_paddle_trains_on_two_ranks(tmp_path: Path, python: str, nodes: int, nproc: int) -> None:
+    script(tmp_path, TRAIN)
+    shape = ["--nodes", nodes, "--nproc-per-node", nproc, "--python", python]
+    ran = run([*LOCAL, *shape, "train.py"], tmp_path, {"CLUSTERJOB_HOME": str(tmp_path / "home")})
+    assert ran.code == 0, ran.out + ran.err
+    check_training(tmp_path, "clusterjob", nproc)
+    assert all(rank["master"] != rank["paddle_master"] for rank in told(tmp_path, 2))
+
+
+@pytest.mark.slow
+def test_a_script_of_paddle_is_started_again_with_the_same_ports(tmp_path: Path, python: str) -> None:
+    again = (
+        TRAIN
+        + """
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        dist.barrier()
+        raise SystemExit(3)
+"""
+    )
+    script(tmp_path, again)
+    shape = ["--nproc-per-node", 2, "--max-restarts", 1, "--python", python]
+    ran = run([*LOCAL, *shape, "train.py"], tmp_path, {"CLUSTERJOB_HOME": str(tmp_path / "home")})
+    assert ran.code == 0, ran.out + ran.err
+    assert "SUCCEEDED after 1 restart" in ran.out + ran.err
+    check_training(tmp_path, "clusterjob", 2)
+
+
+@pytest.mark.slow
+def test_the_place_of_a_process_of_paddle_s_own_launcher(tmp_path: Path, python: str) -> None:
+    path = script(tmp_path, TRAIN)
+    argv = [python, "-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log", path]
+    ran = run(argv, tmp_path)
+    logs = "".join(log.read_text(errors="replace") for log in (tmp_path / "log").glob("workerlog.*"))
+    assert ran.code == 0, ran.out + ran.err + logs
+    check_training(tmp_path, "paddle", 2)
+    assert all(rank["master"] == rank["paddle_master"] for rank in told(tmp_path, 2))
+
+
+@pytest.mark.slow
+def test_clusterjob_env_under_paddle_s_own_launcher(tmp_path: Path, python: str) -> None:
+    path = script(tmp_path, "import runpy, sys\nsys.argv[1:] = ['env', '--json']\nrunpy.run_module('clusterjob', run_name='__main__')\n")
+    argv = [python, "-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log", path]
+    ran = run(argv, tmp_path)
+    assert ran.code == 0, ran.out + ran.err
+    for number in range(2):
+        log = (tmp_path / "log" / f"workerlog.{number}").read_text()
+        found = json.loads(log[log.index('{\n "schema"') :].rpartition("}")[0] + "}")
+        assert (found["source"], found["conflicts"], found["level"]) == ("paddle", [], "worker")
