@@ -5,10 +5,11 @@ The public names are loaded when they are first used: importing the package impo
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+# Not typing's: importing that would be most of what `import clusterjob.bootstrap` costs. Type checkers take the name for theirs.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from clusterjob.errors import ClusterJobError, JobFailed
     from clusterjob.functions import FunctionJob, map, submit  # noqa: A004 - as Executor.map
     from clusterjob.node.program import Program
@@ -42,6 +43,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

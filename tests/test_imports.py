@@ -142,3 +142,9 @@ def test_modules_can_be_imported_in_any_order() -> None:
     forget = "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('clusterjob')]"
     code = f"import importlib, sys\nfor name in {names!r}:\n    importlib.import_module(name)\n    {forget}\n{REPORT}"
     assert "typer" in loaded("-W", "error", "-c", code)
+
+
+def test_a_worker_s_import_of_bootstrap_does_without_typing() -> None:
+    """It is most of what the import would cost; -S, because an environment's .pth files may import it."""
+    code = "import sys, clusterjob.bootstrap; sys.exit(sorted({'typing', 'importlib.metadata', 'torch'} & sys.modules.keys()) or 0)"
+    assert subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False).stderr == ""
