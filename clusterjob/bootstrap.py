@@ -20,6 +20,7 @@ from clusterjob.errors import GangError, PlaceError, UsageError
 # Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Any
 
@@ -107,6 +108,11 @@ def init(
         return known
     shutdown()  # of a context whose group the script has destroyed itself
     from clusterjob import own_place
+
+    if report_pipe() is not None:  # a forked worker has offered it before
+        from clusterjob.node import stacks
+
+        stacks.offer()
 
     finding = own_place.find(
         {name.upper(): str(value) for name, value in by_hand.items() if value is not None}, checked=not _group_exists(), timeout=timeout
@@ -264,8 +270,9 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     try:
         store, started = _meeting_store(worker, options, patience)
         roll = rollcall.call(
-            dist.PrefixStore("roll", store), worker, rollcall.own_facts(worker, device, backend), patience, started=started
-        )
+            dist.PrefixStore("roll", store), worker, rollcall.own_facts(worker, device, backend), patience,
+            started=started, ask=_ask_agents(worker.local_rank),
+        )  # fmt: skip
         dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)
     except RuntimeError as error:  # torch's DistError is one
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -278,6 +285,19 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
         sys.excepthook = hook  # torch has put its "[rank0]:" around it, which the first time is inside it already
     _process.rounds += 1
     return roll
+
+
+def _ask_agents(local_rank: int) -> Callable[..., None]:
+    """Return how our agents are asked after missing ranks; other launchers hear nothing."""
+    descriptor = report_pipe()
+
+    def ask(missing: list[int], *, final: bool) -> None:
+        if descriptor is not None and missing:
+            from clusterjob.node import report
+
+            report.ask(descriptor, local_rank, missing, final=final)
+
+    return ask
 
 
 def _meeting_store(worker: Worker, options: dict[str, Any], patience: float) -> tuple[Any, bool]:

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
 _MOST_NAMED = 8
 _BACKLOG = 4096
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+Ask = Callable[..., None]  # (missing ranks, final=whether one gives up)
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
 # -- the roll ----------------------------------------------------------------------------------------------------------
 
 
-def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool) -> Roll:
+def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool, ask: Ask | None = None) -> Roll:
     """Return once all processes are there.
 
     Args:
@@ -170,19 +171,22 @@ def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: boo
         own: what it says of itself.
         timeout: seconds to wait for the others.
         started: whether a launcher on each node has started all of them, so that whoever is missing has only not come so far.
+        ask: told the missing ranks, and whether this is the end, whenever this process says that it waits for them.
 
     Raises:
         GangError: somebody is missing, twice there, of another job, or of another version; all processes hear the same.
     """
+    ask = ask or _ask_nobody
     _claim(store, worker.rank, own)
     if worker.rank == 0:
-        answer = _call_all(store, worker, own, timeout, started=started)
+        answer = _call_all(store, worker, own, timeout, started=started, ask=ask)
         store.set("go", json.dumps(answer))
         if answer["refused"]:
             _await_hearing(store)
     else:
         try:
-            store.wait(["go"], timedelta(seconds=timeout + _GRACE))  # rank 0 says who is missing, and needs its own time for that
+            # Rank 0 says who is missing, and needs its own time for that.
+            _await_rank_0(store, worker, timeout + _GRACE, started=started, ask=ask)
             answer = json.loads(store.get("go"))
             store.add("heard", 1)
         except RuntimeError as error:  # torch's DistError is one
@@ -212,7 +216,40 @@ def _claim(store: Any, rank: int, own: Facts) -> None:
     store.add("count", 1)
 
 
-def _call_all(store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool) -> dict[str, Any]:
+def _await_rank_0(store: Any, worker: Worker, timeout: float, *, started: bool, ask: Ask) -> None:
+    """Wait for rank 0's answer. While rank 0 itself is missing, the first to notice speaks in its place.
+
+    Raises:
+        RuntimeError: torch's own, when rank 0 does not answer in time.
+    """
+    notices = _notices()
+    begin = time.monotonic()
+    speaks = False
+    while True:
+        due = min(next(notices), timeout)
+        try:
+            store.wait(["go"], timedelta(seconds=max(_SHORTEST_PAUSE, due - (time.monotonic() - begin))))
+            return
+        except RuntimeError:
+            waited = time.monotonic() - begin
+            if waited < due - _LONGEST_PAUSE * 10:
+                raise  # the store is gone
+            if not store.check(["rank0"]):
+                speaks = speaks or store.add("speaker", 1) == 1
+                if speaks:
+                    _say_missing(store, worker, waited, started=started, ask=ask, final=due >= timeout)
+            if due >= timeout:
+                raise
+
+
+def _say_missing(store: Any, worker: Worker, waited: float, *, started: bool, ask: Ask, final: bool = False) -> None:
+    absent = _absent(store, worker)
+    if not final:
+        _say(f"{_missing(store, worker, absent, started=started)}; {waited:.0f} s so far")
+    ask(absent, final=final)
+
+
+def _call_all(store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool, ask: Ask) -> dict[str, Any]:
     """Return rank 0's answer to all, as plain data."""
     notices = _notices()
     begin = time.monotonic()
@@ -223,10 +260,12 @@ def _call_all(store: Any, worker: Worker, own: Facts, timeout: float, *, started
         if store.check(["refused"]):
             refused = store.get("refused").decode(errors="replace")
         elif waited > timeout:
-            refused = f"{_missing(store, worker, started=started)}; gave up after {waited:.0f} s"
+            absent = _absent(store, worker)
+            ask(absent, final=True)
+            refused = f"{_missing(store, worker, absent, started=started)}; gave up after {waited:.0f} s"
         elif waited > due:
             due = next(notices)
-            _say(f"{_missing(store, worker, started=started)}; {waited:.0f} s so far")
+            _say_missing(store, worker, waited, started=started, ask=ask)
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE, pause * 1.5)
     everybody: list[Facts] = []
@@ -268,9 +307,12 @@ def _await_hearing(store: Any) -> None:
         time.sleep(_LONGEST_PAUSE)
 
 
-def _missing(store: Any, worker: Worker, *, started: bool) -> str:
+def _absent(store: Any, worker: Worker) -> list[int]:
+    return [rank for rank in range(worker.world_size) if not store.check([f"rank{rank}"])]
+
+
+def _missing(store: Any, worker: Worker, absent: list[int], *, started: bool) -> str:
     """Return who is missing, and what is known of them."""
-    absent = [rank for rank in range(worker.world_size) if not store.check([f"rank{rank}"])]
     size = max(1, worker.local_world_size)
     hosts: dict[int, str] = {}
     for node in dict.fromkeys(rank // size for rank in absent):
@@ -289,6 +331,10 @@ def _notices() -> Iterator[float]:
     while True:
         yield due
         due += _LATER_NOTICES if due > _FIRST_NOTICE else _LATER_NOTICES - _FIRST_NOTICE
+
+
+def _ask_nobody(_missing: list[int], *, final: bool) -> None:
+    """Leave it at that: no agent of ours looks after the processes."""
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from clusterjob.node.gang.member import Link, OwnLead, find_lead
 from clusterjob.node.gang.wire import Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
+from clusterjob.node.sightings import Sighting
 from clusterjob.node.topology import Topology
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict, is_peer_loss, last_exception
 from clusterjob.node.voice import Voice
@@ -78,6 +80,7 @@ class Agent:
         self._world: World | None = None
         self._pending: tuple[bytes, socket.socket | None] | None = None  # a round that the starter was not yet told of
         self._running: set[int] = set()  # local ranks
+        self._ended: dict[int, str] = {}  # how, by local rank
         self._exec_reason = ""  # why the workers are not forked, until the lead was told
         self._oom_kills = processes.oom_kills()
         # A step's task is slurmstepd's child. Where that is killed, Slurm does not notice: the job stays RUNNING, and a scancel of it
@@ -132,6 +135,10 @@ class Agent:
                 self._stop_workers(float(order["grace"]))
             elif kind == "warn":
                 self._warn_workers()
+            elif kind == "where":
+                self._look_for(order)
+            elif kind == "found":
+                self._note_found(order)
             elif kind == "end":
                 return Verdict.from_json(order["verdict"])
             elif kind == "lost":
@@ -199,6 +206,7 @@ class Agent:
         world = replace(World(**order["world"]), gpus=gpus)
         self._world = world
         self._stop_ordered = False
+        self._ended.clear()
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._starter.trouble:
             self._node_failed(self._starter.trouble)
@@ -275,6 +283,10 @@ class Agent:
             self._worker_failing(message)
         elif kind == "exit":
             self._worker_ended(message)
+        elif kind == "missing" and self._world is not None and self._link is not None:
+            self._link.send(message | {"restart": self._world.restart})
+        elif kind == "where":
+            self._tell_where([self._sighting(**answer) for answer in message["answers"]], final=message["final"])
         elif kind == "store" and not self._stop_ordered:
             code, signal_name = processes.exit_code_of(message["status"])
             last = logs.last_lines(self._directory / "store.log", 1)
@@ -313,6 +325,44 @@ class Agent:
                 processes.send_signal(pid, signal.SIGKILL)
             time.sleep(0.01)
 
+    # -- workers that others wait for ----------------------------------------------------------------------------------
+
+    def _look_for(self, order: Message) -> None:
+        """Say of each of these workers what it does; the starter asks those that run."""
+        if self._world is None:
+            return
+        wanted = [rank - self._world.first_rank for rank in order["ranks"]]
+        started = self._pending is None and self._starter.ready
+        known = [self._sighting(rank, None, "was not started: its node imports torch so far") for rank in wanted if not started]
+        ended = [rank for rank in wanted if rank in self._ended]
+        known += [self._sighting(rank, None, f"{self._ended[rank]} and never came to the roll-call") for rank in ended]
+        if known:
+            self._tell_where(known, final=order["final"])
+        running = [rank for rank in wanted if rank in self._running and started]
+        if running:
+            self._tell_starter({"t": "where", "local_ranks": running, "final": order["final"]})
+
+    def _sighting(self, local_rank: int, pid: int | None, text: str, stack: Sequence[str] = ()) -> Sighting:
+        assert self._world is not None
+        return Sighting(self._world.first_rank + local_rank, local_rank, pid, text, tuple(stack))
+
+    def _tell_where(self, found: list[Sighting], *, final: bool) -> None:
+        assert self._world is not None
+        assert self._link is not None
+        node_rank, restart = self._topology.node_rank, self._world.restart
+        failures = []
+        for each in found if final else ():
+            last = logs.last_lines(logs.rank_files(self._directory, each.rank, restart, self._job.attempt)[1])
+            failures.append(each.failure(node_rank, self._host, last).to_json())
+        lines = [each.line(node_rank, self._host) for each in found]
+        self._link.send({"t": "where", "restart": restart, "final": final, "lines": lines, "failures": failures})
+
+    def _note_found(self, order: Message) -> None:
+        """Tell a worker's own readers, in its stderr, what has become of those for which it waits."""
+        if self._world is not None:
+            rank = self._world.first_rank + int(order["local_rank"])
+            logs.append(logs.rank_files(self._directory, rank, self._world.restart, self._job.attempt)[1], order["lines"])
+
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _worker_failing(self, message: Message) -> None:
@@ -324,6 +374,7 @@ class Agent:
         local_rank = int(message["local_rank"])
         self._running.discard(local_rank)
         code, signal_name = processes.exit_code_of(message["status"])
+        self._ended[local_rank] = _how(code, signal_name)
         if code != 0:
             failure = self._failure(local_rank, code, signal_name, _how(code, signal_name))
             self._send_failure(failure, message["monotonic"], exited=True)

@@ -46,7 +46,18 @@ _PEER_LOSS = re.compile(
 
 def is_peer_loss(text: str) -> bool:
     """Return whether these last words of a worker only say that another worker is gone."""
-    return _PEER_LOSS.search(text) is not None
+    return _PEER_LOSS.search(text) is not None or _ROLL_CALL_END.search(text) is not None
+
+
+# What a process says that was there when the roll was called, and gave up waiting for another.
+_ROLL_CALL_END = re.compile(
+    r"GangError: waiting for ranks? \d.*; gave up after|GangError: .* was at the roll-call, and rank 0 does not end it"
+)
+
+
+def is_roll_call_end(failure: Failure) -> bool:
+    """Return whether a failure only says that another worker did not come to the roll-call."""
+    return _ROLL_CALL_END.search("\n".join((failure.message, *failure.last_lines))) is not None
 
 
 # What a worker says when a SIGTERM met not itself but a process that it needs: a DataLoader's worker, or torchrun.

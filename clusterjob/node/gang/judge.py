@@ -31,6 +31,11 @@ class Judge:
     def __init__(self) -> None:
         self._troubles: dict[tuple[int, int | None], _Trouble] = {}
         self._stopped_at = float("inf")
+        self._cause_until = 0.0
+
+    def await_cause(self, until: float) -> None:
+        """Have the effects wait for their cause, up to a moment of the lead's monotonic clock: somebody is being asked for it."""
+        self._cause_until = until
 
     def hear(self, failure: Failure, at: float, *, exited: bool) -> None:
         """Take in a failure.
@@ -68,7 +73,8 @@ class Judge:
         if causes:
             return min(trouble.at for trouble in causes) + EXIT_PATIENCE
         exited = [trouble.at for trouble in self._troubles.values() if trouble.exited]
-        return min(exited) + EFFECT_PATIENCE if exited else min(t.at for t in self._troubles.values()) + EXIT_PATIENCE
+        due = min(exited) + EFFECT_PATIENCE if exited else min(t.at for t in self._troubles.values()) + EXIT_PATIENCE
+        return max(due, self._cause_until)
 
     def root(self) -> Failure | None:
         """Return the first failure that is no mere effect of another; the first of all if all are."""

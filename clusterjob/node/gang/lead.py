@@ -12,7 +12,7 @@ from clusterjob.errors import GangError
 from clusterjob.node import ends, network, paddle
 from clusterjob.node.contract import World
 from clusterjob.node.events import EventLog, now
-from clusterjob.node.gang import ports, wire
+from clusterjob.node.gang import ports, search, wire
 from clusterjob.node.gang.judge import Judge
 from clusterjob.node.gang.notice import Notice
 from clusterjob.node.gang.wire import Channel, Message
@@ -84,6 +84,7 @@ class Lead:
         self._restarts = 0
         self._judge = Judge()
         self._notice = Notice(options.warning, options.grace)
+        self._search = search.Search()
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
@@ -265,6 +266,7 @@ class Lead:
         serve = self._options.launcher == "agent" and self._job.has_torch
         if not serve:
             store.close()  # rank 0, or torchrun's own agent, binds the port itself
+        self._search = search.Search([sum(peer.nproc for peer in peers[:number]) for number in range(len(peers))], world_size)
         first_rank = 0
         endpoints = [peer.endpoints[: peer.nproc] for peer in peers]
         held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
@@ -328,6 +330,12 @@ class Lead:
             failure, at = Failure.from_json(message["failure"]), time.monotonic() - float(message["age"])
             if not self._notice.takes(failure, at, exited=message["exited"]):
                 self._judge.hear(failure, at, exited=message["exited"])
+                self._search.note(failure)
+                self._blame_the_missing()
+        elif kind == "missing" and message["restart"] == self._restarts:
+            self._search_for(node_rank, message)
+        elif kind == "where" and message["restart"] == self._restarts:
+            self._hear_where(node_rank, message)
         elif kind == "done":
             peer.done = True
         elif kind == "stopped":
@@ -348,6 +356,27 @@ class Lead:
             self._judge.hear(failure, time.monotonic(), exited=True)
             return self._failed(self._judge.root() or failure)
         return None
+
+    def _search_for(self, node_rank: int, message: Message) -> None:
+        """Ask the agents what has become of workers for which another one waits."""
+        questions = self._search.ask(node_rank, message)
+        if message["final"] and questions:
+            self._judge.await_cause(time.monotonic() + search.PATIENCE)
+        for asked, ranks in questions.items():
+            self._peers[asked].send({"t": "where", "ranks": ranks, "final": message["final"]})
+
+    def _hear_where(self, node_rank: int, message: Message) -> None:
+        self._events.add("missing", node_rank=node_rank, workers=message["lines"])
+        told = self._search.answer(node_rank, message)
+        if told is not None:
+            self._peers[told[0]].send(told[1])
+        if message["final"] and self._search.answered:
+            self._judge.await_cause(0.0)
+        self._blame_the_missing()
+
+    def _blame_the_missing(self) -> None:
+        for failure in self._search.causes():
+            self._judge.hear(failure, time.monotonic(), exited=True)
 
     def _warn(self, why: str) -> None:
         if not self._notice.begin(why, time.monotonic()):

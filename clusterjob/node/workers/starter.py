@@ -9,7 +9,9 @@ The agent and the starter exchange JSON messages over a socket pair:
     start {world, variables} (+ the store's socket)  ->  exit {local_rank, status, monotonic} for each worker, in time
     warn {}                                              the end is near, for this round and those to come
     stop {grace}                                     ->  gone {} when no process of the workers is left
-                                                         ready {fork, why} once, failing {...} when a worker says so
+    where {local_ranks, final}                       ->  where {final, answers} what these workers do, a moment later
+                                                         ready {fork, why} once, failing {...} when a worker says so,
+                                                         missing {local_rank, ranks, final} when one waits for others
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract, ends, logs, network, processes
+from clusterjob.node import contract, ends, logs, network, processes, sightings
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 from clusterjob.node.workers import torchrun, warm, worker
+from clusterjob.node.workers.asking import Asking
 from clusterjob.node.workers.warning import WarningPipe
 
 MESSAGE_BYTES = 1 << 17  # of one message; a socket pair of SOCK_SEQPACKET keeps them apart
@@ -66,6 +69,9 @@ class Starter:
         self._agent_pid = os.getppid()
         self._fork = False
         self._live: dict[int, int] = {}  # pid -> local rank
+        self._begun: dict[int, float] = {}  # pid -> when it was started
+        self._logs: dict[int, Path] = {}  # local rank -> its stderr
+        self._asking = Asking()
         self._store: int | None = None
         self._stopping: float | None = None  # when SIGKILL is due
         self._warning: WarningPipe | None = None  # of this round's workers, in a job that may be preempted
@@ -96,6 +102,8 @@ class Starter:
                     return program
             self._reap()
             self._pursue_stop()
+            if self._asking.due is not None and time.monotonic() >= self._asking.due:
+                self._tell(self._asking.answers(self._logs, forked=self._fork))
         if self._agent_gone:
             self._record_end()
         return None
@@ -127,7 +135,9 @@ class Starter:
         processes.die_with_parent(self._agent_pid, signal.SIGTERM)
 
     def _patience(self) -> float | None:
-        return None if self._stopping is None else _SWEEP_INTERVAL
+        if self._stopping is not None:
+            return _SWEEP_INTERVAL
+        return None if self._asking.due is None else max(0.0, self._asking.due - time.monotonic())
 
     def _hear(self, descriptor: int) -> Program | None:
         if descriptor == self._wake_read:
@@ -156,6 +166,8 @@ class Starter:
             self._warned = True
             if self._warning is not None:
                 self._warning.warn()
+        elif message["t"] == "where":
+            self._asking.ask(message["local_ranks"], self._live, self._begun, final=message["final"])
         elif message["t"] == "stop":
             self._begin_stop(message["grace"])
         elif message["t"] == "quit":
@@ -167,6 +179,8 @@ class Starter:
 
     def _start(self, world: World, variables: dict[str, str], descriptors: list[int]) -> Program | None:
         self._empty_since = None
+        self._begun.clear()
+        self._asking.forget()
         directory = logs.node_directory(self._job_dir, world.node_rank)
         if descriptors:
             self._store = self._start_store(world, descriptors[0], directory)
@@ -186,6 +200,8 @@ class Starter:
                 self._control.detach()  # its descriptor is closed, and the number may soon be one of the program's own files
                 return self._options.program
             self._live[pid] = start.local_rank
+            self._begun[pid] = time.monotonic()
+            self._logs[start.local_rank] = start.err
         return None
 
     def _starts(self, world: World, variables: dict[str, str], directory: Path) -> list[worker.WorkerStart]:
@@ -256,6 +272,10 @@ class Starter:
         for line in lines:
             try:
                 report = json.loads(line)
+                question = sightings.wanted(report)
+                if question is not None:
+                    self._tell(question)
+                    continue
                 local_rank, moment = int(report["local_rank"]), min(float(report["monotonic"]), time.monotonic())
                 if local_rank in self._live.values():
                     self._tell({"t": "failing", "local_rank": local_rank, "monotonic": moment,

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterjob.node import contract, processes
+from clusterjob.node import contract, processes, stacks
 from clusterjob.node.report import report
 from clusterjob.node.workers import warm
 
@@ -68,6 +68,7 @@ def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int]) -
         os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
         if worker.argv is None:
             warm.refresh_after_fork()
+            stacks.offer()
             return 0
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # Python ignores them, and an ignored signal stays so over exec

@@ -1,0 +1,78 @@
+"""The starter's look at workers that others wait for: what each does, without waiting for any of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node import stacks
+from clusterjob.node.logs import append
+
+_MOST_LINES, _LONGEST_LINE = 40, 300  # of a stack that travels; all of it is in the worker's log
+
+
+@dataclass(frozen=True)
+class _Asked:
+    local_rank: int
+    pid: int
+    begun: float
+    question: stacks.Question
+
+
+class Asking:
+    """Workers that were asked where they are, and what they have answered a moment later."""
+
+    def __init__(self) -> None:
+        self._asked: list[_Asked] = []
+        self._final = False
+        self.due: float | None = None  # when the answers are to be collected
+
+    def ask(self, local_ranks: list[int], live: Mapping[int, int], begun: Mapping[int, float], *, final: bool) -> None:
+        """Ask workers. A question that is still open is given up: nobody asks twice within a moment.
+
+        Args:
+            local_ranks: the workers.
+            live: the local rank of each worker that runs, by pid.
+            begun: when each was started, by pid.
+            final: whether those who wait give up now, so that the whole stack belongs into the worker's log.
+        """
+        self.forget()
+        self._final = final
+        self._asked = [_Asked(rank, pid, begun[pid], stacks.Question(pid)) for pid, rank in live.items() if rank in local_ranks]
+        self.due = time.monotonic() + stacks.ANSWER_SECONDS
+
+    def forget(self) -> None:
+        """Give up a question that is still open."""
+        for each in self._asked:
+            each.question.answer()
+        self._asked, self.due = [], None
+
+    def answers(self, logs: Mapping[int, Path], *, forked: bool) -> dict[str, Any]:
+        """Return the message for the agent.
+
+        Args:
+            logs: the file of each worker's stderr, by local rank.
+            forked: whether the workers could offer their stacks from their first line on.
+        """
+        found = [self._answer(each, logs.get(each.local_rank), forked=forked) for each in self._asked]
+        self._asked, self.due = [], None
+        return {"t": "where", "final": self._final, "answers": found}
+
+    def _answer(self, asked: _Asked, log: Path | None, *, forked: bool) -> dict[str, Any]:
+        lines = asked.question.answer()
+        frames = stacks.main_thread(lines)
+        asks, doing = asked.question.asked, stacks.in_words(frames) if frames else stacks.kernel_words(asked.pid)
+        if stacks.has_come_to(lines, "bootstrap.py", "init") or (asks and not forked):
+            how = "is inside bootstrap.init()"
+        elif lines or not (asks or forked):
+            how = "has not come to bootstrap.init()"
+        else:
+            how = "did not come to the roll-call"
+        text = f"has run for {time.monotonic() - asked.begun:.0f} s and {how}; {doing}"
+        if self._final and lines and log is not None:
+            append(log, [f"the others gave up waiting for this process, which {text}", *lines])
+        shown = [line[:_LONGEST_LINE] for line in frames[:_MOST_LINES]]
+        return {"local_rank": asked.local_rank, "pid": asked.pid, "text": text[:1000], "stack": shown}
