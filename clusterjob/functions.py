@@ -22,6 +22,7 @@ from clusterjob.plans import PlannedFile
 from clusterjob.records import Record, Records
 from clusterjob.settings import SETTINGS, read_setting
 
+_DISTANT = ("ssh", "mlp")  # backends whose jobs write into directories of other machines
 _PROGRAM = Program("module", call.__name__)
 
 
@@ -119,6 +120,9 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
     flags = {key: read_setting(key, value, f"{key}={value!r}") for key, value in values.items() if value is not None}
     flags.setdefault("name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>"))
     settings = jobs.settle(flags, cluster, Path.cwd())
+    if settings.backend in _DISTANT or settings.values.get("login"):
+        # Their results would be pickles that other machines have made, read here.
+        raise UsageError(f"a function's results do not come back from the cluster {settings.cluster!r}", "submit a script there")
     payloads = [_pickled(*one) for one in calls]
     if many and settings.backend == "local":
         return [record for payload in payloads for record in _start({}, settings, [payload])]

@@ -145,6 +145,8 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
         clusterjob.submit(abs, 1, gpus_pr_node=2)
     with pytest.raises(UsageError, match="nodes"):
         clusterjob.submit(abs, 1, nodes="many")
+    with pytest.raises(UsageError, match="do not come back from the cluster 'ssh'"):
+        clusterjob.submit(abs, 1, cluster="ssh", hosts="a,b")
     with pytest.raises(ClusterJobError, match="cannot be pickled"):
         clusterjob.submit(threading.Lock().acquire, cluster="local")
     done = subprocess.run([sys.executable, "-m", "clusterjob", "list", "--json"], capture_output=True, text=True, check=True)
