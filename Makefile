@@ -36,6 +36,7 @@ lint: $(READY)
 bench: $(READY) slurm  ## speed against torchrun, in one run on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/start.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/slurm.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/place.py
 
 $(READY): pyproject.toml constraints.txt tools/setup.sh
 	tools/setup.sh

@@ -1,0 +1,26 @@
+"""Makes the process group plainly, or by bootstrap, and each rank writes down when it began and when it had it.
+
+Use: meet.py plain|bootstrap DIRECTORY
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+begin = time.monotonic()
+if sys.argv[1] == "bootstrap":
+    from clusterjob import bootstrap
+
+    bootstrap.init("gloo")
+else:
+    dist.init_process_group("gloo")
+end = time.monotonic()
+Path(sys.argv[2], os.environ["RANK"]).write_text(f"{begin!r} {end!r}")
+dist.barrier()
+if sys.argv[1] == "bootstrap":
+    bootstrap.shutdown()
+else:
+    dist.destroy_process_group()
