@@ -55,6 +55,7 @@ def test_a_sweep_is_one_array_and_each_element_a_job(user: User) -> None:
     nothing_left(PROMPT)
 
 
+@pytest.mark.slow
 def test_elements_are_cancelled_one_by_one_and_together(user: User) -> None:
     """Also those that have not begun, of which there is no directory yet."""
     text = SLEEPER.replace("os.environ['RANK']", "os.environ['CLUSTERJOB_ARRAY_INDEX']")

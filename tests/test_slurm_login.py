@@ -18,6 +18,8 @@ from clusterjob.errors import HostError
 from clusterjob.records import Record
 from clusterjob.slurm.mirror import Mirror
 
+pytestmark = pytest.mark.slow
+
 TELL = """
     import json, os, sys
     names = ("RANK", "WORLD_SIZE", "SLURMD_NODENAME", "SLURM_SUBMIT_DIR")

@@ -117,6 +117,7 @@ def test_an_answer_is_there_for_whoever_comes_next(slurm: SlurmCluster, tmp_path
     assert time.monotonic() - begin < 2
 
 
+@pytest.mark.slow
 def test_what_squeue_complains_of_is_told_and_what_was_known_is_kept(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     assert "JobHeldUser" in user.job(job_id)["reason"]
@@ -188,6 +189,7 @@ def test_defaults_of_the_user_s_make_no_other_job(user: User) -> None:
     assert (job["JobName"], job["Partition"], job["Requeue"], "ArrayJobId" in job) == ("script", "small", "0", False)
 
 
+@pytest.mark.slow
 def test_however_many_watch_slurm_is_asked_once_in_five_seconds(user: User) -> None:
     job_id = user.submit(GUEST, "--nodes", "2")
     held = user.submit(SLEEPER, "--set", "hold=true")

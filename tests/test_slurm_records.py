@@ -126,6 +126,7 @@ def test_an_id_that_was_given_to_another_job_is_not_taken_for_ours(user: User) -
     assert user.slurm.job(other)["JobState"] == "PENDING"
 
 
+@pytest.mark.slow
 def test_ends_of_jobs_that_slurm_has_forgotten(user_of_either: User) -> None:
     """What the directory says comes first; of what it does not say accounting knows, where there is one."""
     user = user_of_either

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from launching import LAUNCHERS, ROOT, launch, run
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 RECIPES = EXAMPLES / "train_recipes.py"
 IMAGES = EXAMPLES / "classify_images"
