@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import PATIENCE, environment, finish, run, script, start
-from procs import below, nothing_left, own_marked, wait_until
+from procs import nothing_left, own_marked, wait_until
 
 import clusterjob
 from clusterjob import ClusterJobError, JobFailed
@@ -142,7 +142,7 @@ def test_a_process_that_is_killed_stops_the_others() -> None:
 
     with pytest.raises(JobFailed, match=r"rank 1 .*killed by SIGKILL"):
         clusterjob.spawn(die, nprocs=2)
-    assert below(os.getpid()) == []
+    assert own_marked() == []  # at once: nobody is left to be waited for
 
 
 def test_several_at_once_on_a_platform_s_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
