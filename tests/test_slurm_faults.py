@@ -12,6 +12,8 @@ import pytest
 from procs import PATIENCE, below, command_line, nothing_left, own_marked, wait_until
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
+pytestmark = pytest.mark.slow
+
 
 def stepd_of(user: User, node: str) -> int:
     """Return the slurmstepd that keeps a node's part of the job's step 0."""
@@ -125,7 +127,6 @@ def test_the_job_directory_is_deleted_while_the_job_runs(user: User) -> None:
     nothing_left(PROMPT)
 
 
-@pytest.mark.slow
 def test_the_time_limit(user: User) -> None:
     """Slurm counts in minutes. The workers are told to end, which is no failure of theirs."""
     job_id = user.submit(SLEEPER, "--nodes", "2", "--time", "1m", "--set", "comment=mine")
@@ -136,7 +137,6 @@ def test_the_time_limit(user: User) -> None:
     nothing_left(PROMPT * 3)
 
 
-@pytest.mark.slow
 def test_a_node_s_slurmd_is_killed(user: User) -> None:
     """The job goes on until Slurm gives the node up, and then ends with that said; nothing hangs."""
     with user.slurm.configured(SlurmdTimeout=5):
