@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import HostError
-from clusterjob.node import files
 from clusterjob.records import Record
+from clusterjob.ssh.mirror import keep
 
 _AT_ONCE = 500  # jobs of one question
 _ALLOWED = re.compile(
@@ -84,25 +83,15 @@ class Mirror:
         name = file["path"]
         if not _ALLOWED.fullmatch(name) or ("offset" in file and file["offset"] != had.get(name, 0)):
             raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
-        path = record.job_dir / name
         stamps = self._stamps[record.job_id]
+        if not file.get("gone"):
+            keep(self._label, record.job_dir, file, content, stamps)
+            return
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if file.get("gone"):
-                path.unlink(missing_ok=True)
-                stamps.pop(name, None)
-            elif "stamp" in file:
-                files.write_atomic(path, content)
-                stamps[name] = file["stamp"]
-            else:
-                # At its offset, not at the end: another process may mirror the same bytes at this moment.
-                handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-                try:
-                    os.pwrite(handle, content, file["offset"])
-                finally:
-                    os.close(handle)
+            (record.job_dir / name).unlink(missing_ok=True)
         except OSError as error:
-            raise HostError(self._label, f"what it has written cannot be kept here: {error.strerror}: {path}") from error
+            raise HostError(self._label, f"what is gone there cannot be removed here: {error.strerror}: {record.job_dir / name}") from error
+        stamps.pop(name, None)
 
 
 def _mode(record: Record, *, logs: bool) -> str:

@@ -5,14 +5,46 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import HostError
 from clusterjob.node import files
 from clusterjob.node.logs import node_directory
-from clusterjob.ssh.session import Session
+
+if TYPE_CHECKING:
+    from clusterjob.ssh.session import Session
 
 Look = dict[str, Any]
+
+
+def keep(label: str, job_dir: Path, file: dict[str, Any], content: bytes, stamps: dict[str, str]) -> None:
+    """Keep what a host has sent of a file whose name was looked at.
+
+    Args:
+        label: the host, for errors.
+        job_dir: the job's directory here, which is made anew where it was removed.
+        file: the host's word of it: ``path``, and ``stamp`` of a file that is replaced, or ``offset`` in one that grows.
+        content: its bytes.
+        stamps: of the files that are replaced, by path; brought up to date.
+
+    Raises:
+        HostError: it cannot be written.
+    """
+    path = job_dir / file["path"]
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if "stamp" in file:
+            files.write_atomic(path, content)
+            stamps[file["path"]] = file["stamp"]
+        else:
+            # At its offset, not at the end: another process may mirror the same bytes at this moment.
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(handle, content, file["offset"])
+            finally:
+                os.close(handle)
+    except OSError as error:
+        raise HostError(label, f"what it has written cannot be kept here: {error.strerror}: {path}") from error
 
 
 class Mirror:
@@ -49,26 +81,9 @@ class Mirror:
             name = file["path"]
             if not self._allowed.fullmatch(name) or ".." in name or ("offset" in file and file["offset"] != sizes.get(name, 0)):
                 raise HostError(session.connection.target.label, f"it sends a file that was not asked for: {name[:80]!r}")
-            self._write(session.connection.target.label, name, file, content)
+            keep(session.connection.target.label, self._job_dir, file, content, self._stamps)
         look: Look = answer
         return look
-
-    def _write(self, label: str, name: str, file: dict[str, Any], content: bytes) -> None:
-        path = self._job_dir / name
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # also where the whole directory was removed here
-            if "stamp" in file:
-                files.write_atomic(path, content)
-                self._stamps[name] = file["stamp"]
-                return
-            # At its offset, not at the end: another process may mirror the same bytes at this moment.
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-            try:
-                os.pwrite(handle, content, file["offset"])
-            finally:
-                os.close(handle)
-        except OSError as error:
-            raise HostError(label, f"what it has written cannot be kept here: {error.strerror}: {path}") from error
 
     def _sizes(self, *, logs: bool) -> dict[str, int]:
         paths = [self._job_dir / "events.jsonl"] if self._node == 0 else []
