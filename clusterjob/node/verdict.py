@@ -10,6 +10,7 @@ from typing import Any
 
 SCHEMA = 1
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
+TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: of a worker that leaves to be queued again, and of its job
 
 

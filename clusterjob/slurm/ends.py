@@ -11,11 +11,18 @@ from clusterjob import arrays
 from clusterjob.node import ends, files
 from clusterjob.node.events import now
 from clusterjob.node.logs import last_lines, node_directory, rank_files
-from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict, is_peer_loss, last_exception
+from clusterjob.node.verdict import (
+    CANCELLED_EXIT_CODE,
+    PREEMPTED_EXIT_CODE,
+    TIMEOUT_EXIT_CODE,
+    Failure,
+    JobState,
+    Verdict,
+    is_peer_loss,
+    last_exception,
+)
 from clusterjob.slurm.queue import Row
 
-TIMEOUT_EXIT_CODE = 124  # as timeout(1)
-PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
 _OOM_EXIT_CODE = 137
 _TASKS_ENDED = re.compile(r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<how>.+)$", re.MULTILINE)
 _MOST_TASKS = 4096  # of which srun tells, that are looked at

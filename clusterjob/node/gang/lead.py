@@ -19,11 +19,10 @@ from clusterjob.node.gang.wire import Channel, Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.topology import Topology
-from clusterjob.node.verdict import CANCELLED_EXIT_CODE, PREEMPTED_EXIT_CODE, Failure, JobState, Verdict
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, PREEMPTED_EXIT_CODE, TIMEOUT_EXIT_CODE, Failure, JobState, Verdict
 
 _MOST_CONSEQUENCES = 256  # failures after the first that a verdict lists
 _LONGEST_MESSAGE = 200  # characters of each
-TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 _FAILURE_GRACE = 0.5  # between SIGTERM and SIGKILL once a worker has failed: its peers have nothing left to save
 _WAITING_NOTICE = 5.0  # between two lines that say who is missing
 _STOP_PATIENCE = 5.0  # beyond the grace, for an agent that does not answer the order to stop
