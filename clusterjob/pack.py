@@ -18,6 +18,7 @@ LIMIT = 150_000  # bytes; more would show at every submission to many hosts (a t
 _BARE_FILES = ("__init__.py", "node/__init__.py", "node/solid.py")
 _INSTALL = "\nfrom clusterjob.node import solid as _solid\n\n_solid.install(__file__)\n"
 _END_BYTES = 22  # of the record at the end of a zip without a comment
+_made: dict[str, bytes] = {}  # what this process has made, by the name that it is kept under
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same package gives the same bytes
 
 
@@ -33,14 +34,17 @@ def node_zip(cache: Path | None = None) -> bytes:
     """
     package = Path(__file__).resolve().parent
     sources = _sources(package)
+    name = _kept_name(package, sources)
     if cache is not None:
         try:
-            data = (cache / _kept_name(package, sources)).read_bytes()
+            data = (cache / name).read_bytes()
         except OSError:
             data = b""
         if data[-_END_BYTES:].startswith(b"PK\5\6"):  # a zip's end: it is whole
             return data
-    return _make(package, sources)
+    if name not in _made:
+        _made[name] = _make(package, sources)
+    return _made[name]
 
 
 def keep(data: bytes, cache: Path) -> None:
