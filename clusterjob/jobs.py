@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob import backends, config, hosts, pack, plans
 from clusterjob.backends import Backend, Status
 from clusterjob.backends.directory import nothing_to_fetch
+from clusterjob.checks import Check
 from clusterjob.errors import ClusterJobError, PlaceError, SpecError, SubmitInDoubtError, UsageError
 from clusterjob.node import environments, events, processes
 from clusterjob.node.logs import Line, LogReader
@@ -183,6 +184,23 @@ def _backend(name: str) -> Backend:
 def plan(spec: JobSpec, settings: config.Settings) -> Plan:
     """Return what submitting a job would do; runs no command and contacts nothing."""
     return _backend(settings.backend).plan(spec)
+
+
+def examine(settings: config.Settings, directory: Path) -> Iterator[Check]:
+    """Yield what is found of a cluster's fitness for a job with these settings, each check as it is done.
+
+    Args:
+        settings: what holds for the job.
+        directory: as for `make_spec`.
+
+    Raises:
+        UsageError: such a job makes no sense there.
+        ClusterJobError: the cluster's backend cannot be examined.
+    """
+    backend = _backend(settings.backend)
+    if not isinstance(backend, backends.Examiner):
+        raise ClusterJobError(f"the {settings.backend} backend has no checks of its own", "it is another package's")
+    return backend.examine(make_spec(Program("module", "doctor"), settings, directory))
 
 
 def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:

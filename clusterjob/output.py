@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import Status
+from clusterjob.checks import Check, CheckState
 from clusterjob.config import Settings
 from clusterjob.node.logs import Line, fold
 from clusterjob.node.verdict import JobState
@@ -21,7 +22,7 @@ from clusterjob.units import show_size
 if TYPE_CHECKING:
     from rich.status import Status as Spinner
 
-    from clusterjob.survey import HostReport
+    from clusterjob.ssh.survey import HostReport
 
 SCHEMA = 1
 
@@ -119,6 +120,13 @@ def print_hosts(reports: Sequence[HostReport]) -> None:
         gpus = str(len(report.gpus)) if report.python else ""
         rows.append((report.host, report.address, report.python, torch, free, gpus, report.trouble or "fit"))
     print_table(rows)
+
+
+def print_check(check: Check) -> None:
+    """Print one line of an examination, at once; what to do about it stands below."""
+    print(f"{check.state!s:<7}  {check.name:<12}  {check.words}", flush=True)
+    if check.hint and check.state is not CheckState.OK:
+        print(f"{'':<7}  {'':<12}  hint: {check.hint}", flush=True)
 
 
 class LogPrinter:

@@ -6,36 +6,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob import config, hosts, pack
 from clusterjob.errors import HostError, SpecError
 from clusterjob.hosts import Host
 from clusterjob.records import home
 
-
-@dataclass(frozen=True)
-class HostReport:
-    """What is known of a host once it was asked.
-
-    Attributes:
-        host: as it was written.
-        address: user, address and port that ssh's configuration makes of it; empty if that cannot be told.
-        trouble: why it is unfit, one line; empty if it is fit.
-        python, torch: the interpreter's version, and whether it finds torch.
-        free: bytes that are free where jobs lie.
-        name: the host's own name for itself.
-        gpus: its cards, as text.
-    """
-
-    host: str
-    address: str = ""
-    trouble: str = ""
-    python: str = ""
-    torch: bool | None = None
-    free: int | None = None
-    name: str = ""
-    gpus: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from clusterjob.ssh.survey import HostReport
 
 
 def survey(settings: config.Settings, named: tuple[Host, ...]) -> list[HostReport]:
@@ -45,31 +24,14 @@ def survey(settings: config.Settings, named: tuple[Host, ...]) -> list[HostRepor
         settings: the interpreter, the setup lines and the options of the cluster.
         named: the hosts.
     """
-    from clusterjob.ssh.pool import for_each
+    from clusterjob.ssh import survey as room
     from clusterjob.ssh.visits import Visits
 
-    place = _place(settings, named)
     visits = Visits(_warn, lambda: pack.node_zip(home() / "cache"))
-
-    def ask(node: int) -> HostReport:
-        host = named[node]
-        target = visits.pool(place).resolve(host)
-        address = f"{target.user}@{target.hostname}:{target.port}"
-        try:
-            answer, _ = visits.session(place, node).ask("check", need=0, torch=True, own=True, gpus=True)
-        except HostError as error:
-            return HostReport(str(host), address, error.why if error.host == str(host) else error.message)
-        return HostReport(
-            str(host), address, "; ".join(answer["troubles"]), answer["python"], answer["torch"], answer["free"], answer["host"],
-            tuple(answer["gpus"]),
-        )  # fmt: skip
-
     try:
-        outcome = for_each(range(len(named)), ask)
+        return room.survey(visits, _place(settings, named))
     finally:
         visits.close()
-    failed = {node: HostReport(str(named[node]), "", error.why) for node, error in outcome.errors.items()}
-    return [outcome.results.get(node) or failed[node] for node in range(len(named))]
 
 
 def named_hosts(settings: config.Settings, environ: Mapping[str, str], directory: Path) -> tuple[Host, ...]:

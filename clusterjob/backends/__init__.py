@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import importlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, overload, runtime_checkable
 
+from clusterjob.checks import Check
 from clusterjob.errors import UnknownCluster
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan
@@ -87,6 +88,18 @@ class Fetcher(Protocol):
         self, record: Record, paths: Sequence[str], target: Path, nodes: Sequence[int] | None, may_replace: Callable[[list[str]], bool]
     ) -> list[Fetched]:
         """Bring results from the job's hosts; see `clusterjob.jobs.fetch`."""
+
+
+@runtime_checkable
+class Examiner(Protocol):
+    """What a backend can do that knows how to look at its cluster before there is a job."""
+
+    def examine(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield what is found of the cluster's fitness for such a job, each check as it is done; starts no job, changes nothing.
+
+        Raises:
+            UsageError: the job makes no sense on this cluster.
+        """
 
 
 class _Names(Sequence[str]):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from clusterjob import pack, plans
 from clusterjob.backends import Status
+from clusterjob.checks import Finding, ok
 from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node import ends
 from clusterjob.node.events import now, read_events
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
-from clusterjob.plans import PlannedFile
+from clusterjob.plans import Plan, PlannedFile
 from clusterjob.records import Record, home
 from clusterjob.spec import JobSpec
 
@@ -103,6 +105,13 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
         "setup": list(spec.setup),
         "python": spec.python,
     }
+
+
+def plannable(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[Finding]:
+    """Find whether a job can be planned; see `clusterjob.checks.Look`."""
+    plan(spec)
+    nodes, workers = spec.resources.nodes, spec.nproc_per_node
+    yield ok(f"{nodes} node{'s' if nodes > 1 else ''} with {workers} worker{'s' if workers > 1 else ''}{' each' if nodes > 1 else ''}")
 
 
 def ended(verdict: Verdict) -> Status:

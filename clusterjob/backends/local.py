@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob import gpus
+from clusterjob import checks, gpus
 from clusterjob.backends import Status, directory
+from clusterjob.checks import Check
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract, ends, files, groups, processes
 from clusterjob.node.logs import node_directory
@@ -132,6 +133,13 @@ class LocalBackend:
         ends.cancel(record.job_dir)
         self._cut(record.job_id)
         groups.end([agent["pid"] for agent in _live_agents(record)], float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE)
+
+    def examine(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield what is found of this machine's fitness for a job."""
+        from clusterjob.backends.here import Machine
+
+        job = checks.Look("job", lambda: directory.plannable(self.plan, spec))
+        return checks.examine([job, *Machine(spec).looks()])
 
 
 def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:

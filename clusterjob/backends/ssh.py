@@ -9,15 +9,16 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob import pack, plans
+from clusterjob import checks, pack, plans
 from clusterjob.backends import Status, directory
+from clusterjob.checks import Check
 from clusterjob.errors import ClusterJobError, HostError, SpecError
 from clusterjob.hosts import Host
 from clusterjob.node import candidates, ends, files
@@ -264,6 +265,20 @@ class SshBackend:
         if outcome.errors:
             raise ClusterJobError(*complaint(outcome.errors, len(asked)))
         return [outcome.results[node] for node in asked]
+
+    def examine(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield what is found of the hosts' fitness for a job.
+
+        Raises:
+            SpecError: there are no hosts, or an option makes no sense here.
+        """
+        from clusterjob.backends.here import directory_looks
+        from clusterjob.ssh.examination import Hosts
+
+        spec, options = _settled(spec), _Options.of(spec)
+        hosts = Hosts(self._visits(), place_of(spec.to_json(), spec.hosts), spec, need_torch=options.need_torch)
+        job = checks.Look("job", lambda: directory.plannable(self.plan, spec))
+        return checks.examine([job, *directory_looks(), *hosts.looks()])
 
     def close(self) -> None:
         """Hang up on all hosts; jobs live on."""

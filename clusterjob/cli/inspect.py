@@ -1,10 +1,12 @@
-"""The commands that show what clusterjob sees: env (this process's place in a job), config (settings and where they come from)."""
+"""The commands that show what clusterjob sees: env (this process's place in a job), config (settings), doctor (is a cluster fit)."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from clusterjob.cli.options import flags_given, with_job_options
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -13,6 +15,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command("env")(env)
     app.command("config")(config)
+    app.command("doctor")(with_job_options(doctor))
 
 
 def env(as_json: Json = False) -> int:  # noqa: FBT002
@@ -42,3 +45,28 @@ def config(
     else:
         output.print_settings(settings)
     return 0
+
+
+def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
+    """Check whether a cluster is fit for a job; ends with 1 if something failed.
+
+    Takes the options that the job would have. Starts nothing.
+    """
+    from pathlib import Path
+
+    from clusterjob import jobs, output
+    from clusterjob.checks import CheckState
+
+    directory = Path.cwd()
+    cluster = flags.pop("cluster")
+    settings = jobs.settle(flags_given(flags), cluster, directory)
+    done = []
+    for check in jobs.examine(settings, directory):
+        done.append(check)
+        if not as_json:
+            output.print_check(check)
+    bad = any(check.state is CheckState.FAILED for check in done)
+    if as_json:
+        found = [vars(check) for check in done]
+        output.print_json({"cluster": settings.cluster, "backend": settings.backend, "fit": not bad, "checks": found})
+    return 1 if bad else 0

@@ -18,18 +18,31 @@ _CONFIG_PATIENCE = 5.0  # seconds: without an answer Slurm's default is as good 
 _ONLY_NOT_NOW = re.compile(r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE)
 
 
-def preflight(client: Client, argv: Sequence[str]) -> None:
+def check_configuration(client: Client) -> None:
+    """Refuse a configuration that is not there: Slurm's commands would wait a minute for it.
+
+    Raises:
+        SubmitError: SLURM_CONF names a file that does not exist.
+    """
+    conf = client.conf or os.environ.get("SLURM_CONF")
+    if client.is_local and conf and not os.path.exists(conf):
+        raise SubmitError(f"Slurm's configuration {conf} is not there", "SLURM_CONF names one")
+
+
+def preflight(client: Client, argv: Sequence[str]) -> Answer:
     """Ask Slurm whether the job could run: partition, GPUs, node count and each option; nothing is queued.
+
+    Returns:
+        What Slurm says; a code other than 0 says that the job would have to wait for nodes that are down.
 
     Raises:
         SubmitError: it could not; the message is Slurm's own.
     """
-    conf = client.conf or os.environ.get("SLURM_CONF")
-    if client.is_local and conf and not os.path.exists(conf):  # Slurm's commands would wait a minute for it
-        raise SubmitError(f"Slurm's configuration {conf} is not there", "SLURM_CONF names one")
+    check_configuration(client)
     answer = client.run([argv[0], "--test-only", *argv[1:]])
     if answer.code != 0 and not _ONLY_NOT_NOW.search(answer.err):
         raise _refused(answer)
+    return answer
 
 
 def check_time(client: Client, partitions: str | None, seconds: int | None) -> None:

@@ -5,7 +5,6 @@ Nothing is started while a host is unfit, and every host that is unfit is named.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,13 @@ from typing import Any
 
 from clusterjob.errors import HostError, SubmitError
 from clusterjob.ssh.delivery import Delivery
+from clusterjob.ssh.meeting import meet
 from clusterjob.ssh.pool import Outcome, complaint, for_each
 from clusterjob.ssh.session import Session
 from clusterjob.ssh.snapshot import Snapshot
 from clusterjob.ssh.visits import Place, Visits
 
 _MARGIN = 50_000_000  # bytes that are to be free beyond what is sent: logs have to go somewhere
-_PROBE_TIMEOUT = 3.0  # seconds to reach node 0 at an address
 _SLOW = 600.0  # seconds for answers that may take long: setup lines, a large copy on a slow disk
 _UP_PAUSE = 0.02
 _FAREWELL_TIMEOUT = 10.0
@@ -196,33 +195,7 @@ class Submission:
         """
         if len(self._nodes) == 1:
             return LOOPBACK
-        nonce = secrets.token_hex(16)
-        lead = self._visits.session(self._place, 0)
-        heard, _ = lead.ask("listen", ports=list(self._goods.ports), nonce=nonce)
-        # The address that this connection reached is the likeliest; behind NAT it is none of the machine's own.
-        addresses = sorted(heard["addresses"], key=lambda address: address != self._reached_at)
-        tried = self._place.hosts[0]
-        try:
-
-            def work(node: int) -> dict[str, Any]:
-                session = self._visits.session(self._place, node)
-                answer, _ = session.ask("probe", addresses=addresses, port=heard["port"], nonce=nonce, patience=_PROBE_TIMEOUT)
-                if not answer["reached"]:
-                    why = ", ".join(f"{address} ({text})" for address, text in answer["why"].items()) or "it has no address"
-                    hint = f"port {heard['port']} and those above have to be open between the hosts"
-                    raise HostError(str(self._place.hosts[node]), f"it cannot reach {tried} at {why}", hint)
-                found: dict[str, Any] = answer
-                return found
-
-            outcome = for_each([node for node in self._nodes if node], work, self._stop)
-        finally:
-            lead.ask("hush")
-        self._insist(outcome)
-        for address in addresses:
-            if all(address in answer["reached"] for answer in outcome.results.values()):
-                return str(address)
-        ways = "; ".join(f"{self._place.hosts[node]} at {', '.join(answer['reached'])}" for node, answer in outcome.results.items())
-        raise SubmitError(f"no address of {tried} is reached by all other hosts: {ways}")
+        return meet(self._visits, self._place, self._goods.ports, self._reached_at, self._stop)
 
     def _start(self, node: int, session: Session, address: str) -> None:
         goods = self._goods

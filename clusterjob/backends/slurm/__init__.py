@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob import arrays
+from clusterjob import arrays, checks
 from clusterjob.backends import Status, directory
 from clusterjob.backends.slurm import planning, standing
 from clusterjob.backends.slurm.standing import NAME, Cluster
+from clusterjob.checks import Check
 from clusterjob.errors import SubmitError, SubmitInDoubtError
 from clusterjob.node import ends
 from clusterjob.plans import Plan
@@ -46,6 +47,17 @@ class SlurmBackend:
             TemplateError: the user's template cannot be rendered.
         """
         return planning.plan(spec)
+
+    def examine(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield what is found of the cluster's fitness for a job.
+
+        Raises:
+            SpecError: the login host is none.
+        """
+        from clusterjob.backends.slurm.examination import SlurmCluster
+
+        login = planning.login_of(spec)
+        return checks.examine(SlurmCluster(spec, None if login is None else self._host(login)).looks())
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 

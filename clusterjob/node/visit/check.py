@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,17 @@ _QUESTION = """
 import importlib.util, json, sys
 print("clusterjob-fit " + json.dumps({"version": list(sys.version_info[:3]), "executable": sys.executable,
                                       "torch": importlib.util.find_spec("torch") is not None}))
+"""
+
+
+# The same, of an interpreter that is asked for all: one that is too old says no more than that.
+_QUESTION_OF_FACTS = """
+import json, sys
+print("clusterjob-fit " + json.dumps({"version": list(sys.version_info[:3]), "executable": sys.executable}))
+sys.stdout.flush()
+if sys.version_info >= (3, 10):
+    from clusterjob.node.visit.facts import main
+    main()
 """
 
 
@@ -67,30 +80,92 @@ def interpreter(job_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
         job_dir: the job's directory on this host.
         request: ``python``, ``setup`` (lines), ``workdir`` (relative to the job's directory, or absolute), ``torch``.
     """
-    lines = [f"cd -- {shlex.quote(str(job_dir / request['workdir']))} || exit 1"]
-    for index, line in enumerate(request["setup"]):
+    directory = str(job_dir / request["workdir"])
+    answer = _ask(directory, request["python"], request["setup"], _QUESTION)
+    found = answer.said("fit")
+    if found is None:
+        return {"troubles": [answer.trouble]}
+    return {"troubles": _misfit(found["version"], found["executable"], has_torch=found["torch"], needs_torch=request["torch"])}
+
+
+def facts(directory: str, request: dict[str, Any], node_zip: str) -> dict[str, Any]:
+    """Return what the job's interpreter makes of this machine: what `clusterjob.node.visit.facts` finds, asked of it.
+
+    Args:
+        directory: where the setup lines run.
+        request: ``python``; ``setup``, lines; ``env``, variables of the job's.
+        node_zip: path of the package as it travels.
+
+    Returns:
+        ``trouble``: why there is no fit interpreter, empty if there is; ``setup``: whether a setup line failed; ``version`` and
+        ``executable`` as far as they are known; ``facts``, which are None where the interpreter died in the import of torch, and ``died``,
+        how it ended then.
+    """
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in request["env"].items()]
+    path = f'export PYTHONPATH={shlex.quote(node_zip)}"${{PYTHONPATH:+:$PYTHONPATH}}" OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"'
+    answer = _ask(directory, request["python"], request["setup"], _QUESTION_OF_FACTS, exports, [path])
+    found, told = answer.said("fit"), answer.said("facts")
+    if found is None:
+        return {
+            "trouble": answer.trouble,
+            "setup": answer.failed_at is not None,
+            "version": None,
+            "executable": "",
+            "facts": None,
+            "died": "",
+        }
+    trouble = "; ".join(_misfit(found["version"], found["executable"], has_torch=True, needs_torch=False))
+    return {"trouble": trouble, "setup": False, **found, "facts": told, "died": answer.end}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What became of a question to the job's interpreter: its words by name, else why there is none."""
+
+    words: dict[str, Any]
+    trouble: str
+    failed_at: int | None
+    end: str
+
+    def said(self, name: str) -> Any:
+        return self.words.get(name)
+
+
+def _ask(
+    directory: str, python: str, setup: Sequence[str], question: str, before: Sequence[str] = (), after: Sequence[str] = ()
+) -> _Answer:
+    """Run the job's setup lines, then its interpreter with a question; `before` and `after` those are other lines for bash."""
+    lines = [f"cd -- {shlex.quote(directory)} || exit 1", *before]
+    for index, line in enumerate(setup):
         lines.append(f"{{ :\n{line}\n}} < /dev/null >&2 || {{ echo 'clusterjob-setup {index}'; exit 1; }}")
-    python = shlex.quote(request["python"])
-    lines.append(f"command -v -- {python} > /dev/null || {{ echo clusterjob-none; exit 1; }}")
-    lines.append(f"exec {python} -c {shlex.quote(_QUESTION)}")
+    quoted = shlex.quote(python)
+    lines.append(f"command -v -- {quoted} > /dev/null || {{ echo clusterjob-none; exit 1; }}")
+    lines += [*after, f"exec {quoted} -c {shlex.quote(question)}"]
     try:
         asked = subprocess.run(
             ["bash", "-c", "\n".join(lines)], capture_output=True, stdin=subprocess.DEVNULL, timeout=_SETUP_PATIENCE, check=False,
             env=work_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"troubles": [f"its setup lines take longer than {_SETUP_PATIENCE:g} s"]}
-    last = (asked.stdout.decode(errors="replace").strip().splitlines() or [""])[-1]
+        return _Answer({}, f"its setup lines take longer than {_SETUP_PATIENCE:g} s", None, "")
+    except OSError as error:
+        return _Answer({}, f"bash cannot be run: {error.strerror}", None, "")
     said = (asked.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
-    word, _, rest = last.partition(" ")
-    if word == "clusterjob-fit":
-        found = json.loads(rest)
-        return {"troubles": _misfit(found["version"], found["executable"], has_torch=found["torch"], needs_torch=request["torch"])}
-    if word == "clusterjob-setup":
-        return {"troubles": [f"a setup line failed: {request['setup'][int(rest)]}" + (f" ({said})" if said else "")]}
-    if word == "clusterjob-none":
-        return {"troubles": [f"there is no interpreter {request['python']}"]}
-    return {"troubles": [f"its interpreter {request['python']} cannot be started" + (f": {said}" if said else "")]}
+    words: dict[str, Any] = {}
+    failed_at = None
+    trouble = f"its interpreter {python} cannot be started" + (f": {said}" if said else "")
+    for line in asked.stdout.decode(errors="replace").splitlines():
+        word, _, rest = line.partition(" ")
+        if word in ("clusterjob-fit", "clusterjob-facts"):
+            words[word.removeprefix("clusterjob-")] = json.loads(rest)
+        elif word == "clusterjob-setup":
+            failed_at = int(rest)
+            trouble = f"a setup line failed: {setup[failed_at]}" + (f" ({said})" if said else "")
+        elif word == "clusterjob-none":
+            trouble = f"there is no interpreter {python}"
+    code = asked.returncode
+    end = "" if code == 0 else f"signal {-code}" if code < 0 else f"exit code {code}"
+    return _Answer(words, trouble, failed_at, end + (f": {said}" if said and code else ""))
 
 
 def _misfit(version: list[int], executable: str, *, has_torch: bool, needs_torch: bool) -> list[str]:

@@ -72,6 +72,8 @@ class Visit:
             return check.check(self.home, request), b""
         if op == "fit":
             return check.interpreter(self.home / "jobs" / request["job"], request), b""
+        if op == "facts":
+            return check.facts(os.path.expanduser(request["workdir"]), request, sys.path[0]), b""  # the zip that this runs from
         if op == "put":
             return self._work.put(request, body.read), b""
         if op == "land":

@@ -1,0 +1,84 @@
+"""`clusterjob doctor` as the tests run it: its checks by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from procs import PATIENCE
+
+import clusterjob
+
+CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
+PACKAGE = str(Path(clusterjob.__file__).parent)
+# Where setup lines and the like find it: a torch that says how it is built, and has no native code that takes a second to load.
+LIGHT_TORCH = """
+__version__ = {version!r}
+class version:
+    cuda, hip = None, None
+class cuda:
+    is_available = staticmethod(lambda: False)
+    is_initialized = staticmethod(lambda: False)
+class distributed:
+    is_available = is_gloo_available = staticmethod(lambda: True)
+    is_nccl_available = staticmethod(lambda: False)
+"""
+
+
+class Diagnosis:
+    """What `doctor --json` has said."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
+        assert done.returncode in (0, 1), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        said: dict[str, Any] = json.loads(done.stdout)
+        assert said["schema"] == 1
+        self.checks: list[dict[str, str]] = said["checks"]
+        self.fit: bool = said["fit"]
+        failed = [check for check in self.checks if check["state"] == "failed"]
+        assert self.fit == (done.returncode == 0) == (not failed), self
+        for check in self.checks:
+            assert check["state"] in ("ok", "warning", "failed", "unknown")
+            assert len(check["words"].splitlines()) == 1, check
+            assert check["hint"] or check["state"] not in ("warning", "failed"), f"no hint: {check}"
+
+    def __repr__(self) -> str:
+        return "\n" + "\n".join(f"{check['state']:<8} {check['name']:<12} {check['words']} [{check['hint']}]" for check in self.checks)
+
+    def named(self, name: str) -> list[dict[str, str]]:
+        found = [check for check in self.checks if check["name"] == name]
+        assert found, f"no check {name!r}:{self}"
+        return found
+
+    def state(self, name: str) -> str:
+        """Return a check's state: the worst of its lines."""
+        states = {check["state"] for check in self.named(name)}
+        return next(state for state in ("failed", "warning", "unknown", "ok") if state in states)
+
+    def words(self, name: str) -> str:
+        return "\n".join(check["words"] for check in self.named(name))
+
+    def hints(self, name: str) -> str:
+        return "\n".join(check["hint"] for check in self.named(name))
+
+    @property
+    def failed(self) -> list[str]:
+        return list(dict.fromkeys(check["name"] for check in self.checks if check["state"] == "failed"))
+
+
+def doctor(*words: str, prefix: Sequence[str] = (), **more: Any) -> Diagnosis:
+    """Run it with these options, behind a command such as unshare if one is given."""
+    argv = [*prefix, *CLUSTERJOB, "doctor", "--json", *words]
+    return Diagnosis(subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=PATIENCE, **more))
+
+
+def light_torch(directory: Path, version: str = "2.9.0") -> Path:
+    """Write a torch of this version that is imported at once; return what has to be on PYTHONPATH."""
+    package = directory / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIGHT_TORCH.format(version=version))
+    return directory
