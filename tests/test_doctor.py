@@ -36,7 +36,7 @@ def home() -> Path:
 
 
 def test_a_machine_that_is_fit() -> None:
-    found = doctor(*LOCAL, "--python", sys.executable, "--nodes", "2", "--nproc-per-node", "4")
+    found = doctor(*LOCAL, "--python", sys.executable, "--nodes", "2", "--nproc-per-node", "4", first=True)
     assert found.fit
     assert found.words("job") == "2 nodes with 4 workers each"
     assert found.words("interpreter") == f"{sys.executable}, Python {'.'.join(map(str, sys.version_info[:3]))}"
@@ -174,7 +174,7 @@ def test_a_home_that_cannot_be_made_or_written(tmp_path: Path, light: list[str])
 
 
 def test_a_home_that_everybody_may_write(light: list[str]) -> None:
-    home().mkdir(parents=True)
+    home().mkdir(parents=True, exist_ok=True)
     home().chmod(0o777)
     found = doctor(*LOCAL, *light)
     assert found.failed == ["directory"]
@@ -184,7 +184,7 @@ def test_a_home_that_everybody_may_write(light: list[str]) -> None:
 def test_a_disk_that_is_read_only_and_one_that_is_full(light: list[str]) -> None:
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("mounting a file system takes root")
-    home().mkdir(parents=True)
+    home().mkdir(parents=True, exist_ok=True)
     at = shlex.quote(str(home()))
 
     def on(options: str) -> list[str]:

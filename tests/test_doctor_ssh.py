@@ -209,8 +209,7 @@ def test_a_clock_that_is_wrong(clinic: Clinic, tmp_path: Path) -> None:
     found = clinic(python=str(late))
     assert found.fit
     assert found.state("clock") == "warning"
-    assert found.words("clock").startswith("gpu1, gpu2: 3")
-    assert "s behind this machine's" in found.words("clock")
+    assert found.words("clock") == "gpu1, gpu2: about 60 min behind this machine's"
 
 
 def test_hosts_that_do_not_reach_each_other(clinic: Clinic) -> None:

@@ -181,5 +181,6 @@ def _clock(report: HostReport) -> Finding:
     ahead = report.ahead or 0.0
     if abs(ahead) < _MOST_AHEAD:
         return ok("as here")
-    words = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    much = f"{round(abs(ahead) / 60)} min" if abs(ahead) >= 120 else f"{round(abs(ahead), -1):.0f} s"  # hosts that are alike are one line
+    words = f"about {much} {'ahead of' if ahead > 0 else 'behind'} this machine's"
     return warning(words, "logs and results carry these times: chrony or ntpd keeps clocks together")
