@@ -134,7 +134,7 @@ def test_accounting_that_does_not_answer(user_accounted: User) -> None:
 
 
 def test_a_controller_that_is_slow(user: User) -> None:
-    user.command_first_on_path("squeue", 'sleep 3.5\nexec "$REAL" "$@"\n')
+    user.command_first_on_path("squeue", '[ -s "$NOTES" ] || { echo once > "$NOTES"; sleep 3.5; }\nexec "$REAL" "$@"\n')
     found = at(user)
     assert found.fit
     assert found.state("controller") == "warning"
