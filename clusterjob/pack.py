@@ -80,8 +80,8 @@ def _fingerprint(package: Path, sources: list[Path]) -> str:
 
 
 def _make(package: Path, sources: list[Path]) -> bytes:
-    import io  # all this is for the first time that these sources are packed
-    import lzma
+    import bz2  # all this is for the first time that these sources are packed
+    import io
     import zipfile
 
     buffer = io.BytesIO()
@@ -97,7 +97,7 @@ def _make(package: Path, sources: list[Path]) -> bytes:
                 _add(archive, f"clusterjob/{inside}", text.encode())
             else:
                 apart[f"clusterjob/{inside}"] = text
-        block = lzma.compress(json.dumps(apart).encode(), preset=9)
+        block = bz2.compress(json.dumps(apart).encode())
         archive.writestr(zipfile.ZipInfo(f"clusterjob/{solid.NAME}", _EPOCH), block, zipfile.ZIP_STORED)
     return buffer.getvalue()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import bz2
 import io
 import json
-import lzma
 import os
 import re
 import subprocess
@@ -94,7 +94,7 @@ def test_it_holds_the_whole_package_and_nothing_else() -> None:
         assert archive.testzip() is None
         names = set(archive.namelist())
         texts = {name: archive.read(name) for name in names}
-    block = json.loads(lzma.decompress(texts.pop(f"clusterjob/{solid.NAME}")))
+    block = json.loads(bz2.decompress(texts.pop(f"clusterjob/{solid.NAME}")))
     assert not set(block) & set(texts)
     texts |= {name: text.encode() for name, text in block.items()}
     modules = {f"clusterjob/{path.relative_to(PACKAGE).as_posix()}": path for path in PACKAGE.rglob("*.py")}
@@ -115,7 +115,7 @@ def test_all_of_it_is_there_for_whoever_asks_in_a_job(zip_file: Path, tmp_path: 
     code = """
 import inspect, sys
 import clusterjob
-assert "lzma" not in sys.modules
+assert "bz2" not in sys.modules
 import clusterjob.slurm.flags as flags, clusterjob.cli.options, clusterjob.backends
 from clusterjob import JobSpec
 print(flags.__file__, flags.__spec__.origin, inspect.getsource(flags.clock).splitlines()[0])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType, ModuleType
 
-NAME = "sources.json.xz"  # beside the package's own __init__.py: {"clusterjob/cli/__init__.py": source, ...}
+NAME = "sources.json.bz2"  # beside the package's own __init__.py: {"clusterjob/cli/__init__.py": source, ...}
 
 
 class Solid:
@@ -75,12 +75,12 @@ class Solid:
 
     def _all(self) -> dict[str, str]:
         if self._sources is None:
+            import bz2
             import json
-            import lzma
 
             package = sys.modules["clusterjob"]
             data = package.__loader__.get_data(f"{self._directory}/{NAME}")  # type: ignore[union-attr]
-            self._sources = json.loads(lzma.decompress(data))
+            self._sources = json.loads(bz2.decompress(data))
         assert self._sources is not None
         return self._sources
 
