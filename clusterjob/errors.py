@@ -46,7 +46,7 @@ class ConfigError(UsageError):
 class TemplateError(UsageError):
     """A template cannot be rendered: a syntax error, an undefined name, a value that was not quoted."""
 
-    general_hint = "docs/templates.md lists what a template may name, and the filters sh, sh_words and verbatim"
+    general_hint = "docs/templates.md lists what a template may name, and the filters sh, sh_words, yaml and verbatim"
 
 
 class UnknownCluster(UsageError):

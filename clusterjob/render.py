@@ -1,10 +1,12 @@
-"""Templates into scripts. Every value is quoted once, here, and a template that forgets to quote one is refused.
+"""Templates into scripts and YAML. Every value is quoted once, here, and a template that forgets to quote one is refused.
 
 Templates lie at the top of the source tree, in ``templates/``; a wheel carries them as ``clusterjob/templates``.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,10 +16,11 @@ from clusterjob.errors import TemplateError
 
 if TYPE_CHECKING:
     import jinja2
+    from yaml import ScalarNode
 
 
 class Quoted(str):
-    """Text that may stand in a shell script as it is: it went through a filter of this module."""
+    """Text that may stand in a script, or in YAML, as it is: it went through a filter of this module."""
 
     __slots__ = ()
 
@@ -33,6 +36,42 @@ def sh(value: object) -> Quoted:
 def sh_words(values: Iterable[object]) -> Quoted:
     """Quote several values as several words of bash's."""
     return Quoted(" ".join(map(sh, values)))
+
+
+def yaml(value: object) -> Quoted:
+    """Write a value, plain data, as YAML on one line: texts in double quotes, so that none is read as anything else.
+
+    Raises:
+        TemplateError: it holds bytes that are no UTF-8, which YAML cannot carry, or it is no plain data.
+    """
+    from yaml import YAMLError, dump
+
+    try:
+        text = dump(value, Dumper=_line_dumper(), allow_unicode=True, default_flow_style=True, width=math.inf, sort_keys=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TemplateError(f"{str(value)[:60]!r} holds bytes that are no UTF-8, which YAML cannot carry") from error
+    except YAMLError as error:
+        raise TemplateError(f"{str(value)[:60]!r} cannot be written as YAML: {error}") from error
+    return Quoted(text.removesuffix("\n").removesuffix("\n..."))  # which ends a bare scalar
+
+
+@functools.cache
+def _line_dumper() -> Any:
+    from yaml import SafeDumper
+
+    class LineDumper(SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - the same list twice is written twice
+            return True
+
+    def text(dumper: LineDumper, value: str) -> ScalarNode:
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            value.encode()  # which raises
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"')
+
+    LineDumper.add_representer(str, text)
+    LineDumper.add_representer(Quoted, text)
+    return LineDumper
 
 
 def verbatim(value: object) -> Quoted:
@@ -78,13 +117,13 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([path.parent, template_directory()]),
         undefined=jinja2.StrictUndefined,
-        autoescape=False,  # noqa: S701 - it is shell, not HTML: `finalize` below enforces the shell's own quoting
+        autoescape=False,  # noqa: S701 - it is shell or YAML, not HTML: `finalize` below enforces their own quoting
         finalize=_quoted_only,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(sh=sh, sh_words=sh_words, verbatim=verbatim)
+    environment.filters.update(sh=sh, sh_words=sh_words, yaml=yaml, verbatim=verbatim)
     try:
         return environment.get_template(path.name).render(values)
     except jinja2.TemplateError as error:
@@ -103,7 +142,7 @@ def _quoted_only(value: object) -> object:
 
     if isinstance(value, jinja2.Undefined):
         return value  # which raises by itself, naming the variable
-    raise jinja2.TemplateRuntimeError(f"the value {str(value)[:40]!r} is written without quoting: pipe it through the filter sh")
+    raise jinja2.TemplateRuntimeError(f"the value {str(value)[:40]!r} is written without quoting: pipe it through the filter sh, or yaml")
 
 
 def _describe(path: Path, error: jinja2.TemplateError) -> str:

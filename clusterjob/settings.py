@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,6 +96,25 @@ def _listed(value: Any) -> str:
     return value if isinstance(value, str) else ",".join(_lines(value))
 
 
+class Structure(str):
+    """A list or a table of a file, as JSON: a backend's option may be one, where the backend has such options."""
+
+    __slots__ = ()
+
+
+def _options(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return _table(value)
+    return {str(key): _structure(item) if isinstance(item, (list, dict)) else _cell(item) for key, item in value.items()}
+
+
+def _structure(value: list[Any] | dict[str, Any]) -> Structure:
+    try:
+        return Structure(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{_short(value)} holds what is neither a text nor a number nor true nor false") from error
+
+
 def _table(value: Any) -> dict[str, str]:
     if isinstance(value, dict):
         return {str(key): _cell(item) for key, item in value.items()}
@@ -136,7 +156,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("launcher", _text),
         Setting("require_gpus", _switch),
         Setting("template", _path),
-        Setting("set", _table, merge=True),
+        Setting("set", _options, merge=True),
         Setting("hosts", _listed),
         Setting("hostfile", _path),
         Setting("login", _text),

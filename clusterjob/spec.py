@@ -144,8 +144,8 @@ class JobSpec:
         self._check_program()
 
     def _check_program(self) -> None:
-        if (self.hosts or self.login) and not self.sync:
-            return  # it lies on the hosts, and perhaps not here
+        if not self.sync:
+            return  # it lies where the job runs, and perhaps not here
         if not self.workdir.is_dir():
             raise SpecError(f"the working directory {str(self.workdir)!r} is not there")
         if self.program.kind == "script":

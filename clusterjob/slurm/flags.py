@@ -71,6 +71,8 @@ def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
 
 
 def _word(name: str, value: str) -> str:
+    if isinstance(value, Structure):
+        raise SpecError(f"{name}: {value[:80]} is not a text or a number", "sbatch takes a list as one text, with commas between")
     if "\0" in value or "\n" in value:
         raise SpecError(f"--set {name}={value[:40]!r}: the value holds a line break")
     if name in _WITH_VALUE:
