@@ -22,6 +22,7 @@ TOKEN_FILE = "CLUSTERJOB_TOKEN_FILE"
 ARRAY_INDEX = "CLUSTERJOB_ARRAY_INDEX"
 REPORT_FD = "CLUSTERJOB_REPORT_FD"
 WARNING_FD = "CLUSTERJOB_WARNING_FD"
+STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees this node's stdout alone; see `numbered`
 _RESTARTS = "SLURM_RESTART_COUNT"
 
 # What a launcher sets for its workers; a job started from inside another must not inherit them.

@@ -119,10 +119,28 @@ def _attempt_of(path: Path) -> int:
     return int(end.get("attempt") or 0) if isinstance(end, dict) else -1
 
 
+def refuse(job_dir: Path, node_rank: int, attempt: int, exit_code: int, why: str) -> None:
+    """Record that a node could not start its agent; the first word of it stays.
+
+    Args:
+        job_dir: the job's directory.
+        node_rank: the node.
+        attempt: the start of the job.
+        exit_code: of its script.
+        why: ``host: why``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = directory(job_dir) / f"node{node_rank}{_refusal_suffix(attempt)}"
+    if not path.exists():
+        files.write_atomic(path, f"{exit_code}\n{why}\n".encode(errors="surrogateescape"))
+
+
 def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
     """Return the nodes whose script could not start an agent, as failures with the last lines that it printed."""
     found = []
-    suffix = f".attempt{attempt}.refused" if attempt else ".refused"
+    suffix = _refusal_suffix(attempt)
     for path in directory(job_dir).glob(f"node*{suffix}"):
         code, _, message = path.read_text(errors="replace").strip().partition("\n")
         host, _, why = message.partition(": ")
@@ -132,3 +150,7 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
             last = last_lines(node_directory(job_dir, int(number)) / "agent.log")
             found.append(Failure(None, None, int(number), host, exit_code, None, why, last))
     return sorted(found, key=lambda failure: failure.node_rank)
+
+
+def _refusal_suffix(attempt: int) -> str:
+    return f".attempt{attempt}.refused" if attempt else ".refused"

@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from clusterjob.errors import ClusterJobError, PlaceError
-from clusterjob.node import addresses, contract, devices, ends, environments, logs, processes
+from clusterjob.node import addresses, contract, devices, ends, environments, logs, network, processes
 from clusterjob.node.environments import Finding, slurm_env
 from clusterjob.node.gang import ports
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.logs import LogReader
+from clusterjob.node.numbered import refusal
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.report import report
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return launch(parse(sys.argv[1:] if argv is None else argv), os.environ)
     except ClusterJobError as error:
+        if os.environ.get(contract.STREAM) == "1":
+            print(refusal(error.exit_code, network.own_name(), error.message), end="", flush=True)
         print(f"clusterjob: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"  {error.hint}", file=sys.stderr)
@@ -64,6 +67,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task))
     job = _identity(environ, topology, finding)
     job_dir, temporary = _job_directory(environ, topology, job.attempt)
+    numbered = os.environ.pop(contract.STREAM, "") == "1"  # of this agent, not of one that a worker may start
 
     agent_end, starter_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sys.stdout.flush()
@@ -83,7 +87,8 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     from clusterjob.node.agent import Agent, StarterProcess
     from clusterjob.node.voice import Voice
 
-    voice = Voice(LogReader(job_dir, node=topology.node_rank, attempt=job.attempt) if options.echo else None)
+    reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
+    voice = Voice(reader if options.echo or numbered else None, numbered=numbered)
     try:
         agent = Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end, early), voice)
         verdict = asyncio.run(agent.run())
@@ -93,8 +98,10 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             voice.say(f"{verdict.state}: {verdict.reason}")
         if temporary and verdict.state is JobState.SUCCEEDED:
             shutil.rmtree(job_dir, ignore_errors=True)
-        elif temporary:
+        elif temporary and not numbered:
             voice.say(f"logs: {job_dir}")
+        if topology.node_rank == 0:
+            voice.tell(verdict)
     finally:
         voice.close()
     return verdict.exit_code

@@ -6,13 +6,17 @@ closed one must not end the job.
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import sys
 import threading
-from typing import TextIO
+import time
+from typing import Any, TextIO
 
 from clusterjob.node.logs import Line, LogReader, fold
+from clusterjob.node.numbered import Writer
+from clusterjob.node.verdict import Verdict
 
 
 class Voice:
@@ -20,18 +24,27 @@ class Voice:
 
     Args:
         reader: reads the output of this node's workers; None leaves it in its files.
+        numbered: all goes to stdout, each line with a number, for a submitter who sees nothing but that; see `numbered`.
     """
 
-    def __init__(self, reader: LogReader | None = None) -> None:
+    def __init__(self, reader: LogReader | None = None, *, numbered: bool = False) -> None:
         self._reader = reader
-        self._queue: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # (what to do, text)
+        self._writer = Writer() if numbered else None
+        if numbered and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # whatever the image's locale is
+        self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()  # (what to do, with what)
         self._look_waits = False  # whether a wish to look at the output is in the queue: one is enough
         self._thread = threading.Thread(target=self._run, name="clusterjob-voice", daemon=True)
         self._thread.start()
 
     def say(self, text: str) -> None:
         """Show one line to whoever watches this node; a submitted job keeps it in agent.log."""
-        self._queue.put(("say", f"clusterjob: {text}\n"))
+        self._queue.put(("say", text))
+
+    def tell(self, verdict: Verdict) -> None:
+        """Show how the job ended to a submitter who reads numbered lines; people were told in words."""
+        if self._writer is not None:
+            self._queue.put(("tell", verdict.to_json()))
 
     def show(self) -> None:
         """Show what the workers wrote since the last look."""
@@ -50,18 +63,29 @@ class Voice:
 
     def _run(self) -> None:
         while True:
-            what, text = self._queue.get()
-            if what == "say":
-                _write(sys.stderr, text)
-            elif what == "close":
+            what, value = self._queue.get()
+            if what == "close":
                 return
+            if what == "say":
+                self._say(value)
+            elif what == "tell" and self._writer is not None:
+                _write(sys.stdout, self._writer.verdict(value))
             elif self._reader is not None:
                 self._look_waits = False
                 self._show(self._reader.read() if what == "show" else self._reader.finish())
 
-    @staticmethod
-    def _show(lines: list[Line]) -> None:
-        for line in fold(lines):
+    def _say(self, text: str) -> None:
+        if self._writer is None:
+            _write(sys.stderr, f"clusterjob: {text}\n")
+        else:
+            _write(sys.stdout, self._writer.words(text))
+
+    def _show(self, lines: list[Line]) -> None:
+        shown = fold(lines)
+        if self._writer is not None:
+            _write(sys.stdout, self._writer.output(shown, time.time()))
+            return
+        for line in shown:
             _write(sys.stdout if line.stream == "out" else sys.stderr, f"[{line.label}] {line.text}\n")
 
 
