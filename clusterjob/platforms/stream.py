@@ -193,8 +193,8 @@ class _Taken:
 
     Attributes:
         next: the number that comes next.
-        known: digests of the lines without a number since the last one with; of many, the last.
-        bare: how many these are.
+        known: digests of the lines without a number; of many, the last.
+        bare: how many of them came since the last line with one.
         missing: runs of numbers that were passed over.
         open: files whose last line goes on with the next number.
         seconds: when the last line was shown.
@@ -219,7 +219,7 @@ class _Taken:
         return asdict(self)
 
     def advance(self, number: int) -> None:
-        self.next, self.known, self.bare = number + 1, [], 0
+        self.next, self.bare = number + 1, 0
 
     def remember(self, line: str) -> None:
         self.known.append(_digest(line))
@@ -244,15 +244,24 @@ class _Taken:
         Where the piece of the log begins is not known. If it begins with the first of them, that is certain; else the longest run with
         which the known ones end and the piece begins is taken for the same.
         """
-        digests, known = [_digest(line) for line in lines], self.known
+        digests = [_digest(line) for line in lines]
+        known = self.known[-self.bare :] if self.bare else []
         if not known or not digests:
             return 0
         if digests[: self.bare][-len(known) :] == known and len(digests) >= self.bare:
             return self.bare
-        if any(known[begin : begin + len(digests)] == digests for begin in range(len(known) - len(digests) + 1)):
+        if _holds(known, digests):
             return len(digests)
         longest = min(len(known), len(digests))
         return next((count for count in range(longest, 0, -1) if known[-count:] == digests[:count]), 0)
+
+    def is_older(self, lines: Sequence[str]) -> bool:
+        """Return whether a piece without any number is of what came before the last number."""
+        return _holds(self.known[: len(self.known) - self.bare], [_digest(line) for line in lines])
+
+
+def _holds(whole: list[str], part: list[str]) -> bool:
+    return any(whole[begin : begin + len(part)] == part for begin in range(len(whole) - len(part) + 1))
 
 
 def _digest(line: str) -> str:
@@ -281,7 +290,10 @@ def _after_what_is_known(items: Sequence[tuple[str, Numbered | None]], first: in
     follower = items[first][1] if first < len(items) else None
     if follower is not None and follower.number > taken.next and last is None:
         return run  # behind a gap
-    return run + taken.known_of([line for line, _ in items[run:first]])
+    bare = [line for line, _ in items[run:first]]
+    if last is None and follower is None and taken.is_older(bare):
+        return first
+    return run + taken.known_of(bare)
 
 
 class _Pages:
