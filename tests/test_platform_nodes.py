@@ -1,0 +1,195 @@
+"""Uploaded code on nodes that share nothing with the submitter, each in a network of its own: all that comes back is what they print."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launching import environment
+from namespaces import Machine, machines, why_not
+from procs import PATIENCE
+
+from clusterjob import pack
+from clusterjob.backends import directory
+from clusterjob.node.logs import LogReader
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState
+from clusterjob.plans import PlannedFile
+from clusterjob.platforms import upload
+from clusterjob.platforms.stream import Stream
+from clusterjob.render import render
+from clusterjob.spec import JobSpec
+
+TRAIN = """
+import os, sys, torch, torch.distributed as dist
+from clusterjob import bootstrap
+with bootstrap.init(timeout=90) as ctx:
+    value = torch.ones(1) * (ctx.rank + 1)
+    dist.all_reduce(value)
+    print(f"sum {value.item():.0f} of {ctx.world_size} in {os.path.basename(os.getcwd())}")
+    print(f"rank {ctx.rank} é \\u2603 [0] like ours", file=sys.stderr)
+    print("x" * 20_000)
+    sys.stdout.write("no end of line")
+"""
+
+
+@pytest.fixture
+def two() -> Iterator[list[Machine]]:
+    why = why_not()
+    if why:
+        pytest.skip(why)
+    with machines(2) as made:
+        yield made
+
+
+@dataclass
+class Task:
+    """A task of a platform: the upload's copy of each node, its process and its log."""
+
+    job_dir: Path
+    processes: list[subprocess.Popen[bytes]]
+    logs: list[Path]
+
+    def lines(self, node: int, count: int = 10_000) -> list[str]:
+        """Return the last lines of a node's log, as a platform would show them: no line that has not ended."""
+        return self.logs[node].read_bytes().decode(errors="replace").split("\n")[:-1][-count:]
+
+    def collect(self) -> None:
+        for node in range(len(self.logs)):
+            Stream(self.job_dir, node).take(self.lines(node))
+
+    def wait(self) -> list[int]:
+        return [process.wait(PATIENCE) for process in self.processes]
+
+
+@pytest.fixture
+def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
+    made: list[Task] = []
+
+    def submit_one(text: str, task_id: str = "t-1", attempt: int = 0, **fields: object) -> Task:
+        work, job_dir, there = tmp_path / "work", tmp_path / "job", tmp_path / f"there{attempt}"
+        for folder in (work, job_dir, there):
+            folder.mkdir(exist_ok=True)
+        (work / "train.py").write_text(text)
+        spec = JobSpec(Program("script", "train.py"), work, python=sys.executable, nproc_per_node=2, **fields)  # type: ignore[arg-type]
+        values = directory.common_values(spec, "job-abc", job_dir) | {
+            "uploaded": True, "workdir": "", "node_zip": "", "launch_arguments": spec.launch_options().arguments(),
+        }  # fmt: skip
+        files = [
+            directory.script_file(job_dir / upload.ENTRY, render("mlp.sh.j2", values)),
+            PlannedFile(job_dir / pack.NAME, pack.node_zip(tmp_path)),
+        ]
+        staged = upload.stage(spec, job_dir, files)
+        hosts = {f"MLP_WORKER_{number}_HOST": machine.address for number, machine in enumerate(two)}
+        task = Task(job_dir, [], [])
+        made.append(task)
+        for index, machine in enumerate(two):
+            code = there / f"node{index}" / "code"
+            code.parent.mkdir(parents=True)
+            subprocess.run(["cp", "-rT", staged.root, code], check=True)
+            platform = hosts | {
+                "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": str(index), "MLP_WORKER_NUM": "2", "MLP_WORKER_GPU": "2",
+                "MLP_WORKER_0_PORT": "2222", "MLP_TASK_ID": task_id, "CLUSTERJOB_TOKEN": "secret", "PYTHONPATH": "", "HOME": str(there),
+            }  # fmt: skip
+            log = there / f"worker_{index}.log"
+            argv = machine.command("bash", code / ".clusterjob" / "entry.sh")
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    argv, cwd=there, env=environment(there, platform), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    start_new_session=True,
+                )  # fmt: skip
+            task.processes.append(process)
+            task.logs.append(log)
+        staged.remove()
+        return task
+
+    yield submit_one
+    for task in made:
+        for process in task.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def test_uploaded_code_trains_and_all_comes_back_through_the_log(submit: Callable[..., Task]) -> None:
+    task = submit(TRAIN, setup=("echo setting up on $MLP_ROLE_INDEX",))
+    reader, seen = LogReader(task.job_dir), []
+    while any(process.poll() is None for process in task.processes):
+        task.collect()
+        seen += reader.read()
+        time.sleep(0.2)  # between two looks of a follower
+    assert task.wait() == [0, 0], [path.read_text() for path in task.logs]
+    for count in (5, 10_000, 1, 10_000):  # again, and pieces of it
+        for node in range(2):
+            Stream(task.job_dir, node).take(task.lines(node, count))
+    seen += reader.finish()
+    for rank in range(4):
+        own = [line for line in seen if line.rank == rank]
+        assert {line.node_rank for line in own} == {rank // 2}
+        assert [line.text for line in own if line.stream == "out"] == ["sum 10 of 4 in code", "x" * 20_000, "no end of line"]
+        assert f"rank {rank} é \u2603 [0] like ours" in [line.text for line in own if line.stream == "err"]
+    assert [(line.rank, line.text) for line in LogReader(task.job_dir, rank=3).finish()][-1] == (3, "no end of line")
+    verdict = Stream(task.job_dir, 0).verdict
+    assert verdict is not None
+    assert (verdict.state, verdict.exit_code) == (JobState.SUCCEEDED, 0)
+    assert Stream(task.job_dir, 1).verdict is None
+    assert [Stream(task.job_dir, node).gaps for node in range(2)] == [[], []]
+    assert "setting up on 1\n" in (task.job_dir / "logs" / "node1" / "agent.log").read_text()
+    assert all("secret" not in path.read_text() for path in task.logs)
+
+
+def test_a_rank_that_fails_is_named_with_its_last_words(submit: Callable[..., Task]) -> None:
+    task = submit(TRAIN + "    if ctx.rank == 3: raise ValueError('boom é')\n    dist.barrier()\n")
+    assert task.wait() == [1, 1], [path.read_text() for path in task.logs]
+    task.collect()
+    task.collect()
+    verdict = Stream(task.job_dir, 0, 0).verdict
+    assert verdict is not None
+    assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
+    assert verdict.failure is not None
+    assert (verdict.failure.rank, verdict.failure.node_rank, verdict.failure.message) == (3, 1, "ValueError: boom é")
+    assert verdict.failure.last_lines[-1].endswith("ValueError: boom é")
+    assert [line.text for line in LogReader(task.job_dir, rank=3).finish() if line.text.endswith("ValueError: boom é")]
+
+
+def test_a_platform_that_ends_a_task_hears_of_it_as_cancelled(submit: Callable[..., Task]) -> None:
+    task = submit("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    end = time.monotonic() + PATIENCE
+    while not all(any("up" in line for line in task.lines(node)) for node in range(2)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    for process in task.processes:
+        process.send_signal(signal.SIGTERM)
+    assert task.wait() == [143, 143]
+    task.collect()
+    verdict = Stream(task.job_dir, 0).verdict
+    assert verdict is not None
+    assert (verdict.state, verdict.exit_code) == (JobState.CANCELLED, 143)
+
+
+def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(submit: Callable[..., Task]) -> None:
+    task = submit(TRAIN, setup=("echo trying", '[ "$MLP_ROLE_INDEX" = 0 ]'))
+    assert task.processes[1].wait(PATIENCE) == 1
+    task.processes[0].send_signal(signal.SIGTERM)  # as the platform does when one of its workers fails
+    task.wait()
+    task.collect()
+    found = directory.end_without_lead(task.job_dir, None, 0, "nobody knows")
+    assert (found.state, found.failure is not None and found.failure.node_rank) == (JobState.FAILED, 1)
+    assert 'a setup line failed: [ "$MLP_ROLE_INDEX" = 0 ]' in found.reason
+
+
+def test_an_agent_of_an_older_start_is_none_of_this_one_s(submit: Callable[..., Task]) -> None:
+    """A retry of the platform's is a new task in the place of the old: what is left of that one has another secret."""
+    old = submit(TRAIN, "t-old")
+    old.processes[0].kill()  # its node 0 is gone; node 1 looks for one at the same address
+    old.processes[0].wait()
+    new = submit(TRAIN, "t-new", attempt=1)
+    assert new.wait() == [0, 0], [path.read_text() for path in (*new.logs, *old.logs)]
+    assert old.processes[1].poll() != 0, "it was no part of the new one"

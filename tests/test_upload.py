@@ -1,0 +1,248 @@
+"""What a platform's upload is given: the snapshot's files, ours beside them, and a list of what an upload may drop."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import run
+
+from clusterjob import pack
+from clusterjob.backends import directory
+from clusterjob.errors import SubmitError
+from clusterjob.node import ends
+from clusterjob.node.logs import LogReader
+from clusterjob.node.program import Program
+from clusterjob.plans import PlannedFile
+from clusterjob.platforms import upload
+from clusterjob.platforms.stream import Stream
+from clusterjob.platforms.upload import ENTRY, OWN
+from clusterjob.render import render
+from clusterjob.spec import JobSpec
+from clusterjob.ssh import snapshot
+
+FILES = [PlannedFile(Path("/x/entry.sh"), b"echo\n", 0o700), PlannedFile(Path("/x/clusterjob-node.pyz"), b"PK", 0o600)]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "train.py").write_text("print('trained')\n")
+    return folder
+
+
+@pytest.fixture
+def job_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    return folder
+
+
+def spec_of(work: Path, **fields: object) -> JobSpec:
+    return JobSpec(Program("script", "train.py"), **{"workdir": work, "python": sys.executable, **fields})  # type: ignore[arg-type]
+
+
+def listed(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+
+
+def test_the_snapshot_s_files_and_ours(work: Path, job_dir: Path) -> None:
+    (work / ".gitignore").write_text("*.pyz\n*.log\n")
+    (work / "sub").mkdir()
+    (work / "sub" / ".gitignore").write_text("big\n")
+    for name in ("a.log", "sub/big", "sub/small", "é ☃\n"):
+        (work / name).write_text(name)
+    os.utime(work / "train.py", (1e9, 1e9))
+    made = upload.stage(spec_of(work), job_dir, FILES)
+    assert made.root == job_dir / "upload"
+    assert listed(made.root) == [f"{OWN}/clusterjob-node.pyz", f"{OWN}/entry.sh", f"{OWN}/kept", "sub/small", "train.py", "é ☃\n"]
+    assert (made.root / "train.py").read_text() == "print('trained')\n"
+    assert (made.root / "train.py").stat().st_mtime == 1e9
+    assert (made.root / OWN / "entry.sh").read_bytes() == b"echo\n"
+    assert made.files == 6
+    assert made.size == sum(path.stat().st_size for path in made.root.rglob("*") if path.is_file())
+    assert made.digest
+    assert made.root.stat().st_mode & 0o777 == 0o700
+    made.remove()
+    assert not made.root.exists()
+
+
+def test_nothing_but_ours_goes_where_the_code_lies_there_already(work: Path, job_dir: Path) -> None:
+    made = upload.stage(spec_of(work, sync=False, login="x"), job_dir, FILES)
+    assert listed(made.root) == [f"{OWN}/clusterjob-node.pyz", f"{OWN}/entry.sh", f"{OWN}/kept"]
+    assert made.digest == ""
+
+
+def test_no_link_is_sent(work: Path, job_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of somebody else")
+    (work / "loop").symlink_to(".")
+    (work / "out").symlink_to(tmp_path / "secret")
+    (work / "inside").symlink_to("train.py")
+    made = upload.stage(spec_of(work), job_dir, FILES)
+    assert not any(path.is_symlink() for path in made.root.rglob("*"))
+    assert listed(made.root) == [f"{OWN}/clusterjob-node.pyz", f"{OWN}/entry.sh", f"{OWN}/kept", "train.py"]
+
+
+def test_a_directory_of_our_name_is_refused(work: Path, job_dir: Path) -> None:
+    (work / OWN).mkdir()
+    with pytest.raises(SubmitError, match=r"has a '\.clusterjob' of its own") as caught:
+        upload.stage(spec_of(work), job_dir, FILES)
+    assert "leave it out in .clusterjobignore" in caught.value.hint
+    assert not (job_dir / "upload").exists()
+    (work / ".clusterjobignore").write_text(f"/{OWN}\n")
+    upload.stage(spec_of(work), job_dir, FILES)
+
+
+@pytest.mark.parametrize("text", ["other", None])
+def test_a_file_that_changes_meanwhile_is_no_part_of_a_job(
+    work: Path, job_dir: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    (work / "other.py").write_text("x")
+    taken, spec = snapshot.take(work), spec_of(work)
+    (work / "other.py").unlink()
+    if text is not None:
+        (work / "other.py").write_text(text)
+    monkeypatch.setattr(snapshot, "take", lambda *_: taken)
+    with pytest.raises(SubmitError, match=r"'other\.py' changed while it was being sent"):
+        upload.stage(spec, job_dir, FILES)
+    assert not (job_dir / "upload").exists()
+
+
+def test_too_much_is_refused_and_what_a_submitter_left_that_died_is_replaced(work: Path, job_dir: Path) -> None:
+    (job_dir / "upload").mkdir()
+    (job_dir / "upload" / "old").write_text("")
+    (work / "data").write_bytes(bytes(2000))
+    with pytest.raises(SubmitError, match="more than the"):
+        upload.stage(spec_of(work), job_dir, FILES, limit=1000)
+    assert not (job_dir / "upload").exists()
+    (job_dir / "upload").mkdir()
+    (job_dir / "upload" / "old").write_text("")
+    assert "old" not in listed(upload.stage(spec_of(work), job_dir, FILES).root)
+
+
+def test_a_place_that_cannot_be_written_is_named(work: Path, tmp_path: Path) -> None:
+    with pytest.raises(SubmitError, match=r"what is to be sent cannot be laid out in .*: No such file or directory"):
+        upload.stage(spec_of(work), tmp_path / "nowhere", FILES)
+
+
+# -- the entry script ------------------------------------------------------------------------------------------------------
+
+
+def entry(spec: JobSpec, job_dir: Path, **values: object) -> list[PlannedFile]:
+    common = directory.common_values(spec, "job-abc", job_dir) | {"uploaded": True, "workdir": "", "node_zip": ""}
+    text = render("mlp.sh.j2", common | {"launch_arguments": spec.launch_options().arguments()} | values)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    return [directory.script_file(job_dir / ENTRY, text), PlannedFile(job_dir / pack.NAME, pack.node_zip(job_dir))]
+
+
+def sent(root: Path, there: Path) -> Path:
+    """Bring what was staged to another place, as an upload of files does: without empty directories, modes and links."""
+    for path in root.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            target = there / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            target.chmod(0o644)
+    return there / OWN / ENTRY
+
+
+ALONE = {"MLP_WORKER_NUM": "1", "MLP_ROLE_INDEX": "0", "MLP_TASK_ID": "t-1"}
+SHOW = """
+import json, os, sys
+print(json.dumps({"at": os.getcwd(), "argv": sys.argv, "token": os.environ.get("CLUSTERJOB_TOKEN"), "job": os.environ["CLUSTERJOB_JOB_ID"],
+    "stream": os.environ.get("CLUSTERJOB_STREAM"), "index": os.environ.get("CLUSTERJOB_ARRAY_INDEX"), "word": os.environ.get("WORD")}))
+"""
+
+
+def shown(job_dir: Path, out: str) -> dict[str, object]:
+    Stream(job_dir, 0).take(out.split("\n")[:-1])
+    (line,) = [line.text for line in LogReader(job_dir).finish() if line.text.startswith("{")]
+    found: dict[str, object] = json.loads(line)
+    return found
+
+
+def test_the_entry_script_runs_where_the_code_landed(work: Path, job_dir: Path, weird_path: Path) -> None:
+    (work / "train.py").write_text(SHOW)
+    spec = spec_of(work, env={"WORD": "it's\n$HOME"}, setup=("echo setting up",))
+    made = upload.stage(spec, job_dir, entry(spec, job_dir))
+    ran = run(["bash", sent(made.root, weird_path / "code")], work, ALONE | {"CLUSTERJOB_TOKEN": "secret"})
+    assert ran.code == 0, ran.err + ran.out
+    assert shown(job_dir, ran.out) == {
+        "at": str(weird_path / "code"), "argv": ["train.py"], "token": "secret:t-1", "job": "job-abc", "stream": None, "index": None,
+        "word": "it's\n$HOME",
+    }  # fmt: skip
+
+
+def test_what_an_upload_drops_is_made_again(work: Path, job_dir: Path, tmp_path: Path) -> None:
+    (work / "empty -rf" / "deeper").mkdir(parents=True)
+    (work / "tool.sh").write_text("#!/bin/sh\necho ran the tool\n")
+    (work / "tool.sh").chmod(0o755)
+    (work / "-link \n'x'").symlink_to("tool.sh")
+    (work / "data").symlink_to("/nonexistent/on the platform")
+    (work / "train.py").write_text(
+        "import os, subprocess\n"
+        "assert os.path.isdir('empty -rf/deeper') and os.readlink('data') == '/nonexistent/on the platform'\n"
+        "subprocess.run(['./-link \\n\\'x\\''], check=True)\n"
+    )
+    spec = spec_of(work)
+    made = upload.stage(spec, job_dir, entry(spec, job_dir))
+    path = sent(made.root, tmp_path / "code")
+    for _ in range(2):  # nodes may share the place
+        ran = run(["bash", path], work, ALONE)
+        assert ran.code == 0, ran.err + ran.out
+        assert "ran the tool" in ran.out
+        assert ran.err == ""
+
+
+def test_an_element_gets_its_index_and_its_arguments(work: Path, job_dir: Path, tmp_path: Path) -> None:
+    (work / "train.py").write_text(SHOW)
+    spec = spec_of(work)
+    files = [
+        *entry(spec, job_dir, elements=True, sweep=True),
+        PlannedFile(job_dir / "sweep.args", b"--lr=0.1 --word='a b'\n--lr=0.2 '$HOME'\n"),
+    ]
+    path = sent(upload.stage(spec, job_dir, files).root, tmp_path / "code")
+    for words, variables in ((["1"], {}), ([], {"CLUSTERJOB_ARRAY_INDEX": "1"})):
+        ran = run(["bash", path, *words], work, ALONE | variables)
+        assert ran.code == 0, ran.err + ran.out
+        found = shown(tmp_path / f"seen{len(words)}", ran.out)
+        assert (found["argv"], found["index"], found["job"]) == (["train.py", "--lr=0.2", "$HOME"], "1", "job-abc_1")
+    for words, why in ([], "which element this is"), (["2"], "the arguments of this element cannot be read"):
+        ran = run(["bash", path, *words], work, ALONE)
+        assert ran.code == 1
+        assert why in ran.err
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "code", "why"),
+    [
+        ({"setup": ("false",)}, {}, 1, "a setup line failed: false"),
+        ({"setup": ("exit_with() { return 7; }", "exit_with")}, {}, 7, "a setup line failed: exit_with"),
+        ({}, {"workdir": "/nonexistent/it's"}, 1, "the working directory /nonexistent/it's cannot be entered"),
+    ],
+)
+def test_a_node_that_cannot_start_says_so_in_its_log(
+    work: Path, job_dir: Path, tmp_path: Path, fields: dict[str, object], values: dict[str, object], code: int, why: str
+) -> None:
+    spec = spec_of(work, **fields)
+    ran = run(["bash", sent(upload.stage(spec, job_dir, entry(spec, job_dir, **values)).root, tmp_path / "code")], work, ALONE)
+    assert ran.code == code
+    Stream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
+    (failure,) = ends.refusals(job_dir)
+    assert (failure.exit_code, failure.message.startswith(why), failure.host) == (code, True, os.uname().nodename)
+
+
+def test_an_agent_that_cannot_start_says_so_in_its_log(work: Path, job_dir: Path, tmp_path: Path) -> None:
+    spec = spec_of(work)
+    path = sent(upload.stage(spec, job_dir, entry(spec, job_dir)).root, tmp_path / "code")
+    ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"})  # of a half-set environment
+    assert ran.code == 2, ran.out
+    Stream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
+    (failure,) = ends.refusals(job_dir)
+    assert (failure.exit_code, "MLP_WORKER_0_HOST is not set" in failure.message) == (2, True)
