@@ -161,10 +161,7 @@ def test_a_rank_that_fails_is_named_with_its_last_words(submit: Callable[..., Ta
 
 def test_a_platform_that_ends_a_task_hears_of_it_as_cancelled(submit: Callable[..., Task]) -> None:
     task = submit("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
-    end = time.monotonic() + PATIENCE
-    while not all(any("up" in line for line in task.lines(node)) for node in range(2)):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    _wait_for(lambda: all(any("up" in line for line in task.lines(node)) for node in range(2)))
     for process in task.processes:
         process.send_signal(signal.SIGTERM)
     assert task.wait() == [143, 143]
@@ -185,11 +182,22 @@ def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(submit: Call
     assert 'a setup line failed: [ "$MLP_ROLE_INDEX" = 0 ]' in found.reason
 
 
-def test_an_agent_of_an_older_start_is_none_of_this_one_s(submit: Callable[..., Task]) -> None:
+def test_an_agent_of_an_older_start_is_none_of_this_one_s(submit: Callable[..., Task], tmp_path: Path) -> None:
     """A retry of the platform's is a new task in the place of the old: what is left of that one has another secret."""
     old = submit(TRAIN, "t-old")
     old.processes[0].kill()  # its node 0 is gone; node 1 looks for one at the same address
     old.processes[0].wait()
-    new = submit(TRAIN, "t-new", attempt=1)
+    go = tmp_path / "there1" / "go"
+    later = '[ "$MLP_ROLE_INDEX" = 0 ] || until [ -e "$HOME/go" ]; do sleep 0.05; done'
+    new = submit(TRAIN, "t-new", attempt=1, setup=(later,))
+    _wait_for(lambda: any('"stranger"' in path.read_text() for path in go.parent.glob("clusterjob-*/events.jsonl")))
+    go.touch()
     assert new.wait() == [0, 0], [path.read_text() for path in (*new.logs, *old.logs)]
     assert old.processes[1].poll() != 0, "it was no part of the new one"
+
+
+def _wait_for(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
