@@ -171,6 +171,19 @@ def test_a_platform_that_ends_a_task_hears_of_it_as_cancelled(submit: Callable[.
     assert (verdict.state, verdict.exit_code) == (JobState.CANCELLED, 143)
 
 
+def test_a_platform_that_ends_a_task_because_one_node_ended_loses_no_verdict(submit: Callable[..., Task]) -> None:
+    """Node 1 is told of the end as soon as node 0, which has yet to print it."""
+    task = submit("import os, time\nif os.environ['RANK'] == '3': raise ValueError('boom')\ntime.sleep(600)\n")
+    task.processes[1].wait(PATIENCE)
+    while task.processes[0].poll() is None:
+        task.processes[0].send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    task.collect()
+    verdict = Stream(task.job_dir, 0).verdict
+    assert verdict is not None
+    assert (verdict.state, verdict.failure is not None and verdict.failure.message) == (JobState.FAILED, "ValueError: boom")
+
+
 def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(submit: Callable[..., Task]) -> None:
     task = submit(TRAIN, setup=("echo trying", '[ "$MLP_ROLE_INDEX" = 0 ]'))
     assert task.processes[1].wait(PATIENCE) == 1

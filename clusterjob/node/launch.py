@@ -25,7 +25,7 @@ from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.report import report
 from clusterjob.node.topology import Topology
-from clusterjob.node.verdict import JobState
+from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers import warm
 from clusterjob.node.workers.starter import Starter
 
@@ -89,21 +89,27 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
     voice = Voice(reader if options.echo or numbered else None, numbered=numbered)
-    try:
-        agent = Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end, early), voice)
-        verdict = asyncio.run(agent.run())
+
+    async def live() -> Verdict:
+        verdict = await agent.run()
         if topology.node_rank == 0:
             voice.say(verdict.text())
         elif verdict.state is not JobState.SUCCEEDED:
             voice.say(f"{verdict.state}: {verdict.reason}")
-        if temporary and verdict.state is JobState.SUCCEEDED:
-            shutil.rmtree(job_dir, ignore_errors=True)
-        elif temporary and not numbered:
+        if temporary and verdict.state is not JobState.SUCCEEDED and not numbered:
             voice.say(f"logs: {job_dir}")
         if topology.node_rank == 0:
             voice.tell(verdict)
+        voice.close()  # while signals are still heeded: a platform may end this node because another one has ended
+        return verdict
+
+    try:
+        agent = Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end, early), voice)
+        verdict = asyncio.run(live())
     finally:
         voice.close()
+    if temporary and verdict.state is JobState.SUCCEEDED:
+        shutil.rmtree(job_dir, ignore_errors=True)
     return verdict.exit_code
 
 
