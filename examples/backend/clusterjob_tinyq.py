@@ -1,0 +1,165 @@
+"""The queue `tinyq` as a cluster: how a platform with a submit command becomes a backend. docs/backends.md goes through it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob import pack
+from clusterjob.backends import directory
+from clusterjob.backends.platform import Account, PlatformBackend
+from clusterjob.errors import ClusterJobError, SpecError, SubmitError, SubmitInDoubtError
+from clusterjob.node.verdict import JobState
+from clusterjob.plans import Plan, PlannedCommand, PlannedFile, token_file
+from clusterjob.platforms import Instance, Platform, Task, command, upload
+from clusterjob.platforms.standing import Retries
+from clusterjob.records import Handle
+from clusterjob.render import render
+from clusterjob.spec import JobSpec
+
+NAME = "tinyq"
+_TASK = "task.json"
+_OPTIONS = ("retries", "poll")
+_STATES = {
+    "queued": JobState.PENDING,
+    "running": JobState.RUNNING,
+    "succeeded": JobState.SUCCEEDED,
+    "failed": JobState.FAILED,
+    "cancelled": JobState.CANCELLED,
+}
+# The queue's own variables say which worker this is; clusterjob knows none of them, so that they are handed on under its own names.
+_START = (
+    "export CLUSTERJOB_NNODES=$TINYQ_WORKERS CLUSTERJOB_NODE_RANK=$TINYQ_INDEX CLUSTERJOB_MASTER_ADDR=$TINYQ_FIRST; "
+    f"exec bash {upload.OWN}/{upload.ENTRY}"
+)
+
+
+class Tinyq:
+    """The queue's command."""
+
+    def submit(self, conf: Path) -> str:
+        """Submit a task, once; see `clusterjob.platforms.Platform` for what each of these methods promises."""
+        answer = _run("submit", str(conf))
+        if answer.timed_out:
+            raise SubmitInDoubtError(answer.words)  # the backend looks for the task by its name before it gives up
+        if answer.code != 0 or not answer.out.strip():
+            raise SubmitError(f"tinyq refuses the task: {answer.words}")
+        return answer.out.split()[-1]
+
+    def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:  # noqa: ARG002 - a short list needs no limit
+        """Return all tasks of these names."""
+        return [
+            Task(row["id"], row["name"], _STATES[row["state"]], row["state"], row["created"], row["started"], row["ended"])
+            for row in _ask("list")
+            if row["name"] in names
+        ]
+
+    def instances(self, task_id: str) -> list[Instance]:
+        """Return a task's workers."""
+        return [Instance(row["name"], row["index"], row["state"], row["code"]) for row in _ask("workers", task_id)]
+
+    def lines(self, task_id: str, instance: str, count: int) -> list[str]:
+        """Return the end of a worker's log."""
+        answer = _run("logs", task_id, instance, str(count))
+        if answer.code != 0:
+            raise ClusterJobError(f"tinyq shows no log: {answer.words}")
+        return answer.out.split("\n")[:-1]  # not splitlines(): a line may hold what that takes for an end
+
+    def cancel(self, task_id: str) -> None:
+        """Have a task stopped."""
+        answer = _run("cancel", task_id)
+        if answer.code != 0:
+            raise ClusterJobError(f"tinyq does not cancel {task_id}: {answer.words}")
+
+
+class TinyqBackend(PlatformBackend):
+    """Runs jobs as tasks of the queue."""
+
+    NAME = NAME
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """Return what submitting the job would do; contacts nothing."""
+        directory.refuse_hosts(spec, NAME)
+        directory.refuse_queue(spec, NAME, "tinyq has nothing like it")
+        for key in spec.options:
+            if key not in _OPTIONS:
+                raise SpecError(f"the {NAME} cluster knows no option {key!r} (--set)", f"it knows {', '.join(_OPTIONS)}")
+        spec = replace(spec, program=directory.sent_program(spec))
+        job_id, job_dir = directory.new_directory(spec.name)
+        # The platform starts the whole task again after a failure, so the agents do not.
+        values = directory.common_values(spec, job_id, job_dir) | {
+            "uploaded": True,
+            "workdir": "",
+            "node_zip": "",
+            "start_variable": "TINYQ_TASK",
+            "launch_arguments": replace(spec.launch_options(), max_restarts=0).arguments(),
+        }
+        entry = render(spec.template or "mlp.sh.j2", values)
+        task = {
+            "name": job_id,
+            "workers": spec.resources.nodes,
+            "code": str(job_dir / upload.DIRECTORY),
+            "command": ["bash", "-c", _START],
+            "retries": self.retries(spec.to_json()).times,
+            "env": {},
+        }
+        path = job_dir / _TASK
+        return Plan(
+            job_id=job_id,
+            backend=NAME,
+            job_dir=job_dir,
+            spec=spec,
+            files=(
+                *directory.common_files(spec, job_dir),
+                PlannedFile(path, json.dumps(task, indent=1).encode()),
+                directory.script_file(job_dir / upload.ENTRY, entry),
+            ),
+            commands=(PlannedCommand(("tinyq", "submit", str(path))),),
+        )
+
+    def submit(self, plan: Plan) -> Handle:
+        """Have the queue take the planned task, with the code and the node half."""
+        planned = {file.path.name: file for file in plan.files}
+        task = json.loads(planned[_TASK].data)
+        task["env"] = {"CLUSTERJOB_TOKEN": token_file(plan.job_dir).read_text()}  # in no plan and no record
+        sent = upload.stage(plan.spec, plan.job_dir, [planned[pack.NAME], planned[upload.ENTRY]])
+        try:
+            return self.submit_tasks(plan, self.platform(()), [(plan.job_id, json.dumps(task).encode())], ".json", rate=10.0)
+        finally:
+            sent.remove()
+
+    def platform(self, account: Account) -> Platform:  # noqa: ARG002 - the queue knows no accounts
+        """Return the queue."""
+        return Tinyq()
+
+    def account_of(self, options: Mapping[str, str]) -> Account:  # noqa: ARG002
+        """Return that there is one account."""
+        return ()
+
+    def retries(self, spec: Mapping[str, Any]) -> Retries:
+        """Return how often the queue starts a task again after a failure."""
+        text = str(spec["options"].get("retries", spec["max_restarts"]))
+        if not text.isdigit():
+            raise SpecError(f"retries: {text!r} is no number")
+        return Retries(times=int(text), failures=True)
+
+    def poll(self, options: Mapping[str, str]) -> float:
+        """Return the seconds between two questions."""
+        return float(options.get("poll", 1.0))
+
+
+def _run(*words: str) -> command.Answer:
+    try:
+        return command.run(["tinyq", *words], {})
+    except OSError as error:
+        raise ClusterJobError("the command tinyq is not here", "pip install ./examples/backend") from error
+
+
+def _ask(*words: str) -> Any:
+    answer = _run(*words)
+    if answer.code != 0 or answer.data is None:
+        raise ClusterJobError(f"tinyq does not answer: {answer.words}")
+    return answer.data
