@@ -292,8 +292,12 @@ def test_what_a_taker_that_died_had_written_is_not_written_twice(tmp_path: Path,
         patch.setattr(files, "write_json", full)
         with pytest.raises(ClusterJobError, match=r"the log of node 0 cannot be kept here: No space left on device"):
             Stream(tmp_path, 0).take(it.lines)
+    Stream(tmp_path, 0).take(it.lines[:2])
+    Stream(tmp_path, 0).take([it.lines[1], "of the image"])
+    left = {"agent.log": "setup\nof the image\n", "rank0.out": "a\n", "rank1.out": "a\n", "rank0.err": ""}
+    assert kept(tmp_path) == left
     Stream(tmp_path, 0).take(it.lines)
-    assert kept(tmp_path) == it.files
+    assert kept(tmp_path) == it.files | {"agent.log": "setup\nof the image\n"}
     assert sorted(line.text for line in LogReader(tmp_path).finish()) == ["a", "a", "b"]
 
 

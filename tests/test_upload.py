@@ -179,6 +179,15 @@ def test_the_entry_script_runs_where_the_code_landed(work: Path, job_dir: Path, 
     }  # fmt: skip
 
 
+def test_code_that_lies_there_already_is_run_where_it_lies(work: Path, job_dir: Path, tmp_path: Path) -> None:
+    (work / "train.py").write_text(SHOW)
+    spec = spec_of(work, sync=False)
+    made = upload.stage(spec, job_dir, entry(spec, job_dir, workdir=str(work)))
+    ran = run(["bash", sent(made.root, tmp_path / "code")], tmp_path, ALONE)
+    assert ran.code == 0, ran.err + ran.out
+    assert shown(job_dir, ran.out)["at"] == str(work)
+
+
 def test_what_an_upload_drops_is_made_again(work: Path, job_dir: Path, tmp_path: Path) -> None:
     (work / "empty -rf" / "deeper").mkdir(parents=True)
     (work / "tool.sh").write_text("#!/bin/sh\necho ran the tool\n")

@@ -44,6 +44,7 @@ class Stream:
         self._node_rank = node_rank
         self._attempt = attempt
         self._directory = logs.node_directory(job_dir, node_rank)
+        self._names: dict[tuple[str, str], list[str]] = {}  # of the files of a label, by stream
 
     @property
     def next_number(self) -> int:
@@ -64,10 +65,13 @@ class Stream:
     def joins(self, lines: Sequence[str]) -> bool:
         """Return whether the end of a log reaches back to what was taken; if not, and it is not all of the log, ask for more of it."""
         taken = self._taken()
-        parsed = [numbered.parse(line) for line in lines]
-        if any(item is not None and item.number < taken.next for item in parsed):
-            return True
-        first = next((index for index, item in enumerate(parsed) if item is not None), len(lines))
+        first = len(lines)
+        for index, line in enumerate(lines):
+            item = numbered.parse(line)
+            if item is not None and item.number < taken.next:
+                return True
+            if item is not None:
+                first = min(first, index)
         return taken.known_of(lines[:first]) > 0
 
     def take(self, lines: Sequence[str]) -> None:
@@ -126,14 +130,19 @@ class Stream:
             pages.add(_OWN, ("" if _OWN in taken.open else "clusterjob: ") + item.text + end)
             taken.mark(_OWN, is_open=item.more)
             return
-        for rank in numbered.ranks(item.label):
-            if rank is None:
-                out, err = logs.torchrun_files(self._directory, 0, self._attempt)
-            else:
-                out, err = logs.rank_files(self._directory, rank, 0, self._attempt)
-            name = out.name if item.kind == "out" else err.name
+        for name in self._file_names(item.label, item.kind):
             pages.add(name, item.text + end)
             taken.mark(name, is_open=item.more)
+
+    def _file_names(self, label: str, kind: str) -> list[str]:
+        if (label, kind) not in self._names:
+            pairs = [
+                logs.torchrun_files(self._directory, 0, self._attempt) if rank is None
+                else logs.rank_files(self._directory, rank, 0, self._attempt)
+                for rank in numbered.ranks(label)
+            ]  # fmt: skip
+            self._names[label, kind] = [pair[kind == "err"].name for pair in pairs]
+        return self._names[label, kind]
 
     def _put_bare(self, line: str, taken: _Taken, pages: _Pages) -> None:
         taken.remember(line)
@@ -227,7 +236,8 @@ class _Taken:
         self.bare += 1
 
     def mark(self, name: str, *, is_open: bool) -> None:
-        self.open = [other for other in self.open if other != name] + [name] * is_open
+        if is_open or self.open:
+            self.open = [other for other in self.open if other != name] + [name] * is_open
 
     def was_missing(self, number: int) -> bool:
         """Return whether this line was passed over, and is to be taken now."""
