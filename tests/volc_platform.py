@@ -1,0 +1,249 @@
+"""A stand-in of Volcengine's ML Platform: tests submit tasks to it with its command, `volc`, and cause its faults.
+
+It is a platform and not a mock: it knows its documentation, and nothing of who uses it. A task gets machines (`namespaces.machines`),
+each worker of it a container of its own on one of them, with the code that was uploaded, an empty /tmp and /root, and the documented
+variables.
+
+    volc_platform.py   what tests hold in their hands
+    volc_command.py    the command `volc`
+    volc_service.py    the service behind it, a process of its own
+    volc_tasks.py      tasks, from state to state
+    volc_conf.py       what is taken as a task, and what is uploaded
+    volc_worker.py     a worker's container
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import namespaces
+from namespaces import Machine
+from procs import wait_until
+
+HERE = Path(__file__).resolve().parent
+ENDED = ("Success", "Failed", "Killed", "Exception")
+FLAVORS = {"ml.c1e.xlarge": 0, "ml.pni3ln.4xlarge": 1, "ml.pni3ln.8xlarge": 2, "ml.hpcpni2l": 8}  # with their GPUs
+QUEUES = {"q-20260101000000-train": "train", "q-20260101000000-other": "other"}
+PATIENCE = 60.0  # seconds; many times what a state needs
+
+
+def why_not() -> str:
+    """Return why there can be no platform here; empty where there can."""
+    why = namespaces.why_not()
+    if why:
+        return why
+    missing = [name for name in ("setpriv", "unshare", "bash") if shutil.which(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    made = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True, check=False
+    )
+    return f"no mounts of one's own can be made here: {made.stderr.strip()}" if made.returncode != 0 else ""
+
+
+class Platform:
+    """One platform, with an account that may use it.
+
+    Attributes:
+        bin: the folder of the command; it has to be on PATH.
+        home: a home directory with the account's credentials.
+    """
+
+    ak, sk, region = "AKLTstandin0access0key", "c3RhbmRpbi1zZWNyZXQta2V5", "cn-beijing"
+
+    def __init__(self, directory: Path, machines: Sequence[Machine], **settings: Any) -> None:
+        """Start the service; ``settings`` are those of `set`."""
+        self.directory = directory / "volc"
+        self.bin, self.home, self._state = self.directory / "bin", self.directory / "home", self.directory / "state"
+        for folder in (self.bin, self.home, self._state):
+            folder.mkdir(parents=True)
+        base = Path(os.path.realpath(sys.executable)).parent.parent
+        visible = {str(Path(place)) for place in (sys.prefix, sys.base_prefix, base)}
+        given = {
+            "machines": [asdict(machine) for machine in machines], "visible": sorted(visible), "ak": self.ak, "sk": self.sk,
+            "region": self.region, "creator": "someone", "queues": QUEUES, "flavors": FLAVORS, "priorities": [2, 4, 6],
+            "failure_grace": 15.0, "kill_grace": 5.0, "deadline_status": "Killed", "quoted_hosts": False, "racks": None, "keep_modes": True,
+            "refuse_args": False, "spelling": "JobId", "long_names": False, "banner": "A new version of volc is available: volc/1.2.58",
+            "held": {}, "denied": [], "breaks": {}, "log_lag": 0.0, "log_cap": None, "lost_lines": [],
+        }  # fmt: skip
+        assert not settings.keys() - given.keys(), settings.keys() - given.keys()
+        (self._state / "settings.json").write_text(json.dumps(given | settings))
+        self._write_commands()
+        self.login()
+        argv = [sys.executable, str(HERE / "volc_service.py"), str(self._state)]
+        self._service = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._service.stdout is not None
+        assert self._service.stdout.readline() == "ready\n"
+
+    def _write_commands(self) -> None:
+        """Write `volc`, which calls its sibling by its name alone, and that sibling, `mlp`."""
+        words = shlex.join([sys.executable, "-I", "-S", str(HERE / "volc_command.py"), str(self._state)])
+        look = """command -v mlp > /dev/null || { echo 'exec: "mlp": executable file not found in $PATH' >&2; exit 1; }"""
+        for name, text in (("volc", f'{look}\nexec mlp "$@"\n'), ("mlp", f'exec {words} "$@"\n')):
+            (self.bin / name).write_text(f"#!/bin/sh\n{text}")
+            (self.bin / name).chmod(0o755)
+
+    def close(self) -> None:
+        """End the service and with it all workers; remove what they wrote."""
+        assert self._service.stdin is not None
+        assert self._service.stdout is not None
+        self._service.stdin.close()
+        try:
+            self._service.wait(timeout=PATIENCE)
+        finally:
+            self._service.kill()
+            self._service.wait()
+            self._service.stdout.close()
+            shutil.rmtree(self.directory)
+
+    # -- the account -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What to set in an environment so that `volc` is found there, and finds the account's credentials."""
+        return {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", "HOME": str(self.home)}
+
+    def login(self, **more: str) -> None:
+        """Write the credentials, as `volc configure` does; ``ak=...`` and ``sk=...`` may be wrong ones."""
+        folder = self.home / ".volc"
+        folder.mkdir(exist_ok=True)
+        ak, sk = more.get("ak", self.ak), more.get("sk", self.sk)
+        (folder / "credentials").write_text(f"[default]\naccess_key_id = {ak}\nsecret_access_key = {sk}\n")
+        (folder / "config").write_text(f"[default]\nregion = {self.region}\n")
+
+    def logout(self) -> None:
+        shutil.rmtree(self.home / ".volc")
+
+    def volc(self, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+        """Run the command in an environment of nothing but `variables`."""
+        environ = self.variables | dict(env or {})
+        return subprocess.run(["volc", *words], env=environ, capture_output=True, text=True, check=False, timeout=PATIENCE, **more)
+
+    def calls(self, *begin: str) -> list[list[str]]:
+        """Return the words of all calls of the command so far, of those that begin with these words."""
+        path = self._state / "calls.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line)["argv"] for line in lines]
+        return [words for words in found if words[: len(begin)] == list(begin)]
+
+    # -- what there is ---------------------------------------------------------------------------------------------------------------
+
+    def tasks(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Return all tasks, the oldest first, as the service knows them: id, name, status, conf, instances with their lines, ..."""
+        return [task for task in self._ask("tasks") if name in (None, task["name"])]
+
+    def task(self, task_id: str) -> dict[str, Any]:
+        return next(task for task in self.tasks() if task["id"] == task_id)
+
+    def wait(self, task_id: str, *statuses: str, timeout: float = PATIENCE) -> dict[str, Any]:
+        """Wait until a task has one of these statuses; return it."""
+        seen: list[dict[str, Any]] = []
+
+        def there() -> bool:
+            seen[:] = [self.task(task_id)]
+            return seen[0]["status"] in statuses
+
+        try:
+            wait_until(there, timeout, f"{task_id}: {' or '.join(statuses)}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it is {seen[0]}") from None
+        return seen[0]
+
+    def wait_for_line(self, task_id: str, text: str, worker: int = 0, timeout: float = PATIENCE) -> None:
+        """Wait until a worker has printed a line that holds this text."""
+        wait_until(lambda: any(text in line for line in self.lines(task_id, worker)), timeout, f"{text!r} from worker {worker}")
+
+    def lines(self, task_id: str, worker: int = 0) -> list[str]:
+        """Return all that a worker has printed, whatever the log service gives of it."""
+        return list(self.task(task_id)["instances"][worker]["lines"])
+
+    def code(self, task_id: str, worker: int = 0) -> Path:
+        """Return where a worker's own copy of the code lies."""
+        return Path(self.task(task_id)["directory"]) / f"worker_{worker}" / "code"
+
+    # -- faults, and builds of the command that differ ----------------------------------------------------------------------------------
+
+    def set(self, **settings: Any) -> None:
+        """Change settings of the service.
+
+        failure_grace (seconds that the others have after a worker failed), kill_grace (seconds between SIGTERM and SIGKILL),
+        deadline_status (Killed or Failed), quoted_hosts, racks (MLP_WORKER_RACK_RANK_INDEX by worker), keep_modes (of uploaded files),
+        refuse_args, spelling (JobId or Id), long_names (t-...-worker-0 for worker_0), banner, queues (id to name), flavors (name to GPUs),
+        priorities.
+        """
+        self._ask("set", **settings)
+
+    def hold(self, status: str, diag: str = "") -> None:
+        """Let no task leave Queue or Staging; their instances say why."""
+        self.set(held={status: diag})
+
+    def release(self) -> None:
+        self.set(held={})
+
+    def deny(self, *actions: str) -> None:
+        """Let the account lack permission: for all, or CreateJob, ListJobs, GetJob, StopJob, GetJobLog, ListJobInstances."""
+        self.set(denied=list(actions) or ["*"])
+
+    def allow(self) -> None:
+        self.set(denied=[])
+
+    def break_submit(self, how: str = "after", times: int = 1) -> None:
+        """Let the network fail at the next submits: ``before`` or ``after`` the task is made, or ``hangs`` after that."""
+        self.set(breaks={f"submit {how}": times})
+
+    def break_calls(self, operation: str, times: int = 1) -> None:
+        """Let the network fail at the next calls: list, instance list, cancel, logs."""
+        self.set(breaks={operation: times})
+
+    def lag_logs(self, seconds: float) -> None:
+        self.set(log_lag=seconds)
+
+    def lose_lines(self, *ranges: tuple[int, int]) -> None:
+        """Let the log service lose lines, from one number to another, counted from 1."""
+        self.set(lost_lines=[list(each) for each in ranges])
+
+    def cut_logs(self, count: int | None) -> None:
+        """Let an answer of `logs` never have more than the last so many lines of a log."""
+        self.set(log_cap=count)
+
+    def vanish(self, task_id: str, worker: int) -> None:
+        """Let the machine of a worker be gone, in silence."""
+        self._ask("vanish", task=task_id, worker=worker)
+
+    def reclaim(self, task_id: str) -> None:
+        """Take a preemptible task's machines back."""
+        self._ask("reclaim", task=task_id)
+
+    def _ask(self, name: str, **arguments: Any) -> Any:
+        folder = os.open(self._state, os.O_RDONLY)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(f"/proc/self/fd/{folder}/socket")
+                connection.sendall(json.dumps({"operation": f"test_{name}", "with": arguments}).encode() + b"\n")
+                with connection.makefile("r") as answers:
+                    line = answers.readline()
+        finally:
+            os.close(folder)
+        assert line, f"the service could not do it: {name} {arguments}"
+        return json.loads(line)["answer"]
+
+
+@contextlib.contextmanager
+def platform(directory: Path, machines: Sequence[Machine], **settings: Any) -> Iterator[Platform]:
+    """Run a platform; nothing of it is left afterwards."""
+    made = Platform(directory, machines, **settings)
+    try:
+        yield made
+    finally:
+        made.close()

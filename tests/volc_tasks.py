@@ -1,0 +1,380 @@
+"""The tasks of the stand-in platform: from Queue over Staging and Running to their ends, their workers and retries.
+
+States, RetryOptions and what preemption does are those of the documentation, page "命令行工具" (the command line tool); the variables of a
+worker are those of "环境变量列表" (the list of environment variables).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import random
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ACTIVE = ("Initialized", "Queue", "Staging", "Running", "Killing")
+ENDED = ("Success", "Failed", "Killed", "Exception")
+STATUSES = ACTIVE + ENDED
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+HOME = "/root"
+CPUS, MEMORY = 4, 16  # of any flavor here
+HERE = Path(__file__).resolve().parent
+
+
+def when(moment: float | None) -> str:
+    """Return a time as the command prints it, to the second (`2026-09-17T08:13:43Z` in users' notes); empty for none."""
+    return dt.datetime.fromtimestamp(moment, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ") if moment else ""
+
+
+@dataclass
+class Instance:
+    """One worker: its state, and what it printed, stdout and stderr in one."""
+
+    index: int
+    state: str = "Initialized"
+    exit_code: int | None = None
+    launched: float | None = None
+    finished: float | None = None
+    diag: str = ""
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    machine: dict[str, str] | None = None
+    process: subprocess.Popen[bytes] | None = None
+    reader: threading.Thread | None = None
+
+    @property
+    def name(self) -> str:
+        return f"worker_{self.index}"
+
+
+@dataclass
+class Task:
+    """One task, which is one attempt: a retry is another one of the same name."""
+
+    id: str
+    conf: dict[str, Any]
+    queue: str
+    creator: str
+    gpus: int
+    code: Path | None
+    directory: Path
+    retries: int
+    instances: list[Instance]
+    status: str = "Initialized"
+    created: float = field(default_factory=time.time)
+    launched: float | None = None
+    finished: float | None = None
+    ends_as: str = ""  # the status that it will have once its workers are gone
+    policy: str = ""  # that of RetryOptions which its end falls under
+    exit_code: int | None = None
+    kill_at: float | None = None  # SIGKILL then
+    again_at: float | None = None  # the next attempt is submitted then
+
+    @property
+    def name(self) -> str:
+        return str(self.conf["TaskName"])
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    def enter(self, status: str) -> None:
+        self.status = status
+        for instance in self.instances:
+            if instance.state not in ENDED:
+                instance.state = status
+
+
+class Scheduler:
+    """Takes tasks from state to state; `step` is called again and again, from the thread that outlives all workers, under `lock`."""
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        self.directory = directory
+        self.settings = settings
+        self.lock = threading.RLock()
+        self.tasks: dict[str, Task] = {}
+        self.free: list[dict[str, str]] = list(settings["machines"])
+        self.cut: list[dict[str, str]] = []
+
+    # -- what is asked of it -------------------------------------------------------------------------------------------------
+
+    def new_id(self) -> str:
+        tail = "".join(random.choices(string.ascii_lowercase + string.digits, k=5))
+        return f"t-{dt.datetime.now(dt.timezone.utc):%Y%m%d%H%M%S}-{tail}"
+
+    def submit(self, task_id: str, conf: dict[str, Any], queue: str, creator: str, code: Path | None, retries: int = 0) -> Task:
+        role = conf["TaskRoleSpecs"][0]
+        instances = [Instance(index) for index in range(role["RoleReplicas"])]
+        directory = self.directory / "tasks" / task_id
+        directory.mkdir(parents=True, exist_ok=True)
+        gpus = self.settings["flavors"][role["Flavor"]]
+        task = Task(task_id, conf, queue, creator, gpus, code, directory, retries, instances)
+        self.tasks[task_id] = task
+        return task
+
+    def cancel(self, task: Task) -> None:
+        self._kill(task, "Killed")
+
+    def reclaim(self, task: Task) -> None:
+        """Take the machines of a preemptible task away: "may be stopped, and is copied and queued again"."""
+        for instance in task.instances:
+            instance.diag = "InstanceReclaimed: the idle resources of this queue were reclaimed"
+        self._kill(task, "Killed", "InstanceReclaimed")
+
+    def vanish(self, task: Task, index: int) -> None:
+        """Let a worker's machine be gone: nothing comes from it any more, no end of a connection either."""
+        instance = task.instances[index]
+        assert instance.process is not None
+        assert instance.machine is not None
+        _link(instance.machine, up=False)
+        self.cut.append(instance.machine)
+        instance.state, instance.diag = "Exception", "NodeNotReady: the node of this instance is lost"
+        instance.process.send_signal(signal.SIGUSR1)
+        instance.process.wait()
+        self._fail(task, "Exception", "MachineFailure")
+
+    # -- from state to state -------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        for task in list(self.tasks.values()):
+            if task.again_at is not None and time.time() >= task.again_at:
+                task.again_at = None
+                self._again(task)
+            if task.ended:
+                continue
+            if task.status == "Initialized":
+                task.enter("Queue")
+            elif task.status == "Queue" and not self._held(task):
+                self._take_machines(task)
+            elif task.status == "Staging" and not self._held(task):
+                self._start(task)
+            elif task.status in ("Running", "Killing"):
+                self._look(task)
+
+    def _held(self, task: Task) -> bool:
+        held = self.settings["held"].get(task.status)
+        for instance in task.instances:
+            instance.diag = held or ""
+        return held is not None
+
+    def _take_machines(self, task: Task) -> None:
+        if len(task.instances) > len(self.free):
+            for instance in task.instances:
+                instance.diag = f"Insufficient resources: {len(task.instances)} instances wanted, {len(self.free)} available"
+            return
+        for instance in task.instances:
+            instance.machine = self.free.pop(0)
+        self._mend()
+        task.enter("Staging")
+
+    def _start(self, task: Task) -> None:
+        task.launched = time.time()
+        port = random.randint(20000, 30000)  # no one else is in that network
+        for instance in task.instances:
+            instance.launched = task.launched
+            if task.conf["Framework"] == "MPI" and instance.index > 0:
+                continue  # "only worker 0 runs the entry command": the others wait for its ssh
+            self._launch(task, instance, port)
+        task.enter("Running")
+
+    def _launch(self, task: Task, instance: Instance, port: int) -> None:
+        place = task.directory / instance.name
+        root = place / "root"
+        root.mkdir(parents=True)
+        hostname = f"{task.id}-worker-{instance.index}"
+        hosts = place / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost\n::1 localhost\n{instance.machine['address']} {hostname}\n")
+        mounts = []
+        if task.code is not None:
+            code = place / "code"
+            shutil.copytree(task.code, code, symlinks=True)
+            mounts.append((str(code), task.conf["RemoteMountCodePath"].rstrip("/")))
+        for storage in task.conf.get("Storages") or []:
+            shared = self.directory / "storages" / str(storage.get("VepfsId") or storage.get("NasId") or storage.get("Bucket") or "default")
+            shared = shared / str(storage.get("SubPath") or storage.get("Prefix") or "").strip("/")
+            shared.mkdir(parents=True, exist_ok=True)
+            mounts.append((str(shared), storage["MountPath"].rstrip("/")))
+        conf = task.conf
+        environ = self._environ(task, instance, port, hostname)
+        if (place / "mpi").exists():
+            mounts.append((str(place / "mpi"), f"{HOME}/mpi"))
+        what = {
+            "network": instance.machine["name"],
+            "hostname": hostname,
+            "hosts": str(hosts),
+            "root": str(root),
+            "error": str(place / "error"),
+            "visible": self.settings["visible"],
+            "mounts": mounts,
+            # "Args is put behind Entrypoint, with a space between them, and run as the container's entry point"
+            "command": " ".join(filter(None, [conf["Entrypoint"], conf.get("Args")])),
+            "environ": environ,
+        }
+        start = place / "start.json"
+        with open(os.open(start, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            json.dump(what, file)
+        # Dies with the service: Popen is called from the service's main thread.
+        argv = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-I", "-S", str(HERE / "volc_worker.py"), str(start)]
+        instance.process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={"PATH": PATH}, cwd="/"
+        )
+        instance.reader = threading.Thread(target=self._read, args=(instance,), daemon=True)
+        instance.reader.start()
+
+    def _environ(self, task: Task, instance: Instance, port: int, hostname: str) -> dict[str, str]:
+        addresses = [each.machine["address"] for each in task.instances]
+        own = addresses[instance.index]
+        quote = "'" if self.settings["quoted_hosts"] else ""
+        variables: dict[str, object] = {
+            "PATH": PATH, "HOME": HOME, "HOSTNAME": hostname,
+            "MLP_TASK_ID": task.id, "MLP_REGION": self.settings["region"], "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": instance.index,
+            "MLP_HOST": own, "MLP_PRIMARY_HOST": own, "MLP_PORT": port + instance.index, "MLP_IFNAME": "eth0", "MLP_SSH_PORT": 22,
+            "MLP_WORKER_NUM": len(addresses), "MLP_WORKER_GPU": task.gpus, "MLP_WORKER_CPU": CPUS, "MLP_WORKER_MEM": MEMORY,
+            "MLP_WORKER_ALL_HOSTS": ",".join(addresses), "MLP_WORKER_ALL_PRIMARY_HOSTS": ",".join(addresses),
+            "MLP_WORKER_ALL_ADDRS": ",".join(f"{address}:{port + index}" for index, address in enumerate(addresses)),
+        }  # fmt: skip
+        for index, address in enumerate(addresses):
+            variables |= {
+                f"MLP_WORKER_{index}_HOST": f"{quote}{address}{quote}",
+                f"MLP_WORKER_{index}_PRIMARY_HOST": f"{quote}{address}{quote}",
+                f"MLP_WORKER_{index}_PORT": port + index,
+            }
+        racks = self.settings["racks"]  # worker 0 is always the first of the order by racks
+        if racks:
+            variables["MLP_WORKER_RACK_RANK_INDEX"] = racks[instance.index]
+        if task.conf["Framework"] == "MPI":
+            slots = max(1, task.gpus)
+            lists = task.directory / instance.name / "mpi"
+            lists.mkdir()
+            (lists / "hostfile").write_text("".join(f"{address} slots={slots}\n" for address in addresses))
+            hostfile = f"{HOME}/mpi/hostfile"
+            variables |= {"MLP_MPI_HOSTS": ",".join(addresses), "MLP_MPI_HOSTFILE": hostfile, "MLP_MPI_NP": len(addresses) * slots}
+        own_ones = {env["Name"]: env["Value"] for env in task.conf.get("Envs") or []}
+        return {name: str(value) for name, value in variables.items()} | own_ones
+
+    def _read(self, instance: Instance) -> None:
+        assert instance.process is not None
+        assert instance.process.stdout is not None
+        with instance.process.stdout as stream:
+            for line in stream:
+                instance.lines.append((time.time(), line.decode(errors="replace").removesuffix("\n")))
+
+    def _look(self, task: Task) -> None:
+        for instance in task.instances:
+            if instance.process is not None and instance.finished is None and instance.process.poll() is not None:
+                self._settle(task, instance)
+        now = time.time()
+        limit = task.conf.get("ActiveDeadlineSeconds")
+        if task.status == "Running" and limit and now > task.launched + limit and not task.ends_as:
+            for instance in task.instances:
+                instance.diag = f"DeadlineExceeded: the task was active longer than {limit} seconds"
+            self._kill(task, self.settings["deadline_status"], "Failed" if self.settings["deadline_status"] == "Failed" else "")
+        if task.kill_at is not None and now > task.kill_at:
+            self._signal(task, signal.SIGUSR1 if task.status == "Killing" else signal.SIGTERM)
+            if task.status != "Killing":
+                task.enter("Killing")
+            task.kill_at = now + self.settings["kill_grace"]
+        if all(instance.finished is not None for instance in task.instances if instance.process is not None):
+            self._end(task, task.ends_as or "Success")
+
+    def _settle(self, task: Task, instance: Instance) -> None:
+        """Take note of a worker's end."""
+        instance.reader.join()
+        instance.finished = time.time()
+        error = task.directory / instance.name / "error"
+        if instance.state == "Exception":
+            return  # its machine is gone
+        if error.exists():
+            instance.state, instance.diag = "Exception", f"ContainerCannotRun: {error.read_text()}"
+            self._fail(task, "Exception", "MachineFailure")
+            return
+        instance.exit_code = instance.process.returncode
+        if task.status == "Killing":
+            instance.state = "Killed"
+        elif instance.exit_code == 0:
+            instance.state = "Success"
+        else:
+            instance.state = "Failed"
+            instance.diag = f"Error: container exited with code {instance.exit_code}"
+            if task.exit_code is None:
+                task.exit_code = instance.exit_code
+            self._fail(task, "Failed", "Failed")
+
+    def _fail(self, task: Task, status: str, policy: str) -> None:
+        """Let the others end on their own for a while, then end them."""
+        if not task.ends_as:
+            task.ends_as, task.policy = status, policy
+            task.kill_at = time.time() + self.settings["failure_grace"]
+
+    def _kill(self, task: Task, status: str, policy: str = "") -> None:
+        task.ends_as, task.policy = status, policy
+        if task.status in ("Running", "Killing"):
+            task.enter("Killing")
+            self._signal(task, signal.SIGTERM)
+            task.kill_at = time.time() + self.settings["kill_grace"]
+        else:
+            self._end(task, status)
+
+    def _signal(self, task: Task, number: int) -> None:
+        for instance in task.instances:
+            if instance.process is not None and instance.process.poll() is None:
+                instance.process.send_signal(number)
+
+    def _end(self, task: Task, status: str) -> None:
+        task.kill_at, task.finished = None, time.time()
+        for instance in task.instances:
+            if instance.machine is not None:
+                self.free.append(instance.machine)
+            instance.finished = instance.finished or task.finished
+        task.enter(status)
+        if status == "Success":
+            task.exit_code = 0
+        retry = task.conf.get("RetryOptions") or {}
+        wanted = retry.get("EnableRetry") and task.policy in (retry.get("PolicySets") or [])
+        if wanted and task.retries < retry.get("MaxRetryTimes", 0):
+            # "interval = the moment when the new task is submitted - the moment when the last one ended"
+            task.again_at = task.finished + retry.get("IntervalSeconds", 0)
+        elif task.policy == "InstanceReclaimed" and task.conf.get("Preemptible") and not wanted:
+            task.again_at = task.finished
+
+    def _again(self, task: Task) -> None:
+        retries = task.retries + (task.policy in ((task.conf.get("RetryOptions") or {}).get("PolicySets") or []))
+        self.submit(self.new_id(), task.conf, task.queue, task.creator, task.code, retries)
+
+    def close(self) -> None:
+        """End every worker at once."""
+        running = [each for task in self.tasks.values() for each in task.instances if each.process is not None]
+        for instance in running:
+            if instance.process.poll() is None:
+                instance.process.send_signal(signal.SIGUSR1)
+        for instance in running:
+            try:
+                instance.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                instance.process.kill()
+                instance.process.wait()
+            instance.reader.join(timeout=10)
+        self._mend()
+
+    def _mend(self) -> None:
+        while self.cut:
+            _link(self.cut.pop(), up=True)
+
+
+def _link(machine: dict[str, str], *, up: bool) -> None:
+    """Join a machine to the network, or cut it off."""
+    words = ["ip", "-n", machine["name"]]
+    subprocess.run([*words, "link", "set", "eth0", "up" if up else "down"], check=True, capture_output=True)
+    if up:  # the kernel drops addresses of IPv6 with the link
+        argv = [*words, "-6", "address", "replace", f"{machine['address6']}/64", "dev", "eth0", "nodad"]
+        with contextlib.suppress(subprocess.CalledProcessError):
+            subprocess.run(argv, check=True, capture_output=True)
