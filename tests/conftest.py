@@ -29,6 +29,7 @@ from slurm_fixtures import _slurm_dbd, _slurm_either, _slurm_none, slurm, slurm_
 from slurm_user import user, user_accounted, user_of_either  # noqa: F401  fixtures
 from sshsite import site  # noqa: F401  a fixture
 from sshworld import World, require, world_in
+from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 
 SETTLING = 2.0  # seconds that what a test has started may take to be gone
 _FAMILIES = (

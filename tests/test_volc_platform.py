@@ -6,73 +6,13 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
-import yaml
-from namespaces import Machine, machines
+from namespaces import Machine
 from procs import all_pids, command_line, wait_until
-from volc_platform import Platform, platform, why_not
+from volc_platform import Platform, platform
 
-QUEUE = "q-20260101000000-train"
 SLEEP = "echo up; exec sleep 1000"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[list[Machine]]:
-    why = why_not()
-    if why:
-        pytest.skip(why)
-    with machines(3) as made:
-        yield made
-
-
-@pytest.fixture
-def volc(tmp_path: Path, pool: list[Machine]) -> Iterator[Platform]:
-    with platform(tmp_path, pool, kill_grace=1.0) as made:
-        yield made
-
-
-def conf(entrypoint: str, **fields: Any) -> dict[str, Any]:
-    workers = fields.pop("workers", 1)
-    flavor = fields.pop("flavor", "ml.pni3ln.8xlarge")
-    basis = {
-        "TaskName": "a task", "Entrypoint": entrypoint, "ImageUrl": "vemlp-cn-beijing.cr.volces.com/preset-images/pytorch:2.0.0",
-        "ResourceQueueID": QUEUE, "Framework": "PyTorchDDP",
-        "TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": workers, "Flavor": flavor}],
-    }  # fmt: skip
-    return basis | fields
-
-
-def submit(volc: Platform, directory: Path, entrypoint: str, *flags: str, **fields: Any) -> str:
-    path = directory / "task.yaml"
-    path.write_text(yaml.safe_dump(conf(entrypoint, **fields)))
-    done = volc.volc("ml_task", "submit", "--conf", str(path), "--output", "json", *flags, cwd=directory)
-    assert done.returncode == 0, done.stderr
-    return parsed(done.stdout)["Id"]
-
-
-def refused(volc: Platform, directory: Path, **fields: Any) -> str:
-    path = directory / "task.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in (conf(SLEEP) | fields).items() if value is not None}))
-    done = volc.volc("ml_task", "submit", "--conf", str(path), "--output", "json", cwd=directory)
-    assert done.returncode == 1, done.stdout
-    assert not volc.tasks()
-    return done.stderr
-
-
-def parsed(text: str) -> Any:
-    """Return the JSON behind the banner."""
-    begin = min(index for index in (text.find("["), text.find("{")) if index >= 0)
-    return json.loads(text[begin:])
-
-
-def rows(volc: Platform, *words: str) -> list[dict[str, Any]]:
-    done = volc.volc("ml_task", *words, "--output", "json")
-    assert done.returncode == 0, done.stderr
-    return parsed(done.stdout)
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------------
@@ -81,7 +21,7 @@ def rows(volc: Platform, *words: str) -> list[dict[str, Any]]:
 def test_a_worker_finds_the_documented_variables_and_its_own_and_no_others(volc: Platform, tmp_path: Path) -> None:
     envs = [{"Name": "WORD", "Value": "it's $HOME\nso"}, {"Name": "SECRET", "Value": "s3cret", "IsPrivate": True}]
     python = f'{sys.executable} -S -c "import json, os, socket; print(json.dumps([dict(os.environ), os.getcwd(), socket.gethostname()]))"'
-    task = submit(volc, tmp_path, python, workers=2, Envs=envs)
+    task = volc.submit(tmp_path, python, workers=2, Envs=envs)
     instances = volc.wait(task, "Success")["instances"]
     told = [json.loads(instance["lines"][0]) for instance in instances]
     for index, (environ, cwd, hostname) in enumerate(told):
@@ -115,13 +55,13 @@ def test_two_workers_reach_each_other(volc: Platform, tmp_path: Path) -> None:
         "            time.sleep(0.05)\n"
     )
     entry = f"{sys.executable} -S /root/code/talk.py"
-    task = submit(volc, tmp_path, entry, workers=2, UserCodePath="code/", RemoteMountCodePath="/root/code")
+    task = volc.submit(tmp_path, entry, workers=2, UserCodePath="code/", RemoteMountCodePath="/root/code")
     ended = volc.wait(task, "Success")
     assert ended["instances"][0]["lines"] == ["from 10.77.0.2"]
 
 
 def test_the_entry_command_is_run_by_bash_with_its_arguments_behind_it(volc: Platform, tmp_path: Path) -> None:
-    task = submit(volc, tmp_path, "for word in", Args='a "b c" $MLP_ROLE; do echo "[$word]"; done; echo wrong >&2')
+    task = volc.submit(tmp_path, "for word in", Args='a "b c" $MLP_ROLE; do echo "[$word]"; done; echo wrong >&2')
     assert volc.wait(task, "Success")["instances"][0]["lines"] == ["[a]", "[b c]", "[WORKER]", "wrong"]
 
 
@@ -133,7 +73,7 @@ def test_each_worker_has_files_of_its_own(volc: Platform, tmp_path: Path) -> Non
     )
     mounts = [{"Type": "Vepfs", "MountPath": "/data", "VepfsId": "vepfs-1"}]
     for _ in range(2):
-        task = submit(volc, tmp_path, entry, workers=2, UserCodePath="code/", RemoteMountCodePath="/root/code/", Storages=mounts)
+        task = volc.submit(tmp_path, entry, workers=2, UserCodePath="code/", RemoteMountCodePath="/root/code/", Storages=mounts)
         for instance in volc.wait(task, "Success")["instances"]:
             content, _, *listed = instance["lines"]
             image = {part for place in (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)) for part in place.split("/")[2:3]}
@@ -142,12 +82,25 @@ def test_each_worker_has_files_of_its_own(volc: Platform, tmp_path: Path) -> Non
         assert [(volc.code(task, worker) / "a").read_text() for worker in (0, 1)] == ["mine 0\n", "mine 1\n"]
     assert (tmp_path / "code" / "a").read_text() == "as uploaded\n"
     assert not Path("/data").exists()
-    task = submit(volc, tmp_path, "ls /data", Storages=mounts)
+    task = volc.submit(tmp_path, "ls /data", Storages=mounts)
     assert volc.wait(task, "Success")["instances"][0]["lines"] == ["0", "1"]  # the storage outlives tasks
 
 
+def test_hosts_may_come_in_quotes_and_workers_with_the_place_of_their_rack(volc: Platform, tmp_path: Path) -> None:
+    volc.set(quoted_hosts=True, racks=[0, 2, 1])
+    task = volc.submit(tmp_path, 'echo "$MLP_WORKER_0_HOST $MLP_WORKER_RACK_RANK_INDEX"', workers=3)
+    assert [each["lines"] for each in volc.wait(task, "Success")["instances"]] == [[f"'10.77.0.1' {rack}"] for rack in (0, 2, 1)]
+
+
+def test_code_that_cannot_be_mounted(volc: Platform, tmp_path: Path) -> None:
+    task = volc.submit(tmp_path, "true", UserCodePath="task.yaml", RemoteMountCodePath="/usr/not/there")
+    ended = volc.wait(task, "Exception")
+    assert "mount path /usr/not/there is not in the image" in ended["instances"][0]["diag"]
+    assert not Path("/usr/not").exists()
+
+
 def test_with_mpi_only_worker_0_runs_the_entry_command(volc: Platform, tmp_path: Path) -> None:
-    task = submit(volc, tmp_path, 'echo "$MLP_MPI_NP"; cat "$MLP_MPI_HOSTFILE"', workers=2, Framework="MPI")
+    task = volc.submit(tmp_path, 'echo "$MLP_MPI_NP"; cat "$MLP_MPI_HOSTFILE"', workers=2, Framework="MPI")
     ended = volc.wait(task, "Success")
     assert [instance["lines"] for instance in ended["instances"]] == [["4", "10.77.0.1 slots=2", "10.77.0.2 slots=2"], []]
 
@@ -157,18 +110,18 @@ def test_with_mpi_only_worker_0_runs_the_entry_command(volc: Platform, tmp_path:
 
 def test_a_failed_worker_fails_the_task_and_ends_the_others(volc: Platform, tmp_path: Path) -> None:
     volc.set(failure_grace=0.2)
-    task = submit(volc, tmp_path, 'if [ "$MLP_ROLE_INDEX" = 1 ]; then echo dying; exit 7; fi; sleep 1000', workers=2)
+    task = volc.submit(tmp_path, 'if [ "$MLP_ROLE_INDEX" = 1 ]; then echo dying; exit 7; fi; sleep 1000', workers=2)
     volc.wait(task, "Failed")
-    first, second = rows(volc, "instance", "list", "--id", task)
+    first, second = volc.rows("instance", "list", "--id", task)
     assert (second["Name"], second["State"], second["ExitCode"]) == ("worker_1", "Failed", 7)
     assert (first["Name"], first["State"]) == ("worker_0", "Killed")
-    assert rows(volc, "get", "--id", task, "--format", "Status,ExitCode") == [{"Status": "Failed", "ExitCode": 7}]
+    assert volc.rows("get", "--id", task, "--format", "Status,ExitCode") == [{"Status": "Failed", "ExitCode": 7}]
 
 
 def test_a_cancel_ends_everything_in_the_worker(volc: Platform, tmp_path: Path) -> None:
     marker = f"10{os.getpid()}"  # a sleep that is only ours
     script = f"trap 'echo told' TERM; setsid sleep {marker} & (trap '' TERM; sleep {marker}) & echo up; while :; do wait; done"
-    task = submit(volc, tmp_path, script)
+    task = volc.submit(tmp_path, script)
     volc.wait_for_line(task, "up")
     wait_until(lambda: sum(marker in command_line(pid).split() for pid in all_pids()) >= 2, 20, "both sleep")
     done = volc.volc("ml_task", "cancel", "--id", task)
@@ -181,13 +134,13 @@ def test_a_cancel_ends_everything_in_the_worker(volc: Platform, tmp_path: Path) 
 
 
 def test_a_task_is_ended_when_its_time_is_over(volc: Platform, tmp_path: Path) -> None:
-    task = submit(volc, tmp_path, SLEEP, ActiveDeadlineSeconds=1)
+    task = volc.submit(tmp_path, SLEEP, ActiveDeadlineSeconds=1)
     assert "DeadlineExceeded" in volc.wait(task, "Killed")["instances"][0]["diag"]
 
 
 def test_a_retry_is_a_new_task_of_the_same_name(volc: Platform, tmp_path: Path) -> None:
     retry = {"EnableRetry": True, "MaxRetryTimes": 2, "IntervalSeconds": 1, "PolicySets": ["Failed"]}
-    submit(volc, tmp_path, "exit 3", RetryOptions=retry)
+    volc.submit(tmp_path, "exit 3", RetryOptions=retry)
     wait_until(lambda: [task["status"] for task in volc.tasks("a task")] == ["Failed"] * 3, 60, "three attempts")
     attempts = volc.tasks("a task")
     assert len({task["id"] for task in attempts}) == 3
@@ -197,17 +150,17 @@ def test_a_retry_is_a_new_task_of_the_same_name(volc: Platform, tmp_path: Path) 
 
 def test_a_cancelled_task_is_not_tried_again(volc: Platform, tmp_path: Path) -> None:
     retry = {"EnableRetry": True, "MaxRetryTimes": 5, "IntervalSeconds": 0, "PolicySets": ["Failed", "InstanceReclaimed"]}
-    task = submit(volc, tmp_path, SLEEP, RetryOptions=retry)
+    task = volc.submit(tmp_path, SLEEP, RetryOptions=retry)
     volc.wait_for_line(task, "up")
     volc.volc("ml_task", "cancel", "--id", task)
     volc.wait(task, "Killed")
-    other = submit(volc, tmp_path, "true")  # the service looked at all tasks meanwhile
+    other = volc.submit(tmp_path, "true")  # the service looked at all tasks meanwhile
     volc.wait(other, "Success")
     assert len(volc.tasks()) == 2
 
 
 def test_a_reclaimed_task_is_killed_and_queued_again(volc: Platform, tmp_path: Path) -> None:
-    task = submit(volc, tmp_path, SLEEP, Preemptible=True)
+    task = volc.submit(tmp_path, SLEEP, Preemptible=True)
     volc.wait_for_line(task, "up")
     volc.hold("Queue", "waiting for idle resources")
     volc.reclaim(task)
@@ -215,7 +168,7 @@ def test_a_reclaimed_task_is_killed_and_queued_again(volc: Platform, tmp_path: P
     wait_until(lambda: len(volc.tasks("a task")) == 2, 20, "its copy")
     copy = volc.tasks("a task")[1]
     wait_until(lambda: volc.task(copy["id"])["status"] == "Queue", 20, "it is queued")
-    wait_until(lambda: rows(volc, "instance", "list", "--id", copy["id"])[0]["DiagInfo"] == "waiting for idle resources", 20)
+    wait_until(lambda: volc.rows("instance", "list", "--id", copy["id"])[0]["DiagInfo"] == "waiting for idle resources", 20)
     volc.release()
     volc.wait_for_line(copy["id"], "up")
 
@@ -236,32 +189,32 @@ def test_a_machine_that_vanishes_says_nothing_any_more(volc: Platform, tmp_path:
         "print(len(select.select([peer], [], [], 1000)[0]), flush=True)\n"
     )
     entry = f"{sys.executable} -S /root/code/talk.py"
-    task = submit(volc, tmp_path, entry, workers=2, UserCodePath="talk.py", RemoteMountCodePath="/root/code")
+    task = volc.submit(tmp_path, entry, workers=2, UserCodePath="talk.py", RemoteMountCodePath="/root/code")
     for worker in (0, 1):
         volc.wait_for_line(task, "joined", worker)
     volc.vanish(task, 1)
     ended = volc.wait(task, "Exception")
     assert [instance["state"] for instance in ended["instances"]] == ["Killed", "Exception"]
     assert ended["instances"][0]["lines"] == ["joined"]  # no end of the connection was seen
-    volc.wait(submit(volc, tmp_path, "true", workers=3), "Success")  # there is a new one in its place
+    volc.wait(volc.submit(tmp_path, "true", workers=4), "Success")  # there is a new one in its place
 
 
 def test_a_task_waits_until_there_are_machines(volc: Platform, tmp_path: Path) -> None:
-    first = submit(volc, tmp_path, SLEEP, workers=2)
-    second = submit(volc, tmp_path, "true", workers=2)
+    first = volc.submit(tmp_path, SLEEP, workers=3)
+    second = volc.submit(tmp_path, "true", workers=2)
     volc.wait_for_line(first, "up")
-    wait_until(lambda: "Insufficient" in rows(volc, "instance", "list", "-i", second)[0]["DiagInfo"], 20, "the reason")
+    wait_until(lambda: "Insufficient" in volc.rows("instance", "list", "-i", second)[0]["DiagInfo"], 20, "the reason")
     assert volc.task(second)["status"] == "Queue"
     volc.volc("ml_task", "cancel", "--id", first)
     volc.wait(second, "Success")
     assert volc.task(first)["status"] == "Killed"
 
 
-def test_nothing_outlives_the_platform(tmp_path: Path, pool: list[Machine]) -> None:
+def test_nothing_outlives_the_platform(tmp_path: Path, volc_machines: list[Machine]) -> None:
     marker = f"20{os.getpid()}"
     mounts = Path("/proc/mounts").read_text()
-    with platform(tmp_path, pool) as volc:
-        task = submit(volc, tmp_path, f"trap '' TERM; echo up; setsid sleep {marker} & sleep {marker}; sleep {marker}", workers=2)
+    with platform(tmp_path, volc_machines) as volc:
+        task = volc.submit(tmp_path, f"trap '' TERM; echo up; setsid sleep {marker} & sleep {marker}; sleep {marker}", workers=2)
         for worker in (0, 1):
             volc.wait_for_line(task, "up", worker)
         wait_until(lambda: any(marker in command_line(pid).split() for pid in all_pids()), 20, "it sleeps")
@@ -270,10 +223,10 @@ def test_nothing_outlives_the_platform(tmp_path: Path, pool: list[Machine]) -> N
     assert sorted(os.listdir(tmp_path)) == ["task.yaml"]
 
 
-def test_a_service_that_is_killed_takes_its_workers_with_it(tmp_path: Path, pool: list[Machine]) -> None:
+def test_a_service_that_is_killed_takes_its_workers_with_it(tmp_path: Path, volc_machines: list[Machine]) -> None:
     marker = f"30{os.getpid()}"
-    with platform(tmp_path, pool) as volc:
-        task = submit(volc, tmp_path, f"echo up; sleep {marker}")
+    with platform(tmp_path, volc_machines) as volc:
+        task = volc.submit(tmp_path, f"echo up; sleep {marker}")
         volc.wait_for_line(task, "up")
         volc._service.kill()
         wait_until(lambda: not [pid for pid in all_pids() if marker in command_line(pid)], 20, "all are gone")

@@ -14,7 +14,7 @@ from typing import Any
 import pathspec
 import yaml
 
-# The page's sample of a conf file, and CacheType, which exported tasks carry.
+# The page's sample of a conf file, and CacheType, which exported tasks carry. Of DelayExitTimeSeconds and a few more nothing comes here.
 FIELDS = {
     "TaskName", "Description", "Entrypoint", "Args", "Tags", "UserCodePath", "RemoteMountCodePath", "Envs", "ImageUrl", "ImageCredential",
     "ResourceGroupID", "ResourceQueueID", "ResourceQueueName", "Framework", "TaskRoleSpecs", "ActiveDeadlineSeconds",

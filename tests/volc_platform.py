@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
+import pytest
+import yaml
 from namespaces import Machine
 from procs import wait_until
 
@@ -130,6 +132,19 @@ class Platform:
         environ = self.variables | dict(env or {})
         return subprocess.run(["volc", *words], env=environ, capture_output=True, text=True, check=False, timeout=PATIENCE, **more)
 
+    def rows(self, *words: str) -> list[dict[str, Any]]:
+        """Return what `volc ml_task list`, `get` or `instance list` answers."""
+        done = self.volc("ml_task", *words, "--output", "json")
+        assert done.returncode == 0, done.stderr
+        return parsed(done.stdout)
+
+    def submit(self, directory: Path, entrypoint: str, *flags: str, **fields: Any) -> str:
+        """Submit the task of `conf` from a directory; return its id."""
+        (directory / "task.yaml").write_text(yaml.safe_dump(conf(entrypoint, **fields)))
+        done = self.volc("ml_task", "submit", "--conf", "task.yaml", "--output", "json", *flags, cwd=directory)
+        assert done.returncode == 0, done.stderr
+        return parsed(done.stdout)["Id"]
+
     def calls(self, *begin: str) -> list[list[str]]:
         """Return the words of all calls of the command so far, of those that begin with these words."""
         path = self._state / "calls.jsonl"
@@ -185,7 +200,7 @@ class Platform:
         self._ask("set", **settings)
 
     def hold(self, status: str, diag: str = "") -> None:
-        """Let no task leave Queue or Staging; their instances say why."""
+        """Let no task leave Initialized, Queue or Staging; their instances say why."""
         self.set(held={status: diag})
 
     def release(self) -> None:
@@ -239,6 +254,22 @@ class Platform:
         return json.loads(line)["answer"]
 
 
+def conf(entrypoint: str, *, workers: int = 1, flavor: str = "ml.pni3ln.8xlarge", **fields: Any) -> dict[str, Any]:
+    """Return the fields of a task."""
+    basis = {
+        "TaskName": "a task", "Entrypoint": entrypoint, "ImageUrl": "vemlp-cn-beijing.cr.volces.com/preset-images/pytorch:2.0.0",
+        "ResourceQueueID": next(iter(QUEUES)), "Framework": "PyTorchDDP",
+        "TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": workers, "Flavor": flavor}],
+    }  # fmt: skip
+    return basis | fields
+
+
+def parsed(text: str) -> Any:
+    """Return the JSON behind the banner."""
+    begin = min(index for index in (text.find("["), text.find("{")) if index >= 0)
+    return json.loads(text[begin:])
+
+
 @contextlib.contextmanager
 def platform(directory: Path, machines: Sequence[Machine], **settings: Any) -> Iterator[Platform]:
     """Run a platform; nothing of it is left afterwards."""
@@ -247,3 +278,20 @@ def platform(directory: Path, machines: Sequence[Machine], **settings: Any) -> I
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="session")
+def volc_machines() -> Iterator[list[Machine]]:
+    """The machines of all platforms, one after the other."""
+    why = why_not()
+    if why:
+        pytest.skip(why)
+    with namespaces.machines(4) as made:
+        yield made
+
+
+@pytest.fixture
+def volc(tmp_path: Path, volc_machines: list[Machine], _world_of_its_own: None) -> Iterator[Platform]:
+    """A platform of the test's own."""
+    with platform(tmp_path, volc_machines, kill_grace=2.0) as made:
+        yield made

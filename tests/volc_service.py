@@ -13,6 +13,7 @@ import socketserver
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class Service:
             with self.scheduler.lock:
                 yield {"answer": getattr(self, name)(**request["with"])}
             return
+        # Actions of the service's API; what the command calls with them is not documented.
         action = {"submit": "CreateJob", "list": "ListJobs", "get": "GetJob", "cancel": "StopJob", "logs": "GetJobLog"}.get(
             name, "ListJobInstances"
         )
@@ -123,6 +125,7 @@ class Service:
         with self.scheduler.lock:
             if self._breaks("list"):
                 raise Gone
+            _columns(flags, TASK_FIELDS)
             # "lists tasks that are Queue, Staging, Running, Killing unless asked otherwise"
             wanted = flags.get("status", "Queue,Staging,Running,Killing").split(",")
             for status in wanted:
@@ -189,6 +192,7 @@ class Service:
         with self.scheduler.lock:
             task = self._task(flags["task"])
             text = yaml.safe_dump(task.conf, allow_unicode=True, sort_keys=False)
+        # Private variables with it: "only who created the task sees them", and there is only one here.
         (Path(request["cwd"]) / f"{task.id}.yaml").write_text(text)
         yield {"out": f"export config to {task.id}.yaml\n"}
 
@@ -259,11 +263,16 @@ class Service:
 
 def _chosen(row: dict[str, Any], flags: dict[str, Any], shown: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields that `--format` names: FieldName or FieldName=outputFieldName, several with commas."""
-    pairs = [word.partition("=") for word in flags["format"].split(",")] if flags.get("format") else [(name, "", "") for name in shown]
+    return {other: row[name] for name, other in (_columns(flags, row) or [(name, name) for name in shown])}
+
+
+def _columns(flags: dict[str, Any], known: Iterable[str]) -> list[tuple[str, str]]:
+    """Return what `--format` names, each with what it is to be called; nothing where it is not given."""
+    pairs = [word.partition("=") for word in flags["format"].split(",")] if flags.get("format") else []
     for name, _, _ in pairs:
-        if name not in row:
+        if name not in known:
             raise Refused(f"unsupported format field {name!r}, see --helpformat")
-    return {other or name: row[name] for name, _, other in pairs}
+    return [(name, other or name) for name, _, other in pairs]
 
 
 def _matches(content: str, line: str) -> bool:

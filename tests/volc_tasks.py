@@ -151,7 +151,7 @@ class Scheduler:
                 self._again(task)
             if task.ended:
                 continue
-            if task.status == "Initialized":
+            if task.status == "Initialized" and not self._held(task):
                 task.enter("Queue")
             elif task.status == "Queue" and not self._held(task):
                 self._take_machines(task)

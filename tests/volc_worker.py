@@ -117,6 +117,8 @@ def _file_system(what: dict) -> str:
             os.makedirs(root + place, exist_ok=True)
             _mount(place, root + place, None, BIND | RECURSIVE)
     for source, place in what["mounts"]:
+        if os.path.isdir(f"/{place.split('/')[1]}") and place.split("/")[1] not in OWN and not os.path.isdir(place):
+            raise FileNotFoundError(f"mount path {place} is not in the image")  # it would have to be made in the machine's own folder
         os.makedirs(root + place, exist_ok=True)
         _mount(source, root + place, None, BIND)
     return root

@@ -1,0 +1,289 @@
+"""The stand-in's command: its line, its answers, what it uploads and refuses, and the faults that tests cause."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from procs import wait_until
+from volc_platform import Platform, conf, parsed
+
+SLEEP = "echo up; exec sleep 1000"
+
+
+def said(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
+    assert done.returncode == code, done
+    return done.stderr
+
+
+# -- the line ----------------------------------------------------------------------------------------------------------------
+
+
+def test_its_sibling_has_to_be_on_the_path(volc: Platform) -> None:
+    done = subprocess.run([volc.bin / "volc", "version"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    assert said(done) == 'exec: "mlp": executable file not found in $PATH\n'
+    assert volc.volc("version").stdout == "volc/1.2.57\n"
+    assert volc.calls() == [["version"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--version"], "No help topic for '--version'"),
+        (["ml_task", "stop", "--id", "t-1"], "No help topic for 'stop'"),
+        (["ml_task", "list", "--all"], "flag provided but not defined: -all"),
+        (["ml_task", "list", "--outpu", "json"], "flag provided but not defined: -outpu"),
+        (["ml_task", "cancel", "--id", "t-1", "--output", "json"], "flag provided but not defined: -output"),
+        (["ml_task", "logs", "--task", "t-1", "--instance", "worker_0", "--output", "json"], "flag provided but not defined: -output"),
+        (["ml_task", "logs", "--task", "t-1"], 'Required flags "instance" not set'),
+        (["ml_task", "get", "--output", "json"], 'Required flags "id" not set'),
+        (["ml_task", "get", "--id"], "flag needs an argument: -id"),
+        (["ml_task", "list", "--output", "Json"], "only json is supported"),
+        (["ml_task", "list", "--limit", "ten", "--output", "json"], "parse error"),
+        (["ml_task", "submit", "--conf", "missing.yaml"], "load config file failed: open missing.yaml: no such file or directory"),
+        (["ml_task", "get", "--id", "t-1", "--output", "json"], "task t-1 not found"),
+        (["ml_task", "list", "--status", "Waiting", "--output", "json"], "status 'Waiting' is not one of"),
+        (["ml_task", "list", "--format", "Nonsense", "--output", "json"], "unsupported format field 'Nonsense'"),
+    ],
+)
+def test_a_line_that_is_not_documented_is_an_error(volc: Platform, words: list[str], reason: str) -> None:
+    assert reason in said(volc.volc(*words))
+
+
+@pytest.mark.parametrize("words", [["list"], ["get", "--id", "t-1"], ["instance", "list", "--id", "t-1"]])
+def test_without_json_there_has_to_be_a_terminal(volc: Platform, words: list[str]) -> None:
+    assert "/dev/tty" in said(volc.volc("ml_task", *words), 255)
+
+
+def test_who_may_use_it(volc: Platform) -> None:
+    listing = ("ml_task", "list", "--output", "json")
+    volc.login(sk="wrong")
+    assert "SignatureDoesNotMatch" in said(volc.volc(*listing))
+    assert volc.volc(*listing, env={"VOLC_SK": volc.sk}).returncode == 0
+    volc.logout()
+    assert "AccessKeyId or SecretAccessKey is empty" in said(volc.volc(*listing))
+    keys = {"VOLC_AK": volc.ak, "VOLC_SK": volc.sk}
+    assert "Region is empty" in said(volc.volc(*listing, env=keys))
+    assert volc.volc(*listing, env=keys | {"VOLC_REGION": volc.region}).returncode == 0
+    assert volc.volc("configure", input=f"{volc.ak}\n{volc.sk}\n\n").returncode == 0
+    assert volc.volc(*listing).returncode == 0
+    assert "is empty" in said(volc.volc(*listing, "--profile", "other"))
+    volc.deny("CreateJob")
+    assert volc.volc(*listing).returncode == 0
+    volc.deny()
+    assert "AccessDenied: User is not authorized to perform: ml_platform:ListJobs" in said(volc.volc(*listing))
+    volc.allow()
+    assert volc.volc(*listing).returncode == 0
+
+
+def test_lists_have_the_tasks_that_have_not_ended_and_ten_of_them(volc: Platform, tmp_path: Path) -> None:
+    volc.hold("Queue")
+    tasks = [volc.submit(tmp_path, SLEEP, TaskName=f"task {number % 3}") for number in range(12)]
+    wait_until(lambda: all(task["status"] == "Queue" for task in volc.tasks()), 20, "all queue")
+    assert [row["JobId"] for row in volc.rows("list")] == tasks[:1:-1]
+    assert [row["JobId"] for row in volc.rows("list", "--limit", "3", "--offset", "10")] == [tasks[1], tasks[0]]
+    assert [row["JobId"] for row in volc.rows("list", "--name", "sk 1")] == tasks[10::-3]
+    volc.volc("ml_task", "cancel", "--id", tasks[0])
+    assert len(volc.rows("list", "--limit", "100")) == 11
+    (killed,) = volc.rows("list", "--status", "Killed,Failed", "--format", "Id=id,JobName,Status=status,FinishTime,LaunchTime")
+    assert killed.pop("FinishTime").endswith("Z")
+    assert killed == {"id": tasks[0], "JobName": "task 0", "status": "Killed", "LaunchTime": ""}
+
+
+def test_both_spellings_and_a_banner(volc: Platform, tmp_path: Path) -> None:
+    task = volc.submit(tmp_path, "true", Description="words")
+    volc.wait(task, "Success")
+    done = volc.volc("ml_task", "get", "--id", task, "--output", "json")
+    assert done.stdout.splitlines()[0] == "A new version of volc is available: volc/1.2.58"
+    (row,) = parsed(done.stdout)
+    assert (row["JobId"], row["JobName"], row["Status"], row["Description"]) == (task, "a task", "Success", "words")
+    assert row["TaskRoleSpecs"][0]["RoleReplicas"] == 1
+    volc.set(spelling="Id", banner="", long_names=True)
+    done = volc.volc("ml_task", "get", "--id", task, "--output", "json")
+    (row,) = json.loads(done.stdout)
+    assert (row["Id"], row["Name"], row["Status"], row["ExitCode"]) == (task, "a task", "Success", 0)
+    assert volc.rows("instance", "list", "--id", task)[0]["Name"] == f"{task}-worker-0"
+
+
+def test_logs(volc: Platform, tmp_path: Path) -> None:
+    task = volc.submit(tmp_path, "seq 1000; echo Some error; echo last >&2")
+    volc.wait(task, "Success")
+    whole = [str(number) for number in range(1, 1001)] + ["Some error", "last"]
+
+    def logs(*words: str) -> list[str]:
+        done = volc.volc("ml_task", "logs", "--task", task, "-i", "worker_0", *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert logs() == whole[-500:]
+    assert logs("--lines", "3") == ["1000", "Some error", "last"]
+    assert logs("-l", "2", "--reverse") == ["1", "2"]
+    assert logs("--content", "error") == ["Some error"]
+    assert logs("--lines", "5000") == whole
+    volc.lose_lines((2, 999))
+    assert logs() == ["1", "1000", "Some error", "last"]
+    volc.cut_logs(2)
+    assert logs() == ["Some error", "last"]
+    assert "instance worker_7" in said(volc.volc("ml_task", "logs", "-t", task, "-i", "worker_7"))
+
+
+def test_logs_are_followed_to_the_end(volc: Platform, tmp_path: Path) -> None:
+    task = volc.submit(tmp_path, "echo first; while [ ! -e /root/code/go ]; do sleep 0.05; done; echo last", UserCodePath="task.yaml",
+                  RemoteMountCodePath="/root/code")  # fmt: skip
+    volc.wait_for_line(task, "first")
+    argv = ["volc", "ml_task", "logs", "--task", task, "--instance", "worker_0", "-f"]
+    with subprocess.Popen(argv, env=volc.variables, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "first\n"
+        (volc.code(task) / "go").touch()
+        assert following.stdout.read() == "last\n"
+        assert following.wait() == 0
+
+
+def test_logs_lag(volc: Platform, tmp_path: Path) -> None:
+    volc.lag_logs(2.0)
+    begin = time.time()
+    task = volc.submit(tmp_path, "echo late")
+    volc.wait(task, "Success")
+    wait_until(lambda: volc.volc("ml_task", "logs", "--task", task, "--instance", "worker_0").stdout == "late\n", 60, "the line")
+    assert time.time() - begin >= 2.0
+
+
+# -- what is submitted ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"ResourceQueueID": "q-none"}, "resource queue q-none not found"),
+        ({"ResourceQueueName": "nothing"}, "resource queue nothing not found"),
+        ({"ResourceQueueID": None}, "ResourceQueueID is required"),
+        ({"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": 1, "Flavor": "ml.none"}]}, "flavor ml.none not found"),
+        (
+            {"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": "2", "Flavor": "ml.hpcpni2l"}]},
+            "cannot unmarshal RoleReplicas '2' into int",
+        ),
+        ({"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": 0, "Flavor": "ml.hpcpni2l"}]}, "RoleReplicas must be at least 1"),
+        ({"Framework": "Horovod"}, "Framework 'Horovod' is not supported"),
+        ({"ImageUrl": None}, "ImageUrl is required"),
+        ({"Entrypoint": ""}, "Entrypoint is required"),
+        ({"Priority": 10}, "Priority 10 is out of range [1, 9]"),
+        ({"Priority": 5}, "Priority 5 is not allowed in this queue, expected one of [2, 4, 6]"),
+        ({"Nodes": 2}, "field Nodes not found"),
+        ({"Envs": [{"Name": "A", "Value": 1}]}, "cannot unmarshal the Value of Envs A into string"),
+        ({"Tags": "one"}, "cannot unmarshal Tags into []string"),
+        ({"AccessType": "Nobody"}, "AccessType must be one of"),
+        ({"RetryOptions": {"EnableRetry": True, "PolicySets": ["Always"]}}, "'Always' is not supported"),
+        ({"RetryOptions": {"Times": 3}}, "field not found in type RetryOptions"),
+        ({"Storages": [{"Type": "Disk", "MountPath": "/data"}]}, "Storages Type must be one of"),
+        ({"UserCodePath": "code", "RemoteMountCodePath": "/root/code"}, "upload code failed: stat code: no such file or directory"),
+    ],
+)
+def test_a_task_that_the_service_refuses(volc: Platform, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (conf(SLEEP) | fields).items() if value is not None}))
+    assert reason in said(volc.volc("ml_task", "submit", "--conf", str(path), "--output", "json", cwd=tmp_path))
+    assert not volc.tasks()
+
+
+def test_a_conf_file_that_is_no_yaml(volc: Platform, tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("TaskName: 'a\n  b: [")
+    assert "load config file failed: yaml" in said(volc.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path))
+
+
+def test_flags_override_the_conf_file(volc: Platform, tmp_path: Path) -> None:
+    volc.hold("Queue")
+    flags = ["--task_name=other", "-e", "sleep 1", "--args=--a=1", "--args=b", "-q", "q-20260101000000-other", "--priority", "6"]
+    flags += ["--preemptible", "--set", "Priority=2", "--set", "Description=so"]
+    volc.submit(tmp_path, SLEEP, *flags, Priority=4, Description="as it was")
+    (task,) = volc.tasks("other")
+    made = task["conf"]
+    assert (made["Entrypoint"], made["Args"], made["ResourceQueueID"]) == ("sleep 1", "--a=1 b", "q-20260101000000-other")
+    assert (made["Priority"], made["Preemptible"], made["Description"]) == (6, True, "so")
+    done = volc.volc("ml_task", "submit", "-c", "task.yaml", "--set", "TaskRoleSpecs[0].RoleReplicas=2", cwd=tmp_path)
+    assert "no such item in the config file" in said(done)
+    text = volc.volc("ml_task", "submit", "-c", "task.yaml", "--resource_queue_name", "other", cwd=tmp_path).stdout
+    assert f"task_id={volc.tasks('a task')[0]['id']}\n" in text
+    assert volc.volc("ml_task", "export", "--task", task["id"], "--config", cwd=tmp_path).returncode == 0
+    assert yaml.safe_load((tmp_path / f"{task['id']}.yaml").read_text()) == made
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+
+
+def test_what_is_uploaded(volc: Platform, tmp_path: Path) -> None:
+    volc.hold("Queue")
+    code = tmp_path / "code"
+    for name in ("a.py", "skip.log", "kept/keep.log", "kept/b.tmp", "build/out", "kept/build.py"):
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).write_text(name)
+    (code / ".gitignore").write_text("*.log\nbuild/\n")
+    (code / "kept" / ".gitignore").write_text("!keep.log\n*.tmp\n")
+    (code / "link").symlink_to("a.py")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "data").write_text("from there")
+    (code / "folder").symlink_to(tmp_path / "outside")
+    plain = [".gitignore", "a.py", "kept/.gitignore", "kept/build.py", "kept/keep.log"]
+
+    def uploaded(path: str, *flags: str) -> Path:
+        task = volc.submit(tmp_path, SLEEP, *flags, UserCodePath=path, RemoteMountCodePath="/root/code")
+        return Path(volc.task(task)["code"])
+
+    assert tree(uploaded("code/")) == tree(uploaded("./code/")) == plain
+    assert tree(uploaded("code")) == tree(uploaded(str(code))) == [f"code/{name}" for name in plain]
+    assert tree(uploaded("code/a.py")) == ["a.py"]
+    copied = uploaded("code/", "--copy-links")
+    assert tree(copied) == sorted([*plain, "link", "folder/data"])
+    assert not (copied / "link").is_symlink()
+    linked = uploaded("code/", "--links")
+    assert tree(linked) == sorted([*plain, "link", "folder"])
+    assert (linked / "link").readlink() == Path("a.py")
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_network_that_fails_around_a_submit(volc: Platform, tmp_path: Path) -> None:
+    volc.hold("Queue")
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(conf(SLEEP)))
+    words = ("ml_task", "submit", "--conf", "task.yaml", "--output", "json")
+    for how, made in (("before", 0), ("after", 1)):
+        volc.break_submit(how)
+        assert "Client.Timeout exceeded" in said(volc.volc(*words, cwd=tmp_path))
+        assert len(volc.tasks()) == made
+    volc.break_submit("hangs")
+    with subprocess.Popen(["volc", *words], env=volc.variables, cwd=tmp_path, stdout=subprocess.PIPE) as hanging:
+        wait_until(lambda: len(volc.tasks()) == 2, 20, "the task")
+        assert hanging.poll() is None
+        hanging.kill()
+        assert hanging.communicate()[0] == b""
+    assert volc.volc(*words, cwd=tmp_path).returncode == 0
+    assert len(volc.calls("ml_task", "submit")) == 4
+
+
+def test_calls_that_fail_a_number_of_times(volc: Platform) -> None:
+    volc.break_calls("list", 2)
+    codes = [volc.volc("ml_task", "list", "--output", "json").returncode for _ in range(3)]
+    assert codes == [1, 1, 0]
+
+
+def test_tasks_that_are_held_say_why(volc: Platform, tmp_path: Path) -> None:
+    volc.hold("Staging", "ImagePullBackOff: pull access denied")
+    task = volc.submit(tmp_path, "true")
+    volc.wait(task, "Staging")
+    wait_until(lambda: volc.rows("instance", "list", "--id", task)[0]["DiagInfo"], 20, "the reason")
+    assert volc.rows("instance", "list", "--id", task)[0]["DiagInfo"] == "ImagePullBackOff: pull access denied"
+    volc.release()
+    volc.wait(task, "Success")
+
+
+def test_a_build_that_takes_no_args_in_the_conf_file(volc: Platform, tmp_path: Path) -> None:
+    volc.set(refuse_args=True)
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(conf(SLEEP, Args="")))
+    assert "please remove Args from config" in said(volc.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path))
