@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from namespaces import Machine
 from procs import wait_until
-from volc_platform import Platform, conf, parsed
+from volc_platform import Platform, conf, parsed, platform
 
 SLEEP = "echo up; exec sleep 1000"
+
+
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory, volc_machines: list[Machine]) -> Iterator[Platform]:
+    """A platform for many tests, which leave no task there."""
+    with platform(tmp_path_factory.mktemp("idle"), volc_machines) as made:
+        yield made
 
 
 def said(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
@@ -51,13 +60,13 @@ def test_its_sibling_has_to_be_on_the_path(volc: Platform) -> None:
         (["ml_task", "list", "--format", "Nonsense", "--output", "json"], "unsupported format field 'Nonsense'"),
     ],
 )
-def test_a_line_that_is_not_documented_is_an_error(volc: Platform, words: list[str], reason: str) -> None:
-    assert reason in said(volc.volc(*words))
+def test_a_line_that_is_not_documented_is_an_error(idle: Platform, words: list[str], reason: str) -> None:
+    assert reason in said(idle.volc(*words))
 
 
 @pytest.mark.parametrize("words", [["list"], ["get", "--id", "t-1"], ["instance", "list", "--id", "t-1"]])
-def test_without_json_there_has_to_be_a_terminal(volc: Platform, words: list[str]) -> None:
-    assert "/dev/tty" in said(volc.volc("ml_task", *words), 255)
+def test_without_json_there_has_to_be_a_terminal(idle: Platform, words: list[str]) -> None:
+    assert "/dev/tty" in said(idle.volc("ml_task", *words), 255)
 
 
 def test_who_may_use_it(volc: Platform) -> None:
@@ -184,16 +193,16 @@ def test_logs_lag(volc: Platform, tmp_path: Path) -> None:
         ({"UserCodePath": "code", "RemoteMountCodePath": "/root/code"}, "upload code failed: stat code: no such file or directory"),
     ],
 )
-def test_a_task_that_the_service_refuses(volc: Platform, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+def test_a_task_that_the_service_refuses(idle: Platform, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
     path = tmp_path / "task.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in (conf(SLEEP) | fields).items() if value is not None}))
-    assert reason in said(volc.volc("ml_task", "submit", "--conf", str(path), "--output", "json", cwd=tmp_path))
-    assert not volc.tasks()
+    assert reason in said(idle.volc("ml_task", "submit", "--conf", str(path), "--output", "json", cwd=tmp_path))
+    assert not idle.tasks()
 
 
-def test_a_conf_file_that_is_no_yaml(volc: Platform, tmp_path: Path) -> None:
+def test_a_conf_file_that_is_no_yaml(idle: Platform, tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text("TaskName: 'a\n  b: [")
-    assert "load config file failed: yaml" in said(volc.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path))
+    assert "load config file failed: yaml" in said(idle.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path))
 
 
 def test_flags_override_the_conf_file(volc: Platform, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -280,6 +281,15 @@ def platform(directory: Path, machines: Sequence[Machine], **settings: Any) -> I
         made.close()
 
 
+def _main() -> None:
+    """Run a platform to play with, until Ctrl-D."""
+    directory = Path(tempfile.mkdtemp(prefix="volc"))
+    with namespaces.machines(4) as made, platform(directory, made) as running:
+        print(*(f"export {name}={shlex.quote(value)}" for name, value in running.variables.items()), sep="\n", flush=True)
+        sys.stdin.read()
+    directory.rmdir()
+
+
 @pytest.fixture(scope="session")
 def volc_machines() -> Iterator[list[Machine]]:
     """The machines of all platforms, one after the other."""
@@ -295,3 +305,7 @@ def volc(tmp_path: Path, volc_machines: list[Machine], _world_of_its_own: None) 
     """A platform of the test's own."""
     with platform(tmp_path, volc_machines, kill_grace=2.0) as made:
         yield made
+
+
+if __name__ == "__main__":
+    _main()
