@@ -136,6 +136,8 @@ def write_files(plan: Plan) -> None:
             (plan.job_dir / folder).mkdir(mode=0o700)
         write_atomic(token_file(plan.job_dir), secrets.token_hex(32).encode())
         for file in plan.files:
+            if plan.array is not None:
+                file.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # of an element
             write_atomic(file.path, file.data, file.mode)
     except OSError as error:
         shutil.rmtree(plan.job_dir, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The entry script for a platform: what is in it, what it refuses, and that nothing is submitted."""
+"""The mlp cluster's plan: the entry script and the task, what is in them and what is refused. Submitting: test_mlp_cluster.py."""
 
 from __future__ import annotations
 
@@ -100,19 +100,22 @@ def test_the_script_is_sound_shell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "words"),
-    [({"options": {"account": "x"}}, "no option 'account'"), ({"array": "0-3"}, "no --array"), ({"launcher": "srun"}, "needs Slurm")],
+    [({"options": {"account": "x"}}, "no option 'account'"), ({"array": "0-3%2"}, "does not limit"), ({"launcher": "srun"}, "needs Slurm")],
 )
 def test_what_it_cannot_do_is_refused(tmp_path: Path, fields: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         mlp.MlpBackend().plan(make(tmp_path, resources=Resources(nodes=2), **fields))
 
 
-def test_nothing_is_submitted(tmp_path: Path) -> None:
+def test_without_an_image_a_flavor_and_a_queue_nothing_is_submitted(tmp_path: Path) -> None:
+    plan = mlp.MlpBackend().plan(make(tmp_path))
+    assert "name image and flavor and queue" in plan.notes[0]
     with pytest.raises(SubmitError) as caught:
-        mlp.MlpBackend().submit(mlp.MlpBackend().plan(make(tmp_path)))
+        mlp.MlpBackend().submit(plan)
     assert "clusterjob render --cluster mlp" in caught.value.hint
-    ran = run([sys.executable, "-m", "clusterjob", "submit", "--cluster", "mlp", "train.py"], tmp_path)
+    ran = run([sys.executable, "-m", "clusterjob", "submit", "--cluster", "mlp", "--set", "queue=q-1", "train.py"], tmp_path)
     assert (ran.code, ran.out) == (1, "")
-    assert "clusterjob does not submit to the mlp cluster" in ran.err
+    assert "the platform takes no task without image and flavor" in ran.err
+    assert "--set image=..." in ran.err
     home = Path(os.environ["CLUSTERJOB_HOME"])
     assert not list(home.glob("jobs/*")), "nothing is left of it"

@@ -1,78 +1,220 @@
-"""A platform that sets MLP_* variables, such as Volcengine's: renders the entry command that every worker runs. It submits nothing."""
+"""Volcengine's ML Platform as a cluster: a task of its own kind a job, submitted with its command `volc`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NoReturn
+from pathlib import Path
+from typing import Any
 
-from clusterjob import pack
-from clusterjob.backends import Status, directory
+from clusterjob import arrays, pack
+from clusterjob.arrays import Array
+from clusterjob.backends import directory
+from clusterjob.backends.platform import Account, PlatformBackend
 from clusterjob.errors import SpecError, SubmitError
-from clusterjob.plans import Plan
-from clusterjob.records import Handle, Record
-from clusterjob.render import render
+from clusterjob.node.program import Program
+from clusterjob.plans import Plan, PlannedCommand, PlannedFile, token_file
+from clusterjob.platforms import Platform, upload
+from clusterjob.platforms.standing import Retries
+from clusterjob.records import Handle
+from clusterjob.render import Quoted, render, sh_words
 from clusterjob.spec import JobSpec
+from clusterjob.ssh import snapshot
+from clusterjob.units import parse_size
+from clusterjob.volc import task
+from clusterjob.volc.client import COMMAND, SUBMIT_PATIENCE, Volc, check_installed
 
 NAME = "mlp"
 _SCRIPT = "mlp.sh"
+_TASK = "task.yaml"
+_POLL = 5.0  # seconds between two questions while a job is followed
+_RATE = 2.0  # elements of an array submitted a second
+_ACCOUNT = {"profile": "VOLC_PROFILE", "region": "VOLC_REGION"}
 
 
-class MlpBackend:
-    """Plans jobs for a platform whose nodes find their place in MLP_* variables."""
+class MlpBackend(PlatformBackend):
+    """Runs jobs as tasks of the platform, whose nodes find their place in MLP_* variables."""
+
+    NAME = NAME
+
+    # -- planning ------------------------------------------------------------------------------------------------------
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return the entry script, with what it takes along where the nodes see the submitter's files.
+        """Return what submitting the job would do: its task, and the entry script that every worker runs.
 
         Raises:
-            SpecError: an option that the entry command cannot carry out.
+            SpecError: an option makes no sense here.
             TemplateError: the user's template cannot be rendered.
         """
-        directory.refuse_hosts(spec, NAME)
-        unknown = [name for name in spec.options if name != "workdir"]
-        if unknown:
-            raise SpecError(f"the mlp cluster knows no option {unknown[0]!r}", "it knows workdir; the platform's own task has others")
-        directory.refuse_queue(spec, NAME, "the platform's own task decides that")
+        _refuse(spec)
+        options = task.Options.of(spec.options)
+        gpus = task.gpus_of(spec)
+        left_open = spec.nproc_open  # the platform says to each worker how many GPUs it has
+        if left_open and gpus:
+            spec = replace(spec, nproc_per_node=gpus, nproc_open=False)
+        if spec.sync:
+            spec = replace(spec, program=directory.sent_program(spec))
+        for key, default in (("poll", _POLL), ("submit_rate", _RATE), ("submit_timeout", SUBMIT_PATIENCE)):
+            options.number(key, default, 1e-3)
+        if "sync_limit" in options.values:
+            parse_size(options.values["sync_limit"])
         job_id, job_dir = directory.new_directory(spec.name)
-        options = spec.launch_options()
-        if spec.nproc_open:
-            options = replace(options, nproc_per_node=None)  # the platform says how many GPUs a worker has
-        values = directory.common_values(spec, job_id, job_dir) | {
-            "workdir": spec.options.get("workdir", str(spec.workdir)),
-            "node_zip": str(job_dir / pack.NAME),
-            "launch_arguments": options.arguments(),
+        array = spec.elements()
+        entry = f"{upload.OWN}/{upload.ENTRY}"
+        tasks = {
+            _task_file(job_dir, index): task.fields(spec, job_id, str(job_dir / upload.DIRECTORY), entry, index)
+            for index in (array.indices if array else (None,))
         }
-        script = directory.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values))
+        missing = task.missing(next(iter(tasks.values())))
+        files = [
+            PlannedFile(path, render("mlp-task.yaml.j2", {"job_id": job_id, "task": fields}).encode()) for path, fields in tasks.items()
+        ]
+        if array is not None and array.values:
+            files.append(_sweep_file(spec, array, job_dir))
+        script = render(spec.template or f"{_SCRIPT}.j2", _values(spec, job_id, job_dir, array, uploaded=not missing, left_open=left_open))
         return Plan(
             job_id=job_id,
             backend=NAME,
             job_dir=job_dir,
             spec=spec,
-            files=(*directory.common_files(spec, job_dir), script),
-            commands=(),
-            notes=("the platform decides the number of nodes: MLP_WORKER_NUM",),
+            files=(*directory.common_files(spec, job_dir), *files, directory.script_file(job_dir / _SCRIPT, script)),
+            commands=() if missing else tuple(_command(path) for path in tasks),
+            notes=_notes(spec, missing),
+            array={"indices": list(array.indices), "pieces": [0]} if array else None,
         )
 
-    def submit(self, plan: Plan) -> NoReturn:  # noqa: ARG002 - the protocol's own signature
-        """Refuse: only the platform's own tools submit to it.
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def submit(self, plan: Plan) -> Handle:
+        """Have the platform take the planned tasks, with the code and the node half.
 
         Raises:
-            SubmitError: always.
+            SubmitError: it refuses them, or something is missing; nothing is left on the platform.
+            SubmitInDoubtError: it did not answer, and a task may run.
         """
-        raise SubmitError(
-            f"clusterjob does not submit to the {NAME} cluster",
-            f"`clusterjob render --cluster {NAME} ...` prints {_SCRIPT}: make it the entry command of a task, which every worker runs",
+        options, given = task.Options.of(plan.spec.options), plan.spec.options
+        if not plan.commands:
+            missing = task.missing(task.fields(plan.spec, plan.job_id, "", ""))
+            profile = ", ".join(f'{key} = "..."' for key in missing)
+            raise SubmitError(
+                f"the platform takes no task without {' and '.join(missing)}",
+                f"--set {missing[0]}=..., or in a profile: set = {{{profile}}}; `clusterjob render --cluster {NAME} ...` prints "
+                f"{_SCRIPT} for a task that is made by hand",
+            )
+        check_installed()
+        token = token_file(plan.job_dir).read_text()
+        planned = {file.path: file for file in plan.files}
+        confs = []
+        for index in plan.array["indices"] if plan.array else (None,):
+            text = planned[_task_file(plan.job_dir, index)].text()
+            fields = task.with_secrets(text, given, token, os.environ)
+            full = render("mlp-task.yaml.j2", {"job_id": plan.job_id, "task": fields})
+            confs.append((fields["TaskName"], full.encode()))
+        limit = parse_size(options.values["sync_limit"]) if "sync_limit" in options.values else snapshot.LIMIT
+        goods = [file for file in plan.files if file.path.name in (pack.NAME, "sweep.args")]
+        script = planned[plan.job_dir / _SCRIPT]
+        sent = upload.stage(plan.spec, plan.job_dir, [*goods, replace(script, path=Path(upload.ENTRY))], limit)
+        try:
+            platform = Volc(dict(self.account_of(given)), options.number("submit_timeout", SUBMIT_PATIENCE, 1e-3))
+            return self.submit_tasks(plan, platform, confs, ".yaml", options.number("submit_rate", _RATE, 1e-3))
+        finally:
+            sent.remove()
+
+    # -- what the platform is --------------------------------------------------------------------------------------------
+
+    def platform(self, account: Account) -> Platform:
+        """Return the platform as one account sees it."""
+        return Volc(dict(account))
+
+    def account_of(self, options: Mapping[str, str]) -> Account:
+        """Return the account that a job's options, and else the environment, choose."""
+        chosen = {name: options.get(key) or os.environ.get(name, "") for key, name in _ACCOUNT.items()}
+        return tuple((name, value) for name, value in sorted(chosen.items()) if value)
+
+    def retries(self, spec: Mapping[str, Any]) -> Retries:
+        """Return when the platform starts a job's task again."""
+        options = spec.get("options", {})
+        retry = task.retry_options(options, spec.get("max_restarts", 0), requeue=bool(spec.get("requeue")))
+        preemptible = task.Options.of(options).preemptible
+        if not retry.get("EnableRetry"):
+            return Retries(preemptible=preemptible)
+        policies = retry.get("PolicySets") or []
+        return Retries(
+            int(retry.get("MaxRetryTimes", 0)), float(retry.get("IntervalSeconds", 0)),
+            "Failed" in policies, "InstanceReclaimed" in policies, preemptible,
+        )  # fmt: skip
+
+    def poll(self, options: Mapping[str, str]) -> float:
+        """Return the seconds between two questions while a job is followed."""
+        return task.Options.of(options).number("poll", _POLL, 1e-3)
+
+
+def _refuse(spec: JobSpec) -> None:
+    """Refuse what this platform has not.
+
+    Raises:
+        SpecError: the job asks for it.
+    """
+    if spec.hosts:
+        raise SpecError(f"the {NAME} cluster takes no hosts", "--cluster ssh does")
+    if spec.gpus:
+        raise SpecError(f"the {NAME} cluster knows no --gpus", "a task gets whole machines: --gpus-per-node, or --set flavor=NAME")
+    if spec.container:
+        raise SpecError(f"the {NAME} cluster has no --container", "--set image=URL is the image of the task")
+    for flag in ("after", "signal_before", "login"):
+        if getattr(spec, flag):
+            raise SpecError(f"the {NAME} cluster has no --{flag.replace('_', '-')}", "the platform knows nothing like it")
+    if spec.launcher == "srun":
+        raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+    array = spec.elements()
+    if array is not None and array.at_once is not None:
+        raise SpecError(f"the {NAME} cluster does not limit how many elements run at a time", "the queue's quota does; leave the % out")
+
+
+def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, *, uploaded: bool, left_open: bool) -> dict[str, Any]:
+    program = spec.program if array is None or not array.values else Program(spec.program.kind, spec.program.target)
+    launch = replace(spec.launch_options(program=program), max_restarts=0 if uploaded else spec.max_restarts)
+    if left_open:
+        launch = replace(launch, nproc_per_node=None)
+    workdir: str = spec.options.get("workdir", "" if uploaded and spec.sync else str(spec.workdir))
+    return directory.common_values(spec, job_id, job_dir) | {
+        "workdir": workdir,
+        "node_zip": str(job_dir / pack.NAME),
+        "launch_arguments": launch.arguments(),
+        "uploaded": uploaded,
+        "elements": array is not None,
+        "sweep": array is not None and bool(array.values),
+    }
+
+
+def _task_file(job_dir: Path, index: int | None) -> Path:
+    return job_dir / (_TASK if index is None else f"elements/{index}/{_TASK}")
+
+
+def _sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
+    """Return each element's arguments, one line an element, as bash reads them."""
+    lines = [sh_line(arrays.program_of(spec.program, values).args) for values in array.values]
+    return PlannedFile(job_dir / "sweep.args", ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+
+
+def sh_line(words: Any) -> Quoted:
+    """Return words as bash reads them, on one line."""
+    return Quoted(sh_words(words).replace("\n", "'$'\\n''"))  # which quotes it in single quotes, and nowhere else
+
+
+def _command(path: Path) -> PlannedCommand:
+    return PlannedCommand((COMMAND, "ml_task", "submit", "--conf", str(path), "--output", "json"))
+
+
+def _notes(spec: JobSpec, missing: list[str]) -> tuple[str, ...]:
+    if missing:
+        return (
+            f"to submit it, name {' and '.join(missing)} (--set {missing[0]}=...); this {_SCRIPT} is for a task that is made by hand",
+            "the platform decides the number of nodes: MLP_WORKER_NUM",
         )
-
-    def detach(self, handle: Handle) -> None:
-        """There is no job to let go."""
-
-    def status(self, records: Sequence[Record]) -> dict[str, Status]:  # noqa: ARG002
-        """Return nothing: no job was ever submitted."""
-        return {}
-
-    def collect(self, record: Record) -> None:
-        """There are no logs."""
-
-    def cancel(self, records: Sequence[Record]) -> None:
-        """There is nothing to cancel."""
+    notes = ["the flavor decides the memory: --mem is left aside"] if spec.resources.mem is not None else []
+    gpus, wanted = task.gpus_of(spec), spec.resources.gpus_per_node
+    if gpus is not None and wanted is not None and gpus > wanted:
+        notes.append(f"the flavor {task.flavor_of(spec)} has {gpus} GPUs on each machine: {gpus - wanted} of them stay idle")
+    return tuple(notes)

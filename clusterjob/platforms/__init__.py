@@ -65,8 +65,12 @@ class Platform(Protocol):
             SubmitInDoubtError: the platform did not answer, or not clearly: there may be one.
         """
 
-    def tasks(self, names: Sequence[str]) -> list[Task]:
+    def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:
         """Return all tasks that bear one of the names, the oldest first; few questions, however many names.
+
+        Args:
+            names: those of jobs; an element of an array is called ``ID_7``.
+            since: seconds of the epoch, by this machine's clock: no task of these names is older.
 
         Raises:
             ClusterJobError: the platform does not answer, or lets nobody in.

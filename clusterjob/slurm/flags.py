@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from clusterjob.errors import SpecError
+from clusterjob.settings import Structure
 from clusterjob.spec import JobSpec, Resources
 
 # Options of sbatch that take a value.

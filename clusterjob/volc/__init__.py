@@ -1,0 +1,1 @@
+"""Volcengine's ML Platform as its command `volc` shows it."""

@@ -1,0 +1,264 @@
+"""How a platform's jobs stand, with answers of the command that are written down: builds that differ, many jobs, words of errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterjob.backends.mlp import MlpBackend
+from clusterjob.backends.platform import Account
+from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
+from clusterjob.node import ends
+from clusterjob.node.events import now
+from clusterjob.node.verdict import JobState
+from clusterjob.platforms import Instance, Platform, Task, standing
+from clusterjob.platforms.command import Answer
+from clusterjob.records import Handle, Record
+from clusterjob.volc import client
+from clusterjob.volc.client import Volc
+
+Rows = list[dict[str, Any]]
+
+
+def record(job_id: str, directory: Path, **more: Any) -> Record:
+    spec = {"options": {"poll": "0.001"} | more.pop("options", {}), "max_restarts": more.pop("max_restarts", 0)}
+    job_dir = directory / job_id
+    job_dir.mkdir()
+    fields = {"handle": Handle("mlp", "t-1", {"ids": ["t-1"], "account": {}, "at": time.time()})} | more
+    return Record(job_id, job_id, "mlp", "mlp", job_dir, 1, now(), spec, **fields)
+
+
+def task_id(number: int) -> str:
+    return f"t-20260101{number:06d}-abcde"
+
+
+class Said:
+    """The command in a process of its own would take 100 ms a call: what it was asked, and what it answers."""
+
+    def __init__(self, answer: Callable[[Sequence[str]], Answer]) -> None:
+        self.calls: list[list[str]] = []
+        self._answer = answer
+
+    def __call__(self, argv: Sequence[str], more: Any, patience: float = 0) -> Answer:
+        self.calls.append(list(argv[2:]))
+        return self._answer(argv[2:])
+
+
+@pytest.fixture
+def volc(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]], Answer]], Said]:
+    def make(answer: Callable[[Sequence[str]], Answer]) -> Said:
+        said = Said(answer)
+        monkeypatch.setattr(client, "run", said)
+        monkeypatch.setattr(client.shutil, "which", lambda _: "/usr/bin/volc")
+        return said
+
+    return make
+
+
+def listing(rows: Rows) -> Callable[[Sequence[str]], Answer]:
+    """Answer as `list` does, the newest first, page by page; no worker tells anything."""
+
+    def answer(words: Sequence[str]) -> Answer:
+        if words[0] != "list":
+            return Answer(0, "[]" if words[0] == "instance" else "", "")
+        given = dict(zip(words[1::2], words[2::2], strict=True))
+        found = [row for row in reversed(rows) if given.get("--name", "") in row["JobName"]]
+        begin = int(given["--offset"])
+        return Answer(0, "a newer version is there!\n" + json.dumps(found[begin : begin + int(given["--limit"])]), "")
+
+    return answer
+
+
+def test_500_jobs_are_a_few_questions(tmp_path: Path, volc: Any) -> None:
+    rows = [{"JobId": task_id(number), "JobName": f"job-{number}", "Status": "Running"} for number in range(500)]
+    said = volc(listing(rows))
+    records = [record(f"job-{number}", tmp_path) for number in range(500)]
+    found = MlpBackend().status(records)
+    assert {status.state for status in found.values()} == {JobState.RUNNING}
+    assert len(said.calls) <= 6, "100 rows a page, and one that is empty"
+
+
+def test_an_old_account_is_not_read_to_its_end(volc: Any) -> None:
+    moments = [time.gmtime(1_700_000_000 + 60 * number) for number in range(5000)]
+    rows = [{"JobId": f"t-{time.strftime('%Y%m%d%H%M%S', moment)}-abcde", "JobName": "old", "Status": "Success"} for moment in moments]
+    rows += [{"JobId": f"t-202601010000{number:02d}-abcde", "JobName": f"new-{number}", "Status": "Running"} for number in range(5)]
+    said = volc(listing(rows))
+    since = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, 0))
+    assert len(Volc().tasks([f"new-{number}" for number in range(5)], since)) == 5
+    assert len(said.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"JobId": task_id(1), "JobName": "a", "Status": "Failed", "Start": "2026-01-01T08:00:00+08:00", "End": 1767225610},
+        {"Id": task_id(1), "Name": "a", "Status": "Failed", "LaunchTime": "2026-01-01T00:00:00Z", "FinishTime": "1767225610000"},
+    ],
+)
+def test_both_spellings_of_an_answer_are_read(row: dict[str, Any], volc: Any) -> None:
+    volc(lambda words: Answer(0, json.dumps({"Total": 1, "List": [row, {"strange": True}]}), ""))
+    (task,) = Volc().tasks(["a"])
+    assert (task.id, task.state, task.words) == (task_id(1), JobState.FAILED, "Failed")
+    assert (task.started_at, task.ended_at) == ("2026-01-01T00:00:00.000Z", "2026-01-01T00:00:10.000Z")
+
+
+@pytest.mark.parametrize("name", ["worker_3", "t-20260101000000-abcde-worker-3"])
+def test_both_names_of_a_worker_are_read(name: str, volc: Any) -> None:
+    volc(lambda words: Answer(0, json.dumps([{"Name": name, "State": "Failed", "ExitCode": "7", "DiagInfo": {"Reason": "x"}}]), ""))
+    assert Volc().instances("t") == [Instance("worker_3", 3, "Failed", 7, '{"Reason": "x"}')]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (Answer(1, "", 'Error: exec: "mlp": executable file not found in $PATH'), SubmitError, "does not find its sibling mlp"),
+        (Answer(1, "", "AccessKeyId or SecretAccessKey is empty"), SubmitError, "nobody is logged in"),
+        (Answer(1, "AccessDenied: User is not authorized to perform", ""), SubmitError, "no permission"),
+        (Answer(1, "", "resource queue nowhere is not found"), SubmitError, "does not know the queue"),
+        (Answer(1, "", "InvalidParameter: flavor ml.x does not exist"), SubmitError, "no such flavor"),
+        (Answer(1, "", "dial tcp: lookup open.volcengineapi.com: no such host"), SubmitError, "is not reached"),
+        (Answer(1, "", "something new"), SubmitError, "the platform refuses the task: something new"),
+        (Answer(1, "", "net/http: request canceled (Client.Timeout exceeded)"), SubmitInDoubtError, "does not answer"),
+        (Answer(-9, "", "volc did not answer", timed_out=True), SubmitInDoubtError, "did not answer"),
+        (Answer(0, "fine", ""), SubmitInDoubtError, "printed no task id"),
+    ],
+)
+def test_what_a_submission_says_is_understood(answer: Answer, kind: type[ClusterJobError], words: str, volc: Any) -> None:
+    volc(lambda _: answer)
+    with pytest.raises(SubmitError, match=words) as caught:
+        Volc().submit(Path("x.yaml"))
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    "out", ['notice {of} a version\n{"Id": "t-20260101000000-abcde"}', "submit task success, task_id=t-20260101000000-abcde\n"]
+)
+def test_a_submission_s_id_is_found(out: str, volc: Any) -> None:
+    volc(lambda _: Answer(0, out, ""))
+    assert Volc().submit(Path("x.yaml")) == "t-20260101000000-abcde"
+
+
+class Fixed(MlpBackend):
+    """A platform whose tasks the test sets."""
+
+    def __init__(self, tasks: list[Task], instances: Sequence[Instance] = (), lines: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.shown, self.workers, self.log = tasks, list(instances), list(lines)
+        self.cancelled: list[str] = []
+        self.asked = 0
+
+    def platform(self, account: Account) -> Platform:
+        return self  # type: ignore[return-value]
+
+    def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:
+        self.asked += 1
+        return self.shown
+
+    def instances(self, task_id: str) -> list[Instance]:
+        return self.workers
+
+    def lines(self, task_id: str, instance: str, count: int) -> list[str]:
+        return self.log[-count:]
+
+    def cancel(self, wanted: Any) -> None:
+        self.cancelled.append(wanted)
+
+
+def old(job: Record, *tasks: Task) -> None:
+    """Let the ends of tasks have been seen long ago."""
+    standing.Known.of(job.job_dir).meet(tasks)
+    path = job.job_dir / "platform.json"
+    data = json.loads(path.read_text())
+    data["ended"] = dict.fromkeys(data["ended"], time.time() - 10_000)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("state", "words", "options", "instances", "expected"),
+    [
+        (JobState.SUCCEEDED, "Success", {}, [], ("SUCCEEDED", 0, "the platform says so")),
+        (JobState.FAILED, "Failed", {}, [Instance("worker_1", 1, "Failed", 9, "OOM")], ("FAILED", 9, "node 1 (host worker_1)")),
+        (JobState.FAILED, "Exception", {}, [Instance("worker_0", 0, "Exception", None, "NodeLost")], ("FAILED", 1, "Exception: NodeLost")),
+        (JobState.FAILED, "Failed", {}, [Instance("worker_0", 0, "Killed", 143, "DeadlineExceeded")], ("FAILED", 124, "out of time")),
+        (JobState.CANCELLED, "Killed", {}, [], ("CANCELLED", 143, "not by clusterjob")),
+        (JobState.CANCELLED, "Killed", {"preemptible": "true"}, [], ("PREEMPTED", 75, "taken away")),
+    ],
+)
+def test_an_end_without_a_verdict_is_told_by_the_platform_and_not_at_once(
+    tmp_path: Path, state: JobState, words: str, options: dict[str, str], instances: list[Instance], expected: tuple[str, int, str]
+) -> None:
+    job = record("a", tmp_path, options=options)
+    ended = Task(task_id(1), "a", state, words, started_at=now(), ended_at=now())
+    backend = Fixed([ended], instances)
+    first = backend.status([job])["a"]
+    assert (first.state, first.verdict) == (JobState.RUNNING, None), "the log may lag"
+    assert "the rest of its log is awaited" in first.reason
+    old(job, ended)
+    found = Fixed([ended], instances).status([job])["a"]
+    assert found.verdict is not None
+    assert (found.state.value, found.verdict.exit_code) == expected[:2]
+    assert expected[2] in found.reason
+
+
+def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_path: Path) -> None:
+    job = record("a", tmp_path, max_restarts=1, options={"retry_interval": "100"})
+    ended = [Task(task_id(number), "a", JobState.FAILED, "Failed", started_at=now()) for number in (1, 2)]
+    verdict = {"state": "FAILED", "exit_code": 5, "reason": "rank 0 failed"}
+    line = f"1 clusterjob-verdict {json.dumps({**verdict, 'consequences': []})}"
+    worker = [Instance("worker_0", 0, "Failed", 5)]
+    waiting = Fixed(ended[:1], worker, [line]).status([job])["a"]
+    assert (waiting.state, waiting.verdict) == (JobState.PENDING, None)
+    assert waiting.reason == "the platform starts it again (attempt 2 of 2); it was failed: rank 0 failed"
+    last = Fixed(ended[1:], worker, [line]).status([job])["a"]
+    assert last.verdict is not None
+    assert (last.state, last.restarts, last.verdict.attempt, last.verdict.exit_code) == (JobState.FAILED, 1, 1, 5)
+    other = record("b", tmp_path, max_restarts=1, options={"retry_interval": "100"})
+    theirs = replace(ended[0], name="b")
+    old(other, theirs)
+    assert Fixed([theirs], worker, [line]).status([other])["b"].state is JobState.FAILED, "it did not come"
+
+
+def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:
+    job = record("a", tmp_path)
+    assert Fixed([]).status([job])["a"].state is JobState.PENDING
+    running = Task(task_id(1), "a", JobState.RUNNING, "Running", started_at=now())
+    assert Fixed([running]).status([job])["a"].state is JobState.RUNNING
+    assert Fixed([]).status([job])["a"].state is JobState.UNKNOWN
+    path = job.job_dir / "platform.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"missing_since": time.time() - 1000}))
+    lost = Fixed([]).status([job])["a"]
+    assert (lost.state, lost.reason) == (JobState.LOST, "the platform does not show its task any more")
+
+
+def test_a_cancelled_job_s_later_attempt_is_cancelled(tmp_path: Path) -> None:
+    job = record("a", tmp_path)
+    ends.cancel(job.job_dir)
+    backend = Fixed([Task(task_id(2), "a", JobState.PENDING, "Queue")])
+    assert backend.status([job])["a"].reason == "it is being cancelled"
+    assert backend.cancelled == [task_id(2)]
+
+
+def test_a_job_that_is_followed_is_asked_for_no_more_often_than_it_may_be(tmp_path: Path) -> None:
+    job = record("a", tmp_path, options={"poll": "1000"})
+    backend = Fixed([Task(task_id(1), "a", JobState.RUNNING, "Running", started_at=now())])
+    for _ in range(50):
+        assert backend.status([job])["a"].state is JobState.RUNNING
+    assert backend.asked == 1
+
+
+def test_nothing_is_fetched(tmp_path: Path) -> None:
+    with pytest.raises(ClusterJobError, match="not reached from here"):
+        MlpBackend().fetch(record("a", tmp_path), [], tmp_path, None, lambda _: True)
+
+
+def test_the_account_of_a_job_is_the_one_it_was_submitted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOLC_REGION", "cn-shanghai")
+    assert MlpBackend().account_of({"profile": "team"}) == (("VOLC_PROFILE", "team"), ("VOLC_REGION", "cn-shanghai"))
+    assert "VOLC_PROFILE" not in os.environ
