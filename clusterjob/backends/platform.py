@@ -188,7 +188,10 @@ class PlatformBackend(ABC):
         if look.trouble or seen is None:
             return self._unseen(record, known, seen, look.trouble)
         wished = standing.wished_to_end(record)
-        handle = None if record.handle is not None else self._adopted(record, seen)
+        handle = None
+        if record.handle is None and not standing.being_submitted(record):
+            _sweep(record)
+            handle = self._adopted(record, seen)
         common: dict[str, Any] = {"started_at": seen.task.started_at, "restarts": seen.attempt, "handle": handle}
         try:
             if not seen.ended:
@@ -215,7 +218,7 @@ class PlatformBackend(ABC):
 
     def _unseen(self, record: Record, known: Known, seen: Seen | None, trouble: str) -> Status:
         common: dict[str, Any] = {"started_at": seen.task.started_at, "restarts": seen.attempt} if seen is not None else {}
-        if record.handle is None and record.submitter is not None and record.submitter.alive():
+        if record.handle is None and standing.being_submitted(record):
             return Status(JobState.PENDING, "it is being submitted")
         if trouble:
             last = f" (it was {seen.task.words})" if seen is not None else ""
@@ -242,7 +245,7 @@ class PlatformBackend(ABC):
     def _verdict(self, record: Record, known: Known, seen: Seen, platform: Platform, *, wished: bool) -> Verdict | None:
         """Return how an attempt has ended; None while its log may still tell."""
         stream = Stream(record.job_dir, 0, seen.attempt)
-        ran = seen.task.started_at is not None
+        ran = seen.task.id in known.started
         instances = platform.instances(seen.task.id) if ran else []
         if ran and stream.verdict is None:
             with contextlib.suppress(ClusterJobError):  # of one that was ended before it had a log

@@ -91,7 +91,8 @@ class Known:
         for task in tasks:
             if task.id not in self.tasks:
                 self.tasks.append(task.id)
-            if (task.started_at is not None or task.state is JobState.RUNNING) and task.id not in self.started:
+            ran = task.started_at is not None or task.state in (JobState.RUNNING, JobState.SUCCEEDED, JobState.FAILED)
+            if ran and task.id not in self.started:
                 self.started.append(task.id)
             if has_ended(task):
                 self.ended.setdefault(task.id, time.time())
@@ -125,7 +126,8 @@ class Known:
         """Return why a job that the platform does not show is lost; None while it may still be shown."""
         missing_for = time.time() - (self.missing_since or time.time())
         if self.tasks or record.handle is not None:
-            return "the platform does not show its task any more" if missing_for > _SETTLING else None
+            why = "the platform does not show its task any more" if self.tasks else "the platform has never shown its task"
+            return why if missing_for > _SETTLING else None
         if time.time() < submitted_at(record) + _UNSEEN:
             return None
         return "the command that submitted it died before the platform had taken the job"
@@ -153,6 +155,11 @@ def waits(task: Task) -> str:
 def wished_to_end(record: Record) -> bool:
     """Return whether somebody wished that a job end."""
     return ends.cancelled(record.job_dir) or (record.index is not None and ends.cancelled(record.job_dir.parent.parent))
+
+
+def being_submitted(record: Record) -> bool:
+    """Return whether the process that submits a job is still at it, if it has not noted the handle."""
+    return record.submitter is not None and record.submitter.alive()
 
 
 def submitted_at(record: Record) -> float:
