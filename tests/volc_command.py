@@ -69,6 +69,8 @@ def _run(directory: Path, words: list[str]) -> int:
         operation, rest = f"instance_{rest[0] if rest else ''}", rest[1:]
     if operation not in FLAGS:
         raise Usage(f"No help topic for '{operation}'")
+    if rest[:1] in (["--help"], ["-h"]):
+        return _help(operation)
     flags = _parse(FLAGS[operation], rest)
     missing = [name for name in REQUIRED.get(operation, []) if name not in flags]
     if missing:
@@ -90,6 +92,16 @@ def _run(directory: Path, words: list[str]) -> int:
         print("open /dev/tty: no such device or address", file=sys.stderr)  # users' notes: without a terminal its exit status is 255
         return 255
     return _ask(directory, request)
+
+
+def _help(operation: str) -> int:
+    """List the flags, as Go's command line library does that the usage errors are of."""
+    print(f"NAME:\n   volc ml_task {operation.replace('_', ' ')}\n\nOPTIONS:")
+    for name, (kind, *shorts) in FLAGS[operation].items():
+        words = ", ".join(f"-{word}" if len(word) == 1 else f"--{word}" for word in (name, *shorts))
+        print(f"   {words}{'' if kind == ON else ' value'}")
+    print("   --help, -h  show help")
+    return 0
 
 
 def _parse(known: dict, words: list[str]) -> dict:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob import arrays, pack
+from clusterjob import arrays, checks, pack
 from clusterjob.arrays import Array
 from clusterjob.backends import directory
 from clusterjob.backends.platform import Account, PlatformBackend
+from clusterjob.checks import Check
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node.program import Program
 from clusterjob.plans import Plan, PlannedCommand, PlannedFile, token_file
@@ -83,6 +84,15 @@ class MlpBackend(PlatformBackend):
             notes=_notes(spec, missing),
             array={"indices": list(array.indices), "pieces": [0]} if array else None,
         )
+
+    def examine(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield what is found of the account's fitness for a job."""
+        from clusterjob.backends.here import directory_looks
+        from clusterjob.volc.check import Account as AccountOnPlatform
+
+        account = dict(self.account_of(spec.options))
+        job = checks.Look("job", lambda: directory.plannable(self.plan, spec))
+        return checks.examine([job, *directory_looks(), *AccountOnPlatform(spec, Volc(account), account).looks()])
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 

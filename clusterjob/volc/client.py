@@ -94,7 +94,7 @@ _IN_DOUBT = re.compile(
 )
 _UNREACHED = re.compile(r"no such host|connection refused|network is unreachable|dial tcp", re.IGNORECASE)
 _ENDED_ALREADY = re.compile(
-    r"already|has (?:been )?(?:ended|finished|stopped)|not running|invalid (?:status|state)|terminal", re.IGNORECASE
+    r"already|has (?:been )?(?:ended|finished|stopped)|not running|invalid ?(?:status|state)|terminal", re.IGNORECASE
 )
 
 
@@ -132,7 +132,7 @@ class Volc:
         searches: list[str | None] = sorted(parts) if len(parts) <= _FEW else [None]  # type: ignore[assignment]
         found = {task.id: task for part in searches for task in self._listed(part, since) if task.name in wanted}
         oldest_first = [*found.values()][::-1]
-        return sorted(oldest_first, key=_made_at)  # those of one second stay as the platform has them
+        return sorted(oldest_first, key=made_at)  # those of one second stay as the platform has them
 
     def instances(self, task_id: str) -> list[Instance]:
         """Return a task's workers, node 0 first; see `clusterjob.platforms.Platform`."""
@@ -150,6 +150,26 @@ class Volc:
         if answer.code != 0 and not _ENDED_ALREADY.search(answer.words):
             raise _words(answer, "the platform does not cancel the task")
 
+    # -- what `doctor` asks ----------------------------------------------------------------------------------------------
+
+    def newest(self, count: int) -> list[tuple[Mapping[str, Any], Task | None]]:
+        """Return the account's newest tasks as the platform gives them, each with what is read of it: None where that is not a task.
+
+        Raises:
+            ClusterJobError: the platform does not answer.
+        """
+        answer = self._ask("list", "--status", ",".join(STATES), "--limit", str(count), "--output", "json")
+        return [(row, _task(row)) for row in _rows(answer)[:count]]
+
+    def run(self, *words: str) -> Answer:
+        """Return what the command says to other words than a task's, such as its version.
+
+        Raises:
+            SubmitError: it is not installed.
+        """
+        check_installed()
+        return run([COMMAND, *words], self._account)
+
     # -- the command ---------------------------------------------------------------------------------------------------
 
     def _listed(self, name: str | None, since: float) -> Iterator[Task]:
@@ -163,7 +183,7 @@ class Volc:
             new = [task for task in found if task.id not in seen]
             yield from new
             seen.update(task.id for task in new)
-            moments = [_made_at(task) for task in found]
+            moments = [made_at(task) for task in found]
             if not new or len(rows) < _DEFAULT_PAGE or (moments == sorted(moments, reverse=True) and 0.0 < moments[-1] < since - _DAY):
                 return
 
@@ -305,7 +325,7 @@ def _moment(value: Any) -> str | None:
     return found.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _made_at(task: Task) -> float:
+def made_at(task: Task) -> float:
     """Return when a task was submitted, seconds by the platform's clock: its id says so; 0 where it does not."""
     match = re.match(r"t-(\d{14})", task.id)
     try:
