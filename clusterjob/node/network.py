@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +17,88 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 # An address that is nobody's (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "198.51.100.1"
+
+
+PATIENCE = 3.0  # seconds for a name: a resolver whose servers do not answer takes half a minute
+_lookups: dict[str, _Lookup] = {}  # that are under way
+
+
+class NoNameServerError(socket.gaierror):
+    """The resolver has not come to an end in `PATIENCE`."""
+
+
+class _Lookup(threading.Thread):
+    """One question to the resolver, which cannot be called off: whoever asks waits as long as he likes."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(name=f"resolve {host}", daemon=True)
+        self.begin = time.monotonic()
+        self.addresses: list[str] = []
+        self.error: OSError | None = None
+        self._host = host
+
+    def run(self) -> None:
+        try:
+            self.addresses = list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)))
+        except UnicodeError:  # a name with an empty or an endless label does not even reach the resolver
+            self.error = socket.gaierror(socket.EAI_NONAME, f"{self._host!r} is no host's name")
+        except OSError as error:
+            self.error = error
+
+
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses of a host, in the resolver's order.
+
+    A resolver that goes on after `PATIENCE` is given up: a later question for the same name hears what it has found by then.
+
+    Args:
+        host: a name or an address, which is returned as it is.
+
+    Raises:
+        NoNameServerError: no name server answers.
+        OSError: the name does not resolve; its strerror says why.
+    """
+    if _is_address(host):
+        return [host]
+    lookup = _lookups.get(host)
+    if lookup is None:
+        lookup = _lookups[host] = _Lookup(host)
+        lookup.start()
+    lookup.join(max(0.0, lookup.begin + PATIENCE - time.monotonic()))
+    if lookup.is_alive():
+        raise NoNameServerError(socket.EAI_AGAIN, f"no name server answered within {PATIENCE:.0f} s")
+    _lookups.pop(host, None)
+    if lookup.error is not None:
+        raise lookup.error
+    return lookup.addresses
+
+
+def connect(host: str, port: int, patience: float) -> socket.socket:
+    """Return a TCP connection to a host.
+
+    Args:
+        host: its name or address.
+        port: where it listens.
+        patience: seconds for each of its addresses.
+
+    Raises:
+        OSError: the name does not resolve, or none of its addresses answers.
+    """
+    trouble: OSError = socket.gaierror(socket.EAI_NONAME, "it has no address")
+    for address in addresses_of(host):
+        try:
+            return socket.create_connection((address, port), patience)
+        except OSError as error:
+            trouble = error
+    raise trouble
+
+
+def _is_address(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -93,10 +177,7 @@ def interface_among(host: str, nnodes: int) -> str | None:
 
 
 def _resolve(host: str, port: int, kind: int) -> Any:
-    try:
-        return socket.getaddrinfo(host, port, type=kind)[0]
-    except UnicodeError as error:  # a name with an empty or an endless label does not even reach the resolver
-        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host's name") from error
+    return socket.getaddrinfo(addresses_of(host)[0], port, type=kind)[0]
 
 
 def _interface_of_ipv6(address: str) -> str | None:

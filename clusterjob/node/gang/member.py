@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from clusterjob.errors import GangError
+from clusterjob.node import network
 from clusterjob.node.gang import wire
 from clusterjob.node.gang.lead import Lead
 from clusterjob.node.gang.wire import Channel, Message
@@ -17,7 +19,9 @@ from clusterjob.node.topology import Topology
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # between two rounds of tries to find the lead
 _CONNECT_SECONDS = 5.0
-_WAITING_NOTICE = 5.0
+_FIRST_NOTICE, _LATER_NOTICES = 4.0, 5.0  # seconds before one says that node 0 is not found, and between later times
+_NAMELESS = 3.0  # seconds for node 0's name to be known where names are those of machines
+_FIXED_NAMES = ("clusterjob", "slurm")  # elsewhere a name may come to be with its container
 
 
 class Link(Protocol):
@@ -111,34 +115,61 @@ async def find_lead(
         GangError: the lead refused this agent, or was not found in time; the message says what was tried and what the
             kernel said.
     """
-    begin = told = time.monotonic()
+    begin = time.monotonic()
     pause = _FIRST_PAUSE
-    while True:
-        troubles: dict[str, list[int]] = {}
-        for port in job.ports:
-            if troubles and time.monotonic() - begin > options.join_timeout:
-                break  # where packets are dropped each try takes its time
-            try:
-                return await _try(topology.master_addr, port, options, job, hello)
-            except (OSError, UnicodeError, asyncio.TimeoutError, wire.Stranger) as error:
-                troubles.setdefault(_why(error), []).append(port)
-        waited = time.monotonic() - begin
-        tried = "; ".join(f"{why} (port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))})" for why, ports in troubles.items())
-        text = f"node {topology.node_rank} cannot find node 0 at {topology.master_addr}: {tried}"
-        if given_up():
-            raise GangError(f"node 0 did not start: {given_up()}")
-        if waited > options.join_timeout:
-            raise GangError(f"{text}; gave up after {options.join_timeout:g} s")
-        if time.monotonic() - told > _WAITING_NOTICE:
-            told = time.monotonic()
-            say(f"{text}; {waited:.0f} s so far")
-        await asyncio.sleep(pause)
-        pause = min(_LONGEST_PAUSE, pause * 1.5)
+    troubles: dict[str, list[int]] = {}  # the ports of the last round of tries, by what went wrong; of the first, as far as it is
+
+    def text() -> str:
+        tried = [f"{why} (port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))})" for why, ports in troubles.items()]
+        where = f"node {topology.node_rank} cannot find node 0 at {topology.master_addr}"
+        return f"{where}: {'; '.join(tried) or f'no answer (port {job.ports[0]})'}"
+
+    async def tell() -> None:
+        await asyncio.sleep(_FIRST_NOTICE)
+        while True:
+            say(f"{text()}; {time.monotonic() - begin:.0f} s so far")
+            await asyncio.sleep(_LATER_NOTICES)
+
+    telling = asyncio.create_task(tell())
+    try:
+        while True:
+            found: dict[str, list[int]] = {}
+            troubles = troubles or found
+            nameless = silent = False
+            for port in job.ports:
+                if found and time.monotonic() - begin > options.join_timeout:
+                    break  # where packets are dropped each try takes its time
+                try:
+                    return await _try(topology.master_addr, port, options, job, hello)
+                except (OSError, asyncio.TimeoutError, wire.Stranger) as error:
+                    found.setdefault(_why(error), []).append(port)
+                    nameless, silent = isinstance(error, socket.gaierror), isinstance(error, network.NoNameServerError)
+                if nameless:
+                    break  # whatever the port
+            troubles = found
+            waited = time.monotonic() - begin
+            if given_up():
+                raise GangError(f"node 0 did not start: {given_up()}")
+            unknown = nameless and topology.source in _FIXED_NAMES and (silent or waited > _NAMELESS)
+            if unknown or waited > options.join_timeout:
+                raise GangError(f"{text()}; gave up after {waited:.0f} s")
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause * 1.5)
+    finally:
+        telling.cancel()
 
 
 async def _try(host: str, port: int, options: LaunchOptions, job: JobIdentity, hello: Message) -> RemoteLead:
-    connecting = asyncio.open_connection(host, port, limit=wire.LINE_BYTES)
-    reader, writer = await asyncio.wait_for(connecting, _CONNECT_SECONDS)
+    # asyncio's own lookup could not be given up: it would hold up this agent's end.
+    addresses = await asyncio.to_thread(network.addresses_of, host)
+    for address in addresses:
+        try:
+            connecting = asyncio.open_connection(address, port, limit=wire.LINE_BYTES)
+            reader, writer = await asyncio.wait_for(connecting, _CONNECT_SECONDS)
+            break
+        except (OSError, asyncio.TimeoutError):
+            if address == addresses[-1]:
+                raise
     try:
         return RemoteLead(await wire.greet_lead(reader, writer, job.token, hello), options)
     except BaseException:
