@@ -407,3 +407,56 @@ def test_no_single_value_breaks_a_platform_silently(name: str, variable: str, va
 def test_every_family_has_a_fixture() -> None:
     found = {family.__module__.rpartition(".")[2] for family in FAMILIES for environ, _, _ in EVERY.values() if family(environ) is not None}
     assert found | {"torch_env", "clusterjob_env", "slurm_env"} == {family.__module__.rpartition(".")[2] for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_without_any_one_of_its_variables_a_platform_s_place_is_the_same_or_refused(name: str) -> None:
+    """Never a silent world of one, whichever variable got lost on the way."""
+    environ = dict(EVERY[name][0])
+
+    def standing(variables: dict[str, str]) -> object:
+        place = detect(variables).place
+        return (place.rank, place.world_size) if isinstance(place, Worker) else place and (place.node_rank, place.nnodes)
+
+    whole = standing(environ)
+    for lost in environ:
+        left = {variable: value for variable, value in environ.items() if variable != lost}
+        assert detect(left).conflicts or standing(left) == whole, lost
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set, and WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "'2'", "MASTER_ADDR": "h", "MASTER_PORT": "23456"}, "RANK is not set, and WORLD_SIZE=2"),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_RANK is not set"),
+        ({"PMI_SIZE": "8"}, "PMI_RANK is not set"),
+        ({"PADDLE_TRAINERS_NUM": "2"}, "PADDLE_TRAINER_ID is not set"),
+        ({"VC_WORKER_HOSTS": "a.job,b.job"}, "VC_TASK_INDEX is not set, and VC_WORKER_HOSTS lists 2"),
+    ],
+)
+def test_a_count_of_several_that_says_not_which_one_is_refused(environ: dict[str, str], words: str) -> None:
+    finding = detect(environ)
+    assert finding.place is None
+    assert words in finding.conflicts[0]
+
+
+@pytest.mark.parametrize("environ", [{"WORLD_SIZE": "1"}, {"WORLD_SIZE": "many"}, {"VC_WORKER_HOSTS": "a.job"}, {"MASTER_ADDR": "h"}])
+def test_what_counts_nobody_else_is_no_job(environ: dict[str, str]) -> None:
+    assert detect(environ).sound
+    assert detect(environ).place is None
+
+
+def test_a_count_that_is_exported_for_a_step_is_no_conflict_in_it() -> None:
+    environ = {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0", "CLUSTERJOB_MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "16"}
+    assert detect(environ).level == "node"
+
+
+def test_a_rank_beyond_the_world_is_named_with_its_variables() -> None:
+    environ = {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+    assert detect(environ).conflicts == ("RANK: rank is 2, outside 0..1 (WORLD_SIZE=2)",)
+
+
+def test_a_number_that_is_impossible_is_named_with_its_variable() -> None:
+    environ = dict(EVERY["mlp"][0]) | {"MLP_ROLE_INDEX": "7"}
+    assert detect(environ).conflicts[0].startswith("MLP_ROLE_INDEX: node_rank is 7, outside 0..")

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from clusterjob.node.environments import (
     clusterjob_env,
+    counted,
     flux_env,
     hydra_env,
     kubeflow_env,
@@ -88,6 +89,6 @@ def detect(environ: Mapping[str, str]) -> Finding:
         else:
             findings.append(finding)
     if not findings:
-        return Finding(source=NOWHERE, place=None, ignored=ignored)
+        return counted.detect(environ) or Finding(source=NOWHERE, place=None, ignored=ignored)
     winner = compare(findings[0], findings[1:])
     return replace(winner, ignored=winner.ignored + ignored)

@@ -141,7 +141,8 @@ class Reading:
 
     def refuse(self, error: PlaceError) -> Finding:
         """Close the reading with one more conflict: the numbers are readable and impossible together."""
-        self.conflicts.append(error.message)
+        variable = self.evidence.get(error.message.partition(" ")[0])  # the message begins with the field
+        self.conflicts.append(f"{variable}: {error.message}" if variable else error.message)
         return self.finding(None)
 
 

@@ -38,6 +38,9 @@ def read(environ: Mapping[str, str]) -> Finding:
     nnodes = reading.number("nnodes", "GROUP_WORLD_SIZE", required=False)
     if rank is None or world_size is None or local_rank is None or master_addr is None or master_port is None:
         return reading.finding(None)
+    if rank >= world_size > 0:
+        reading.conflicts.append(f"RANK: rank is {rank}, outside 0..{world_size - 1} (WORLD_SIZE={world_size})")
+        return reading.finding(None)
     if local_world_size is None and nnodes in (None, 1) and rank != local_rank:
         # On one node the two are the same: there are more, and nothing says how many processes each has.
         reading.conflicts.append("LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK")
