@@ -43,6 +43,7 @@ class _Process:
         self.rounds = 0  # process groups that were made here
         self.pid = 0  # of the process that called init: a forked child inherits the rest, and none of it is its own
         self.watched = False  # whether the ends of this process are looked after
+        self.hosted: tuple[Any, int] | None = None  # rank 0's: a store that it serves itself, and for how many processes
         self.abandoned = False  # whether threads of a group that was left in the middle still run
 
 
@@ -248,11 +249,8 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     from datetime import timedelta
 
     import torch.distributed as dist
-    import torch.distributed.nn.functional  # noqa: F401 - see below
 
-    # Functions of that module take the default group of the moment of its import for a default argument. Imported later, as by
-    # the first optimizer, it keeps the group for ever: gloo's threads outlive destroy_process_group(), and now and then abort
-    # the process when the interpreter ends (pytorch#179291).
+    load_functional()
     options: dict[str, Any] = {"backend": backend}
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)
@@ -274,6 +272,10 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
             started=started, ask=_ask_agents(worker.local_rank),
         )  # fmt: skip
         dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)
+        if not started:
+            rollcall.note_joined(store)
+            if worker.rank == 0:
+                _process.hosted = store, worker.world_size
     except RuntimeError as error:  # torch's DistError is one
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise GangError(
@@ -285,6 +287,19 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
         sys.excepthook = hook  # torch has put its "[rank0]:" around it, which the first time is inside it already
     _process.rounds += 1
     return roll
+
+
+def load_functional() -> None:
+    """Import torch.distributed.nn.functional while there is no process group, where this torch has it.
+
+    Functions of that module take the default group of the moment of its import for a default argument. Imported later, as by
+    the first optimizer, it keeps the group for ever: gloo's threads outlive destroy_process_group(), and now and then abort
+    the process when the interpreter ends (pytorch#179291).
+    """
+    import torch.distributed as dist
+
+    if dist.is_available():
+        import torch.distributed.nn.functional  # noqa: F401
 
 
 def _ask_agents(local_rank: int) -> Callable[..., None]:
@@ -374,7 +389,12 @@ def _context_by_hosts(rank: int, world_size: int) -> Context:
 
 def _leave(*, failed: bool) -> None:
     context, _process.context = _process.context, None
+    hosted, _process.hosted = _process.hosted, None
     if context is not None and os.getpid() == _process.pid:
+        if hosted is not None and not failed:
+            from clusterjob import rollcall
+
+            rollcall.await_joined(*hosted)
         _process.abandoned |= context.close(failed=failed)
 
 

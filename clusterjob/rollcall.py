@@ -1,7 +1,8 @@
-"""Worker side: the processes of a job find each other over torch's store, and whoever is missing, or twice there, is named.
+"""Worker side: the processes of a job find each other over torch's store, and whoever is missing, or does not belong, is named.
 
-Each rank costs the store a few requests, whatever the size of the job; rank 0 alone looks at all. What torch would answer
-with a wait of half an hour, or with pages of C++ frames, is one line here: FIELD notes such as pytorch#41665 and nccl#1260.
+Each rank costs the store a few requests, whatever the size of the job: it compares itself with the first that came. Rank 0 alone
+looks at all. What torch would answer with a wait of half an hour, or with pages of C++ frames, is one line here: FIELD notes
+such as pytorch#41665 and nccl#1260.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from clusterjob import siblings
+from clusterjob import siblings, speaker
 from clusterjob.errors import GangError
 from clusterjob.node import network, processes
 from clusterjob.node.topology import Worker
@@ -27,7 +28,8 @@ _FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0  # seconds before the first line that 
 _NO_WAY = 3.0  # seconds for which a network may be coming up, or a resolver be busy
 _GRACE = 5.0  # seconds that the others give rank 0 beyond their own patience
 _FARTHEST_CLOCK = 60.0  # seconds between two hosts' clocks that nobody needs to hear of
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
+_QUICK = 3.0  # seconds in which a start that goes well is over
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds between two looks of whoever oversees the roll-call
 _MOST_NAMED = 8
 _BACKLOG = 4096
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -39,13 +41,16 @@ class Facts:
     """What a process says of itself when the roll is called.
 
     Attributes:
+        rank: its own.
         host, pid, boot: which process of which machine it is.
         world_size: how many processes it counts.
         job: which job it thinks it is of; empty where nothing says.
         versions: torch's and the backend's.
         gpu: the UUID of its GPU; empty without one.
+        time: its machine's clock, in seconds since 1970.
     """
 
+    rank: int
     host: str
     pid: int
     boot: str
@@ -53,6 +58,7 @@ class Facts:
     job: str
     versions: str
     gpu: str
+    time: float
 
     @classmethod
     def of(cls, data: bytes) -> Facts:
@@ -66,6 +72,10 @@ class Facts:
     def process(self) -> str:
         """Return which process it is, for people."""
         return f"{self.host} (pid {self.pid})"
+
+    def is_same_process(self, other: Facts) -> bool:
+        """Return whether both were said by one process."""
+        return (self.host, self.pid, self.boot) == (other.host, other.pid, other.boot)
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,8 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
     # Whoever sets ranks by hand may well join two allocations of Slurm's; its own steps are of one.
     own_name = "SLURM_JOB_ID" if worker.topology.source == "slurm" else "TORCHELASTIC_RUN_ID"
     job = os.environ.get("CLUSTERJOB_JOB_ID") or os.environ.get(own_name) or ""
-    return Facts(socket.gethostname(), os.getpid(), processes.boot_id() or "", worker.world_size, job, versions, gpu)
+    host, boot = socket.gethostname(), processes.boot_id() or ""
+    return Facts(worker.rank, host, os.getpid(), boot, worker.world_size, job, versions, gpu, time.time())
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -137,29 +148,48 @@ def where(host: str, port: int) -> str:
 
 
 def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens at rank 0's port, and say what the kernel says meanwhile."""
+    """Wait until somebody listens at rank 0's port, and say what the kernel says meanwhile: one process of a machine for all."""
     notices = _notices()
     begin = time.monotonic()
     due, pause = next(notices), _SHORTEST_PAUSE
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=_FIRST_NOTICE / 2).close()
-            return
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            lost = isinstance(error, (socket.gaierror, UnicodeError)) or getattr(error, "errno", None) in _NO_ROUTE
-        waited = time.monotonic() - begin
-        text = f"rank {worker.rank} on {socket.gethostname()} cannot reach rank 0 at {where(host, port)}: {reason}"
-        if waited > timeout or (lost and waited > _NO_WAY):
-            raise GangError(f"{text}; gave up after {waited:.0f} s")
-        if waited > due and worker.local_rank == 0:
-            due = next(notices)
-            _say(f"{text}; {waited:.0f} s so far")
-        time.sleep(pause)
-        pause = min(_LONGEST_PAUSE * 4, pause * 1.5)
+    turn = None
+    try:
+        while True:
+            try:
+                network.connect(host, port, _FIRST_NOTICE / 2).close()
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+                silent = isinstance(error, network.NoNameServerError)  # which has taken its time
+                lost = isinstance(error, socket.gaierror) or error.errno in _NO_ROUTE
+            waited = time.monotonic() - begin
+            text = f"rank {worker.rank} on {socket.gethostname()} cannot reach rank 0 at {where(host, port)}: {reason}"
+            if waited > timeout or silent or (lost and waited > _NO_WAY):
+                raise GangError(f"{text}; gave up after {waited:.0f} s", "MASTER_ADDR and MASTER_PORT say where rank 0 is")
+            if waited > due:
+                due = next(notices)
+                turn = turn or speaker.take_turn(f"reach {where(host, port)}")
+                if turn:
+                    _say(f"{text}; {waited:.0f} s so far")
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE * 4, pause * 1.5)
+    finally:
+        if turn:
+            turn.close()
 
 
 # -- the roll ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One process's part of a roll-call: the arguments of `call`."""
+
+    store: Any
+    worker: Worker
+    own: Facts
+    started: bool
+    ask: Ask
 
 
 def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool, ask: Ask | None = None) -> Roll:
@@ -174,130 +204,151 @@ def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: boo
         ask: told the missing ranks, and whether this is the end, whenever this process says that it waits for them.
 
     Raises:
-        GangError: somebody is missing, twice there, of another job, or of another version; all processes hear the same.
+        GangError: somebody is missing, twice there, of another job, or of another version; all processes hear the same, and
+            whoever does not belong is refused without waiting for those who are missing.
     """
-    ask = ask or _ask_nobody
-    _claim(store, worker.rank, own)
-    if worker.rank == 0:
-        answer = _call_all(store, worker, own, timeout, started=started, ask=ask)
-        store.set("go", json.dumps(answer))
-        if answer["refused"]:
+    mine = _Call(store, worker, own, started, ask or _ask_nobody)
+    try:
+        first = _enter(mine)
+        _await_answer(mine, timeout, oversees=first or worker.rank == 0)
+        answer = json.loads(store.get("go"))
+        if not answer["refused"]:
+            ahead = time.time() - float(answer["time"])
+            if abs(ahead) > _FARTHEST_CLOCK and worker.rank:
+                _tell_clock(store, own, f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's")
+            return Roll(answer["nodes"])
+        if worker.rank == 0:
             _await_hearing(store)
-    else:
-        try:
-            # Rank 0 says who is missing, and needs its own time for that.
-            _await_rank_0(store, worker, timeout + _GRACE, started=started, ask=ask)
-            answer = json.loads(store.get("go"))
+        else:
             store.add("heard", 1)
-        except RuntimeError as error:  # torch's DistError is one
-            raise GangError(
-                f"rank {worker.rank} on {own.process()} was at the roll-call, and rank 0 does not end it: {_first(error)}"
-            ) from error
-        ahead = time.time() - float(answer["time"])
-        if abs(ahead) > _FARTHEST_CLOCK and worker.local_rank == 0:
-            _say(
-                f"the clock of {own.process()}, rank {worker.rank}, is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's"
-            )
-    if answer["refused"]:
-        raise GangError(answer["refused"])
-    return Roll(answer["nodes"])
+    except RuntimeError as error:  # torch's DistError is one
+        raise GangError(f"{_who(own)} was at the roll-call, and rank 0 does not end it: {_first(error)}") from error
+    raise GangError(answer["refused"], answer["hint"])
 
 
-def _claim(store: Any, rank: int, own: Facts) -> None:
-    if store.add(f"claim{rank}", 1) > 1:
-        store.wait([f"rank{rank}"], timedelta(seconds=_FIRST_NOTICE))
-        first = Facts.of(store.get(f"rank{rank}"))
-        if (first.host, first.pid, first.boot) == (own.host, own.pid, own.boot):
-            return  # it tries again
-        message = f"rank {rank} is claimed twice: by {first.process()} and by {own.process()}"
-        store.set("refused", message)
-        raise GangError(message, "two processes have the same RANK, or two jobs the same MASTER_PORT")
-    store.set(f"rank{rank}", own.data())
-    store.add("count", 1)
+def _enter(call: _Call) -> bool:
+    """Leave this process's facts in the store, and see whether they agree with those of the first that came.
 
-
-def _await_rank_0(store: Any, worker: Worker, timeout: float, *, started: bool, ask: Ask) -> None:
-    """Wait for rank 0's answer. While rank 0 itself is missing, the first to notice speaks in its place.
+    Returns:
+        Whether this process is the first.
 
     Raises:
-        RuntimeError: torch's own, when rank 0 does not answer in time.
+        GangError: another process has come as this rank.
     """
-    notices = _notices()
-    begin = time.monotonic()
-    speaks = False
-    while True:
-        due = min(next(notices), timeout)
-        try:
-            store.wait(["go"], timedelta(seconds=max(_SHORTEST_PAUSE, due - (time.monotonic() - begin))))
-            return
-        except RuntimeError:
-            waited = time.monotonic() - begin
-            if waited < due - _LONGEST_PAUSE * 10:
-                raise  # the store is gone
-            if not store.check(["rank0"]):
-                speaks = speaks or store.add("speaker", 1) == 1
-                if speaks:
-                    _say_missing(store, worker, waited, started=started, ask=ask, final=due >= timeout)
-            if due >= timeout:
-                raise
+    store, own = call.store, call.own
+    data = own.data()
+    holder = Facts.of(store.compare_set(f"rank{own.rank}", "", data))
+    if not holder.is_same_process(own):
+        refused = f"rank {own.rank} is claimed twice: by {holder.process()} and by {own.process()}"
+        hint = "two processes have the same RANK, or two jobs the same MASTER_PORT"
+        _answer(store, refused, hint)
+        raise GangError(refused, hint)
+    if holder != own:
+        return False  # it tries again
+    first = Facts.of(store.compare_set("first", "", data))
+    refused, hint = disagreement(own, first)
+    if own.gpu and not refused:
+        user = Facts.of(store.compare_set(f"gpu {own.gpu}", "", data))
+        if user != own:
+            refused, hint = f"{_who(own)} and {_who(user)} have the same GPU, {own.gpu}", "LOCAL_RANK and CUDA_VISIBLE_DEVICES choose it"
+    if refused:
+        _answer(store, refused, hint)
+    if first.time - own.time > _FARTHEST_CLOCK:  # the other way round it may only have come later
+        off = f"at least {first.time - own.time:.0f} s"
+        if own.rank == 0:
+            _tell_clock(store, first, f"{off} ahead of rank 0's")
+        else:
+            _tell_clock(store, own, f"{off} behind {_whose(first)}")
+    # Whoever is refused has said so before it is counted: nobody then takes the number for a full house.
+    if store.add("count", 1) == own.world_size:
+        store.set("full", "")
+    return first == own
 
 
-def _say_missing(store: Any, worker: Worker, waited: float, *, started: bool, ask: Ask, final: bool = False) -> None:
-    absent = _absent(store, worker)
-    if not final:
-        _say(f"{_missing(store, worker, absent, started=started)}; {waited:.0f} s so far")
-    ask(absent, final=final)
+def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
+    """Return in one line why two processes cannot be of one job, and a hint; empty if they can. It is the same for both."""
+    if own.rank < first.rank:
+        own, first = first, own
+    if own.world_size != first.world_size:
+        return (
+            f"{_who(own)} counts {own.world_size} processes, {_who(first)} counts {first.world_size}",
+            "WORLD_SIZE differs among them, or two jobs have the same MASTER_PORT",
+        )
+    if own.job != first.job:
+        return (
+            f"{_who(own)} is of job {own.job or '(unnamed)'}, {_who(first)} of job {first.job or '(unnamed)'}",
+            "two jobs have the same MASTER_ADDR and MASTER_PORT: one of them needs another port",
+        )
+    if own.versions != first.versions:
+        return f"{_who(own)} has {own.versions}, {_who(first)} has {first.versions}", "all nodes need the same installation of torch"
+    return "", ""
 
 
-def _call_all(store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool, ask: Ask) -> dict[str, Any]:
-    """Return rank 0's answer to all, as plain data."""
+def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
+    """Wait for the answer to all. Rank 0 gives it; while rank 0 itself is missing, the first that came oversees in its place.
+
+    A wait of torch's that times out writes two lines of C++ into stderr and hears no Ctrl-C. So the others wait by it as long as
+    a good start takes and no longer: whoever oversees ends that wait in time, and from then on each looks now and then.
+
+    Raises:
+        GangError: nobody oversees, and nothing is heard of rank 0.
+        RuntimeError: torch's own, when the store is gone.
+    """
+    store, worker = call.store, call.worker
     notices = _notices()
     begin = time.monotonic()
     due, pause = next(notices), _SHORTEST_PAUSE
-    refused = ""
-    while not refused and store.add("count", 0) < worker.world_size:
+    longest = _LONGEST_PAUSE if oversees else _idle_pause(worker.world_size)
+    all_wait = True
+    if not oversees:
+        longest_start = min(timeout, _QUICK) + _GRACE
+        try:
+            store.wait(["look"], timedelta(seconds=longest_start))
+        except RuntimeError:
+            if time.monotonic() - begin < longest_start - _LONGEST_PAUSE:
+                raise  # the store is gone
+    while not store.check(["go"]):
+        if worker.rank == 0 and store.check(["full"]):
+            everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in range(worker.world_size)])]
+            _answer(store, nodes=_machines(everybody))
+            return
         waited = time.monotonic() - begin
-        if store.check(["refused"]):
-            refused = store.get("refused").decode(errors="replace")
-        elif waited > timeout:
-            absent = _absent(store, worker)
-            ask(absent, final=True)
-            refused = f"{_missing(store, worker, absent, started=started)}; gave up after {waited:.0f} s"
-        elif waited > due:
-            due = next(notices)
-            _say_missing(store, worker, waited, started=started, ask=ask)
+        if oversees and all_wait and waited > _QUICK:
+            all_wait = False
+            store.set("look", "")
+        if waited > min(due, timeout):
+            in_charge = worker.rank == 0 or (oversees and not store.check(["rank0"]))
+            if in_charge and waited > timeout:
+                absent = _absent(store, worker)
+                call.ask(absent, final=True)
+                _answer(store, f"{_missing(call, absent)}; gave up after {waited:.0f} s")
+                return
+            if waited > timeout + _GRACE:
+                raise GangError(f"{_who(call.own)} was at the roll-call, and rank 0 does not end it; gave up after {waited:.0f} s")
+            if waited > due:
+                due = next(notices)
+                if in_charge:
+                    _say_missing(call, waited)
         time.sleep(pause)
-        pause = min(_LONGEST_PAUSE, pause * 1.5)
-    everybody: list[Facts] = []
-    if not refused:
-        everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in range(worker.world_size)])]
-        refused = contradiction(everybody, own)
+        pause = min(longest, pause * 1.5)
+
+
+def _idle_pause(world_size: int) -> float:
+    """Return the seconds between two looks of a rank that does not oversee: the store answers some thousands a second."""
+    return min(1.0, max(0.25, world_size / 4096))
+
+
+def _answer(store: Any, refused: str = "", hint: str = "", nodes: Sequence[int] = ()) -> None:
+    """Give the answer to all, unless one was given before."""
+    store.compare_set("go", "", json.dumps({"refused": refused, "hint": hint, "time": time.time(), "nodes": nodes}))
+    store.set("look", "")
+
+
+def _machines(everybody: Sequence[Facts]) -> list[int]:
+    """Return the index of each process's machine, in the order in which they come."""
     machines = list(dict.fromkeys((each.host, each.boot) for each in everybody))
     index = {machine: number for number, machine in enumerate(machines)}
-    return {"refused": refused, "time": time.time(), "nodes": [index[each.host, each.boot] for each in everybody]}
-
-
-def contradiction(everybody: Sequence[Facts], own: Facts) -> str:
-    """Return in one line why these processes cannot be one job; empty if they can.
-
-    Args:
-        everybody: all processes, by rank.
-        own: rank 0's.
-    """
-    gpus: dict[str, int] = {}
-    for rank, each in enumerate(everybody):
-        who = f"rank {rank} on {each.process()}"
-        if each.world_size != own.world_size:
-            return f"{who} counts {each.world_size} processes, rank 0 on {own.process()} counts {own.world_size}"
-        if each.job != own.job:
-            return f"{who} is of job {each.job or '(unnamed)'}, rank 0 on {own.process()} of job {own.job or '(unnamed)'}"
-        if each.versions != own.versions:
-            return f"{who} has {each.versions}, rank 0 on {own.process()} has {own.versions}"
-        if each.gpu and each.gpu in gpus:
-            return f"{who} and rank {gpus[each.gpu]} on {everybody[gpus[each.gpu]].process()} have the same GPU, {each.gpu}"
-        if each.gpu:
-            gpus[each.gpu] = rank
-    return ""
+    return [index[each.host, each.boot] for each in everybody]
 
 
 def _await_hearing(store: Any) -> None:
@@ -307,12 +358,53 @@ def _await_hearing(store: Any) -> None:
         time.sleep(_LONGEST_PAUSE)
 
 
+def note_joined(store: Any) -> None:
+    """Note that this process has the group: it needs the store no longer."""
+    store.add("joined", 1)
+
+
+def await_joined(store: Any, world_size: int) -> None:
+    """Wait, some seconds at most, until all have the group: rank 0, which serves the store, may be through before them."""
+    end = time.monotonic() + _GRACE
+    try:
+        while store.add("joined", 0) < world_size and time.monotonic() < end:
+            time.sleep(_LONGEST_PAUSE)
+    except RuntimeError:
+        pass  # torch's, of a store that is gone
+
+
+def _say_missing(call: _Call, waited: float) -> None:
+    absent = _absent(call.store, call.worker)
+    _say(f"{_missing(call, absent)}; {waited:.0f} s so far")
+    call.ask(absent, final=False)
+    there = [f"rank{rank}" for rank in set(range(call.worker.world_size)).difference(absent)]
+    now = time.time()
+    for each in map(Facts.of, call.store.multi_get(there)):
+        if each.time - now > _FARTHEST_CLOCK:  # it has come before now
+            _tell_clock(call.store, each, f"at least {each.time - now:.0f} s ahead of {_whose(call.own)}")
+
+
+def _tell_clock(store: Any, of: Facts, how: str) -> None:
+    """Say that the clock of a process's machine is off, once for the machine; of many machines some."""
+    if store.add(f"clock {of.host} {of.boot}", 1) == 1 and store.add("clocks", 1) <= _MOST_NAMED:
+        _say(f"the clock of {of.process()}, rank {of.rank}, is {how}")
+
+
+def _whose(facts: Facts) -> str:
+    return "rank 0's" if facts.rank == 0 else f"that of {_who(facts)}"
+
+
+def _who(facts: Facts) -> str:
+    return f"rank {facts.rank} on {facts.process()}"
+
+
 def _absent(store: Any, worker: Worker) -> list[int]:
     return [rank for rank in range(worker.world_size) if not store.check([f"rank{rank}"])]
 
 
-def _missing(store: Any, worker: Worker, absent: list[int], *, started: bool) -> str:
+def _missing(call: _Call, absent: list[int]) -> str:
     """Return who is missing, and what is known of them."""
+    store, worker = call.store, call.worker
     size = max(1, worker.local_world_size)
     hosts: dict[int, str] = {}
     for node in dict.fromkeys(rank // size for rank in absent):
@@ -321,7 +413,7 @@ def _missing(store: Any, worker: Worker, absent: list[int], *, started: bool) ->
             hosts[node] = Facts.of(store.get(f"rank{there[0]}")).host
     named = [f"{rank} (node {rank // size}{f', {hosts[rank // size]}' if rank // size in hosts else ''})" for rank in absent[:_MOST_NAMED]]
     more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
-    known = "started, and not yet at init()" if started else "not heard of: not started, or still importing"
+    known = "started, and not yet at init()" if call.started else "not heard of: not started, or still importing"
     return f"waiting for rank{'s' if len(absent) > 1 else ''} {', '.join(named)}{more}: {known}"
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import struct
 import sys
 import time
 
+from clusterjob import speaker
 from clusterjob.errors import GangError
 
 ADDRESS = "127.0.0.1"
@@ -89,19 +89,25 @@ def _listen(prefix: str) -> int:
 def _find(prefix: str, rank: int, patience: float) -> int:
     begin = time.monotonic()
     due = _FIRST_NOTICE
-    while True:
-        for port in _found(prefix):
-            if _is_ours(f"\0{prefix}{port}"):
-                return port
-        waited = time.monotonic() - begin
-        if waited > patience:
-            raise GangError(f"rank {rank} has not heard of rank 0 among its parent's processes; gave up after {waited:.0f} s")
-        if waited > due:
-            due += _LATER_NOTICES
-            print(
-                f"clusterjob: rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far", file=sys.stderr, flush=True
-            )
-        time.sleep(_PAUSE)
+    turn = None
+    try:
+        while True:
+            for port in _found(prefix):
+                if speaker.is_ours(f"\0{prefix}{port}"):
+                    return port
+            waited = time.monotonic() - begin
+            if waited > patience:
+                raise GangError(f"rank {rank} has not heard of rank 0 among its parent's processes; gave up after {waited:.0f} s")
+            if waited > due:
+                due += _LATER_NOTICES
+                turn = turn or speaker.take_turn(prefix)
+                if turn:
+                    text = f"clusterjob: rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far"
+                    print(text, file=sys.stderr, flush=True)
+            time.sleep(_PAUSE)
+    finally:
+        if turn:
+            turn.close()
 
 
 def _found(prefix: str) -> list[int]:
@@ -109,14 +115,3 @@ def _found(prefix: str) -> list[int]:
         names = [line.split()[-1] for line in table]
     ports = [name[len(prefix) + 1 :] for name in names if name.startswith(f"@{prefix}")]
     return [int(port) for port in ports if port.isascii() and port.isdigit() and len(port) < 6]
-
-
-def _is_ours(name: str) -> bool:
-    """Return whether it is this user who listens under a name: anybody may take one."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(name)
-        except OSError:
-            return False
-        _, uid, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return bool(uid == os.getuid())

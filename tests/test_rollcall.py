@@ -14,7 +14,7 @@ import pytest
 from launching import environment, finish, free_port, run, script, start
 from namespaces import machines, why_not
 
-from clusterjob.rollcall import Facts, contradiction
+from clusterjob.rollcall import Facts, disagreement
 
 INIT = "from clusterjob import bootstrap\nwith bootstrap.init(timeout=TIMEOUT) as ctx:\n    print('met', ctx.rank, flush=True)\n"
 HOST = socket.gethostname()
@@ -49,6 +49,25 @@ def test_whoever_is_missing_is_named_while_the_others_wait(tmp_path: Path) -> No
     for each in ended:
         assert "GangError: waiting for rank 1" in last(each.err)
         assert "gave up after 7 s" in last(each.err)
+        assert "socket.cpp" not in each.err  # as torch's own wait would write at every time-out
+    assert first.pid != third.pid
+    assert ended[1].err.count("clusterjob: ") == 0  # one line a job, not one a rank
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"CLUSTERJOB_JOB_ID": "yours"}, "rank 1 on {1} is of job yours, rank 0 on {0} of job mine"),
+        ({"WORLD_SIZE": "4"}, "rank 1 on {1} counts 4 processes, rank 0 on {0} counts 3"),
+    ],
+)
+def test_whoever_does_not_belong_is_refused_without_waiting_for_the_missing(tmp_path: Path, fault: dict[str, str], words: str) -> None:
+    port = free_port()
+    places = [place(rank, 3, port) | {"CLUSTERJOB_JOB_ID": "mine"} for rank in (0, 1)]
+    started = processes(tmp_path, 600, [places[0], places[1] | fault])  # rank 2 never comes
+    ended = [finish(process) for process in started]
+    named = words.format(*(f"{HOST} (pid {process.pid})" for process in started))
+    assert [last(each.err).endswith(f"GangError: {named}") for each in ended] == [True, True], ended
 
 
 def test_two_processes_of_one_rank_are_both_named(tmp_path: Path) -> None:
@@ -106,6 +125,17 @@ def test_a_master_to_which_no_way_leads_is_one_line_within_seconds(tmp_path: Pat
     assert f"rank 1 on {HOST} cannot reach rank 0 at 198.51.100.7:29500: Network is unreachable; gave up after" in last(ended.err)
 
 
+def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> None:
+    port = free_port()
+    waiting = processes(tmp_path, 6, [place(rank, 4, port) for rank in (1, 2, 3)])  # rank 0, which is local rank 0, never comes
+    ended = [finish(process) for process in waiting]
+    said = [line for each in ended for line in each.err.splitlines() if line.startswith("clusterjob: ")]
+    assert len(said) == 1, said
+    assert f"on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; " in said[0]
+    for each in ended:
+        assert f"cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; gave up after 6 s" in last(each.err)
+
+
 def test_a_rank_0_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     port = free_port()
     [second] = processes(tmp_path, 90, [place(1, 2, port) | {"LOCAL_RANK": "0"}])
@@ -116,31 +146,112 @@ def test_a_rank_0_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     assert [finish(first).code, finish(second).code] == [0, 0]
 
 
-FACTS = Facts("h0", 1, "boot", 4, "job", "torch 2.13.0 with NCCL 2.27.3", "GPU-0")
+SLOW = """
+    import os, sys, time
+    import torch.distributed as dist
+
+    real = dist.init_process_group
+    def slow(**options):
+        real(**options)
+        time.sleep(1)
+        options["store"].set("still", "there")  # which torch's other backends do
+        options["store"].get("still")
+    if os.environ["RANK"] == "1":
+        dist.init_process_group = slow
+    from clusterjob import bootstrap
+    bootstrap.init(timeout=60)
+"""
 
 
-def everybody() -> list[Facts]:
-    return [replace(FACTS, host=f"h{rank // 2}", pid=rank + 1, gpu=f"GPU-{rank}") for rank in range(4)]
+def test_rank_0_serves_the_store_until_all_have_the_group(tmp_path: Path) -> None:
+    port = free_port()
+    path = script(tmp_path, SLOW)
+    ended = [finish(process) for process in [start([sys.executable, path], tmp_path, place(rank, 2, port)) for rank in (0, 1)]]
+    assert [each.code for each in ended] == [0, 0], ended
+
+
+FIRST = Facts(1, "h0", 1, "boot", 4, "job", "torch 2.13.0 with NCCL 2.27.3", "GPU-0", 0.0)
+OWN = replace(FIRST, rank=3, host="h1", pid=4, gpu="GPU-3")
 
 
 def test_processes_that_agree_are_one_job() -> None:
-    assert contradiction(everybody(), FACTS) == ""
-    assert contradiction([replace(each, gpu="") for each in everybody()], FACTS) == ""
+    assert disagreement(OWN, FIRST) == ("", "")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"world_size": 8}, "rank 3 on h1 (pid 4) counts 8 processes, rank 0 on h0 (pid 1) counts 4"),
-        ({"job": ""}, "rank 3 on h1 (pid 4) is of job (unnamed), rank 0 on h0 (pid 1) of job job"),
-        ({"versions": "torch 2.12.0"}, "rank 3 on h1 (pid 4) has torch 2.12.0, rank 0 on h0 (pid 1) has torch 2.13.0 with NCCL 2.27.3"),
-        ({"gpu": "GPU-2"}, "rank 3 on h1 (pid 4) and rank 2 on h1 (pid 3) have the same GPU, GPU-2"),
+        ({"world_size": 8}, "rank 3 on h1 (pid 4) counts 8 processes, rank 1 on h0 (pid 1) counts 4"),
+        ({"job": ""}, "rank 3 on h1 (pid 4) is of job (unnamed), rank 1 on h0 (pid 1) of job job"),
+        ({"versions": "torch 2.12.0"}, "rank 3 on h1 (pid 4) has torch 2.12.0, rank 1 on h0 (pid 1) has torch 2.13.0 with NCCL 2.27.3"),
     ],
 )
 def test_whoever_does_not_belong_is_named(change: dict[str, Any], words: str) -> None:
-    every = everybody()
-    every[3] = replace(every[3], **change)
-    assert contradiction(every, every[0]) == words
+    own = replace(OWN, **change)
+    refused, hint = disagreement(own, FIRST)
+    assert refused == words
+    assert hint
+    assert disagreement(FIRST, own) == (refused, hint)
+
+
+# Ranks of one process, each with a client of its own; rank 0 never comes, as where an agent serves the store.
+WITHOUT_RANK_0 = """
+    import sys, threading, time
+    from dataclasses import replace
+    from datetime import timedelta
+    import torch.distributed as dist
+    from clusterjob import rollcall
+    from clusterjob.errors import GangError
+    from clusterjob.node import network
+    from clusterjob.node.topology import Topology, Worker
+
+    FAULT, TIMEOUT = eval(sys.argv[1]), float(sys.argv[2])
+    listener = network.listen_at("127.0.0.1", 0, 64)
+    port = listener.getsockname()[1]
+    served = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    def come(rank):
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        worker = Worker(Topology(2, 0, 2, "127.0.0.1", port, "clusterjob"), rank, rank % 2, 4, 2)
+        facts = rollcall.Facts(rank, f"h{rank // 2}", rank, "boot", 4, "job", "torch 2", f"GPU-{rank}", time.time())
+        if rank == 3:
+            facts = replace(facts, **FAULT)
+        try:
+            rollcall.call(dist.PrefixStore("roll", store), worker, facts, TIMEOUT, started=True)
+        except GangError as error:
+            print(rank, error, flush=True)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("dict(versions='torch 1')", "rank 3 on h1 (pid 3) has torch 1, rank "),
+        ("dict(gpu='GPU-1')", "have the same GPU, GPU-1"),
+        ("dict(gpu='GPU-2')", "have the same GPU, GPU-2"),
+        ("dict(rank=2)", "rank 2 is claimed twice: by h1 (pid "),
+    ],
+)
+def test_a_disagreement_ends_the_wait_for_rank_0(tmp_path: Path, fault: str, words: str) -> None:
+    ended = run([sys.executable, script(tmp_path, WITHOUT_RANK_0), fault, "600"], tmp_path)
+    told = sorted(ended.out.splitlines())
+    assert [line[0] for line in told] == ["1", "2", "3"], ended
+    assert all(words in line for line in told)
+
+
+def test_the_first_to_come_speaks_and_gives_up_for_a_rank_0_that_never_comes(tmp_path: Path) -> None:
+    ended = run([sys.executable, script(tmp_path, WITHOUT_RANK_0), "{}", "6"], tmp_path)
+    told = sorted(ended.out.splitlines())
+    assert [line[:30] for line in told] == [f"{rank} waiting for rank 0 (node 0, " for rank in (1, 2, 3)], ended
+    assert all("gave up after 6 s" in line for line in told)
+    assert len([line for line in ended.err.splitlines() if line.startswith("clusterjob: waiting for rank 0 (node 0, h0)")]) == 1
+    assert "socket.cpp" not in ended.err
 
 
 SIMULATED = """
@@ -161,7 +272,7 @@ SIMULATED = """
     def answer(rank):
         host = rank % (WORLD // EACH)  # as under a cyclic distribution
         worker = Worker(Topology(WORLD // EACH, 0, EACH, "127.0.0.1", port, "openmpi"), rank, 0, WORLD, EACH)
-        facts = rollcall.Facts(f"h{host}", rank, "boot", WORLD, "job", "torch", "")
+        facts = rollcall.Facts(rank, f"h{host}", rank, "boot", WORLD, "job", "torch", "", time.time())
         nodes[rank] = rollcall.call(dist.PrefixStore("roll", stores[rank]), worker, facts, 90, started=False).nodes[rank]
 
     threads = [threading.Thread(target=answer, args=(rank,)) for rank in range(WORLD)]

@@ -31,7 +31,8 @@ def test_a_clock_that_is_far_off_is_named_once_and_the_job_goes_on(tmp_path: Pat
         pytest.skip(why)
     path = script(tmp_path, INIT)
     with machines(1) as [machine]:
-        environs = [place(rank, 2, 29500, 1) | {"MASTER_ADDR": machine.address} for rank in (0, 1)]
+        # Two processes of a node, of which the one that is off is not the first.
+        environs = [place(rank, 2, 29500) | {"MASTER_ADDR": machine.address} for rank in (0, 1)]
         environs[1]["FAULT"] = f"real = time.time; time.time = lambda: real() + {ahead}"
         started = [start(machine.command(sys.executable, path), tmp_path, environ) for environ in environs]
         ended = [finish(process) for process in started]
@@ -40,6 +41,32 @@ def test_a_clock_that_is_far_off_is_named_once_and_the_job_goes_on(tmp_path: Pat
     assert len(lines) == 1
     assert lines[0].startswith(f"clusterjob: the clock of {HOST} (pid {started[1].pid}), rank 1, is ")
     assert lines[0].endswith(f" s {words} rank 0's")
+
+
+@pytest.mark.parametrize(("ahead", "words"), [(3600, "ahead of"), (-3600, "behind")])
+def test_a_clock_that_is_far_off_is_named_while_somebody_is_missing(tmp_path: Path, ahead: int, words: str) -> None:
+    path, port = script(tmp_path, INIT.replace("timeout=60", "timeout=600")), free_port()
+    fault = {"FAULT": f"real = time.time; time.time = lambda: real() + {ahead}"}
+    first, second, _ = (place(rank, 3, port) for rank in range(3))  # the third never comes
+    started = [start([sys.executable, path], tmp_path, first)]
+    try:
+        if ahead < 0:  # one that is behind is told from one that came early if it comes later
+            assert next_line(started[0]).startswith("clusterjob: waiting for ranks 1 ")
+        started.append(start([sys.executable, path], tmp_path, second | fault))
+        line = next_line(started[1] if ahead < 0 else started[0])
+        while "waiting" in line:  # rank 0 says that first
+            line = next_line(started[0])
+    finally:
+        for process in started:
+            process.kill()
+            finish(process)
+    assert line.startswith(f"clusterjob: the clock of {HOST} (pid {started[1].pid}), rank 1, is at least 3")
+    assert line.endswith(f" s {words} rank 0's")
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.readline().strip()
 
 
 def test_another_version_of_torch_is_named_to_both_at_once(tmp_path: Path) -> None:
@@ -74,6 +101,22 @@ def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: 
     assert float(line.split("; ")[1].split()[0]) <= 6
     assert ended.code == 1
     assert "gave up after" in last(ended.err)
+
+
+def test_an_agent_names_an_address_that_swallows_all_while_it_tries(tmp_path: Path) -> None:
+    why = why_not()
+    if why:
+        pytest.skip(why)
+    with machines(1) as [machine]:
+        swallow = ["ip", "neigh", "add", "10.77.0.9", "lladdr", "02:00:00:00:00:09", "dev", "eth0", "nud", "permanent"]
+        assert subprocess.run(machine.command(*swallow), capture_output=True, check=False).returncode == 0
+        environ = {"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_NODE_RANK": "1", "CLUSTERJOB_MASTER_ADDR": "10.77.0.9"}
+        argv = [sys.executable, "-m", "clusterjob", "launch", "--join-timeout", "6", "--nproc-per-node", "1", script(tmp_path, INIT)]
+        ended = finish(start(machine.command(*argv), tmp_path, environ))
+    assert ended.code == 1
+    lines = [line for line in ended.err.splitlines() if "node 1 cannot find node 0 at 10.77.0.9: no answer (port" in line]
+    assert lines[0].endswith("; 4 s so far") or lines[0].endswith("; 5 s so far"), ended.err
+    assert "gave up after" in lines[-1]
 
 
 def test_a_rank_that_has_died_is_named_to_those_who_wait(tmp_path: Path) -> None:

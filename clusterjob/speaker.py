@@ -1,0 +1,45 @@
+"""Worker side: of all processes of one machine that wait for the same, one speaks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+
+def take_turn(subject: str) -> socket.socket | None:
+    """Return a sign that this process speaks, until it is closed or the process ends; None while another one speaks.
+
+    It is a Unix socket without a file (unix(7), "abstract"), whose name only one process of a machine can have: whichever asks
+    first, so that nobody is silent because a particular one, such as local rank 0, is not there.
+
+    Args:
+        subject: what is spoken of.
+    """
+    import hashlib
+
+    name = f"\0clusterjob-speaks-{os.getuid()}-{hashlib.sha256(subject.encode(errors='surrogateescape')).hexdigest()[:32]}"
+    sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sign.bind(name)
+        sign.listen()
+    except OSError:
+        if is_ours(name):
+            sign.close()
+            return None
+    return sign
+
+
+def is_ours(name: str) -> bool:
+    """Return whether it is this user who listens under a name: anybody may take one.
+
+    Args:
+        name: an abstract one, with its leading zero byte.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(name)
+        except OSError:
+            return False
+        _, uid, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(uid == os.getuid())
