@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,10 @@ _MOST_NAMED = 8
 _BACKLOG = 4096
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 Ask = Callable[..., None]  # (missing ranks, final=whether one gives up)
+
+
+class _StrangerError(OSError):
+    """What listens at rank 0's port is not torch's store."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +161,13 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
     try:
         while True:
             try:
-                network.connect(host, port, _FIRST_NOTICE / 2).close()
+                with network.connect(host, port, _FIRST_NOTICE / 2) as link:
+                    _check_store(link)
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
                 silent = isinstance(error, network.NoNameServerError)  # which has taken its time
-                lost = isinstance(error, socket.gaierror) or error.errno in _NO_ROUTE
+                lost = isinstance(error, (socket.gaierror, _StrangerError)) or error.errno in _NO_ROUTE
             waited = time.monotonic() - begin
             text = f"rank {worker.rank} on {socket.gethostname()} cannot reach rank 0 at {where(host, port)}: {reason}"
             if waited > timeout or silent or (lost and waited > _NO_WAY):
@@ -176,6 +182,29 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
     finally:
         if turn:
             turn.close()
+
+
+def _check_store(link: socket.socket) -> None:
+    """Refuse whatever listens in the place of torch's store: its client would write pages of C++ frames at each try.
+
+    The client's own first words (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, torch 2.3 and newer): VALIDATE and a magic
+    number, PING and a number, which the store sends back. An older store hangs up at the PING, and is left to torch.
+
+    Raises:
+        _StrangerError: something else has answered.
+        OSError: no answer came.
+    """
+    number = os.getpid() & 0xFFFFFFFF
+    link.settimeout(_FIRST_NOTICE / 2)
+    link.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, number))
+    try:
+        answer = link.recv(4, socket.MSG_WAITALL)
+    except TimeoutError:
+        raise OSError(errno.ETIMEDOUT, "something listens there that does not answer as torch's store does") from None
+    except ConnectionError:
+        return
+    if answer and answer != struct.pack("=I", number):
+        raise _StrangerError(errno.EPROTO, f"something listens there that is not torch's store: it answers {answer!r}")
 
 
 # -- the roll ----------------------------------------------------------------------------------------------------------

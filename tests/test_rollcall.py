@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -123,6 +124,40 @@ def test_a_master_to_which_no_way_leads_is_one_line_within_seconds(tmp_path: Pat
         ended = run(machine.command(sys.executable, script(tmp_path, INIT.replace("TIMEOUT", "600"))), tmp_path, environ)
     assert ended.code == 1
     assert f"rank 1 on {HOST} cannot reach rank 0 at 198.51.100.7:29500: Network is unreachable; gave up after" in last(ended.err)
+
+
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n", b"SSH-2.0-x\r\n"])
+def test_a_port_at_which_something_else_answers_is_one_line(tmp_path: Path, says: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        taken.settimeout(0.2)
+        [process] = processes(tmp_path, 600, [place(1, 2, port)])
+        while process.poll() is None:
+            with contextlib.suppress(OSError):  # nobody comes, or has read enough
+                link, _ = taken.accept()
+                with link:
+                    link.settimeout(5)
+                    link.sendall(says)
+                    while link.recv(64):  # closed at once it might be reset before it is read
+                        pass
+        ended = finish(process)
+    assert ended.code == 1
+    words = f"something listens there that is not torch's store: it answers {says[:4]!r}"
+    assert f"cannot reach rank 0 at 127.0.0.1:{port}: {words}; gave up after" in last(ended.err)
+    assert "frame #" not in ended.err
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
+    import torch.distributed as dist
+
+    from clusterjob import rollcall
+    from clusterjob.node import network
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
+    with network.connect("127.0.0.1", store.port, 5) as link:
+        rollcall._check_store(link)
+    assert store.add("n", 1) == 1
 
 
 def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> None:

@@ -337,7 +337,7 @@ def test_a_sign_of_another_user_is_not_followed(tmp_path: Path) -> None:
     print("there", flush=True)
     sys.stdin.read()
     """
-    from clusterjob import siblings
+    from clusterjob import siblings, speaker
 
     prefix = f"clusterjob-{os.urandom(16).hex()}-"
     path = script(tmp_path, code)
@@ -351,6 +351,6 @@ def test_a_sign_of_another_user_is_not_followed(tmp_path: Path) -> None:
         assert stranger.stdout is not None
         assert stranger.stdout.readline() == "there\n"
         assert siblings._found(prefix) == [4242]
-        assert not siblings._is_ours(f"\0{prefix}4242")
+        assert not speaker.is_ours(f"\0{prefix}4242")
         assert stranger.stdin is not None
         stranger.stdin.close()
