@@ -3,6 +3,8 @@
 
 BIN := .venv/bin
 READY := .venv/ready
+# Two processes take the tests from both ends: most of them wait for others most of the time.
+TWO := --numprocesses 2 --dist worksteal
 
 .PHONY: demo test test-slow slurm mpi sshd paddle lint bench clean
 
@@ -10,7 +12,7 @@ demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
 test: lint slurm mpi sshd  ## everything but the slow fault and scale runs
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(TWO)
 
 test-slow: $(READY) slurm mpi sshd paddle
 	$(BIN)/python -m pytest -m slow
