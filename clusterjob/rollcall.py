@@ -31,6 +31,7 @@ _GRACE = 5.0  # seconds that the others give rank 0 beyond their own patience
 _FARTHEST_CLOCK = 60.0  # seconds between two hosts' clocks that nobody needs to hear of
 _QUICK = 3.0  # seconds in which a start that goes well is over
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds between two looks of whoever oversees the roll-call
+_EAGER_PAUSE = 0.002  # ... while the start may still be a quick one: all wait for that one look
 _MOST_NAMED = 8
 _BACKLOG = 4096
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -359,7 +360,7 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
                 if in_charge:
                     _say_missing(call, waited)
         time.sleep(pause)
-        pause = min(longest, pause * 1.5)
+        pause = min(_EAGER_PAUSE if oversees and waited < _QUICK else longest, pause * 1.5)
 
 
 def _idle_pause(world_size: int) -> float:
