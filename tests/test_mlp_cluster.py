@@ -212,6 +212,26 @@ def test_a_reclaimed_task_is_expected_again(user: User) -> None:
 
 
 @pytest.mark.slow
+def test_the_workers_of_a_reclaimed_task_are_warned_and_leave(user: User) -> None:
+    user.write(
+        "import time\nfrom clusterjob import bootstrap\nctx = bootstrap.init()\nprint('up', flush=True)\n"
+        "while not ctx.preempted:\n    time.sleep(0.05)\nprint('saved', flush=True)\nctx.requeue()\n"
+    )
+    user.volc.set(kill_grace=60)
+    job = user.submit("train.py", preemptible="true", retry_interval="1000", kill_grace="60")
+    user.wait_for(job, "RUNNING")
+    (task,) = user.volc.tasks()
+    user.volc.wait_for_line(task["id"], "up")
+    user.volc.reclaim(task["id"])
+    pending = user.wait_for(job, "PENDING")
+    assert "the platform starts it again (attempt 2 of 6); it was preempted" in str(pending["reason"])
+    out = user.run("logs", job).out.splitlines()
+    assert sorted(line for line in out if "saved" in line) in (["[0-1] saved"], ["[0] saved", "[1] saved"])
+    assert user.run("cancel", job).code == 0
+    assert user.run("wait", job).code == 143
+
+
+@pytest.mark.slow
 def test_a_reclaimed_task_runs_again(user: User) -> None:
     user.write(SLEEP)
     job = user.submit("train.py", preemptible="true", retry_interval="1")
@@ -256,7 +276,7 @@ def test_a_submission_that_nobody_can_see_stays_in_doubt_and_is_found_later(user
     ran = user.job("submit", "train.py")
     assert ran.code == 1
     assert "nobody knows whether the platform has taken the job" in ran.err
-    user.volc.set(breaks={})
+    user.volc.set(breaks={"list": 0})
     (task,) = user.volc.tasks()
     assert user.run("wait", task["name"]).code == 0
     assert user.status(task["name"])[0]["backend_id"] == task["id"]
@@ -319,8 +339,7 @@ def test_a_task_that_is_stuck_says_why(user: User) -> None:
         assert status["state"] == "PENDING"
         assert f"{state} on the platform" in status["reason"]
         assert "Insufficient resources: 2 GPUs wanted" in status["reason"]
-        user.volc.release()
-        assert user.run("wait", job).code == 0
+        assert user.run("cancel", job).code == 0
 
 
 @pytest.mark.slow
@@ -362,6 +381,14 @@ def test_many_jobs_are_one_question(user: User) -> None:
     assert len(user.status()) == 24
     assert len(user.volc.calls("ml_task", "list")) - before <= 3
     assert user.run("cancel", first).code == 0
+
+
+@pytest.mark.slow
+def test_code_that_lies_there_already_is_not_sent(user: User) -> None:
+    job = user.submit("--no-sync", "--nproc-per-node", "1", "--", "bash", "-c", "pwd; ls -A /root/code", workdir="/usr/share")
+    waited = user.run("wait", job)
+    assert waited.code == 0, waited.err
+    assert user.run("logs", job).out.splitlines() == ["/usr/share", ".clusterjob"]
 
 
 @pytest.mark.slow

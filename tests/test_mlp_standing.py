@@ -189,6 +189,7 @@ def old(job: Record, *tasks: Task) -> None:
         (JobState.FAILED, "Failed", {}, [Instance("worker_0", 0, "Killed", 143, "DeadlineExceeded")], ("FAILED", 124, "out of time")),
         (JobState.CANCELLED, "Killed", {}, [], ("CANCELLED", 143, "not by clusterjob")),
         (JobState.CANCELLED, "Killed", {"preemptible": "true"}, [], ("PREEMPTED", 75, "taken away")),
+        (JobState.CANCELLED, "Killed", {"preemptible": "true", "retries": "0"}, [], ("PREEMPTED", 75, "taken away")),
     ],
 )
 def test_an_end_without_a_verdict_is_told_by_the_platform_and_not_at_once(
@@ -223,6 +224,16 @@ def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_pat
     theirs = replace(ended[0], name="b")
     old(other, theirs)
     assert Fixed([theirs], worker, [line]).status([other])["b"].state is JobState.FAILED, "it did not come"
+
+
+@pytest.mark.parametrize(("options", "again"), [({"retries": "0"}, "(attempt 2)"), ({"retries": "1"}, "(attempt 2 of 2)")])
+def test_a_preemptible_task_is_copied_and_queued_by_the_platform_in_any_case(tmp_path: Path, options: dict[str, str], again: str) -> None:
+    job = record("a", tmp_path, options={"preemptible": "true", **options})
+    killed = Task(task_id(1), "a", JobState.CANCELLED, "Killed", started_at=now())
+    line = '1 clusterjob-verdict {"state": "CANCELLED", "exit_code": 143, "reason": "SIGTERM on gpu7"}'
+    found = Fixed([killed], [Instance("worker_0", 0, "Killed", 143)], [line]).status([job])["a"]
+    assert (found.state, found.verdict) == (JobState.PENDING, None)
+    assert again in found.reason
 
 
 def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:

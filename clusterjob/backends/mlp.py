@@ -29,6 +29,7 @@ from clusterjob.volc.client import COMMAND, SUBMIT_PATIENCE, Volc, check_install
 NAME = "mlp"
 _SCRIPT = "mlp.sh"
 _TASK = "task.yaml"
+_KILL_GRACE = 30.0  # seconds between the platform's SIGTERM and its SIGKILL, as a cluster of containers has it by default
 _POLL = 5.0  # seconds between two questions while a job is followed
 _RATE = 2.0  # elements of an array submitted a second
 _ACCOUNT = {"profile": "VOLC_PROFILE", "region": "VOLC_REGION"}
@@ -184,7 +185,11 @@ def _refuse(spec: JobSpec) -> None:
 
 def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, *, uploaded: bool, left_open: bool) -> dict[str, Any]:
     program = spec.program if array is None or not array.values else Program(spec.program.kind, spec.program.target)
-    launch = replace(spec.launch_options(program=program), max_restarts=0 if uploaded else spec.max_restarts)
+    more: dict[str, Any] = {"program": program}
+    options = task.Options.of(spec.options)
+    if uploaded and (spec.requeue or options.preemptible):
+        more["warning"] = options.number("kill_grace", _KILL_GRACE, 1e-3)  # SIGTERM is how machines are taken away
+    launch = replace(spec.launch_options(**more), max_restarts=0 if uploaded else spec.max_restarts)
     if left_open:
         launch = replace(launch, nproc_per_node=None)
     workdir: str = spec.options.get("workdir", "" if uploaded and spec.sync else str(spec.workdir))

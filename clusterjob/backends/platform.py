@@ -210,9 +210,8 @@ class PlatformBackend(ABC):
             text = f"the platform says {seen.task.words}; the rest of its log is awaited"
             return Status(JobState.RUNNING, text, **common)
         if not wished and verdict.state is not JobState.SUCCEEDED and known.comes_again(seen, retries):
-            again = (
-                f"the platform starts it again (attempt {seen.attempt + 2} of {retries.times + 1}); it was {verdict.state.value.lower()}"
-            )
+            of = f" of {retries.times + 1}" if seen.attempt < retries.times else ""
+            again = f"the platform starts it again (attempt {seen.attempt + 2}{of}); it was {verdict.state.value.lower()}"
             return Status(JobState.PENDING, f"{again}: {verdict.reason}" if verdict.reason else again, **common)
         return Status(verdict.state, verdict.reason, verdict, verdict.started_at, seen.attempt, handle)
 

@@ -34,7 +34,7 @@ class Retries:
         interval: seconds between an end and the next start.
         failures: after a failure.
         reclaims: when it took the machines away.
-        preemptible: whether it may do so.
+        preemptible: whether it may do so; without `reclaims` it starts the task again all the same, as often as it likes.
     """
 
     times: int = 0
@@ -117,8 +117,9 @@ class Known:
 
     def comes_again(self, seen: Seen, retries: Retries) -> bool:
         """Return whether the platform is about to start a job again."""
-        covered = retries.reclaims if seen.task.state is JobState.CANCELLED else retries.failures
-        if not covered or seen.attempt >= retries.times:
+        taken_away = seen.task.state is JobState.CANCELLED
+        covered = seen.attempt < retries.times and (retries.reclaims if taken_away else retries.failures)
+        if not covered and not (taken_away and retries.preemptible and not retries.reclaims):
             return False
         return time.time() < self.ended[seen.task.id] + retries.interval + _RETRY_PATIENCE and not _long_ago(seen.task)
 
@@ -190,10 +191,11 @@ def verdict(seen: Seen, own: Verdict | None, instances: Sequence[Instance], retr
     common: dict[str, Any] = {"attempt": seen.attempt, **_times(task)}
     reasons = list(dict.fromkeys(filter(None, (task.reason, *(instance.reason for instance in instances)))))
     says = "; ".join([f"the platform says {task.words}", *reasons[:3]])
-    if own is not None and own.state is not JobState.CANCELLED:
+    stopped = own is not None and own.state in (JobState.CANCELLED, JobState.PREEMPTED)  # agents cannot tell who stopped them, and why
+    if own is not None and not (stopped and wished) and own.state is not JobState.CANCELLED:
         return replace(own, restarts=seen.attempt)
     if wished:
-        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, own.reason if own else "cancelled", restarts=seen.attempt, **common)
+        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled", restarts=seen.attempt, **common)
     if any(_DEADLINE.search(reason) for reason in reasons):
         return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, f"out of time: {says}", restarts=seen.attempt, **common)
     if task.state is JobState.CANCELLED and retries.preemptible:

@@ -16,7 +16,7 @@ from clusterjob.spec import JobSpec
 CODE_PATH = "/root/code"  # where a task has its code, unless it is told otherwise
 KEYS = (
     "queue", "image", "flavor", "flavors", "storages", "priority", "preemptible", "retries", "retry_interval", "access", "code_path",
-    "workdir", "secrets", "submit_rate", "submit_timeout", "sync_limit", "poll", "profile", "region",
+    "workdir", "secrets", "kill_grace", "submit_rate", "submit_timeout", "sync_limit", "poll", "profile", "region",
 )  # fmt: skip
 _OWN_FIELDS = ("TaskName", "Entrypoint", "Args", "UserCodePath", "RemoteMountCodePath", "Description")
 _SECRET_FIELDS = ("ImageCredential.RegistryToken",)  # which are passwords wherever they stand
