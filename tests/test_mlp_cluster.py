@@ -388,7 +388,7 @@ def test_code_that_lies_there_already_is_not_sent(user: User) -> None:
     job = user.submit("--no-sync", "--nproc-per-node", "1", "--", "bash", "-c", "pwd; ls -A /root/code", workdir="/usr/share")
     waited = user.run("wait", job)
     assert waited.code == 0, waited.err
-    assert user.run("logs", job).out.splitlines() == ["/usr/share", ".clusterjob"]
+    assert user.run("logs", job).out.splitlines() == ["/usr/share", "clusterjob-entry"]
 
 
 @pytest.mark.slow

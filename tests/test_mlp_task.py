@@ -102,13 +102,13 @@ def test_hostile_values_are_data_in_the_task_and_in_the_script(
     words = subprocess.run(
         ["bash", "-c", f"set -- {found['Entrypoint']}; printf '%s\\n' \"$@\""], capture_output=True, text=True, check=True
     )
-    assert words.stdout.splitlines() == ["bash", '/root/it\'s "$HOME"\\/.clusterjob/entry.sh']
+    assert words.stdout.splitlines() == ["bash", '/root/it\'s "$HOME"\\/clusterjob-entry/entry.sh']
     assert entry_says(tmp_path, plan) == [value, "train.py", *args]
 
 
 def entry_says(directory: Path, plan: Plan) -> list[str]:
     """Run the entry script as the platform does, with an interpreter that only tells its variable and its arguments."""
-    own = directory / "there" / ".clusterjob"
+    own = directory / "there" / "clusterjob-entry"
     own.mkdir(parents=True, exist_ok=True)
     (own / "kept").write_bytes(b"")
     (own / "entry.sh").write_bytes(plan.files[-1].data)

@@ -99,7 +99,7 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
                 "MLP_WORKER_0_PORT": "2222", "MLP_TASK_ID": task_id, "CLUSTERJOB_TOKEN": "secret", "PYTHONPATH": "", "HOME": str(there),
             }  # fmt: skip
             log = there / f"worker_{index}.log"
-            argv = machine.command("bash", code / ".clusterjob" / "entry.sh")
+            argv = machine.command("bash", code / "clusterjob-entry" / "entry.sh")
             with log.open("wb") as output:
                 process = subprocess.Popen(
                     argv, cwd=there, env=environment(there, platform), stdin=subprocess.DEVNULL, stdout=output, stderr=output,

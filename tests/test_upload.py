@@ -91,7 +91,7 @@ def test_no_link_is_sent(work: Path, job_dir: Path, tmp_path: Path) -> None:
 
 def test_a_directory_of_our_name_is_refused(work: Path, job_dir: Path) -> None:
     (work / OWN).mkdir()
-    with pytest.raises(SubmitError, match=r"has a '\.clusterjob' of its own") as caught:
+    with pytest.raises(SubmitError, match=r"has a 'clusterjob-entry' of its own") as caught:
         upload.stage(spec_of(work), job_dir, FILES)
     assert "leave it out in .clusterjobignore" in caught.value.hint
     assert not (job_dir / "upload").exists()

@@ -1,8 +1,8 @@
 """What a platform's own upload is given: the working directory as a snapshot, and beside it what starts a node.
 
-    upload/...                            the working directory's files, where the job is to have them
-    upload/.clusterjob/clusterjob-node.pyz, entry.sh      what is sent along
-    upload/.clusterjob/kept               what an upload of files may drop; the entry script makes it again
+    upload/...                          the working directory's files, where the job is to have them
+    upload/clusterjob-entry/            what is sent along: clusterjob-node.pyz, entry.sh
+    upload/clusterjob-entry/kept        what an upload of files may drop; the entry script makes it again
 
 The platform's command applies ``.gitignore`` files below what it uploads. Ours were applied already, and a ``*.pyz`` in one would drop the
 node zip: they are not sent. A link travels as a link, wherever it points to, like over SSH: no command of a platform follows one
@@ -25,7 +25,8 @@ from clusterjob.ssh import snapshot
 from clusterjob.ssh.snapshot import Entry, Snapshot
 
 DIRECTORY = "upload"
-OWN = ".clusterjob"  # where the entry script, the node zip and `KEPT` lie in what is sent
+# Where the entry script, the node zip and `KEPT` lie in what is sent. Without a dot: an upload may leave hidden files out.
+OWN = "clusterjob-entry"
 ENTRY = "entry.sh"
 KEPT = "kept"
 _CHUNK = 1 << 18
