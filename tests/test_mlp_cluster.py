@@ -392,7 +392,7 @@ def test_code_that_lies_there_already_is_not_sent(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_logs_that_lag_and_end_in_gaps_are_whole_or_say_so(user: User) -> None:
+def test_a_long_log_that_lags_comes_back_whole(user: User) -> None:
     user.write("for number in range(3000):\n    print('line', number)\n")
     user.volc.lag_logs(1.0)
     job = user.submit("--nproc-per-node", "1", "train.py")
