@@ -25,9 +25,11 @@ class version:
 class cuda:
     is_available = staticmethod(lambda: False)
     is_initialized = staticmethod(lambda: False)
-class distributed:
-    is_available = is_gloo_available = staticmethod(lambda: True)
-    is_nccl_available = staticmethod(lambda: False)
+from torch import distributed
+"""
+LIGHT_DISTRIBUTED = """
+is_available = is_gloo_available = lambda: True
+is_nccl_available = lambda: False
 """
 
 
@@ -83,6 +85,9 @@ def doctor(*words: str, prefix: Sequence[str] = (), first: bool = False, **more:
 def light_torch(directory: Path, version: str = "2.9.0") -> Path:
     """Write a torch of this version that is imported at once; return what has to be on PYTHONPATH."""
     package = directory / "torch"
-    package.mkdir(parents=True)
+    (package / "distributed" / "nn").mkdir(parents=True)
     (package / "__init__.py").write_text(LIGHT_TORCH.format(version=version))
+    (package / "distributed" / "__init__.py").write_text(LIGHT_DISTRIBUTED)
+    for name in ("__init__", "functional"):
+        (package / "distributed" / "nn" / f"{name}.py").write_text("")
     return directory

@@ -143,6 +143,10 @@ def listening_sockets(pid: int) -> set[str]:
 # Without site-packages there is no torch to be found: the same code, started in a tenth of the time.
 PLAIN = (sys.executable, "-S")
 WITH_TORCH = (sys.executable,)
+# torch's own: a process of a DataLoader dies of the signal that its worker outlives, and the worker hears of it while it ends.
+_LOADER_AT_EXIT = re.compile(
+    r"^\[\d+\] Exception ignored in atexit callback:.*\n(?:\[\d+\] .*\n)*?\[\d+\] RuntimeError: DataLoader worker .*\n", re.MULTILINE
+)
 PATIENCE = 60.0  # for a job that is about to end; many times what it needs
 
 
@@ -290,6 +294,6 @@ def jobs_in(directory: Path) -> Iterator[Callable[..., Job]]:
     assert not running, f"agents that the test left running: {[agent.args for agent in running]}"
     for job in made:
         for agent in job.agents:
-            said = job.stderr(agent)
+            said = _LOADER_AT_EXIT.sub("", job.stderr(agent))
             # What asyncio and the interpreter say of a callback, a task or a finalizer that nobody thought of.
             assert not re.search("Exception in callback|was never retrieved|Exception ignored|never awaited|was destroyed but", said), said
