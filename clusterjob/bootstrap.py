@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
-    from clusterjob.context import Context
     from clusterjob.node.environments import Finding
     from clusterjob.node.topology import Worker
-    from clusterjob.rollcall import Roll
+    from clusterjob.worker.context import Context
+    from clusterjob.worker.rollcall import Roll
 
 __all__ = ["init", "shutdown"]
 
@@ -108,7 +108,7 @@ def init(
         _check_same(known, {"backend": backend, "process_group": process_group, "timeout": timeout} | by_hand)
         return known
     shutdown()  # of a context whose group the script has destroyed itself
-    from clusterjob import own_place
+    from clusterjob.worker import own_place
 
     if report_pipe() is not None:  # a forked worker has offered it before
         from clusterjob.node import stacks
@@ -200,7 +200,7 @@ def _make(finding: Finding, backend: str | None, timeout: float | None, *, proce
     """Return a context of our own making, with a process group where there should be one."""
     import torch
 
-    from clusterjob import own_place
+    from clusterjob.worker import own_place
 
     worker: Any = finding.place
     kind, gpus = _accelerators()
@@ -226,7 +226,7 @@ def _make(finding: Finding, backend: str | None, timeout: float | None, *, proce
 
 
 def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
-    from clusterjob.context import Context
+    from clusterjob.worker.context import Context
 
     topology = worker.topology if worker else None
     return Context(
@@ -260,7 +260,7 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
         return None
-    from clusterjob import rollcall, siblings
+    from clusterjob.worker import rollcall, siblings
 
     where = rollcall.where(worker.topology.master_addr, worker.topology.master_port or 0)
     hook = sys.excepthook
@@ -319,7 +319,7 @@ def _meeting_store(worker: Worker, options: dict[str, Any], patience: float) -> 
     """Return the store over which the processes tell each other their addresses, and whether a launcher's agents serve it."""
     import torch.distributed as dist
 
-    from clusterjob import rollcall
+    from clusterjob.worker import rollcall
 
     address, port = worker.topology.master_addr, worker.topology.master_port
     if port is None:
@@ -392,7 +392,7 @@ def _leave(*, failed: bool) -> None:
     hosted, _process.hosted = _process.hosted, None
     if context is not None and os.getpid() == _process.pid:
         if hosted is not None and not failed:
-            from clusterjob import rollcall
+            from clusterjob.worker import rollcall
 
             rollcall.await_joined(*hosted)
         _process.abandoned |= context.close(failed=failed)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob import call, jobs
+from clusterjob import jobs
 from clusterjob.errors import UsageError
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import PlannedFile
 from clusterjob.records import Record, Records
 from clusterjob.settings import SETTINGS, read_setting
+from clusterjob.worker import call
 
 _DISTANT = ("ssh", "mlp")  # backends whose jobs write into directories of other machines
 _PROGRAM = Program("module", call.__name__)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob import call
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract, devices, files
 from clusterjob.node.logs import LogReader, fold
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import Verdict
+from clusterjob.worker import call
 
 _LOOK = 0.1  # seconds between two looks at the workers' output
 
@@ -94,7 +94,7 @@ def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:
         wanted = gpus.split(",") if isinstance(gpus, str) else [str(gpu) for gpu in gpus]
         chosen = devices.choose_gpus(wanted, os.environ) if gpus else []
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    own = os.path.dirname(os.path.dirname(os.path.abspath(call.__file__)))
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if own not in (*site.getsitepackages(), site.getusersitepackages()):
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), own)))
     return environ

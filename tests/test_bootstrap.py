@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from launching import LAUNCHERS, PATIENCE, by_hand, environment, finish, free_port, launch, run, script, start, told
 
-from clusterjob import bootstrap, own_place
+from clusterjob import bootstrap
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node.topology import Topology, Worker
+from clusterjob.worker import own_place
 
 # -- the import ----------------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ from clusterjob import bootstrap
 from clusterjob.backends import local, mlp, slurm, ssh
 from clusterjob.backends.slurm import planning
 from clusterjob.cli import app
-from clusterjob.context import Context
 from clusterjob.hosts import Host
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
 from clusterjob.settings import SETTINGS
 from clusterjob.spec import JobSpec
+from clusterjob.worker.context import Context
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

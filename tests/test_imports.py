@@ -20,7 +20,8 @@ THIRD_PARTY = HEAVY - {"asyncio"} | {"typer", "click", "tomli", "cloudpickle", "
 REPORT = "import json, os, sys; os.write(3, json.dumps(sorted(sys.modules)).encode())"
 NODE_MODULES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-    for path in (SOURCE / "clusterjob" / "node").rglob("*.py")
+    for room in ("node", "worker")
+    for path in (SOURCE / "clusterjob" / room).rglob("*.py")
     if path.name not in ("__main__.py", "zip_main.py")
 )
 

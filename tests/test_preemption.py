@@ -35,7 +35,7 @@ WARNING = ("--warning", "60")
 PLACE = """
     import os, pathlib, signal, sys, time
     from types import SimpleNamespace
-    from clusterjob.preemption import Preemptible
+    from clusterjob.worker.preemption import Preemptible
     class Place(Preemptible):
         local_rank = int(os.environ["LOCAL_RANK"])
         device = SimpleNamespace(type="cpu")

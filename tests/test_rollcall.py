@@ -15,7 +15,7 @@ import pytest
 from launching import environment, finish, free_port, run, script, start
 from namespaces import machines, why_not
 
-from clusterjob.rollcall import Facts, disagreement
+from clusterjob.worker.rollcall import Facts, disagreement
 
 INIT = "from clusterjob import bootstrap\nwith bootstrap.init(timeout=TIMEOUT) as ctx:\n    print('met', ctx.rank, flush=True)\n"
 HOST = socket.gethostname()
@@ -151,8 +151,8 @@ def test_a_port_at_which_something_else_answers_is_one_line(tmp_path: Path, says
 def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
     import torch.distributed as dist
 
-    from clusterjob import rollcall
     from clusterjob.node import network
+    from clusterjob.worker import rollcall
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
     with network.connect("127.0.0.1", store.port, 5) as link:
@@ -235,7 +235,7 @@ WITHOUT_RANK_0 = """
     from dataclasses import replace
     from datetime import timedelta
     import torch.distributed as dist
-    from clusterjob import rollcall
+    from clusterjob.worker import rollcall
     from clusterjob.errors import GangError
     from clusterjob.node import network
     from clusterjob.node.topology import Topology, Worker
@@ -293,7 +293,7 @@ SIMULATED = """
     import sys, threading, time
     from datetime import timedelta
     import torch.distributed as dist
-    from clusterjob import rollcall
+    from clusterjob.worker import rollcall
     from clusterjob.node import network
     from clusterjob.node.topology import Topology, Worker
 

@@ -294,7 +294,7 @@ def test_rank_0_that_does_not_come_is_an_error_and_so_is_a_place_without_a_paren
 def test_two_groups_of_one_parent_at_once_are_refused(tmp_path: Path) -> None:
     code = """
     import multiprocessing, sys
-    from clusterjob import siblings
+    from clusterjob.worker import siblings
     from clusterjob.errors import GangError
 
     def lead(ready, go):
@@ -337,7 +337,7 @@ def test_a_sign_of_another_user_is_not_followed(tmp_path: Path) -> None:
     print("there", flush=True)
     sys.stdin.read()
     """
-    from clusterjob import siblings, speaker
+    from clusterjob.worker import siblings, speaker
 
     prefix = f"clusterjob-{os.urandom(16).hex()}-"
     path = script(tmp_path, code)

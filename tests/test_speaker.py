@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from launching import environment
 
-from clusterjob import speaker
+from clusterjob.worker import speaker
 
 HOLD = """
 import hashlib, os, sys  # before it is another user, who may not read the interpreter's directory
-from clusterjob import speaker
+from clusterjob.worker import speaker
 os.setuid(int(sys.argv[3]))
 os.getuid = lambda: int(sys.argv[2])  # whose name is taken
 turn = speaker.take_turn(sys.argv[1])

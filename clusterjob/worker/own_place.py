@@ -6,11 +6,11 @@ import os
 import sys
 from dataclasses import replace
 
-from clusterjob import siblings
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node import addresses, contract, environments, network
 from clusterjob.node.environments import Finding, openmpi_env, slurm_env, torch_env
 from clusterjob.node.topology import Topology, Worker
+from clusterjob.worker import siblings
 
 # Launchers that number their processes and say nothing of nodes: the processes count them when they meet.
 NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from clusterjob.errors import UsageError
-from clusterjob.preemption import Preemptible
+from clusterjob.worker.preemption import Preemptible
 
 # Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
 TYPE_CHECKING = False

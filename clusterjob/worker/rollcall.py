@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from clusterjob import siblings, speaker
 from clusterjob.errors import GangError
 from clusterjob.node import network, processes
 from clusterjob.node.topology import Worker
+from clusterjob.worker import siblings, speaker
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as torch's own for gloo
 _FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0  # seconds before the first line that says who is missing, and between later ones

@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 
-from clusterjob import speaker
 from clusterjob.errors import GangError
+from clusterjob.worker import speaker
 
 ADDRESS = "127.0.0.1"
 _PATIENCE = 1800.0  # seconds, as torch's own for gloo

@@ -1,6 +1,6 @@
 """The worker's side of a function as a job: load the call, make it, leave what came of it for whoever asked.
 
-Run as ``python -m clusterjob.call`` by the job's workers. The files lie in the job's directory, which its owner alone can read.
+Run as ``python -m clusterjob.worker.call`` by the job's workers. The files lie in the job's directory, which its owner alone can read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from clusterjob.node.verdict import JobState, Verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from clusterjob.context import Context
+    from clusterjob.worker.context import Context
 
 _FOLDER = "call"
 
@@ -223,6 +223,6 @@ def _leave_error(path: Path, error: BaseException) -> None:
 
 if __name__ == "__main__":
     # The classes of this module are pickled by its name, not as __main__'s.
-    from clusterjob.call import main as run
+    from clusterjob.worker.call import main as run
 
     run()
