@@ -17,7 +17,8 @@ from launching import LAUNCHERS, PATIENCE, by_hand, environment, finish, free_po
 from clusterjob import bootstrap
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node.topology import Topology, Worker
-from clusterjob.worker import own_place
+from clusterjob.worker import device
+from clusterjob.worker.process import report_pipe
 
 # -- the import ----------------------------------------------------------------------------------------------------------
 
@@ -431,19 +432,19 @@ def test_processes_that_do_not_meet_say_so_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "gpus", "device"),
+    ("local_rank", "gpus", "name"),
     [(0, 0, "cpu"), (3, 0, "cpu"), (0, 1, "cuda:0"), (3, 1, "cuda:0"), (3, 8, "cuda:3"), (9, 8, "cuda:1")],
 )
-def test_the_device_follows_the_local_rank_among_the_gpus_that_are_seen(local_rank: int, gpus: int, device: str) -> None:
-    assert bootstrap.choose_device(local_rank, gpus) == device
+def test_the_device_follows_the_local_rank_among_the_gpus_that_are_seen(local_rank: int, gpus: int, name: str) -> None:
+    assert device.choose_device(local_rank, gpus) == name
 
 
 def test_the_backend_follows_the_machine() -> None:
-    assert bootstrap.choose_backend(None, 0) == "gloo"
-    assert bootstrap.choose_backend(None, 4) == "nccl"
-    assert bootstrap.choose_backend("gloo", 4) == "gloo"
+    assert device.choose_backend(None, 0) == "gloo"
+    assert device.choose_backend(None, 4) == "nccl"
+    assert device.choose_backend("gloo", 4) == "gloo"
     with pytest.raises(UsageError, match="needs a GPU"):
-        bootstrap.choose_backend("nccl", 0)
+        device.choose_backend("nccl", 0)
 
 
 # -- groups and places that the script brings ----------------------------------------------------------------------------------
@@ -596,16 +597,16 @@ def test_failures_are_reported_by_the_worker_itself_and_by_none_of_its_children(
         os.set_inheritable(write, True)
         for value in ("", "x:y", f"{write}:{os.getppid()}", f"999999:{os.getpid()}"):
             monkeypatch.setenv("CLUSTERJOB_REPORT_FD", value)
-            assert bootstrap.report_pipe() is None
+            assert report_pipe() is None
         monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:{os.getpid()}")
-        assert bootstrap.report_pipe() == write
+        assert report_pipe() == write
         assert not os.get_inheritable(write)
     finally:
         os.close(read)
         os.close(write)
     with open(os.devnull) as no_pipe:
         monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{no_pipe.fileno()}:{os.getpid()}")
-        assert bootstrap.report_pipe() is None
+        assert report_pipe() is None
 
 
 # -- Slurm's tasks, as srun's variables make them -------------------------------------------------------------------------
@@ -658,8 +659,8 @@ def test_a_task_that_would_leave_gpus_idle_is_refused(nproc: int | None, gpus: i
     worker = Worker(Topology(2, 1, nproc, "n1", 29500, "slurm"), 1, 0, 2, 1)
     if nproc is None and gpus == 8 and process_group is None:
         with pytest.raises(PlaceError) as caught:
-            own_place.check_gpus(worker, gpus, process_group=process_group)
+            device.check_gpus(worker, gpus, process_group=process_group)
         assert "sees 8 GPUs" in caught.value.message
         assert all(word in caught.value.hint for word in ("clusterjob launch", "--ntasks-per-node"))
     else:
-        own_place.check_gpus(worker, gpus, process_group=process_group)
+        device.check_gpus(worker, gpus, process_group=process_group)

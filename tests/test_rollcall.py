@@ -152,11 +152,11 @@ def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
     import torch.distributed as dist
 
     from clusterjob.node import network
-    from clusterjob.worker import rollcall
+    from clusterjob.worker.store import _check_store
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
     with network.connect("127.0.0.1", store.port, 5) as link:
-        rollcall._check_store(link)
+        _check_store(link)
     assert store.add("n", 1) == 1
 
 

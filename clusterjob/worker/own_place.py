@@ -1,4 +1,4 @@
-"""Worker side: which process of the job this is, from whatever started it, or a refusal in one line."""
+"""Which process of the job this is, from whatever started it, or a refusal in one line."""
 
 from __future__ import annotations
 
@@ -99,26 +99,6 @@ def prepare(finding: Finding) -> None:
     torch = sys.modules.get("torch")
     if threads and torch is not None:  # which has read the variable when it was imported
         torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))
-
-
-def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:
-    """Refuse a task of srun that is alone on its node and sees several GPUs: all but one would stay idle, silently.
-
-    Args:
-        worker: this process's place.
-        gpus: how many GPUs it sees.
-        process_group: what the script asked for; False says that one process is meant to use them all.
-
-    Raises:
-        PlaceError: it is such a task.
-    """
-    alone = worker is not None and worker.topology.source == slurm_env.SOURCE and worker.topology.nproc_per_node is None
-    if alone and gpus > 1 and process_group is not False:
-        raise PlaceError(
-            f"srun started one process on this node, which sees {gpus} GPUs: all but one would be idle",
-            f"start this node's processes with `srun ... clusterjob launch --nproc-per-node {gpus} SCRIPT`, or have srun start them with "
-            f"--ntasks-per-node={gpus}; CLUSTERJOB_NPROC_PER_NODE=1 says that one is meant",
-        )
 
 
 def _local_rank_of_argv() -> dict[str, str]:

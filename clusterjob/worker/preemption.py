@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from clusterjob.worker import process
+
 # Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -96,10 +98,9 @@ class Preemptible:
 
 def _announce(local_rank: int, exit_code: int) -> None:
     """Tell the agent before the peers can feel it."""
-    from clusterjob import bootstrap
     from clusterjob.node.report import report
 
-    descriptor = bootstrap.report_pipe()
+    descriptor = process.report_pipe()
     if descriptor is not None:
         report(descriptor, local_rank, "left to be queued again", exit_code)
 
@@ -108,11 +109,9 @@ def _end_without_the_group(exit_code: int) -> None:
     """Have the process end, once the script has, without waiting for the collectives of a group that it cannot leave."""
     import atexit
 
-    from clusterjob import bootstrap
-
     def end() -> None:
         atexit.unregister(end)
-        bootstrap.end_process(exit_code)
+        process.end_process(exit_code)
 
     atexit.register(end)
 

@@ -1,4 +1,4 @@
-"""Worker side: the processes of a job find each other over torch's store, and whoever is missing, or does not belong, is named.
+"""The processes of a job find each other over torch's store, and whoever is missing, or does not belong, is named.
 
 Each rank costs the store a few requests, whatever the size of the job: it compares itself with the first that came. Rank 0 alone
 looks at all. What torch would answer with a wait of half an hour, or with pages of C++ frames, is one line here: FIELD notes
@@ -7,39 +7,28 @@ such as pytorch#41665 and nccl#1260.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
-import struct
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import GangError
-from clusterjob.node import network, processes
+from clusterjob.node import processes
 from clusterjob.node.topology import Worker
-from clusterjob.worker import siblings, speaker
+from clusterjob.worker import speaker
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as torch's own for gloo
-_FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0  # seconds before the first line that says who is missing, and between later ones
-_NO_WAY = 3.0  # seconds for which a network may be coming up, or a resolver be busy
 _GRACE = 5.0  # seconds that the others give rank 0 beyond their own patience
 _FARTHEST_CLOCK = 60.0  # seconds between two hosts' clocks that nobody needs to hear of
 _QUICK = 3.0  # seconds in which a start that goes well is over
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds between two looks of whoever oversees the roll-call
 _EAGER_PAUSE = 0.002  # ... while the start may still be a quick one: all wait for that one look
 _MOST_NAMED = 8
-_BACKLOG = 4096
-_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 Ask = Callable[..., None]  # (missing ranks, final=whether one gives up)
-
-
-class _StrangerError(OSError):
-    """What listens at rank 0's port is not torch's store."""
 
 
 @dataclass(frozen=True)
@@ -116,99 +105,6 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
     job = os.environ.get("CLUSTERJOB_JOB_ID") or os.environ.get(own_name) or ""
     host, boot = socket.gethostname(), processes.boot_id() or ""
     return Facts(worker.rank, host, os.getpid(), boot, worker.world_size, job, versions, gpu, time.time())
-
-
-# -- the store ---------------------------------------------------------------------------------------------------------
-
-
-def open_store(worker: Worker, timeout: float) -> Any:
-    """Return a TCPStore of the job's own, where no agent serves one: rank 0 does, on a socket that it has bound before.
-
-    Args:
-        worker: this process's place.
-        timeout: seconds to wait for rank 0, and of the store's requests.
-
-    Raises:
-        GangError: the address does not resolve, there is no way to it, its port is taken, or rank 0 does not come.
-    """
-    from torch.distributed import TCPStore
-
-    host, port = worker.topology.master_addr, worker.topology.master_port
-    assert port is not None
-    wait = timedelta(seconds=timeout)
-    if worker.rank:
-        _await_listener(worker, host, port, timeout)
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
-    try:
-        listener = siblings.take_listener(port) or network.listen_at(host, port, _BACKLOG)
-    except OSError as error:
-        why = f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot listen at {where(host, port)}: {error.strerror or error}"
-        hint = "MASTER_PORT names another port" if error.errno == errno.EADDRINUSE else "MASTER_ADDR names rank 0's machine"
-        raise GangError(why, hint) from error
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
-
-
-def where(host: str, port: int) -> str:
-    """Return an address and a port as one text."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens at rank 0's port, and say what the kernel says meanwhile: one process of a machine for all."""
-    notices = _notices()
-    begin = time.monotonic()
-    due, pause = next(notices), _SHORTEST_PAUSE
-    turn = None
-    try:
-        while True:
-            try:
-                with network.connect(host, port, _FIRST_NOTICE / 2) as link:
-                    _check_store(link)
-                return
-            except OSError as error:
-                reason = error.strerror or str(error)
-                silent = isinstance(error, network.NoNameServerError)  # which has taken its time
-                lost = isinstance(error, (socket.gaierror, _StrangerError)) or error.errno in _NO_ROUTE
-            waited = time.monotonic() - begin
-            text = f"rank {worker.rank} on {socket.gethostname()} cannot reach rank 0 at {where(host, port)}: {reason}"
-            if waited > timeout or silent or (lost and waited > _NO_WAY):
-                raise GangError(f"{text}; gave up after {waited:.0f} s", "MASTER_ADDR and MASTER_PORT say where rank 0 is")
-            if waited > due:
-                due = next(notices)
-                turn = turn or speaker.take_turn(f"reach {where(host, port)}")
-                if turn:
-                    _say(f"{text}; {waited:.0f} s so far")
-            time.sleep(pause)
-            pause = min(_LONGEST_PAUSE * 4, pause * 1.5)
-    finally:
-        if turn:
-            turn.close()
-
-
-def _check_store(link: socket.socket) -> None:
-    """Refuse whatever listens in the place of torch's store: its client would write pages of C++ frames at each try.
-
-    The client's own first words (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, torch 2.3 and newer): VALIDATE and a magic
-    number, PING and a number, which the store sends back. An older store hangs up at the PING, and is left to torch.
-
-    Raises:
-        _StrangerError: something else has answered.
-        OSError: no answer came.
-    """
-    number = os.getpid() & 0xFFFFFFFF
-    link.settimeout(_FIRST_NOTICE / 2)
-    link.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, number))
-    try:
-        answer = link.recv(4, socket.MSG_WAITALL)
-    except TimeoutError:
-        raise OSError(errno.ETIMEDOUT, "something listens there that does not answer as torch's store does") from None
-    except ConnectionError:
-        return
-    if answer and answer != struct.pack("=I", number):
-        raise _StrangerError(errno.EPROTO, f"something listens there that is not torch's store: it answers {answer!r}")
-
-
-# -- the roll ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -325,7 +221,7 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
         RuntimeError: torch's own, when the store is gone.
     """
     store, worker = call.store, call.worker
-    notices = _notices()
+    notices = speaker.notices()
     begin = time.monotonic()
     due, pause = next(notices), _SHORTEST_PAUSE
     longest = _LONGEST_PAUSE if oversees else _idle_pause(worker.world_size)
@@ -388,24 +284,9 @@ def _await_hearing(store: Any) -> None:
         time.sleep(_LONGEST_PAUSE)
 
 
-def note_joined(store: Any) -> None:
-    """Note that this process has the group: it needs the store no longer."""
-    store.add("joined", 1)
-
-
-def await_joined(store: Any, world_size: int) -> None:
-    """Wait, some seconds at most, until all have the group: rank 0, which serves the store, may be through before them."""
-    end = time.monotonic() + _GRACE
-    try:
-        while store.add("joined", 0) < world_size and time.monotonic() < end:
-            time.sleep(_LONGEST_PAUSE)
-    except RuntimeError:
-        pass  # torch's, of a store that is gone
-
-
 def _say_missing(call: _Call, waited: float) -> None:
     absent = _absent(call.store, call.worker)
-    _say(f"{_missing(call, absent)}; {waited:.0f} s so far")
+    speaker.say(f"{_missing(call, absent)}; {waited:.0f} s so far")
     call.ask(absent, final=False)
     there = [f"rank{rank}" for rank in set(range(call.worker.world_size)).difference(absent)]
     now = time.time()
@@ -417,7 +298,7 @@ def _say_missing(call: _Call, waited: float) -> None:
 def _tell_clock(store: Any, of: Facts, how: str) -> None:
     """Say that the clock of a process's machine is off, once for the machine; of many machines some."""
     if store.add(f"clock {of.host} {of.boot}", 1) == 1 and store.add("clocks", 1) <= _MOST_NAMED:
-        _say(f"the clock of {of.process()}, rank {of.rank}, is {how}")
+        speaker.say(f"the clock of {of.process()}, rank {of.rank}, is {how}")
 
 
 def _whose(facts: Facts) -> str:
@@ -447,20 +328,8 @@ def _missing(call: _Call, absent: list[int]) -> str:
     return f"waiting for rank{'s' if len(absent) > 1 else ''} {', '.join(named)}{more}: {known}"
 
 
-def _notices() -> Iterator[float]:
-    """Return when to say that one waits, in seconds from the beginning."""
-    due = _FIRST_NOTICE
-    while True:
-        yield due
-        due += _LATER_NOTICES if due > _FIRST_NOTICE else _LATER_NOTICES - _FIRST_NOTICE
-
-
 def _ask_nobody(_missing: list[int], *, final: bool) -> None:
     """Leave it at that: no agent of ours looks after the processes."""
-
-
-def _say(text: str) -> None:
-    print(f"clusterjob: {text}", file=sys.stderr, flush=True)
 
 
 def _first(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Worker side: processes that one parent has started by multiprocessing find each other without being told an address.
+"""Processes that one parent has started by multiprocessing find each other without being told an address.
 
 Rank 0 has the kernel choose a port of the loopback interface and listens on it from that moment on: nobody else can take
 it. The port is in the name of a Unix socket without a file (unix(7), "abstract"), which ends with the process. The name
@@ -18,7 +18,6 @@ from clusterjob.worker import speaker
 
 ADDRESS = "127.0.0.1"
 _PATIENCE = 1800.0  # seconds, as torch's own for gloo
-_FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0  # seconds
 _PAUSE = 0.01
 _BACKLOG = 4096
 _held: dict[int, socket.socket] = {}  # rank 0's: port -> a listener that nobody has taken over
@@ -88,7 +87,8 @@ def _listen(prefix: str) -> int:
 
 def _find(prefix: str, rank: int, patience: float) -> int:
     begin = time.monotonic()
-    due = _FIRST_NOTICE
+    notices = speaker.notices()
+    due = next(notices)
     turn = None
     try:
         while True:
@@ -99,11 +99,10 @@ def _find(prefix: str, rank: int, patience: float) -> int:
             if waited > patience:
                 raise GangError(f"rank {rank} has not heard of rank 0 among its parent's processes; gave up after {waited:.0f} s")
             if waited > due:
-                due += _LATER_NOTICES
+                due = next(notices)
                 turn = turn or speaker.take_turn(prefix)
                 if turn:
-                    text = f"clusterjob: rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far"
-                    print(text, file=sys.stderr, flush=True)
+                    speaker.say(f"rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far")
             time.sleep(_PAUSE)
     finally:
         if turn:

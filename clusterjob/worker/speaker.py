@@ -1,10 +1,27 @@
-"""Worker side: of all processes of one machine that wait for the same, one speaks."""
+"""Those who wait say so: of all processes of one machine that wait for the same, one speaks."""
 
 from __future__ import annotations
 
 import os
 import socket
 import struct
+import sys
+from collections.abc import Iterator
+
+_FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0  # seconds before the first line that says who is missing, and between later ones
+
+
+def say(text: str) -> None:
+    """Write one line into stderr."""
+    print(f"clusterjob: {text}", file=sys.stderr, flush=True)
+
+
+def notices() -> Iterator[float]:
+    """Return when to say that one waits, in seconds from the beginning."""
+    due = _FIRST_NOTICE
+    while True:
+        yield due
+        due += _LATER_NOTICES if due > _FIRST_NOTICE else _LATER_NOTICES - _FIRST_NOTICE
 
 
 def take_turn(subject: str) -> socket.socket | None:

@@ -36,10 +36,10 @@ def warm_up() -> str | None:
         if torch.cuda.is_initialized():
             return "importing torch created a CUDA context"
         # What bootstrap.init() needs beside torch: some milliseconds once, in the place of as many for every rank of the node.
-        from clusterjob import bootstrap
-        from clusterjob.worker import context, own_place, rollcall  # noqa: F401
+        from clusterjob import bootstrap  # noqa: F401
+        from clusterjob.worker import group
 
-        bootstrap.load_functional()
+        group.load_functional()
     threads = _threads_that_survive_a_fork()
     if threads > 1:
         return f"{threads} threads run after the import of torch"

@@ -1,0 +1,181 @@
+"""The process group of a worker: made over a store where all have met, or the script's own; and the context around it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+from clusterjob.errors import GangError, UsageError
+from clusterjob.node import processes
+from clusterjob.node.environments import Finding
+from clusterjob.node.topology import Worker
+from clusterjob.worker import ending, own_place, process, rollcall, siblings
+from clusterjob.worker.context import Context
+from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
+from clusterjob.worker.rollcall import Roll
+from clusterjob.worker.store import meeting_store, note_joined, where
+
+
+def make(finding: Finding, backend: str | None, timeout: float | None, *, process_group: bool | None) -> Context:
+    """Return a context of our own making, with a process group where there should be one.
+
+    Args:
+        finding: this process's place.
+        backend: the backend that the script wants; None for the machine's own.
+        timeout: seconds after which a collective, or the meeting of all processes, fails; None for torch's own.
+        process_group: whether there is to be one; None for one in every launched process.
+
+    Raises:
+        PlaceError: the place is a node's, or names no port.
+        GangError: the processes did not find each other.
+        UsageError: what is asked for cannot be had here.
+    """
+    import torch
+
+    worker: Any = finding.place
+    kind, gpus = accelerators()
+    check_gpus(worker, gpus, process_group=process_group)
+    backend = choose_backend(backend, gpus, kind)
+    device = torch.device(choose_device(worker.local_rank if worker else 0, gpus, kind))
+    if gpus:
+        getattr(torch, kind).set_device(device)
+    context = _context_at(worker, finding.source, device)
+    if process_group or (process_group is None and worker is not None):
+        if not torch.distributed.is_available():
+            raise UsageError("this torch was built without torch.distributed: init(process_group=False) does without")
+        try:
+            roll = _make_group(worker, backend, timeout, device)
+        finally:
+            ending.watch(context.local_rank)
+        if roll is not None and finding.source in own_place.NODES_UNKNOWN:
+            context.node_rank, context.nnodes = roll.nodes[context.rank], max(roll.nodes) + 1
+        context.join_group(owned=True)
+    elif worker is not None:
+        ending.watch(context.local_rank)
+    return context
+
+
+def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) -> Context:
+    """Return a context around the process group that the script has made itself.
+
+    Args:
+        finding: this process's place, which may not be that of the group.
+        backend: the backend that the script says it wants.
+        process_group: as `init` was given it.
+
+    Raises:
+        UsageError: the group is not what is asked for.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if process_group is False:
+        raise UsageError("init(process_group=False), but the script has initialised torch's default process group already")
+    kind, gpus = accelerators()
+    worker: Any = finding.place
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # Only a process's own place has a rank; the script may also have given the group another order than the launcher.
+    if (getattr(worker, "rank", None), getattr(worker, "world_size", None)) == (rank, world_size):
+        context = _context_at(worker, finding.source, torch.device(choose_device(worker.local_rank, gpus, kind)))
+    else:
+        context = _context_by_hosts(rank, world_size)
+        context.device = torch.device(choose_device(context.local_rank, gpus, kind))
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == kind:
+        context.device = bound
+    if gpus:
+        getattr(torch, kind).set_device(context.device)
+    context.join_group(owned=False)
+    if backend is not None and backend != context.backend:
+        raise UsageError(f"init(backend={backend!r}), but the script has initialised the process group with {context.backend}")
+    ending.watch(context.local_rank)
+    return context
+
+
+def load_functional() -> None:
+    """Import torch.distributed.nn.functional while there is no process group, where this torch has it.
+
+    Functions of that module take the default group of the moment of its import for a default argument. Imported later, as by
+    the first optimizer, it keeps the group for ever: gloo's threads outlive destroy_process_group(), and now and then abort
+    the process when the interpreter ends (pytorch#179291).
+    """
+    import torch.distributed as dist
+
+    if dist.is_available():
+        import torch.distributed.nn.functional  # noqa: F401
+
+
+def _make_group(worker: Worker | None, backend: str, timeout: float | None, device: Any) -> Roll | None:
+    """Make the default process group; returns what the roll-call has found, None in a world of one without a launcher."""
+    import torch.distributed as dist
+
+    load_functional()
+    options: dict[str, Any] = {"backend": backend}
+    if timeout is not None:
+        options["timeout"] = timedelta(seconds=timeout)
+    if backend == "nccl":
+        # Bound to its device the communicator forms at once, errors show here, and no barrier has to guess.
+        options["device_id"] = device
+    if worker is None:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+        return None
+    meeting = where(worker.topology.master_addr, worker.topology.master_port or 0)
+    hook = sys.excepthook
+    patience = timeout or rollcall.DEFAULT_TIMEOUT
+    try:
+        store, started = meeting_store(worker, options, patience, ending.remembered.rounds)
+        roll = rollcall.call(
+            dist.PrefixStore("roll", store), worker, rollcall.own_facts(worker, device, backend), patience,
+            started=started, ask=process.ask_agents(worker.local_rank),
+        )  # fmt: skip
+        dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)
+        if not started:
+            note_joined(store)
+            if worker.rank == 0:
+                ending.remembered.hosted = store, worker.world_size
+    except RuntimeError as error:  # torch's DistError is one
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise GangError(
+            f"rank {worker.rank} of {worker.world_size} could not form the process group ({backend}, store at {meeting}): {reason}"
+        ) from error
+    finally:
+        siblings.part()
+    if ending.remembered.rounds:
+        sys.excepthook = hook  # torch has put its "[rank0]:" around it, which the first time is inside it already
+    ending.remembered.rounds += 1
+    return roll
+
+
+def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
+    topology = worker.topology if worker else None
+    return Context(
+        rank=worker.rank if worker else 0,
+        local_rank=worker.local_rank if worker else 0,
+        world_size=worker.world_size if worker else 1,
+        local_world_size=worker.local_world_size if worker else 1,
+        node_rank=topology.node_rank if topology else 0,
+        nnodes=topology.nnodes if topology else 1,
+        master_addr=topology.master_addr if topology else None,
+        master_port=topology.master_port if topology else None,
+        source=source,
+        device=device,
+        leave=lambda failed: ending.leave(failed=failed),
+    )
+
+
+def _context_by_hosts(rank: int, world_size: int) -> Context:
+    """Return the context of a group whose processes know their ranks alone: they tell each other where they run."""
+    import torch
+    import torch.distributed as dist
+
+    own = f"{socket.gethostname()} {processes.boot_id()}"
+    hosts: list[str] = [""] * world_size
+    dist.all_gather_object(hosts, own)
+    nodes = list(dict.fromkeys(hosts))
+    context = _context_at(None, "process group", torch.device("cpu"))
+    context.rank, context.world_size = rank, world_size
+    context.local_rank, context.local_world_size = hosts[:rank].count(own), hosts.count(own)
+    context.node_rank, context.nnodes = nodes.index(own), len(nodes)
+    return context

@@ -1,0 +1,164 @@
+"""torch's store, over which the processes meet: a launcher's, or one that rank 0 serves itself while the others wait for its listener.
+
+Whatever else listens in its place is found out before torch's client meets it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import time
+from datetime import timedelta
+from typing import Any
+
+from clusterjob.errors import GangError, PlaceError
+from clusterjob.node import network
+from clusterjob.node.topology import Worker
+from clusterjob.worker import siblings, speaker
+
+_ANSWER = 2.0  # seconds for a connection, and for its first answer
+_NO_WAY = 3.0  # seconds for which a network may be coming up, or a resolver be busy
+_PARTING = 5.0  # seconds that rank 0, once it is through, gives the others to have the group
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
+_JOINING_PAUSE = 0.01  # seconds between two looks at who has joined
+_BACKLOG = 4096
+_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+class _StrangerError(OSError):
+    """What listens at rank 0's port is not torch's store."""
+
+
+def meeting_store(worker: Worker, options: dict[str, Any], patience: float, number: int) -> tuple[Any, bool]:
+    """Return the store over which the processes tell each other their addresses, and whether a launcher's agents serve it.
+
+    Args:
+        worker: this process's place.
+        options: those of the process group to come.
+        patience: seconds to wait for rank 0.
+        number: which of this process's groups it is for, from 0.
+
+    Raises:
+        PlaceError: nothing says where rank 0 could be met.
+        GangError: the address does not resolve, there is no way to it, its port is taken, or rank 0 does not come.
+        RuntimeError: torch's own, of a launcher's store.
+    """
+    import torch.distributed as dist
+
+    address, port = worker.topology.master_addr, worker.topology.master_port
+    if port is None:
+        raise PlaceError(f"the environment ({worker.topology.source}) names no port on which rank 0 could be met: set MASTER_PORT")
+    at_master = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port))
+    served = at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if served:
+        wait = {"timeout": options["timeout"]} if "timeout" in options else {}
+        store = next(dist.rendezvous("env://", worker.rank, worker.world_size, **wait))[0]
+    else:
+        store = _open(worker, patience)
+    # A launcher's store outlives a group, whose addresses it still holds under the very keys of the next one: torch would
+    # connect to them. So every group has a corner of its own.
+    return dist.PrefixStore(f"clusterjob/{number}", store), served
+
+
+def _open(worker: Worker, timeout: float) -> Any:
+    """Return a TCPStore of the job's own, where no agent serves one: rank 0 does, on a socket that it has bound before.
+
+    Args:
+        worker: this process's place.
+        timeout: seconds to wait for rank 0, and of the store's requests.
+
+    Raises:
+        GangError: the address does not resolve, there is no way to it, its port is taken, or rank 0 does not come.
+    """
+    from torch.distributed import TCPStore
+
+    host, port = worker.topology.master_addr, worker.topology.master_port
+    assert port is not None
+    wait = timedelta(seconds=timeout)
+    if worker.rank:
+        _await_listener(worker, host, port, timeout)
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    try:
+        listener = siblings.take_listener(port) or network.listen_at(host, port, _BACKLOG)
+    except OSError as error:
+        why = f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot listen at {where(host, port)}: {error.strerror or error}"
+        hint = "MASTER_PORT names another port" if error.errno == errno.EADDRINUSE else "MASTER_ADDR names rank 0's machine"
+        raise GangError(why, hint) from error
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
+
+
+def where(host: str, port: int) -> str:
+    """Return an address and a port as one text."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> None:
+    """Wait until somebody listens at rank 0's port, and say what the kernel says meanwhile: one process of a machine for all."""
+    notices = speaker.notices()
+    begin = time.monotonic()
+    due, pause = next(notices), _SHORTEST_PAUSE
+    turn = None
+    try:
+        while True:
+            try:
+                with network.connect(host, port, _ANSWER) as link:
+                    _check_store(link)
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+                silent = isinstance(error, network.NoNameServerError)  # which has taken its time
+                lost = isinstance(error, (socket.gaierror, _StrangerError)) or error.errno in _NO_ROUTE
+            waited = time.monotonic() - begin
+            text = f"rank {worker.rank} on {socket.gethostname()} cannot reach rank 0 at {where(host, port)}: {reason}"
+            if waited > timeout or silent or (lost and waited > _NO_WAY):
+                raise GangError(f"{text}; gave up after {waited:.0f} s", "MASTER_ADDR and MASTER_PORT say where rank 0 is")
+            if waited > due:
+                due = next(notices)
+                turn = turn or speaker.take_turn(f"reach {where(host, port)}")
+                if turn:
+                    speaker.say(f"{text}; {waited:.0f} s so far")
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause * 1.5)
+    finally:
+        if turn:
+            turn.close()
+
+
+def _check_store(link: socket.socket) -> None:
+    """Refuse whatever listens in the place of torch's store: its client would write pages of C++ frames at each try.
+
+    The client's own first words (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, torch 2.3 and newer): VALIDATE and a magic
+    number, PING and a number, which the store sends back. An older store hangs up at the PING, and is left to torch.
+
+    Raises:
+        _StrangerError: something else has answered.
+        OSError: no answer came.
+    """
+    number = os.getpid() & 0xFFFFFFFF
+    link.settimeout(_ANSWER)
+    link.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, number))
+    try:
+        answer = link.recv(4, socket.MSG_WAITALL)
+    except TimeoutError:
+        raise OSError(errno.ETIMEDOUT, "something listens there that does not answer as torch's store does") from None
+    except ConnectionError:
+        return
+    if answer and answer != struct.pack("=I", number):
+        raise _StrangerError(errno.EPROTO, f"something listens there that is not torch's store: it answers {answer!r}")
+
+
+def note_joined(store: Any) -> None:
+    """Note that this process has the group: it needs the store no longer."""
+    store.add("joined", 1)
+
+
+def await_joined(store: Any, world_size: int) -> None:
+    """Wait, some seconds at most, until all have the group: rank 0, which serves the store, may be through before them."""
+    end = time.monotonic() + _PARTING
+    try:
+        while store.add("joined", 0) < world_size and time.monotonic() < end:
+            time.sleep(_JOINING_PAUSE)
+    except RuntimeError:
+        pass  # torch's, of a store that is gone
