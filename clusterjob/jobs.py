@@ -21,7 +21,7 @@ from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan
-from clusterjob.records import Handle, Record, Records, home
+from clusterjob.records import Handle, Record, Records
 from clusterjob.spec import JobSpec, Resources
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
     plans.write_files(plan)
     for file in plan.files:
         if file.path.name == pack.NAME:
-            pack.keep(file.data, home() / "cache")
+            pack.keep(file.data, pack.cache_directory())
     record = Record(
         plan.job_id, plan.spec.name, cluster, plan.backend, plan.job_dir, plan.spec.resources.nodes, events.now(), plan.spec.to_json(),
         submitter=processes.ProcessIdentity.of_this_process(), array=plan.array,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ LIMIT = 150_000  # bytes; more would show at every submission to many hosts (a t
 _BARE_FILES = ("__init__.py", "node/__init__.py", "node/solid.py")
 _INSTALL = "\nfrom clusterjob.node import solid as _solid\n\n_solid.install(__file__)\n"
 _END_BYTES = 22  # of the record at the end of a zip without a comment
+_MOST_KEPT = 4  # zips of other sources, such as those of another environment, that stay
 _made: dict[str, bytes] = {}  # what this process has made, by the name that it is kept under
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same package gives the same bytes
 
@@ -31,25 +34,27 @@ def node_zip(cache: Path | None = None) -> bytes:
     and annotations, which are its help and its options.
 
     Args:
-        cache: a directory of the user's own where `keep` may have left the zip of these very sources: making it takes 0.15 s.
+        cache: a directory of the user's own where `keep` may have left the zip of these very sources: making it takes a second.
     """
     package = Path(__file__).resolve().parent
     sources = _sources(package)
     name = _kept_name(package, sources)
-    if cache is not None:
-        try:
-            data = (cache / name).read_bytes()
-        except OSError:
-            data = b""
-        if data[-_END_BYTES:].startswith(b"PK\5\6"):  # a zip's end: it is whole
-            return data
+    if cache is not None and (data := _kept(cache / name)) is not None:
+        return data
     if name not in _made:
         _made[name] = _make(package, sources)
     return _made[name]
 
 
+def cache_directory() -> Path:
+    """Return where zips are kept between commands: the user's cache directory, such as ~/.cache/clusterjob (XDG_CACHE_HOME)."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("clusterjob")
+
+
 def keep(data: bytes, cache: Path) -> None:
-    """Leave the zip of these very sources in a directory, in the place of older ones; a disk that is full costs that alone."""
+    """Leave the zip of these very sources in a directory, where a few of other sources stay; a disk that is full costs that alone."""
     package = Path(__file__).resolve().parent
     kept = cache / _kept_name(package, _sources(package))
     try:
@@ -57,11 +62,21 @@ def keep(data: bytes, cache: Path) -> None:
             return
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         files.write_atomic(kept, data)
-        for other in cache.glob("node-*.pyz"):
-            if other != kept:
-                other.unlink(missing_ok=True)
+        others = [path for path in cache.glob("node-*.pyz") if path != kept]
+        for other in sorted(others, key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
+            other.unlink(missing_ok=True)
     except OSError:
         pass
+
+
+def _kept(path: Path) -> bytes | None:
+    """Return a zip that was kept; None where there is none, it is cut short, or somebody else could have written it: nodes run it."""
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        status = os.fstat(stream.fileno())
+        data = stream.read()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022 and data[-_END_BYTES:].startswith(b"PK\5\6"):
+            return data
+    return None
 
 
 def _sources(package: Path) -> list[Path]:

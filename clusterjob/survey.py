@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from clusterjob import config, hosts, pack
 from clusterjob.errors import HostError, SpecError
 from clusterjob.hosts import Host
-from clusterjob.records import home
 
 if TYPE_CHECKING:
     from clusterjob.ssh.survey import HostReport
@@ -27,7 +26,7 @@ def survey(settings: config.Settings, named: tuple[Host, ...]) -> list[HostRepor
     from clusterjob.ssh import survey as room
     from clusterjob.ssh.visits import Visits
 
-    visits = Visits(_warn, lambda: pack.node_zip(home() / "cache"))
+    visits = Visits(_warn, lambda: pack.node_zip(pack.cache_directory()))
     try:
         return room.survey(visits, _place(settings, named))
     finally:

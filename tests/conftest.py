@@ -31,6 +31,8 @@ from sshsite import site  # noqa: F401  a fixture
 from sshworld import World, require, world_in
 from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 
+from clusterjob import pack
+
 SETTLING = 2.0  # seconds that what a test has started may take to be gone
 _FAMILIES = (
     "SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_",
@@ -53,8 +55,16 @@ def _signals_of_a_terminal() -> None:
             signal.signal(number, handler)
 
 
+@pytest.fixture(scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache directory with the node zip in it, as a job leaves it: to make it takes longer than most tests."""
+    cache = tmp_path_factory.mktemp("cache")
+    pack.keep(pack.node_zip(), cache / "clusterjob")
+    return cache
+
+
 @pytest.fixture(autouse=True)
-def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory, _cache: Path) -> Iterator[None]:
     """Give the test an environment that names no job and no configuration; fail it if it changes the environment or leaks."""
     before = {identity(pid) for pid in below(os.getpid())}
     threads = set(threading.enumerate())
@@ -70,6 +80,7 @@ def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))  # for interpreters that are started with -S
         patch.setenv("CLUSTERJOB_HOME", str(home / "clusterjob"))
         patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+        patch.setenv("XDG_CACHE_HOME", str(_cache))
         given = _environment()
         yield
         left = _environment()

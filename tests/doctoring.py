@@ -13,7 +13,6 @@ from procs import PATIENCE
 
 import clusterjob
 from clusterjob import pack
-from clusterjob.records import home
 
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 PACKAGE = str(Path(clusterjob.__file__).parent)
@@ -77,7 +76,9 @@ class Diagnosis:
 def doctor(*words: str, prefix: Sequence[str] = (), first: bool = False, **more: Any) -> Diagnosis:
     """Run it with these options, behind a command such as unshare if one is given; as somebody's first command, or after others."""
     if not first:
-        pack.keep(pack.node_zip(), home() / "cache")  # as a job leaves it: packing takes longer than all of the checks
+        pack.keep(
+            pack.node_zip(pack.cache_directory()), pack.cache_directory()
+        )  # as a job leaves it: packing takes longer than all of the checks
     argv = [*prefix, *CLUSTERJOB, "doctor", "--json", *words]
     return Diagnosis(subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=PATIENCE, **more))
 

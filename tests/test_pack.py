@@ -77,9 +77,36 @@ def test_a_zip_that_was_made_once_is_taken_again_until_the_sources_change(tmp_pa
     monkeypatch.undo()
     kept.write_bytes(made[:1000])  # a file that somebody cut short
     assert pack.node_zip(cache) == made
-    monkeypatch.setattr(pack, "_fingerprint", lambda *_: "other")
-    pack.keep(made, cache)
-    assert [path.name for path in cache.iterdir()] == ["node-other.pyz"]
+
+
+def test_a_few_zips_of_other_sources_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    for number in range(8):
+        monkeypatch.setattr(pack, "_fingerprint", lambda *_, number=number: f"of{number}")
+        pack.keep(b"zip", cache)
+        os.utime(cache / f"node-of{number}.pyz", (number, number))
+    assert {path.name for path in cache.iterdir()} == {f"node-of{number}.pyz" for number in (3, 4, 5, 6, 7)}
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_zip_that_somebody_else_could_have_written_is_not_taken(tmp_path: Path, mode: int) -> None:
+    made = pack.node_zip()
+    pack.keep(made, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(made.replace(b"__main__.py", b"__mein__.py"))
+    assert pack.node_zip(tmp_path) != made
+    kept.chmod(mode)
+    assert pack.node_zip(tmp_path) == made
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file can be given to somebody else by root alone")
+def test_a_zip_of_somebody_else_is_not_taken(tmp_path: Path) -> None:
+    made = pack.node_zip()
+    pack.keep(made, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(made.replace(b"__main__.py", b"__mein__.py"))
+    os.chown(kept, 65534, 65534)
+    assert pack.node_zip(tmp_path) == made
 
 
 def test_it_is_small() -> None:

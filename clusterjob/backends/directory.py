@@ -83,7 +83,7 @@ def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
     """Return the files of every job: what was asked for, and the node half."""
     return (
         PlannedFile(job_dir / "spec.json", (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
-        PlannedFile(job_dir / pack.NAME, pack.node_zip(home() / "cache")),
+        PlannedFile(job_dir / pack.NAME, pack.node_zip(pack.cache_directory())),
     )
 
 

@@ -53,7 +53,7 @@ class Machine:
         spec = self._spec
         with tempfile.TemporaryDirectory(prefix="clusterjob-doctor-") as folder:
             node_zip = Path(folder) / pack.NAME
-            node_zip.write_bytes(pack.node_zip(home() / "cache"))
+            node_zip.write_bytes(pack.node_zip(pack.cache_directory()))
             request = {"python": spec.python, "setup": list(spec.setup), "env": dict(spec.env)}
             self._answer = check.facts(str(spec.workdir), request, str(node_zip))
         yield fitness.interpreter(self._answer)

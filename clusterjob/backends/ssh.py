@@ -24,7 +24,7 @@ from clusterjob.hosts import Host
 from clusterjob.node import candidates, ends, files
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan, PlannedCommand
-from clusterjob.records import Handle, Record, home
+from clusterjob.records import Handle, Record
 from clusterjob.render import render
 from clusterjob.spec import JobSpec
 
@@ -293,7 +293,7 @@ class SshBackend:
         from clusterjob.ssh.visits import Visits
 
         if self._visits_held is None:
-            self._visits_held = Visits(_warn, lambda: pack.node_zip(home() / "cache"))
+            self._visits_held = Visits(_warn, lambda: pack.node_zip(pack.cache_directory()))
         return self._visits_held
 
     def _job(self, record: Record) -> _Job:

@@ -15,7 +15,7 @@ from clusterjob import pack, plans
 from clusterjob.errors import HostError, SpecError, SubmitError
 from clusterjob.hosts import Host, parse_hosts
 from clusterjob.plans import Plan
-from clusterjob.records import Record, home
+from clusterjob.records import Record
 from clusterjob.slurm.client import UNREACHED
 from clusterjob.slurm.mirror import Mirror
 from clusterjob.spec import JobSpec
@@ -351,7 +351,7 @@ class LoginHosts:
         """Return the one object for a login host."""
         if self._visits is None:
             warn = partial(logging.getLogger("clusterjob").warning, "clusterjob: %s")
-            self._visits = Visits(warn, lambda: pack.node_zip(home() / "cache"))
+            self._visits = Visits(warn, lambda: pack.node_zip(pack.cache_directory()))
         if login not in self._hosts:
             self._hosts[login] = LoginHost(self._visits, login)
         return self._hosts[login]
