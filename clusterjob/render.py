@@ -38,6 +38,11 @@ def sh_words(values: Iterable[object]) -> Quoted:
     return Quoted(" ".join(map(sh, values)))
 
 
+def sh_line(values: Iterable[object]) -> Quoted:
+    """Quote several values as several words of bash's on one line: a line break within one would begin another line."""
+    return Quoted(sh_words(values).replace("\n", "'$'\\n''"))  # which quotes it in single quotes, and nowhere else
+
+
 def yaml(value: object) -> Quoted:
     """Write a value, plain data, as YAML on one line: texts in double quotes, so that none is read as anything else.
 

@@ -159,9 +159,9 @@ def test_what_cannot_be_mounted(spec: Any) -> None:
 @given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12), max_size=4))
 def test_a_line_of_a_sweep_is_read_by_bash_as_it_was_meant(words: list[str]) -> None:
     """One line each, whatever a word holds: a line break would make it another element's."""
-    from clusterjob.backends.slurm.planning import shell_line
+    from clusterjob.render import sh_line
 
-    line = shell_line(words)
+    line = sh_line(words)
     assert "\n" not in line
     bash = shutil.which("bash")
     assert bash is not None

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from clusterjob import pack, plans
+from clusterjob import arrays, pack, plans
+from clusterjob.arrays import Array
 from clusterjob.backends import Status
 from clusterjob.checks import Finding, ok
 from clusterjob.errors import ClusterJobError, SpecError
@@ -18,7 +19,10 @@ from clusterjob.node.program import Program
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.plans import Plan, PlannedFile
 from clusterjob.records import Record, home
+from clusterjob.render import sh_line
 from clusterjob.spec import JobSpec
+
+SWEEP = "sweep.args"  # each element's arguments, in a job's directory
 
 
 def new_directory(name: str) -> tuple[str, Path]:
@@ -90,6 +94,12 @@ def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
 def script_file(path: Path, text: str) -> PlannedFile:
     """Return a rendered script as a file that may be run."""
     return PlannedFile(path, text.encode(errors="surrogateescape"), 0o700)
+
+
+def sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
+    """Return each element's arguments, one line an element, as bash reads them."""
+    lines = [sh_line(arrays.program_of(spec.program, values).args) for values in array.values]
+    return PlannedFile(job_dir / SWEEP, ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
 
 
 def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:

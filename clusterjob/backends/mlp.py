@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob import arrays, checks, pack
+from clusterjob import checks, pack
 from clusterjob.arrays import Array
 from clusterjob.backends import directory
 from clusterjob.backends.platform import Account, PlatformBackend
@@ -19,7 +19,7 @@ from clusterjob.plans import Plan, PlannedCommand, PlannedFile, token_file
 from clusterjob.platforms import Platform, upload
 from clusterjob.platforms.standing import Retries
 from clusterjob.records import Handle
-from clusterjob.render import Quoted, render, sh_words
+from clusterjob.render import render
 from clusterjob.spec import JobSpec
 from clusterjob.ssh import snapshot
 from clusterjob.units import parse_size
@@ -73,7 +73,7 @@ class MlpBackend(PlatformBackend):
             PlannedFile(path, render("mlp-task.yaml.j2", {"job_id": job_id, "task": fields}).encode()) for path, fields in tasks.items()
         ]
         if array is not None and array.values:
-            files.append(_sweep_file(spec, array, job_dir))
+            files.append(directory.sweep_file(spec, array, job_dir))
         script = render(spec.template or f"{_SCRIPT}.j2", _values(spec, job_id, job_dir, array, uploaded=not missing, left_open=left_open))
         return Plan(
             job_id=job_id,
@@ -123,7 +123,7 @@ class MlpBackend(PlatformBackend):
             full = render("mlp-task.yaml.j2", {"job_id": plan.job_id, "task": fields})
             confs.append((fields["TaskName"], full.encode()))
         limit = parse_size(options.values["sync_limit"]) if "sync_limit" in options.values else snapshot.LIMIT
-        goods = [file for file in plan.files if file.path.name in (pack.NAME, "sweep.args")]
+        goods = [file for file in plan.files if file.path.name in (pack.NAME, directory.SWEEP)]
         script = planned[plan.job_dir / _SCRIPT]
         sent = upload.stage(plan.spec, plan.job_dir, [*goods, replace(script, path=Path(upload.ENTRY))], limit)
         try:
@@ -205,17 +205,6 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, *, u
 
 def _task_file(job_dir: Path, index: int | None) -> Path:
     return job_dir / (_TASK if index is None else f"elements/{index}/{_TASK}")
-
-
-def _sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
-    """Return each element's arguments, one line an element, as bash reads them."""
-    lines = [sh_line(arrays.program_of(spec.program, values).args) for values in array.values]
-    return PlannedFile(job_dir / "sweep.args", ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
-
-
-def sh_line(words: Any) -> Quoted:
-    """Return words as bash reads them, on one line."""
-    return Quoted(sh_words(words).replace("\n", "'$'\\n''"))  # which quotes it in single quotes, and nowhere else
 
 
 def _command(path: Path) -> PlannedCommand:

@@ -16,9 +16,9 @@ from clusterjob.backends.slurm.standing import NAME, cluster_of, told
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.plans import Plan, PlannedCommand, PlannedFile
+from clusterjob.plans import Plan, PlannedCommand
 from clusterjob.records import Record, Records
-from clusterjob.render import in_shell, render, sh_words
+from clusterjob.render import in_shell, render
 from clusterjob.slurm import containers, flags, submission
 from clusterjob.slurm import ends as slurm_ends
 from clusterjob.slurm.client import Client
@@ -67,7 +67,7 @@ def plan(spec: JobSpec) -> Plan:
         common.append(f"--signal=B:USR1@{spec.signal_before}")
     files = [*directory.common_files(spec, job_dir)]
     if array is not None and array.values:
-        files.append(_sweep_file(spec, array, job_dir))
+        files.append(directory.sweep_file(spec, array, job_dir))
     values = _values(spec, job_id, job_dir, array) if login is None else _values_there(spec, job_id, array)
     files.append(directory.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)))
     return Plan(
@@ -160,17 +160,6 @@ def _offset(piece: Piece | None) -> list[str]:
     return [str(piece.offset)] if piece is not None and piece.offset else []
 
 
-def _sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
-    """Return each element's arguments, one line an element, as bash reads them."""
-    lines = [shell_line(arrays.program_of(spec.program, values).args) for values in array.values]
-    return PlannedFile(job_dir / "sweep.args", ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
-
-
-def shell_line(words: Sequence[str]) -> str:
-    """Return words as bash reads them, on one line: a line break within one would begin another element's."""
-    return sh_words(words).replace("\n", "'$'\\n''")  # which quotes it in single quotes, and nowhere else
-
-
 def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, workdir: Path | None = None) -> dict[str, Any]:
     workdir = workdir or spec.workdir
     program = spec.program if array is None or not array.values else Program(spec.program.kind, spec.program.target)
@@ -183,7 +172,7 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, work
         "script": str(job_dir / _SCRIPT),
         "launcher": spec.launcher,
         "elements": array is not None,
-        "sweep": str(job_dir / "sweep.args") if array is not None and array.values else "",
+        "sweep": str(job_dir / directory.SWEEP) if array is not None and array.values else "",
         "requeue": spec.requeue,
         "warning": warning,
         "apptainer": container.prefix,
