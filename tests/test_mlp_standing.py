@@ -208,6 +208,33 @@ def test_an_end_without_a_verdict_is_told_by_the_platform_and_not_at_once(
     assert expected[2] in found.reason
 
 
+@pytest.mark.parametrize(
+    ("words", "signal", "wished", "options", "expected"),
+    [
+        ("Killed", "SIGTERM", True, {}, ("CANCELLED", 143)),
+        ("Killed", "SIGKILL", True, {}, ("CANCELLED", 143)),
+        ("Killed", "SIGTERM", False, {}, ("CANCELLED", 143)),
+        ("Killed", "SIGTERM", False, {"preemptible": "true", "retries": "0"}, ("PREEMPTED", 75)),
+        ("Killed", None, True, {}, ("FAILED", 3)),  # it had failed before
+        ("Failed", "SIGKILL", False, {}, ("FAILED", 137)),  # out of memory, say
+    ],
+)
+def test_workers_that_died_of_the_platform_s_own_signal_have_not_failed(
+    tmp_path: Path, words: str, signal: str | None, wished: bool, options: dict[str, str], expected: tuple[str, int]
+) -> None:
+    job = record("a", tmp_path, options=options)
+    code = {"SIGTERM": 143, "SIGKILL": 137, None: 3}[signal]
+    failure = {"rank": 1, "local_rank": 1, "node_rank": 0, "host": "h", "exit_code": code, "signal": signal, "message": "it is gone"}
+    own = {"state": "FAILED", "exit_code": code, "reason": "rank 1 is gone", "failure": failure, "consequences": []}
+    ended = Task(task_id(1), "a", JobState.CANCELLED if words == "Killed" else JobState.FAILED, words, started_at=now(), ended_at=now())
+    old(job, ended)
+    if wished:
+        ends.cancel(job.job_dir)
+    found = Fixed([ended], [Instance("worker_0", 0, words, code)], [f"1 clusterjob-verdict {json.dumps(own)}"]).status([job])["a"]
+    assert found.verdict is not None
+    assert (found.state.value, found.verdict.exit_code) == expected
+
+
 def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_path: Path) -> None:
     job = record("a", tmp_path, max_restarts=1, options={"retry_interval": "100"})
     ended = [Task(task_id(number), "a", JobState.FAILED, "Failed", started_at=now()) for number in (1, 2)]

@@ -191,8 +191,7 @@ def verdict(seen: Seen, own: Verdict | None, instances: Sequence[Instance], retr
     common: dict[str, Any] = {"attempt": seen.attempt, **_times(task)}
     reasons = list(dict.fromkeys(filter(None, (task.reason, *(instance.reason for instance in instances)))))
     says = "; ".join([f"the platform says {task.words}", *reasons[:3]])
-    stopped = own is not None and own.state in (JobState.CANCELLED, JobState.PREEMPTED)  # agents cannot tell who stopped them, and why
-    if own is not None and not (stopped and wished) and own.state is not JobState.CANCELLED:
+    if own is not None and not _tells_less(own, task, wished=wished):
         return replace(own, restarts=seen.attempt)
     if wished:
         return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled", restarts=seen.attempt, **common)
@@ -210,6 +209,17 @@ def verdict(seen: Seen, own: Verdict | None, instances: Sequence[Instance], retr
     code = failed.exit_code if failed is not None else 1
     note = " (its log holds no verdict)" if own is None else ""
     return Verdict(JobState.FAILED, code, f"{text}{note}", failed, restarts=seen.attempt, **common)
+
+
+def _tells_less(own: Verdict, task: Task, *, wished: bool) -> bool:
+    """Return whether a verdict says no more than that everything was stopped: agents cannot tell by whom, and why.
+
+    A platform that stops a task may send its signal to workers too, and they may be quicker than their agents.
+    """
+    if own.state is JobState.PREEMPTED:
+        return wished
+    killed = own.failure is not None and own.failure.signal in ("SIGTERM", "SIGKILL")
+    return own.state is JobState.CANCELLED or (killed and task.state is JobState.CANCELLED)
 
 
 def _failed(instances: Sequence[Instance]) -> Failure | None:
