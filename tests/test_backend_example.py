@@ -96,6 +96,7 @@ def test_a_job_runs_on_the_queue(user: User) -> None:
     assert not (folder / "token").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_is_the_rank_s_after_the_queue_has_tried_again(user: User) -> None:
     ran = user.clusterjob("run", *FLAGS, "--max-restarts", "1", "train.py", "fail")
     assert ran.code == 1, ran.err + ran.out

@@ -27,7 +27,7 @@ def test_digits_as_a_plain_script(tmp_path: Path) -> None:
     check_training(run([sys.executable, DIGITS], tmp_path), 1)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_digits_under_our_launcher(processes: int, tmp_path: Path) -> None:
     check_training(launch("fork", processes, [DIGITS], tmp_path), processes)
 

@@ -800,6 +800,7 @@ def test_a_pid_that_another_process_has_now_is_not_taken_for_the_agent(place: Pl
         assert own is not None
         assert record.handle is not None
         agents = [{"node_rank": 0, "pid": bystander.pid, "ticks": own - 1 if ticks != "none" else 0}]
+        wait_until(lambda: not any(alive(agent) for agent in agents_of(record)), PATIENCE)  # one that finds no result writes it
         (record.job_dir / "result.json").unlink()
         stale = replace(record, end=None, handle=replace(record.handle, data={**record.handle.data, "agents": agents}))
         assert jobs.status(stale).state is JobState.LOST

@@ -124,6 +124,7 @@ def test_addresses_of_ipv6(four: list[Machine], tmp_path: Path) -> None:
     assert first["weights"] == second["weights"]
 
 
+@pytest.mark.slow
 def test_the_rendered_entry_script_does_the_same(four: list[Machine], tmp_path: Path) -> None:
     nodes = four[:2]
     path = script(tmp_path, TRAIN)

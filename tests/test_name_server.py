@@ -74,6 +74,7 @@ def test_an_agent_ends_within_seconds(machine: Machine, tmp_path: Path, node_ran
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_an_agent_whose_platform_makes_names_as_it_goes_says_so_and_waits(machine: Machine, tmp_path: Path) -> None:
     ended, _ = launched(machine, tmp_path, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "23456"}, "--join-timeout", "7")
     assert ended.code == 1

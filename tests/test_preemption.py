@@ -762,6 +762,7 @@ def weights(job: Job, agent: subprocess.Popen[bytes]) -> str:
     return job.stdout(agent).rpartition("weights ")[2].strip()
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_ends_with_the_weights_of_an_undisturbed_one(new_job: NewJob) -> None:
     """Warned once, killed once without a warning, each time in the middle of its steps."""
     job = new_job()

@@ -160,6 +160,7 @@ def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
     assert store.add("n", 1) == 1
 
 
+@pytest.mark.slow
 def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> None:
     port = free_port()
     waiting = processes(tmp_path, 6, [place(rank, 4, port) for rank in (1, 2, 3)])  # rank 0, which is local rank 0, never comes

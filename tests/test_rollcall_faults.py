@@ -103,6 +103,7 @@ def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: 
     assert "gave up after" in last(ended.err)
 
 
+@pytest.mark.slow
 def test_an_agent_names_an_address_that_swallows_all_while_it_tries(tmp_path: Path) -> None:
     why = why_not()
     if why:
@@ -119,6 +120,7 @@ def test_an_agent_names_an_address_that_swallows_all_while_it_tries(tmp_path: Pa
     assert "gave up after" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_died_is_named_to_those_who_wait(tmp_path: Path) -> None:
     path, port = script(tmp_path, INIT.replace("timeout=60", "timeout=7")), free_port()
     fault = {"FAULT": "os._exit(9)"}

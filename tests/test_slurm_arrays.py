@@ -77,6 +77,7 @@ def test_elements_are_cancelled_one_by_one_and_together(user: User) -> None:
     nothing_left(PROMPT)
 
 
+@pytest.mark.slow
 def test_srun_names_the_guilty_rank_of_an_element_too(user: User) -> None:
     text = "import os, sys\nsys.exit(3 * (os.environ['SLURM_PROCID'] == '1' and os.environ['CLUSTERJOB_ARRAY_INDEX'] == '1'))"
     job_id = user.submit(text, "--array", "0-1", "--nodes", "2", "--launcher", "srun")
@@ -85,6 +86,7 @@ def test_srun_names_the_guilty_rank_of_an_element_too(user: User) -> None:
     assert re.search(rf"job {job_id}_1 FAILED: rank 1 \(node 1, local rank 0, host n\d\): exited with code 3", said), said
 
 
+@pytest.mark.slow
 def test_an_array_longer_than_slurm_takes_is_cut(user: User) -> None:
     with user.slurm.configured(MaxArraySize=10):
         notes = user.command_first_on_path("sbatch", COUNT)
@@ -144,6 +146,7 @@ def test_a_job_that_waits_for_another(user: User, kind: str, code: int, *, runs:
     assert "Dependency" in ended["reason"]
 
 
+@pytest.mark.slow
 def test_a_job_after_an_array_after_an_element_and_after_nothing(user: User) -> None:
     array = user.submit(ECHO, "--array", "0-2", "--env", "FAIL=1")
     after_all = user.submit("print('all')", "--after", f"afterany:{array}")

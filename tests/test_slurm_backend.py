@@ -70,6 +70,7 @@ def test_a_rank_that_fails_ends_the_job_on_all_nodes_and_is_named(user: User, la
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{code}:0")
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_the_guilty_rank_s(user: User) -> None:
     text = "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(1000)"
     said = user.run(text, "--nodes", "2", "--launcher", "srun", code=137).stderr

@@ -47,6 +47,7 @@ def test_the_processes_of_a_job_carry_the_mark_of_the_test_and_end_with_it(slurm
     assert not marked(os.environ[MARKER])
 
 
+@pytest.mark.slow
 def test_what_was_killed_or_frozen_runs_again(slurm: SlurmCluster) -> None:
     job = slurm.submit("--nodes=4", "--output=/dev/null", script="sleep 600")
     slurm.wait_for_job(job, "RUNNING")

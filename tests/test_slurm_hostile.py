@@ -35,6 +35,7 @@ def shown(text: str) -> str:
     return base64.b64encode(os.fsencode(text)).decode()
 
 
+@pytest.mark.slow
 # Each example takes a second or two: to make one smaller would take minutes.
 @settings(
     max_examples=5,

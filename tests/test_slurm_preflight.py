@@ -70,6 +70,7 @@ def test_a_job_that_cannot_start_just_now_is_taken(user: User) -> None:
     user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=IDLE", check=False)
 
 
+@pytest.mark.slow
 def test_no_configuration_no_controller_and_no_slurm(user: User) -> None:
     user.slurm.stop_controller()
     said = user.refused_by_nobody()

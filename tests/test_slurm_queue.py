@@ -131,6 +131,7 @@ def test_what_squeue_complains_of_is_told_and_what_was_known_is_kept(user: User)
     user.slurm.start_controller()
 
 
+@pytest.mark.slow
 def test_one_that_stops_while_it_asks_keeps_nobody_from_asking(user: User) -> None:
     """Ctrl-Z at the wrong moment."""
     job_id = user.submit(GUEST)

@@ -34,6 +34,7 @@ def the_only_record(user: User) -> str:
     return path.stem
 
 
+@pytest.mark.slow
 def test_a_submitter_that_is_killed_after_sbatch_leaves_a_job_that_is_found(user: User) -> None:
     """By its comment: the record is there, and says nothing of where the job is."""
     user.command_first_on_path("sbatch", 'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n"$REAL" "$@"\nkill -KILL $PPID\n')

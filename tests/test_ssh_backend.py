@@ -461,6 +461,7 @@ def test_node_0_is_met_at_an_address_that_the_others_reach(site: Site) -> None:
 # -- bad weather -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["gpu1", "gpu2"], ids=["node 0", "node 1"])
 def test_a_host_that_is_cut_off_ends_the_job_on_the_others(site: Site, host: str) -> None:
     record = site.submit(SLEEPER)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from clusterjob.errors import SubmitError
@@ -78,6 +78,8 @@ PATTERNS = st.lists(st.sampled_from(LINES), max_size=4)
 
 
 @given(top=PATTERNS, inner=PATTERNS)
+@example(top=[], inner=["e/**", "!x.a"])
+@example(top=["**/e/**", "!x.a"], inner=[])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_files_are_those_that_git_would_take(tmp_path_factory: pytest.TempPathFactory, top: list[str], inner: list[str]) -> None:
     root = tmp_path_factory.mktemp("repo")

@@ -74,6 +74,7 @@ def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(new_job: NewJob
     assert not any("met" in job.log(rank // 2, f"rank{rank}.out") for rank in range(4))
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_executed_is_looked_at_and_not_signalled(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all("--start", "exec", late(job, 1, "time.sleep(1000)"), python=WITH_TORCH)
@@ -98,6 +99,7 @@ def test_rank_0_is_looked_for_by_the_others(new_job: NewJob) -> None:
     assert any("in load_data" in line for line in job.result["failure"]["last_lines"])
 
 
+@pytest.mark.slow
 def test_one_that_left_without_a_word_is_blamed(new_job: NewJob) -> None:
     job = new_job(1)
     job.start_all("--nproc-per-node", "2", late(job, 1, "sys.exit(0)"), python=WITH_TORCH)
@@ -116,6 +118,7 @@ def test_a_failure_ends_the_job_at_once_as_ever(new_job: NewJob) -> None:
     assert job.result["reason"].endswith("exited with code 7")
 
 
+@pytest.mark.slow
 def test_a_script_that_waits_in_vain_and_goes_on_is_no_failure(new_job: NewJob) -> None:
     job = new_job(1)
     script = job.script("""
@@ -136,6 +139,7 @@ def test_a_script_that_waits_in_vain_and_goes_on_is_no_failure(new_job: NewJob) 
     assert "gave up waiting for this process" in job.log(0, "rank1.err")
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_scripts_own_is_left_alone(new_job: NewJob) -> None:
     job = new_job(1)
     own = f"signal.signal({stacks.SIGNAL}, lambda *_: pathlib.Path('hit').touch()); time.sleep(1000)"

@@ -151,10 +151,11 @@ def _last_word(spec: GitIgnoreSpec, path: str) -> bool | None:
     """Return what the last pattern that names this very path says of it.
 
     The library also takes a pattern for what lies below a directory that it names. git does not: it looks no further into a
-    directory that is left out, and asks anew for what is in one that is not.
+    directory that is left out, and asks anew for what is in one that is not. Nor does ``e/**`` name ``e/`` itself to git.
     """
     for pattern in reversed(list(spec.patterns)):
-        found = pattern.match_file(path) if pattern.include is not None else None
+        all_below = pattern.regex is not None and pattern.regex.pattern.endswith("/")
+        found = pattern.match_file(path.removesuffix("/") if all_below else path) if pattern.include is not None else None
         if found is None:
             continue
         match: re.Match[str] = found.match
