@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from procs import PATIENCE, wait_until
 from slurm_user import SLEEPER, User
 
 
@@ -64,6 +65,8 @@ def test_a_job_that_cannot_start_just_now_is_taken(user: User) -> None:
     waiting = user.submit(SLEEPER, "--nodes", "4")
     assert user.job(waiting)["state"] == "PENDING"
     user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=DOWN", "Reason=test")
+    # While what ran there is being ended, Slurm says that there are no such nodes at all.
+    wait_until(lambda: "COMPLETING" not in user.slurm.run("scontrol", "show", "node", "n[2-4]").stdout, PATIENCE)
     down = user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]")
     assert user.job(down)["state"] == "PENDING"
     user("cancel", waiting, down)

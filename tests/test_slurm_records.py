@@ -75,8 +75,12 @@ def test_ctrl_c_while_sbatch_has_just_submitted_the_job_cancels_it(user: User, o
     ask_anew(user)
     job_id = the_only_record(user)
     assert user("wait", job_id, code=143).returncode == 143
-    states = user.slurm.run("squeue", "--noheader", "--states=all", "--array", "--format=%T|%k").stdout.splitlines()
-    assert {line.partition("|")[0] for line in states if line.endswith(f"clusterjob:{job_id}")} == {"CANCELLED"}
+
+    def states() -> set[str]:
+        lines = user.slurm.run("squeue", "--noheader", "--states=all", "--array", "--format=%T|%k").stdout.splitlines()
+        return {line.partition("|")[0] for line in lines if line.endswith(f"clusterjob:{job_id}")} - {"COMPLETING"}
+
+    assert wait_until(states, PATIENCE) == {"CANCELLED"}
     nothing_left(PROMPT)
 
 
