@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from procs import PATIENCE, wait_until
 from slurm_user import SLEEPER, User
 
 
@@ -59,18 +58,23 @@ def test_what_makes_no_sense_is_said_without_asking_slurm(user: User, options: t
     assert notes.read_text() == ""
 
 
-def test_a_job_that_cannot_start_just_now_is_taken(user: User) -> None:
-    """All nodes are busy, or down: it waits."""
+def test_a_job_whose_nodes_are_busy_is_taken(user: User) -> None:
     user.slurm.submit("--nodes=4", "--exclusive", "--output=/dev/null", script="sleep 600")
     waiting = user.submit(SLEEPER, "--nodes", "4")
     assert user.job(waiting)["state"] == "PENDING"
-    user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=DOWN", "Reason=test")
-    # While what ran there is being ended, Slurm says that there are no such nodes at all.
-    wait_until(lambda: "COMPLETING" not in user.slurm.run("scontrol", "show", "node", "n[2-4]").stdout, PATIENCE)
-    down = user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]")
-    assert user.job(down)["state"] == "PENDING"
-    user("cancel", waiting, down)
-    user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=IDLE", check=False)
+    user("cancel", waiting)
+
+
+@pytest.mark.parametrize("state", ["DRAIN", "DOWN"])
+def test_a_job_whose_nodes_are_away_just_now_is_taken_and_one_without_nodes_is_not(user: User, state: str) -> None:
+    user.slurm.run("scontrol", "update", "NodeName=n[2-4]", f"State={state}", "Reason=test")
+    assert "node configuration is not available" in user.refused("--nodes", "5")
+    named = user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]")
+    assert user.job(named)["state"] == "PENDING"
+    many = user.submit(SLEEPER, "--nodes", "2")
+    assert user.job(many)["state"] == "PENDING"
+    user("cancel", named, many)
+    user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=RESUME", check=False)
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ _LOOKS, _PAUSE = 3, 1.0  # for a job of which nobody knows whether Slurm took it
 _CONFIG_PATIENCE = 5.0  # seconds: without an answer Slurm's default is as good a guess
 # sbatch takes such a job, and it waits until the nodes are back.
 _ONLY_NOT_NOW = re.compile(r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE)
+_NO_SUCH_NODES = re.compile(r"node configuration is not available", re.IGNORECASE)
+UNUSABLE = re.compile(r"down|drain|fail|maint|unknown|power_down|reboot|future|planned_down", re.IGNORECASE)  # states of nodes
 
 
 def check_configuration(client: Client) -> None:
@@ -40,9 +42,22 @@ def preflight(client: Client, argv: Sequence[str]) -> Answer:
     """
     check_configuration(client)
     answer = client.run([argv[0], "--test-only", *argv[1:]])
-    if answer.code != 0 and not _ONLY_NOT_NOW.search(answer.err):
-        raise _refused(answer)
-    return answer
+    if answer.code == 0 or _ONLY_NOT_NOW.search(answer.err):
+        return answer
+    if _NO_SUCH_NODES.search(answer.err) and _may_be_away(client, argv):
+        return answer  # sbatch itself takes it, unless there are no such nodes at all
+    raise _refused(answer)
+
+
+def _may_be_away(client: Client, argv: Sequence[str]) -> bool:
+    """Return whether the nodes that --test-only does not find may be some that are down or drained (seen with 22.05)."""
+    given = dict(word.partition("=")[::2] for word in argv if word.startswith(("--partition=", "--nodes=")))
+    partition = [f"--partition={given['--partition']}"] if "--partition" in given else []
+    shown = client.run(["sinfo", "--noheader", "--Node", "--format=%N %P %T", *partition], patience=_CONFIG_PATIENCE)
+    rows = [row.split() for row in shown.out.splitlines()]
+    states = {row[0]: row[2] for row in rows if len(row) == 3 and (partition or row[1].endswith("*"))}
+    wanted = int(given.get("--nodes", "1").partition("-")[0])
+    return wanted <= len(states) and any(UNUSABLE.search(state) for state in states.values())
 
 
 def check_time(client: Client, partitions: str | None, seconds: int | None) -> None:

@@ -32,7 +32,6 @@ _PATIENCE = 20.0  # seconds: Slurm's commands themselves give up after 10, unles
 _SLOW = 3.0  # seconds for an answer of the controller
 _OLDEST = (20, 11)  # the first whose srun gives a step what is asked for alone; 22.05 is what this was built on
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)")
-_UNUSABLE = re.compile(r"down|drain|fail|maint|unknown|power_down|reboot|future|planned_down", re.IGNORECASE)
 _SHOWN = 8  # partitions that are listed where the job names none
 
 
@@ -56,7 +55,7 @@ class _Partition:
 
     @property
     def usable(self) -> int:
-        return sum(count for state, count in self.nodes.items() if not _UNUSABLE.search(state))
+        return sum(count for state, count in self.nodes.items() if not submission.UNUSABLE.search(state))
 
 
 class SlurmCluster:
