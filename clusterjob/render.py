@@ -119,8 +119,23 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
     import jinja2
 
     path = template if isinstance(template, Path) else template_directory() / template
+    try:
+        return _environment(path.parent).get_template(path.name).render(values)
+    except jinja2.TemplateError as error:
+        raise TemplateError(_describe(path, error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"the template {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except Exception as error:  # an expression of the template may raise anything
+        line = _line_in(path, error)
+        raise TemplateError(f"the template {path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}") from error
+
+
+@functools.lru_cache(maxsize=2)  # an array renders one template a thousand times, which is then compiled once
+def _environment(directory: Path) -> jinja2.Environment:
+    import jinja2
+
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([path.parent, template_directory()]),
+        loader=jinja2.FileSystemLoader([directory, template_directory()]),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # noqa: S701 - it is shell or YAML, not HTML: `finalize` below enforces their own quoting
         finalize=_quoted_only,
@@ -129,15 +144,7 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters.update(sh=sh, sh_words=sh_words, yaml=yaml, verbatim=verbatim)
-    try:
-        return environment.get_template(path.name).render(values)
-    except jinja2.TemplateError as error:
-        raise TemplateError(_describe(path, error)) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(f"the template {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except Exception as error:  # an expression of the template may raise anything
-        line = _line_in(path, error)
-        raise TemplateError(f"the template {path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}") from error
+    return environment
 
 
 def _quoted_only(value: object) -> object:
