@@ -336,7 +336,7 @@ class PlatformBackend(ABC):
             names = sorted(record.job_id for record in group)
             tasks = platform.tasks(names, min(standing.submitted_at(record) for record in group))
             self._looks.pop(account, None)
-            _all_at_once(platform.cancel, [task.id for task in tasks if not standing.has_ended(task)])
+            _all_at_once(platform.cancel, [task.id for task in tasks if not task.state.final])
 
 
 def _all_at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

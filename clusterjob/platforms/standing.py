@@ -21,7 +21,7 @@ _LAG = 20.0  # seconds that a log may need to show a task's last lines
 _SETTLING = 60.0  # seconds for which a task may not be shown before it counts as gone
 _UNSEEN = 120.0  # ... that was never shown, and of which it is not known whether it was taken
 _RETRY_PATIENCE = 60.0  # seconds beyond the interval that a platform may take to start a task again
-_DAY = 86_400.0  # seconds by which the platform's clock may differ from this machine's, its time zone included
+CLOCKS_APART = 86_400.0  # seconds by which the platform's clock may differ from this machine's, its time zone included
 _DEADLINE = re.compile(r"deadline|time ?limit|ActiveDeadline", re.IGNORECASE)
 
 
@@ -61,7 +61,7 @@ class Seen:
     @property
     def ended(self) -> bool:
         """Whether it is over."""
-        return has_ended(self.task)
+        return self.task.state.final
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Known:
             ran = task.started_at is not None or task.state in (JobState.RUNNING, JobState.SUCCEEDED, JobState.FAILED)
             if ran and task.id not in self.started:
                 self.started.append(task.id)
-            if has_ended(task):
+            if task.state.final:
                 self.ended.setdefault(task.id, time.time())
         shown = [task for task in tasks if task.id in self.tasks]
         self.missing_since = None if shown else self.missing_since or time.time()
@@ -140,11 +140,6 @@ class Known:
             files.write_json(self.path, {key: value for key, value in asdict(self).items() if key != "path"})
         except OSError:
             pass  # a full disk costs the note alone
-
-
-def has_ended(task: Task) -> bool:
-    """Return whether a task is over."""
-    return task.state.final
 
 
 def waits(task: Task) -> str:
@@ -242,7 +237,7 @@ def _times(task: Task) -> dict[str, Any]:
 
 
 def _long_ago(task: Task) -> bool:
-    return task.ended_at is not None and time.time() > _epoch(task.ended_at) + _DAY
+    return task.ended_at is not None and time.time() > _epoch(task.ended_at) + CLOCKS_APART
 
 
 def _epoch(text: str) -> float:

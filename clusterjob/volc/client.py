@@ -19,6 +19,7 @@ from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
 from clusterjob.node.verdict import JobState
 from clusterjob.platforms import Instance, Task
 from clusterjob.platforms.command import PATIENCE, Answer, run
+from clusterjob.platforms.standing import CLOCKS_APART
 
 COMMAND, SIBLING = "volc", "mlp"
 STATES: Mapping[str, JobState] = {
@@ -37,7 +38,6 @@ _PAGE = 100  # rows of one answer
 _DEFAULT_PAGE = 10  # rows of an answer where nobody asks for more: fewer are the last ones, whatever the platform's own limit is
 _MOST_PAGES = 200
 _FEW = 3  # names up to which each is asked for by itself
-_DAY = 86_400.0  # seconds by which the platform's clock may differ from this machine's, its time zone included
 _TASK_ID = re.compile(r"\bt-\d{14}-\w+")
 _INSTALL = 'the platform\'s documentation, "command line tool", has its installer, which puts volc and mlp into ~/.volc/bin'
 
@@ -184,7 +184,11 @@ class Volc:
             yield from new
             seen.update(task.id for task in new)
             moments = [made_at(task) for task in found]
-            if not new or len(rows) < _DEFAULT_PAGE or (moments == sorted(moments, reverse=True) and 0.0 < moments[-1] < since - _DAY):
+            if (
+                not new
+                or len(rows) < _DEFAULT_PAGE
+                or (moments == sorted(moments, reverse=True) and 0.0 < moments[-1] < since - CLOCKS_APART)
+            ):
                 return
 
     def _ask(self, *words: str) -> Answer:
