@@ -27,7 +27,7 @@ from procs import (
 )
 from slurm_fixtures import _slurm_dbd, _slurm_either, _slurm_none, slurm, slurm_accounted, slurm_cluster  # noqa: F401  fixtures
 from slurm_user import user, user_accounted, user_of_either  # noqa: F401  fixtures
-from sshsite import site  # noqa: F401  a fixture
+from sshsite import full_disk, site  # noqa: F401  fixtures
 from sshworld import World, require, world_in
 from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 

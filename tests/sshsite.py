@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from procs import wait_until
-from sshworld import HostOfWorld, World, python_without_torch
+from sshworld import HostOfWorld, World, python_without_torch, sh
 
 from clusterjob import jobs
 from clusterjob.config import Settings
@@ -145,3 +145,17 @@ def workers_on(host: HostOfWorld) -> list[int]:
         if b"clusterjob-node.pyz" in words or b"script.py" in words:
             found.append(pid)
     return found
+
+
+@pytest.fixture
+def full_disk(site: Site) -> Iterator[HostOfWorld]:
+    """A host whose home directory lies on a disk of 8 MB."""
+    host = site.world.hosts["gpu2"]
+    sh("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", host.home)
+    host.stop()
+    host.start()  # in a mount namespace that has seen the small disk
+    yield host
+    hang_up()
+    host.stop()
+    sh("umount", host.home)
+    host.start()

@@ -15,7 +15,7 @@ import pytest
 from doctoring import CLUSTERJOB, Diagnosis, doctor, light_torch
 from procs import PATIENCE
 from sshsite import Site
-from sshworld import HostOfWorld, sh
+from sshworld import HostOfWorld
 
 
 class Clinic:
@@ -183,19 +183,6 @@ def test_a_disk_that_is_full(clinic: Clinic, full_disk: HostOfWorld) -> None:
     assert found.failed == ["disks"]
     assert [line.partition(": ")[0] for line in found.words("disks").splitlines()] == ["gpu1", "gpu2"]
     assert "gpu2: disk full: " in found.words("disks")
-
-
-@pytest.fixture
-def full_disk(site: Site) -> Iterator[HostOfWorld]:
-    """A host whose home directory lies on a disk of 8 MB."""
-    host = site.world.hosts["gpu2"]
-    sh("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", host.home)
-    host.stop()
-    host.start()  # in a mount namespace that has seen the small disk
-    yield host
-    host.stop()
-    sh("umount", host.home)
-    host.start()
 
 
 def test_a_clock_that_is_wrong(clinic: Clinic, tmp_path: Path) -> None:

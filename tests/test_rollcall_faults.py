@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import finish, free_port, script, start
-from namespaces import machines, why_not
+from namespaces import Machine, machines, why_not
 from test_rollcall import HOST, last, place
 
 # The process of rank 1 is told to be off by a line of its own; the rest is what any script does.
@@ -83,13 +85,20 @@ def test_another_version_of_torch_is_named_to_both_at_once(tmp_path: Path) -> No
         assert each.out == ""
 
 
-def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def beside_a_swallower() -> Iterator[Machine]:
+    """Make a machine on whose network 10.77.0.9 takes every packet and answers none."""
     why = why_not()
     if why:
         pytest.skip(why)
     with machines(1) as [machine]:
         swallow = ["ip", "neigh", "add", "10.77.0.9", "lladdr", "02:00:00:00:00:09", "dev", "eth0", "nud", "permanent"]
         assert subprocess.run(machine.command(*swallow), capture_output=True, check=False).returncode == 0
+        yield machine
+
+
+def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
+    with beside_a_swallower() as machine:
         environ = place(1, 2, 29500, 1) | {"MASTER_ADDR": "10.77.0.9"}
         path = script(tmp_path, INIT.replace("timeout=60", "timeout=7"))
         process = start(machine.command(sys.executable, path), tmp_path, environ)
@@ -105,12 +114,7 @@ def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: 
 
 @pytest.mark.slow
 def test_an_agent_names_an_address_that_swallows_all_while_it_tries(tmp_path: Path) -> None:
-    why = why_not()
-    if why:
-        pytest.skip(why)
-    with machines(1) as [machine]:
-        swallow = ["ip", "neigh", "add", "10.77.0.9", "lladdr", "02:00:00:00:00:09", "dev", "eth0", "nud", "permanent"]
-        assert subprocess.run(machine.command(*swallow), capture_output=True, check=False).returncode == 0
+    with beside_a_swallower() as machine:
         environ = {"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_NODE_RANK": "1", "CLUSTERJOB_MASTER_ADDR": "10.77.0.9"}
         argv = [sys.executable, "-m", "clusterjob", "launch", "--join-timeout", "6", "--nproc-per-node", "1", script(tmp_path, INIT)]
         ended = finish(start(machine.command(*argv), tmp_path, environ))

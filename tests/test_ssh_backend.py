@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -313,20 +312,6 @@ def test_no_torch(site: Site) -> None:
 def test_a_command_needs_no_torch(site: Site) -> None:
     record = jobs.submit(site.plan(Program("command", "hostname"), set={"need_torch": "true"}), "ssh", detach=True)
     assert sorted(lines_of(record)) == ["0 out gpu1", "1 out gpu2"]
-
-
-@pytest.fixture
-def full_disk(site: Site) -> Iterator[HostOfWorld]:
-    """A host whose home directory lies on a disk of 8 MB."""
-    host = site.world.hosts["gpu2"]
-    sh("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", host.home)
-    host.stop()
-    host.start()  # in a mount namespace that has seen the small disk
-    yield host
-    hang_up()
-    host.stop()
-    sh("umount", host.home)
-    host.start()
 
 
 def test_disk_full_on_one_host(site: Site, full_disk: HostOfWorld) -> None:
