@@ -933,6 +933,48 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(new_job: NewJob) -> 
         nothing_left(5)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_while_the_agent_loads_is_a_wish_and_no_death(new_job: NewJob, number: signal.Signals) -> None:
+    """A scheduler signals every process of a job at once; one that has a starter already must not seem to have been killed."""
+    job = new_job()
+    (job.path("slow")).mkdir()
+    job.script(
+        """
+        import pathlib, sys, time
+        pathlib.Path("loading").touch()
+        time.sleep(0.5)
+        sys.path.remove(str(pathlib.Path(__file__).parent))
+        del sys.modules["asyncio"]
+        import asyncio
+    """,
+        "slow/asyncio.py",
+    )
+    path = os.pathsep.join(filter(None, (str(job.path("slow")), os.environ.get("PYTHONPATH", ""))))
+    agent = job.start(0, job.script(SLEEPER), env={"PYTHONPATH": path})
+    job.wait_for("loading")
+    for pid in (agent.pid, job.starter_of(agent)):
+        os.kill(pid, number)
+    assert job.wait() == [143]
+    assert (job.result["state"], job.result["reason"]) == ("CANCELLED", f"{number.name} on {HOST}")
+    assert job.end_of(0)["state"] == "CANCELLED"
+    assert "Traceback" not in job.stderr(agent)
+    nothing_left(5)
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_workers_take_signals_as_any_program_does(new_job: NewJob, start: str) -> None:
+    job = new_job()
+    text = """
+        import pathlib, signal
+        names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGCHLD", "SIGUSR1")
+        pathlib.Path("handlers").write_text(repr([signal.getsignal(getattr(signal, name)) for name in names]))
+    """
+    job.start(0, "--start", start, job.script(text))
+    assert job.wait() == [0]
+    plain = [signal.SIG_DFL, signal.default_int_handler, *[signal.SIG_DFL] * 3]
+    assert job.path("handlers").read_text() == repr(plain)
+
+
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_the_time_limit(new_job: NewJob, nnodes: int) -> None:
     job = new_job(nnodes)

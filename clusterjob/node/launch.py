@@ -6,7 +6,6 @@ import gc
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clusterjob.errors import ClusterJobError, PlaceError
-from clusterjob.node import addresses, contract, devices, ends, environments, logs, network, processes
+from clusterjob.node import addresses, contract, devices, ends, environments, logs, network, processes, signals
 from clusterjob.node.environments import Finding, slurm_env
 from clusterjob.node.gang import ports
 from clusterjob.node.identity import JobIdentity
@@ -72,7 +71,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     agent_end, starter_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sys.stdout.flush()
     sys.stderr.flush()
-    early = _note_early_signals(options)
+    early = signals.note_early(preemptible=options.warning is not None)
     starter_pid = os.fork()
     if starter_pid == 0:
         agent_end.close()
@@ -171,16 +170,6 @@ def _identity(environ: Mapping[str, str], topology: Topology, finding: Finding) 
     token = contract.read_token(environ, f"{job_id}:{attempt}:{place_text}")
     counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
     return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), warm.has_torch(), counted_by)
-
-
-def _note_early_signals(options: LaunchOptions) -> list[int]:
-    """Return the list to which a warning is added that comes while this process is not yet an agent; it would be its end."""
-    early: list[int] = []
-    if options.warning is not None:
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGUSR1:
-                signal.signal(number, lambda number, _: early.append(number))
-    return early
 
 
 def _job_directory(environ: Mapping[str, str], topology: Topology, attempt: int) -> tuple[Path, bool]:

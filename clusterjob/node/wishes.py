@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from clusterjob.node import ends, network, processes
+from clusterjob.node import ends, network, processes, signals
 from clusterjob.node.options import LaunchOptions
 
 
@@ -44,13 +44,8 @@ class Wishes:
             early: signals that came before there was an event loop.
         """
         loop = asyncio.get_running_loop()
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-        if self._options.warning is not None:
-            numbers.append(signal.SIGUSR1)
-        for number in numbers:
-            # nohup, or a shell's background job, asked for that; SIGUSR1 is ignored so that none is lost on a shell.
-            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGUSR1:
-                loop.add_signal_handler(number, self._interrupted, number)
+        for number in signals.heeded(preemptible=self._options.warning is not None):
+            loop.add_signal_handler(number, self._interrupted, number)
         for early_number in early:
             self._interrupted(early_number)
         if self._options.lifeline:

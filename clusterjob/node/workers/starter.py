@@ -83,12 +83,10 @@ class Starter:
 
     def serve(self) -> Program | None:
         """Serve the agent until the end; returns the program only in a forked worker, which is to run it."""
-        if self._options.warning is None:
-            processes.die_with_parent(self._agent_pid, signal.SIGTERM)  # for as long as an import keeps it from listening
-        else:
-            for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler may send its warning to every process of a job
-                signal.signal(number, signal.SIG_IGN)
-            processes.die_with_parent(self._agent_pid, signal.SIGKILL)
+        # A scheduler may send its signals to every process of a job; what they mean is the agent's to say. Workers start without this.
+        for number in (signal.SIGTERM, *([] if self._options.warning is None else [signal.SIGUSR1])):
+            signal.signal(number, signal.SIG_IGN)
+        processes.die_with_parent(self._agent_pid, signal.SIGKILL)  # for as long as an import keeps it from listening
         processes.adopt_orphans()
         self._agents_group = os.getpgid(0)
         os.setpgid(0, 0)  # Ctrl-C in a terminal is for the agent, which stops the workers in order
@@ -131,8 +129,7 @@ class Starter:
         for descriptor in (self._control.fileno(), self._wake_read, self._report_read):
             self._selector.register(descriptor, selectors.EVENT_READ)
         # From here on the end of the control socket tells of the agent's death, and the workers need a proper stop.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        processes.die_with_parent(self._agent_pid, signal.SIGTERM)
+        processes.die_with_parent(self._agent_pid, signal.SIGTERM)  # which is ignored
 
     def _patience(self) -> float | None:
         if self._stopping is not None:
