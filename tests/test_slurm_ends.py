@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,10 @@ def job_dir(tmp_path: Path) -> Path:
 def verdict(state: JobState = JobState.FAILED, signal: str | None = None) -> Verdict:
     code = 143 if signal else 1
     return Verdict(state, code, "said by the agents", Failure(3, 1, 1, "n2", code, signal, "killed" if signal else "boom"))
+
+
+# A node whose shell Slurm ended in its setup lines, as another node's agent was told.
+NODE_FAILED = Verdict(JobState.FAILED, 143, "a setup line failed", Failure(None, None, 1, "n2", 143, None, "a setup line failed"))
 
 
 def srun_says(job_dir: Path, text: str, code: int, last_words: dict[int, str] | None = None) -> Verdict:
@@ -128,7 +133,7 @@ def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
     assert slurm_ends.settled(verdict(JobState.SUCCEEDED), job_dir)
     assert slurm_ends.settled(verdict(JobState.FAILED), job_dir)
     assert slurm_ends.settled(verdict(JobState.FAILED, "SIGKILL"), job_dir)
-    for unsettled in (verdict(JobState.FAILED, "SIGTERM"), verdict(JobState.CANCELLED), verdict(JobState.LOST)):
+    for unsettled in (verdict(JobState.FAILED, "SIGTERM"), NODE_FAILED, verdict(JobState.CANCELLED), verdict(JobState.LOST)):
         assert not slurm_ends.settled(unsettled, job_dir)
     ends.cancel(job_dir)
     assert slurm_ends.settled(verdict(JobState.CANCELLED), job_dir)
@@ -141,6 +146,9 @@ def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
         (Row("7", "CANCELLED", "None"), verdict(JobState.FAILED, "SIGTERM"), JobState.CANCELLED, 143, "Slurm says CANCELLED"),
         (Row("7", "FAILED", "NonZeroExitCode"), verdict(JobState.FAILED, "SIGTERM"), JobState.FAILED, 143, "said by the agents"),
         (Row("7", "CANCELLED"), verdict(JobState.FAILED), JobState.FAILED, 1, "said by the agents"),
+        (Row("7", "CANCELLED"), NODE_FAILED, JobState.CANCELLED, 143, "Slurm says CANCELLED"),
+        (Row("7", "CANCELLED"), replace(NODE_FAILED, state=JobState.LOST), JobState.CANCELLED, 143, "Slurm says CANCELLED"),
+        (Row("7", "FAILED"), NODE_FAILED, JobState.FAILED, 143, "a setup line failed"),
         (Row("7", "TIMEOUT", "TimeLimit"), verdict(JobState.FAILED, "SIGTERM"), JobState.FAILED, 124, "the time limit was reached"),
         (Row("7", "TIMEOUT", "TimeLimit"), verdict(JobState.CANCELLED), JobState.FAILED, 124, "the time limit was reached"),
         (Row("7", "OUT_OF_MEMORY"), None, JobState.FAILED, 137, "ran out of the memory"),

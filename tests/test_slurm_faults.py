@@ -93,6 +93,18 @@ def test_a_scancel_during_the_start(user: User, delay: float) -> None:
     nothing_left(PROMPT)
 
 
+@pytest.mark.parametrize("waiting", ["sleep 1000", "sleep 1000 & wait", "[ $SLURM_NODEID = 0 ] || sleep 1000"])
+def test_a_scancel_during_setup_lines(user: User, waiting: str) -> None:
+    """Shells that Slurm ends may still say that they ended early: that is the cancel's doing, and no refusal."""
+    job_id = user.submit(SLEEPER, "--nodes", "2", "--setup", f"touch setup$SLURM_NODEID; {waiting}")
+    user.wait_for("setup0", "setup1")
+    if waiting.startswith("["):  # the agent of node 0 is there, and sees what node 1 writes
+        wait_until((user.directory_of(job_id) / "events.jsonl").exists, PROMPT)
+    user.slurm.run("scancel", user.slurm_id(job_id))
+    assert user("wait", job_id, code=143).stderr.startswith(f"clusterjob: job {job_id} CANCELLED")
+    nothing_left(PROMPT)
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.5, 0.8])
 def test_a_cancel_during_the_start(user: User, delay: float) -> None:
     job_id = user.submit(SLEEPER, "--nodes", "2")

@@ -50,8 +50,14 @@ def settled(verdict: Verdict, job_dir: Path) -> bool:
 
 
 def _by_the_way(verdict: Verdict, job_dir: Path) -> bool:
-    """Return whether a failure may be nothing but how a worker took its SIGTERM."""
-    return ends.cancelled(job_dir) or (verdict.failure is not None and verdict.failure.signal == "SIGTERM")
+    """Return whether a failure may be nothing but how a worker took its SIGTERM, or a node whose agent had not begun to listen."""
+    failure = verdict.failure
+    return ends.cancelled(job_dir) or (failure is not None and (failure.signal == "SIGTERM" or failure.rank is None))
+
+
+def explains(row: Row) -> bool:
+    """Return whether Slurm ended the job for a reason that it names: what single nodes have left behind may then follow from it."""
+    return row.state in ("CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", *_LOST)
 
 
 def step_code(job_dir: Path) -> int | None:
@@ -144,7 +150,8 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         return Verdict(JobState.LOST, 1, f"Slurm says {row.state}: a node of the job failed", **common)
     if row.state == "PREEMPTED":
         return Verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, "Slurm preempted the job and did not queue it again", **common)
-    if row.state == "CANCELLED" and own is not None and own.state is JobState.FAILED and _by_the_way(own, job_dir):
+    failed = own is not None and own.state in (JobState.FAILED, JobState.LOST) and _by_the_way(own, job_dir)
+    if row.state == "CANCELLED" and own is not None and failed:
         reason = "cancelled" if ends.cancelled(job_dir) else f"Slurm says CANCELLED{why}"
         return replace(own, state=JobState.CANCELLED, exit_code=CANCELLED_EXIT_CODE, reason=reason, failure=None, consequences=())
     if own is not None and not (own.state is JobState.PREEMPTED and row.state == "CANCELLED"):  # which a SIGTERM looks like to agents

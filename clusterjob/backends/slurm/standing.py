@@ -153,7 +153,7 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
         if code is not None and _started_by_srun(record) and row.state in ("COMPLETED", "FAILED"):
             own = slurm_ends.of_step(record.job_dir, code, started_at)
     verdict = slurm_ends.of_slurm(row, own, record.job_dir, started_at)
-    if own is None:
+    if own is None and (ends.cancelled(record.job_dir) or not slurm_ends.explains(row)):
         verdict = directory.end_without_lead(record.job_dir, started_at, restarts, verdict)
     return _with_handle(verdict, handle)
 
