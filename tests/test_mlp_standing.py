@@ -235,6 +235,17 @@ def test_workers_that_died_of_the_platform_s_own_signal_have_not_failed(
     assert (found.state.value, found.verdict.exit_code) == expected
 
 
+@pytest.mark.parametrize(("words", "state"), [("Killed", "CANCELLED"), ("Failed", "FAILED")])
+def test_a_node_that_the_platform_ended_in_its_setup_lines_has_not_failed(tmp_path: Path, words: str, state: str) -> None:
+    job = record("a", tmp_path)
+    ended = Task(task_id(1), "a", JobState(state), words, started_at=now(), ended_at=now())
+    old(job, ended)
+    ended_all = [Instance("worker_0", 0, words, 143)]
+    found = Fixed([ended], ended_all, ["clusterjob-refused 143 h: a setup line failed: module load"]).status([job])["a"]
+    assert found.verdict is not None
+    assert (found.state.value, found.verdict.exit_code) == (state, 143)
+
+
 def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_path: Path) -> None:
     job = record("a", tmp_path, max_restarts=1, options={"retry_interval": "100"})
     ended = [Task(task_id(number), "a", JobState.FAILED, "Failed", started_at=now()) for number in (1, 2)]

@@ -254,9 +254,7 @@ class PlatformBackend(ABC):
         if ran and (own is None or (own.state is JobState.CANCELLED and not wished)):
             with contextlib.suppress(ClusterJobError):
                 self._collect_nodes(record, platform, seen.task.id, seen.attempt, [each for each in instances if each.node_rank != 0])
-            refused = standing.refused(record.job_dir, seen)
-            if refused is not None:
-                return refused
+            own = standing.refused(record.job_dir, seen) or own
             if own is None and not known.log_is_whole(seen):
                 return None
         return standing.verdict(seen, own, instances, self.retries(record.spec), wished=wished)

@@ -209,11 +209,13 @@ def verdict(seen: Seen, own: Verdict | None, instances: Sequence[Instance], retr
 def _tells_less(own: Verdict, task: Task, *, wished: bool) -> bool:
     """Return whether a verdict says no more than that everything was stopped: agents cannot tell by whom, and why.
 
-    A platform that stops a task may send its signal to workers too, and they may be quicker than their agents.
+    A platform that stops a task may send its signal to workers too, and they may be quicker than their agents; and a node that it ends
+    in its setup lines, or before another one, seems to have failed.
     """
     if own.state is JobState.PREEMPTED:
         return wished
-    killed = own.failure is not None and own.failure.signal in ("SIGTERM", "SIGKILL")
+    failure = own.failure
+    killed = failure is not None and (failure.signal in ("SIGTERM", "SIGKILL") or failure.rank is None)
     return own.state is JobState.CANCELLED or (killed and task.state is JobState.CANCELLED)
 
 
