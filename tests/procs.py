@@ -49,6 +49,15 @@ def alive(pid: int) -> bool:
     return bool(fields) and fields[0] not in "ZX"
 
 
+def heeds(pid: int, number: int) -> bool:
+    """Return whether the process has a handler of its own for a signal."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
 def identity(pid: int) -> tuple[int, str]:
     """Return what tells a process from a later one with the same pid."""
     fields = stat_of(pid)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE, WITH_TORCH, Job, alive, below, command_line, nothing_left, own_marked, wait_until
+from procs import PATIENCE, WITH_TORCH, Job, alive, below, command_line, heeds, nothing_left, own_marked, wait_until
 
 NewJob = Callable[..., Job]
 HOST = socket.gethostname()
@@ -916,8 +916,8 @@ def test_a_signal_to_any_agent_cancels_the_job_everywhere(new_job: NewJob, node:
 def test_a_wait_for_the_others_can_be_cancelled(new_job: NewJob, node: int) -> None:
     job = new_job(2)
     job.start(node, job.script(SLEEPER))
-    wait_until(lambda: job.events("listening") if node == 0 else own_marked(), PATIENCE)
-    time.sleep(0.5)  # node 1 leaves no sign of its search
+    wait_until(lambda: heeds(job.agents[0].pid, signal.SIGTERM) and (node == 1 or job.events("listening")), PATIENCE)
+    time.sleep(0.2)  # node 1 leaves no sign of its search
     job.agents[0].terminate()
     assert job.wait() == [143]
     assert job.end_of(node)["state"] == "CANCELLED"
