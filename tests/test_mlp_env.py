@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from clusterjob.node.environments import detect
+from clusterjob.node.events import EventLog
 from clusterjob.node.gang import wire
-from clusterjob.node.gang.lead import Lead
+from clusterjob.node.gang.gathering import Gathering
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.launch import find_node
 from clusterjob.node.options import parse
@@ -138,15 +139,14 @@ def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: P
         }  # fmt: skip
 
     by_rack, by_role = NODE, without("MLP_WORKER_RACK_RANK_INDEX")
-    node_0 = Topology(3, 0, 1, "127.0.0.1", None, "mlp")
 
     async def meet() -> str:
         job = JobIdentity("j", 0, b"secret", [0], False, "MLP_WORKER_RACK_RANK_INDEX")
-        lead = Lead(node_0, parse(["x.py"]), job, tmp_path, lambda _text: None)
-        lead.join(agent(by_rack, 0), lambda _message: None)
-        lead.join(agent(by_rack, 1), lambda _message: None)
+        gathering = Gathering(3, parse(["x.py"]), job, EventLog(tmp_path / "events.jsonl"))
+        gathering.join(agent(by_rack, 0), lambda _message: None)
+        gathering.join(agent(by_rack, 1), lambda _message: None)
         with pytest.raises(wire.Refused) as caught:
-            lead.join(agent(by_role, 2), lambda _message: None)
+            gathering.join(agent(by_role, 2), lambda _message: None)
         return str(caught.value)
 
     assert asyncio.run(meet()) == (

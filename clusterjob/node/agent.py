@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +22,15 @@ from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.sightings import Sighting
 from clusterjob.node.topology import Topology
-from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict, is_peer_loss, last_exception
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict
 from clusterjob.node.voice import Voice
 from clusterjob.node.wishes import Wishes
-from clusterjob.node.workers import starter, torchrun
+from clusterjob.node.workers import starter
+from clusterjob.node.workers.failures import Failures, how
+from clusterjob.node.workers.handle import StarterProcess
 
 _LOST_GRACE = 0.5  # between SIGTERM and SIGKILL for workers whose lead is gone
 _QUIT_PATIENCE = 3.0  # for a starter that was told to quit
-
-
-@dataclass
-class StarterProcess:
-    """The agent's handle of its starter, and the signals that came while it was being forked."""
-
-    pid: int
-    control: socket.socket
-    early: list[int] = field(default_factory=list)
-    ready: bool = False
-    gone: bool = False
-    trouble: str = ""
 
 
 class Agent:
@@ -78,11 +66,9 @@ class Agent:
         self._host = network.own_name()
         self._link: Link | None = None
         self._world: World | None = None
-        self._pending: tuple[bytes, socket.socket | None] | None = None  # a round that the starter was not yet told of
         self._running: set[int] = set()  # local ranks
         self._ended: dict[int, str] = {}  # how, by local rank
         self._exec_reason = ""  # why the workers are not forked, until the lead was told
-        self._oom_kills = processes.oom_kills()
         # A step's task is slurmstepd's child. Where that is killed, Slurm does not notice: the job stays RUNNING, and a scancel of it
         # reaches nobody here. Elsewhere a parent may go as it likes.
         self._keeper = os.getppid() if os.environ.get("SLURM_STEP_ID") and os.environ.get("CLUSTERJOB_TASK") else None
@@ -92,6 +78,7 @@ class Agent:
         self._held = paddle.HeldPorts(nproc + (topology.node_rank == 0))  # the first node's last one is where they meet
         self._directory = logs.node_directory(job_dir, topology.node_rank)
         self._timeline = logs.Timeline(self._directory)
+        self._failures = Failures(topology.node_rank, self._host, self._directory, job.attempt, options.launcher == "torchrun")
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
@@ -179,7 +166,7 @@ class Agent:
         }  # fmt: skip
         if self._topology.node_rank == 0:
             lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say)
-            self._link = OwnLead(lead, hello)
+            self._link = OwnLead(lead.gathering, hello)
             return asyncio.create_task(lead.lead())
         finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, self._voice.say, self._lead_given_up))
         either: set[asyncio.Future[Any]] = {finding, self._wishes.cancelled}
@@ -216,63 +203,38 @@ class Agent:
             contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
         }  # fmt: skip
         self._tell_exec_reason()
-        self._pending = (starter.world_message(world, variables), order.get("store"))
-        self._send_pending()
+        self._starter.begin(starter.world_message(world, variables), order.get("store"))
 
     def _tell_exec_reason(self) -> None:
         if self._link is not None and self._exec_reason:
             self._link.send({"t": "event", "event": "exec", "details": {"why": self._exec_reason}})
             self._exec_reason = ""
 
-    def _send_pending(self) -> None:
-        """Hand the starter the next round once it can take it: a round that is called off while it imports never begins."""
-        if self._pending is None or not self._starter.ready:
-            return
-        (message, store), self._pending = self._pending, None
-        if store is None:
-            self._starter.control.send(message)
-        else:
-            socket.send_fds(self._starter.control, [message], [store.fileno()])
-            store.close()
-
     def _stop_workers(self, grace: float) -> None:
         self._stop_ordered = True
         if self._starter.ready and not self._starter.gone:
-            self._tell_starter({"t": "stop", "grace": grace})
+            self._starter.tell({"t": "stop", "grace": grace})
             return
-        if self._pending is not None and self._pending[1] is not None:
-            self._pending[1].close()
-        self._pending = None
+        self._starter.call_off()
         self._workers_gone()
 
     def _warn_workers(self) -> None:
         """Have the workers told, and leave word for those that were started by somebody else than our starter."""
         ends.warn(self._job_dir, self._job.attempt)
-        self._tell_starter({"t": "warn"})
-
-    def _tell_starter(self, message: dict[str, Any]) -> None:
-        try:
-            self._starter.control.send(json.dumps(message).encode())
-        except OSError:
-            pass  # its end is heard of by itself
+        self._starter.tell({"t": "warn"})
 
     def _workers_gone(self) -> None:
         if self._link is not None:
             self._link.send({"t": "stopped"})
 
     def _hear_starter(self) -> None:
-        try:
-            data = self._starter.control.recv(starter.MESSAGE_BYTES)
-        except OSError:
-            data = b""
-        if not data:
+        message = self._starter.hear()
+        if message is None:
             self._starter_ended()
             return
-        message = json.loads(data)
         kind = message["t"]
         if kind == "ready":
-            self._starter.ready = True
-            self._send_pending()
+            self._starter.serve()
             if message["why"] and self._options.start == "fork":
                 self._starter_trouble(f"--start fork is impossible: {message['why']}")
             elif message["why"]:
@@ -288,9 +250,9 @@ class Agent:
         elif kind == "where":
             self._tell_where([self._sighting(**answer) for answer in message["answers"]], final=message["final"])
         elif kind == "store" and not self._stop_ordered:
-            code, signal_name = processes.exit_code_of(message["status"])
+            ended = how(*processes.exit_code_of(message["status"]))
             last = logs.last_lines(self._directory / "store.log", 1)
-            self._node_failed(": ".join([f"torch's store was lost ({_how(code, signal_name)})", *last]))
+            self._node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
         elif kind == "gone":
             self._workers_gone()
 
@@ -298,16 +260,14 @@ class Agent:
         """The starter is gone; if it was not told to go, its workers were killed with it and this node has failed."""
         assert self._starter_end is not None
         asyncio.get_running_loop().remove_reader(self._starter.control)
-        _, status = os.waitpid(self._starter.pid, 0)
-        self._starter.gone = True
+        ended = how(*self._starter.reap())
         self._sweep()
         if not self._starter_end.done():
             self._starter_end.set_result(None)
         if self._stop_ordered:
             self._workers_gone()
         else:
-            code, signal_name = processes.exit_code_of(status)
-            self._starter_trouble(f"the process that starts the workers was lost ({_how(code, signal_name)})")
+            self._starter_trouble(f"the process that starts the workers was lost ({ended})")
 
     def _starter_trouble(self, why: str) -> None:
         """The starter cannot serve: said at once while workers run, else when they are to start."""
@@ -332,7 +292,7 @@ class Agent:
         if self._world is None:
             return
         wanted = [rank - self._world.first_rank for rank in order["ranks"]]
-        started = self._pending is None and self._starter.ready
+        started = self._starter.ready and not self._starter.waiting
         known = [self._sighting(rank, None, "was not started: its node imports torch so far") for rank in wanted if not started]
         ended = [rank for rank in wanted if rank in self._ended]
         known += [self._sighting(rank, None, f"{self._ended[rank]} and never came to the roll-call") for rank in ended]
@@ -340,7 +300,7 @@ class Agent:
             self._tell_where(known, final=order["final"])
         running = [rank for rank in wanted if rank in self._running and started]
         if running:
-            self._tell_starter({"t": "where", "local_ranks": running, "final": order["final"]})
+            self._starter.tell({"t": "where", "local_ranks": running, "final": order["final"]})
 
     def _sighting(self, local_rank: int, pid: int | None, text: str, stack: Sequence[str] = ()) -> Sighting:
         assert self._world is not None
@@ -366,50 +326,24 @@ class Agent:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _worker_failing(self, message: Message) -> None:
-        local_rank = int(message["local_rank"])
-        failure = self._failure(local_rank, int(message["exit_code"]), None, message["message"])
+        assert self._world is not None
+        failure = self._failures.of_worker(self._world, int(message["local_rank"]), int(message["exit_code"]), None, message["message"])
         self._send_failure(failure, message["monotonic"], exited=bool(message.get("fatal")))
 
     def _worker_ended(self, message: Message) -> None:
+        assert self._world is not None
         local_rank = int(message["local_rank"])
         self._running.discard(local_rank)
         code, signal_name = processes.exit_code_of(message["status"])
-        self._ended[local_rank] = _how(code, signal_name)
+        self._ended[local_rank] = how(code, signal_name)
         if code != 0:
-            failure = self._failure(local_rank, code, signal_name, _how(code, signal_name))
+            failure = self._failures.of_worker(self._world, local_rank, code, signal_name, how(code, signal_name))
             self._send_failure(failure, message["monotonic"], exited=True)
         if not self._running and self._link is not None:
             self._link.send({"t": "done"})
 
-    def _failure(self, local_rank: int, code: int, signal_name: str | None, message: str) -> Failure:
-        assert self._world is not None
-        if self._options.launcher == "torchrun":
-            return self._torchrun_failure(code, signal_name, message)
-        rank = self._world.first_rank + local_rank
-        last = logs.last_lines(logs.rank_files(self._directory, rank, self._world.restart, self._job.attempt)[1])
-        # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always its own.
-        effect = signal_name in (None, "SIGABRT") and is_peer_loss("\n".join((message, *last)))
-        exception = last_exception(last)
-        if exception is not None and (message.startswith("exited") or signal_name == "SIGABRT"):
-            message = f"{exception} ({message})"
-        elif signal_name == "SIGKILL" and processes.oom_kills() > self._oom_kills:
-            message += " (this machine ran out of memory meanwhile)"
-        return Failure(rank, local_rank, self._topology.node_rank, self._host, code, signal_name, message, last, effect)
-
-    def _torchrun_failure(self, code: int, signal_name: str | None, message: str) -> Failure:
-        assert self._world is not None
-        node_rank, host = self._topology.node_rank, self._host
-        stderr = logs.torchrun_files(self._directory, self._world.restart, self._job.attempt)[1]
-        cause = torchrun.root_cause(stderr)
-        if cause is None:
-            return Failure(None, None, node_rank, host, code, signal_name, f"torchrun {message}", logs.last_lines(stderr))
-        effect = cause.signal in (None, "SIGABRT") and is_peer_loss("\n".join(cause.last_lines))
-        how = _how(cause.exit_code, cause.signal)
-        return Failure(cause.rank, cause.local_rank, node_rank, host, cause.exit_code, cause.signal, how, cause.last_lines, effect)
-
     def _node_failed(self, why: str) -> None:
-        failure = Failure(None, None, self._topology.node_rank, self._host, 1, None, why)
-        self._send_failure(failure, time.monotonic(), exited=True)
+        self._send_failure(self._failures.of_node(why), time.monotonic(), exited=True)
 
     def _send_failure(self, failure: Failure, monotonic: float, *, exited: bool) -> None:
         if self._link is not None:
@@ -436,7 +370,7 @@ class Agent:
         assert self._starter_end is not None
         self._stop_ordered = True
         if self._starter.ready:
-            self._tell_starter({"t": "quit"})
+            self._starter.tell({"t": "quit"})
         elif not self._starter.gone:
             processes.send_signal(self._starter.pid, signal.SIGKILL)
         try:
@@ -446,12 +380,9 @@ class Agent:
             await self._starter_end
 
     def _own_verdict(self, state: JobState, reason: str) -> Verdict:
-        failure = None
-        if state is not JobState.CANCELLED:
-            failure = Failure(None, None, self._topology.node_rank, self._host, 1, None, reason)
-        return Verdict(
-            state, CANCELLED_EXIT_CODE if state is JobState.CANCELLED else 1, reason, failure, attempt=self._job.attempt, ended_at=now()
-        )
+        cancelled = state is JobState.CANCELLED
+        failure = None if cancelled else self._failures.of_node(reason)
+        return Verdict(state, CANCELLED_EXIT_CODE if cancelled else 1, reason, failure, attempt=self._job.attempt, ended_at=now())
 
     def _record_end(self, verdict: Verdict) -> None:
         """Write this node's end where it happened, and the job's where node 0 could not come to one."""
@@ -461,7 +392,3 @@ class Agent:
                 ends.write_result(self._job_dir, verdict)
         except OSError as error:
             self._voice.say(f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}: {error.strerror}")
-
-
-def _how(code: int, signal_name: str | None) -> str:
-    return f"killed by {signal_name}" if signal_name else f"exited with code {code}"

@@ -83,8 +83,9 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     # From here on there may be threads; and while this process loads asyncio, the starter imports torch.
     import asyncio
 
-    from clusterjob.node.agent import Agent, StarterProcess
+    from clusterjob.node.agent import Agent
     from clusterjob.node.voice import Voice
+    from clusterjob.node.workers.handle import StarterProcess
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
     voice = Voice(reader if options.echo or numbered else None, numbered=numbered)

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from clusterjob.errors import GangError
 from clusterjob.node import ends, network, paddle
 from clusterjob.node.contract import World
 from clusterjob.node.events import EventLog, now
-from clusterjob.node.gang import ports, search, wire
+from clusterjob.node.gang import ports, search
+from clusterjob.node.gang.gathering import Gathering
 from clusterjob.node.gang.judge import Judge
 from clusterjob.node.gang.notice import Notice
-from clusterjob.node.gang.wire import Channel, Message
+from clusterjob.node.gang.wire import Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.topology import Topology
@@ -26,24 +26,7 @@ _LONGEST_MESSAGE = 200  # characters of each
 _FAILURE_GRACE = 0.5  # between SIGTERM and SIGKILL once a worker has failed: its peers have nothing left to save
 _WAITING_NOTICE = 5.0  # between two lines that say who is missing
 _STOP_PATIENCE = 5.0  # beyond the grace, for an agent that does not answer the order to stop
-_FAREWELL_PATIENCE = 1.0  # for the other agents to hang up once they were told the end
 _ROLL_CALL_LOOK = 0.25  # between two looks for a node that said it cannot start
-
-
-@dataclass
-class Peer:
-    """One node's agent as the lead sees it."""
-
-    node_rank: int
-    host: str
-    pid: int
-    nproc: int
-    send: Callable[[Message], None]
-    heard_at: float
-    endpoints: tuple[str, ...] = ()
-    lost: bool = False
-    stopped: bool = True
-    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +48,9 @@ class Lead:
         job: the job's identity and secret.
         job_dir: where events and the verdict are written.
         say: shows one line to whoever watches this node.
+
+    Attributes:
+        gathering: the agents that have come; node 0's own joins it too.
     """
 
     def __init__(self, topology: Topology, options: LaunchOptions, job: JobIdentity, job_dir: Path, say: Callable[[str], None]) -> None:
@@ -74,10 +60,9 @@ class Lead:
         self._job_dir = job_dir
         self._say = say
         self._events = EventLog(job_dir / "events.jsonl")
-        self._inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
-        self._peers: dict[int, Peer] = {}
-        self._connections: set[asyncio.Task[None]] = set()
-        self._refusals: list[Failure] = []
+        self.gathering = Gathering(topology.nnodes, options, job, self._events)
+        self._inbox = self.gathering.inbox
+        self._peers = self.gathering.peers
         self._started_at: str | None = None
         self._deadline = float("inf")
         self._restarts = 0
@@ -93,12 +78,9 @@ class Lead:
         Raises:
             GangError: node 0 cannot listen.
         """
-        listener = ports.listen(self._topology.master_addr, self._job.ports)
-        server = await asyncio.start_server(self._welcome, sock=listener, limit=wire.LINE_BYTES)
-        self._events.add("listening", address=self._topology.master_addr, port=listener.getsockname()[1])
+        await self.gathering.open(ports.listen(self._topology.master_addr, self._job.ports), self._topology.master_addr)
         if self._job.attempt:
             self._say(f"attempt {self._job.attempt}: the job was queued again")
-        beating = asyncio.create_task(self._beat())
         try:
             outcome = await self._roll_call()
             while outcome is None:
@@ -110,9 +92,7 @@ class Lead:
                     outcome = cancelled
             return self._give_verdict(outcome)
         finally:
-            beating.cancel()
-            server.close()
-            await self._farewell()
+            await self.gathering.close()
 
     def _note_restart(self, outcome: Outcome) -> None:
         self._restarts += 1
@@ -125,97 +105,7 @@ class Lead:
         nobody_lost = not any(peer.lost for peer in self._peers.values())
         return worker_failed and nobody_lost and self._restarts < self._options.max_restarts
 
-    # -- who is there --------------------------------------------------------------------------------------------------
-
-    def join(self, hello: Message, send: Callable[[Message], None]) -> None:
-        """Take in an agent that has proved to be of this job.
-
-        Raises:
-            wire.Refused: another agent has its place, or it is of another attempt or another world.
-        """
-        node_rank, host, pid = int(hello["node_rank"]), str(hello["host"]), int(hello["pid"])
-        if int(hello["attempt"]) != self._job.attempt:
-            raise wire.Refused(f"this is attempt {self._job.attempt} of the job, not {hello['attempt']}")
-        problem, counted_by = "", str(hello.get("counted_by", ""))
-        if int(hello["nnodes"]) != self._topology.nnodes:
-            problem = f"node {node_rank} on {host} (pid {pid}) counts {hello['nnodes']} nodes, node 0 counts {self._topology.nnodes}"
-        elif counted_by and self._job.counted_by and counted_by != self._job.counted_by:
-            problem = (
-                f"node {node_rank} on {host} (pid {pid}) is counted by {counted_by}, node 0 by {self._job.counted_by}: "
-                "all nodes have to use the same index"
-            )
-        elif node_rank in self._peers:
-            first = self._peers[node_rank]
-            problem = f"node_rank {node_rank} is claimed twice: by {first.host} (pid {first.pid}) and by {host} (pid {pid})"
-        if problem:
-            self._refusals.append(Failure(None, None, node_rank, host, 1, None, problem))
-            raise wire.Refused(problem)
-        endpoints = tuple(map(str, hello.get("endpoints", ())))
-        self._peers[node_rank] = Peer(node_rank, host, pid, int(hello["nproc"]), send, time.monotonic(), endpoints)
-        self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=int(hello["nproc"]))
-        self._inbox.put_nowait((node_rank, {"t": "joined"}))
-
-    def hear(self, node_rank: int, message: Message) -> None:
-        """Take in a message of an agent that has joined."""
-        peer = self._peers[node_rank]
-        peer.heard_at = time.monotonic()
-        if message["t"] != "beat":
-            self._inbox.put_nowait((node_rank, message))
-
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            await self._converse(reader, writer)
-        except asyncio.CancelledError:
-            writer.transport.abort()  # by `_farewell`; nobody waits for this task, so nobody is told
-        finally:
-            self._connections.discard(task)
-
-    async def _farewell(self) -> None:
-        """Give the other agents a moment to hear the verdict and hang up, then hang up on the rest."""
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=_FAREWELL_PATIENCE)
-        for task in self._connections:
-            task.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
-
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            channel, hello = await wire.greet_member(reader, writer, self._job.token, self._job.job_id)
-        except (GangError, OSError, asyncio.TimeoutError) as error:
-            self._events.add("stranger", address=str(writer.get_extra_info("peername")), why=str(error) or "silent")
-            writer.close()
-            return
-        try:
-            self.join(hello, channel.send)
-        except (wire.Refused, KeyError, ValueError, TypeError) as error:
-            self._events.add("refused", why=str(error))
-            channel.send({"t": "refused", "why": str(error)})
-            await channel.close()
-            return
-        channel.send({"t": "welcome"})
-        await self._listen_to(int(hello["node_rank"]), channel)
-
-    async def _listen_to(self, node_rank: int, channel: Channel) -> None:
-        try:
-            while (message := await channel.receive()) is not None:
-                self.hear(node_rank, message)
-        except GangError as error:
-            self._events.add("forged", node_rank=node_rank, why=str(error))
-        self._inbox.put_nowait((node_rank, {"t": "lost", "why": "its connection was closed"}))
-        await channel.close()
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(self._options.heartbeat)
-            for peer in self._peers.values():
-                peer.send({"t": "beat"})
-                silence = time.monotonic() - peer.heard_at
-                if silence > self._options.lease and not peer.lost and peer.node_rank != 0:
-                    self._inbox.put_nowait((peer.node_rank, {"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"}))
+    # -- the roll-call ------------------------------------------------------------------------------------------------------
 
     async def _roll_call(self) -> Outcome | None:
         """Wait until every node's agent is here; an outcome instead if the job cannot begin."""
@@ -250,7 +140,7 @@ class Lead:
 
     def _refused_nodes(self) -> Outcome | None:
         """A node whose script could not even start the agent says so in a file, where the directory is shared."""
-        refused = self._refusals or ends.refusals(self._job_dir, self._job.attempt)
+        refused = self.gathering.refusals or ends.refusals(self._job_dir, self._job.attempt)
         return self._failed(refused[0]) if refused else None
 
     # -- one round -----------------------------------------------------------------------------------------------------
@@ -382,8 +272,7 @@ class Lead:
             return
         self._say(f"warned: {why}: the workers have {self._notice.seconds:g} s to leave")
         self._events.add("warned", attempt=self._job.attempt, why=why, seconds=self._notice.seconds)
-        for peer in self._peers.values():
-            peer.send({"t": "warn"})
+        self.gathering.tell_all({"t": "warn"})
 
     async def _stop_round(self, outcome: Outcome) -> Outcome | None:
         """Have every agent stop what still runs, and wait for their word; return the wish to cancel if one came meanwhile."""
@@ -391,8 +280,7 @@ class Lead:
         self._notice.end_round(self._judge)
         self._judge.stopped(time.monotonic())
         grace = 0.0 if outcome.state is JobState.SUCCEEDED else _FAILURE_GRACE if outcome.failure else self._options.grace
-        for peer in self._peers.values():
-            peer.send({"t": "stop", "grace": grace})
+        self.gathering.tell_all({"t": "stop", "grace": grace})
         deadline = time.monotonic() + grace + _STOP_PATIENCE
         while not all(peer.stopped for peer in self._peers.values()):
             try:
@@ -435,6 +323,5 @@ class Lead:
             self._say(f"the verdict cannot be written to {self._job_dir}: {error.strerror}")
             verdict = replace(verdict, reason=f"{verdict.reason} (not recorded: {error.strerror})".strip())
         self._events.add("ended", state=str(verdict.state), exit_code=verdict.exit_code, reason=verdict.reason)
-        for peer in self._peers.values():
-            peer.send({"t": "end", "verdict": verdict.to_json()})
+        self.gathering.tell_all({"t": "end", "verdict": verdict.to_json()})
         return verdict

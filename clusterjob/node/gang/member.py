@@ -11,7 +11,7 @@ from typing import Protocol
 from clusterjob.errors import GangError
 from clusterjob.node import network
 from clusterjob.node.gang import wire
-from clusterjob.node.gang.lead import Lead
+from clusterjob.node.gang.gathering import Gathering
 from clusterjob.node.gang.wire import Channel, Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
@@ -39,14 +39,14 @@ class Link(Protocol):
 class OwnLead:
     """The link of node 0's agent: the lead is in this process."""
 
-    def __init__(self, lead: Lead, hello: Message) -> None:
+    def __init__(self, gathering: Gathering, hello: Message) -> None:
         self.orders: asyncio.Queue[Message] = asyncio.Queue()
-        self._lead = lead
-        lead.join(hello, self.orders.put_nowait)
+        self._gathering = gathering
+        gathering.join(hello, self.orders.put_nowait)
 
     def send(self, message: Message) -> None:
         """Tell the lead something."""
-        self._lead.hear(0, message)
+        self._gathering.hear(0, message)
 
     async def close(self) -> None:
         """Nothing to be closed."""

@@ -1,0 +1,74 @@
+"""How the end of a worker, or of a node, becomes a failure: its last words, and whether it only follows from another one's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusterjob.node import logs, processes
+from clusterjob.node.contract import World
+from clusterjob.node.verdict import Failure, is_peer_loss, last_exception
+from clusterjob.node.workers import torchrun
+
+
+def how(code: int, signal_name: str | None) -> str:
+    """Return how a process ended, in words."""
+    return f"killed by {signal_name}" if signal_name else f"exited with code {code}"
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Makes the failures of one node.
+
+    Attributes:
+        node_rank, host: which node it is.
+        directory: of its logs.
+        attempt: which start of the job this is.
+        under_torchrun: its workers are torchrun's, whose last words tell of them.
+        oom_kills: how many processes this machine had killed for want of memory when the agent began.
+    """
+
+    node_rank: int
+    host: str
+    directory: Path
+    attempt: int
+    under_torchrun: bool
+    oom_kills: int = field(default_factory=processes.oom_kills)
+
+    def of_node(self, why: str) -> Failure:
+        """Return the failure of the node itself."""
+        return Failure(None, None, self.node_rank, self.host, 1, None, why)
+
+    def of_worker(self, world: World, local_rank: int, code: int, signal_name: str | None, message: str) -> Failure:
+        """Return the failure of a worker.
+
+        Args:
+            world: the round that it belongs to.
+            local_rank: its index on the node.
+            code: its exit code, 128 + n for signal n.
+            signal_name: that signal, or None.
+            message: what is known of it by now.
+        """
+        if self.under_torchrun:
+            return self._of_torchrun(world, code, signal_name, message)
+        rank = world.first_rank + local_rank
+        last = logs.last_lines(logs.rank_files(self.directory, rank, world.restart, self.attempt)[1])
+        # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always its own.
+        effect = signal_name in (None, "SIGABRT") and is_peer_loss("\n".join((message, *last)))
+        exception = last_exception(last)
+        if exception is not None and (message.startswith("exited") or signal_name == "SIGABRT"):
+            message = f"{exception} ({message})"
+        elif signal_name == "SIGKILL" and processes.oom_kills() > self.oom_kills:
+            message += " (this machine ran out of memory meanwhile)"
+        return Failure(rank, local_rank, self.node_rank, self.host, code, signal_name, message, last, effect)
+
+    def _of_torchrun(self, world: World, code: int, signal_name: str | None, message: str) -> Failure:
+        stderr = logs.torchrun_files(self.directory, world.restart, self.attempt)[1]
+        cause = torchrun.root_cause(stderr)
+        if cause is None:
+            return Failure(None, None, self.node_rank, self.host, code, signal_name, f"torchrun {message}", logs.last_lines(stderr))
+        effect = cause.signal in (None, "SIGABRT") and is_peer_loss("\n".join(cause.last_lines))
+        words = how(cause.exit_code, cause.signal)
+        return Failure(
+            cause.rank, cause.local_rank, self.node_rank, self.host, cause.exit_code, cause.signal, words, cause.last_lines, effect
+        )
