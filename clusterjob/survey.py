@@ -114,11 +114,11 @@ def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str
 
 
 def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
-    from clusterjob.backends import ssh
+    from clusterjob.backends.ssh import planning
 
     values = settings.values
     spec = {"python": values.get("python", "python3"), "setup": values.get("setup", ()), "options": values.get("set", {})}
-    return ssh.place_of(spec, named)
+    return planning.place_of(spec, named)
 
 
 def _warn(text: str) -> None:

@@ -13,7 +13,8 @@ import typer
 
 from clusterjob import bootstrap
 from clusterjob.backends import local, mlp, slurm, ssh
-from clusterjob.backends.slurm import planning
+from clusterjob.backends.slurm import planning as slurm_planning
+from clusterjob.backends.ssh import planning as ssh_planning
 from clusterjob.cli import app
 from clusterjob.hosts import Host
 from clusterjob.node.options import parse
@@ -103,12 +104,12 @@ def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPat
         return ""
 
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
-    for module, backend in ((local, local.LocalBackend()), (planning, slurm.SlurmBackend()), (mlp, mlp.MlpBackend())):
+    for module, backend in ((local, local.LocalBackend()), (slurm_planning, slurm.SlurmBackend()), (mlp, mlp.MlpBackend())):
         monkeypatch.setattr(module, "render", note)
         before = len(given)
         backend.plan(spec)
         assert len(given) > before
-    monkeypatch.setattr(ssh, "render", note)
+    monkeypatch.setattr(ssh_planning, "render", note)
     before = len(given)
     ssh.SshBackend().plan(replace(spec, hosts=(Host("gpu1"),)))
     assert len(given) == before, "it gives what all backends do"

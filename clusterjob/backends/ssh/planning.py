@@ -1,0 +1,141 @@
+"""From a job to its plan: the script, what lies beside it, and the command that starts each node's part on its host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob import plans
+from clusterjob.backends import directory
+from clusterjob.errors import SpecError
+from clusterjob.hosts import Host
+from clusterjob.plans import Plan, PlannedCommand
+from clusterjob.render import render
+from clusterjob.spec import JobSpec
+
+NAME = "ssh"
+SCRIPT = "ssh-node.sh"
+CODE = "code"
+_KNOWN = ("ssh_config", "connect_timeout", "sync_limit", "remote_home", "need_torch")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What --set says to this backend."""
+
+    sync_limit: int
+    remote_home: str
+    need_torch: bool
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Options:
+        """Return the options of a job.
+
+        Raises:
+            SpecError: one is unknown, or its value makes no sense.
+        """
+        from clusterjob.ssh.options import Options as Common
+
+        options = spec.options
+        unknown = next((key for key in options if key not in _KNOWN), None)
+        if unknown is not None:
+            raise SpecError(f"the ssh cluster knows no option {unknown!r} (--set)", f"there is {', '.join(_KNOWN)}")
+        common = Common.of(options)
+        torch = options.get("need_torch", "true").lower()
+        if torch not in ("true", "false"):
+            raise SpecError(f"need_torch: {torch!r} is neither true nor false")
+        return cls(common.sync_limit, common.remote_home, torch == "true")
+
+
+def plan(spec: JobSpec) -> Plan:
+    """Return what submitting the job would do. No host is asked.
+
+    Raises:
+        SpecError: there are no hosts, or fewer than nodes; or an option makes no sense here.
+        TemplateError: the user's template cannot be rendered.
+    """
+    spec, options = settled(spec), Options.of(spec)
+    job_id, job_dir = directory.new_directory(spec.name)
+    script = render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir))
+    remote = f"{options.remote_home}/jobs/{job_id}"
+    notes = ["--mem is not enforced on bare hosts"] if spec.resources.mem is not None else []
+    return Plan(
+        job_id=job_id,
+        backend=NAME,
+        job_dir=job_dir,
+        spec=spec,
+        files=(*directory.common_files(spec, job_dir), directory.script_file(job_dir / SCRIPT, script)),
+        commands=tuple(
+            PlannedCommand(("ssh", str(host), "bash", f"{remote}/{SCRIPT}"), _environment(spec, node), node)
+            for node, host in enumerate(spec.hosts)
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
+    options = spec.launch_options(echo=False)
+    if _uneven(spec):
+        options = replace(options, nproc_per_node=None)
+    return {
+        **directory.common_values(spec, job_id, job_dir),
+        "token_file": plans.token_file(Path()).name,
+        "workdir": CODE if spec.sync else str(spec.workdir),
+        "launch_arguments": options.arguments(),
+    }
+
+
+def settled(spec: JobSpec) -> JobSpec:
+    """Return the job with as many hosts as nodes, and its script relative to what is sent.
+
+    Raises:
+        SpecError: there are too few hosts, or something that bare hosts do not have.
+    """
+    if not spec.hosts:
+        raise SpecError("the ssh cluster needs hosts", "--hosts a,b[1-4] or --hostfile FILE names them")
+    directory.refuse_queue(spec, NAME)
+    nodes = spec.resources.nodes
+    if nodes > len(spec.hosts):
+        raise SpecError(f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}", "name more with --hosts, or fewer --nodes")
+    _check_gpus(spec)
+    return replace(spec, program=directory.sent_program(spec), hosts=spec.hosts[:nodes])
+
+
+def _check_gpus(spec: JobSpec) -> None:
+    asked = spec.resources.gpus_per_node
+    if spec.gpus == "auto" and not asked:
+        raise SpecError("--gpus auto does not say how many", "--gpus-per-node N does")
+    if spec.gpus and spec.gpus != "auto":
+        listed = spec.gpus.split(",")
+        if not all(re.fullmatch(r"\d{1,4}|GPU-[\w-]+", entry, re.ASCII) for entry in listed) or len(set(listed)) < len(listed):
+            raise SpecError(f"--gpus {spec.gpus!r} is no list of GPUs", "write it as 0,1,4, or auto for idle ones")
+        if asked != len(listed):
+            raise SpecError(f"--gpus {spec.gpus} are {len(listed)} on each host, --gpus-per-node says {asked}", "leave one of them out")
+
+
+def _uneven(spec: JobSpec) -> bool:
+    return len({host.slots for host in spec.hosts}) > 1
+
+
+def _environment(spec: JobSpec, node: int) -> dict[str, str]:
+    """Return the variables that the script of a node is started with; its master's address is added when it is known."""
+    env = {"CLUSTERJOB_NODE_RANK": str(node), "CLUSTERJOB_HOST": str(spec.hosts[node])}
+    if _uneven(spec):
+        env["CLUSTERJOB_NPROC_PER_NODE"] = str(spec.hosts[node].slots or 1)
+    if spec.resources.gpus_per_node == 0:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return env
+
+
+def place_of(spec: Mapping[str, Any], hosts: tuple[Host, ...]) -> Any:
+    """Return where a job's nodes are, from what was asked for."""
+    from clusterjob.ssh import visits
+    from clusterjob.ssh.connect import DEFAULT_TIMEOUT
+
+    options = spec.get("options") or {}
+    config = Path(options["ssh_config"]).expanduser().absolute() if "ssh_config" in options else None
+    timeout = float(options.get("connect_timeout", DEFAULT_TIMEOUT))
+    return visits.Place(hosts, str(spec["python"]), tuple(spec["setup"]), options.get("remote_home", visits.HOME), config, timeout)
