@@ -69,7 +69,7 @@ class JobSpec:
         setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
         resources: what the job needs.
         nproc_per_node: workers on each node.
-        nproc_open: whether that is a default, which a platform that knows its nodes' GPUs may overrule.
+        nproc_open: whether that is a default, which a platform that knows its nodes' GPUs may overrule; in a plan, whether it will.
         max_restarts: how often the workers are started again after a failure.
         start: ``fork`` from a process that has imported torch, ``exec`` each, or ``auto``.
         launcher: ``agent``, ``torchrun`` for torch's own agent on each node, or ``srun`` for one task of Slurm's per worker.

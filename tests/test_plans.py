@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterjob.backends import load
 from clusterjob.errors import RecordError
+from clusterjob.hosts import Host
 from clusterjob.node.program import Program
 from clusterjob.plans import Plan, PlannedCommand, PlannedFile, new_id, token_file, write_files
 from clusterjob.spec import JobSpec
@@ -122,3 +124,11 @@ def test_a_file_that_cannot_be_written_takes_the_whole_directory_with_it(tmp_pat
     assert "No such file or directory" in caught.value.message
     assert caught.value.exit_code == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("cluster", "left_open"), [("local", False), ("slurm", False), ("ssh", False), ("mlp", True)])
+def test_a_plan_says_whether_its_nodes_count_their_workers(cluster: str, left_open: bool, tmp_path: Path) -> None:
+    """A default is a count, but for a platform that tells each node how many GPUs it has."""
+    hosts = (Host("gpu1"),) if cluster == "ssh" else ()
+    spec = JobSpec(Program("command", "true"), workdir=tmp_path, nproc_open=True, hosts=hosts)
+    assert load(cluster).plan(spec).spec.nproc_open is left_open

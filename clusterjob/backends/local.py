@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class LocalBackend:
         if spec.options:
             raise SpecError(f"the local cluster knows no option {next(iter(spec.options))!r}", "it is one of Slurm's: --cluster slurm")
         directory.refuse_queue(spec, NAME)
+        spec = replace(spec, nproc_open=False)
         job_id, job_dir = directory.new_directory(spec.name)
         script = render(spec.template or f"{_SCRIPT}.j2", self._values(spec, job_id, job_dir))
         devices, notes = _devices(spec)

@@ -27,9 +27,8 @@ class Watch:
             raise UsageError(f"job {record.job_id} is an array: each element has its own output", f"name one, such as {first}")
         self._record = record
         self._reader = LogReader(record.job_dir, rank=rank, node=node)
-        # A platform may count the workers by itself, and only its nodes know how many there are.
-        counted = record.backend != "mlp" or not record.spec.get("nproc_open")
-        world_size = record.nodes * int(record.spec.get("nproc_per_node", 1)) if counted else None
+        # Where the nodes of a platform count the workers, nobody here knows how many there are.
+        world_size = None if record.spec.get("nproc_open") else record.nodes * int(record.spec.get("nproc_per_node", 1))
         for label, index, count in (("rank", rank, world_size), ("node", node, record.nodes)):
             if index is not None and count is not None and index >= count:
                 raise UsageError(f"job {record.job_id} has no {label} {index}", f"its {label}s are 0 to {count - 1}")

@@ -43,7 +43,7 @@ def plan(spec: JobSpec) -> Plan:
     """
     directory.refuse_hosts(spec, NAME)
     flags.check_warning(spec.resources, spec.signal_before)
-    login = login_of(spec)
+    login, spec = login_of(spec), replace(spec, nproc_open=False)
     job_id, job_dir = directory.new_directory(spec.name)
     array = spec.elements()
     pieces = _pieces(array, spec)

@@ -101,7 +101,7 @@ def settled(spec: JobSpec) -> JobSpec:
     if nodes > len(spec.hosts):
         raise SpecError(f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}", "name more with --hosts, or fewer --nodes")
     _check_gpus(spec)
-    return replace(spec, program=directory.sent_program(spec), hosts=spec.hosts[:nodes])
+    return replace(spec, program=directory.sent_program(spec), hosts=spec.hosts[:nodes], nproc_open=False)
 
 
 def _check_gpus(spec: JobSpec) -> None:
