@@ -51,8 +51,12 @@ def settled(verdict: Verdict, job_dir: Path) -> bool:
 
 def _by_the_way(verdict: Verdict, job_dir: Path) -> bool:
     """Return whether a failure may be nothing but how a worker took its SIGTERM, or a node whose agent had not begun to listen."""
-    failure = verdict.failure
-    return ends.cancelled(job_dir) or (failure is not None and (failure.signal == "SIGTERM" or failure.rank is None))
+    return ends.cancelled(job_dir) or by_a_node(verdict) or (verdict.failure is not None and verdict.failure.signal == "SIGTERM")
+
+
+def by_a_node(verdict: Verdict) -> bool:
+    """Return whether a node failed as a whole: by itself, or because Slurm ended its shell in the setup lines."""
+    return verdict.failure is not None and verdict.failure.rank is None
 
 
 def explains(row: Row) -> bool:

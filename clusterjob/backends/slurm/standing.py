@@ -146,6 +146,10 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
             return Status(JobState.PENDING, "it is being cancelled", None, started_at, restarts, handle)
         when = f"; expected to start at {row.start}" if row.start else ""
         return Status(JobState.PENDING, f"{again}{row.reason or 'queued'}{when}", None, started_at, restarts, handle)
+    # Slurm marks a job before it signals it: while it says RUNNING, nobody has cancelled what has failed.
+    stands = own is not None and own.state is JobState.FAILED and slurm_ends.by_a_node(own) and row.state == "RUNNING"
+    if own is not None and stands and not ends.cancelled(record.job_dir):
+        return _with_handle(own, handle)
     if row.active:
         return Status(JobState.RUNNING, waiting, None, started_at, restarts, handle)
     if own is None:
