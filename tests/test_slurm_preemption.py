@@ -99,6 +99,25 @@ def test_one_task_for_each_worker_is_warned_and_queued_again_too(user: User, mon
     assert (user.directory_of(job) / "logs" / "node0" / "rank0.attempt1.out").read_text() == "attempt 1\n"
 
 
+@pytest.mark.parametrize(
+    ("launcher", "shape", "late"),
+    [("agent", ("--nodes", "2"), "$SLURM_NODEID"), ("srun", ("--nproc-per-node", "2"), "$SLURM_PROCID")],
+)
+def test_those_that_had_not_begun_are_queued_again_with_the_others(user: User, launcher: str, shape: tuple[str, ...], late: str) -> None:
+    """srun ends them when the first has left, and its own code is then theirs."""
+    text = WAITING if launcher == "srun" else "pass"
+    user.patch.delenv("CLUSTERJOB_PYTHON")
+    hold = f'touch "held{late}"; [ "{late}" = 0 ] || [ "$CLUSTERJOB_ATTEMPT" != 0 ] || sleep 1000'
+    job = user.submit(text, *shape, "--requeue", "--signal-before", "20s", "--launcher", launcher, "--setup", hold)
+    user.wait_for("held1", timeout=PATIENCE)
+    first = (user.directory_of(job) / "events.jsonl").exists if launcher == "agent" else lambda: "attempt 0" in user.output(job)
+    wait_until(first, PATIENCE, "the first")
+    user.slurm.run("scancel", "--batch", "--signal=USR1", user.slurm_id(job))
+    user("wait", job, timeout=PATIENCE)
+    assert user.job(job)["state"] == "SUCCEEDED"
+    assert user.slurm_job(job)["Restarts"] == "1"
+
+
 class Count:
     """Counts until it is told to leave, and goes on from there."""
 
