@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -170,6 +171,25 @@ def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> Non
     assert f"on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; " in said[0]
     for each in ended:
         assert f"cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; gave up after 6 s" in last(each.err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["died", "stuck"])
+def test_who_was_there_and_is_gone_when_the_last_comes_is_named(tmp_path: Path, fault: signal.Signals) -> None:
+    port = free_port()
+    first, gone = processes(tmp_path, 12, [place(rank, 3, port) for rank in (0, 1)])
+    try:
+        assert first.stderr is not None
+        assert first.stderr.readline().startswith(f"clusterjob: waiting for rank 2 (node 0, {HOST})")  # rank 1 is there
+        gone.send_signal(fault)
+        [third] = processes(tmp_path, 60, [place(2, 3, port)])
+        ended = [finish(first), finish(third)]
+    finally:
+        gone.kill()
+        finish(gone)
+    words = f"waiting for rank 1 on {HOST} (pid {gone.pid}): at the roll-call before, and no answer now: died, or stuck; "
+    assert f"clusterjob: {words}4 s so far" in ended[0].err
+    assert [f"GangError: {words}gave up after " in last(each.err) for each in ended] == [True, True], ended
 
 
 def test_a_rank_0_that_comes_late_is_waited_for(tmp_path: Path) -> None:

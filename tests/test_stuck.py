@@ -146,7 +146,7 @@ def test_a_handler_of_the_scripts_own_is_left_alone(new_job: NewJob) -> None:
     job.start_all("--start", "fork", "--nproc-per-node", "2", late(job, 1, own), python=WITH_TORCH)
     assert job.wait() == [1]
     assert not job.path("hit").exists()
-    assert "did not come to the roll-call; it sleeps" in job.log(0, "rank0.err")
+    assert "does not answer the roll-call; it sleeps" in job.log(0, "rank0.err")
     assert job.result["failure"]["rank"] == 1
 
 

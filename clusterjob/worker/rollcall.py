@@ -225,19 +225,16 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
     begin = time.monotonic()
     due, pause = next(notices), _SHORTEST_PAUSE
     longest = _LONGEST_PAUSE if oversees else _idle_pause(worker.world_size)
-    all_wait = True
+    all_wait, repeated = True, False
     if not oversees:
-        longest_start = min(timeout, _QUICK) + _GRACE
-        try:
-            store.wait(["look"], timedelta(seconds=longest_start))
-        except RuntimeError:
-            if time.monotonic() - begin < longest_start - _LONGEST_PAUSE:
-                raise  # the store is gone
+        _await_good_start(store, min(timeout, _QUICK) + _GRACE)
     while not store.check(["go"]):
         if worker.rank == 0 and store.check(["full"]):
-            everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in range(worker.world_size)])]
-            _answer(store, nodes=_machines(everybody))
+            _answer_all(call, timeout - (time.monotonic() - begin))
             return
+        if not repeated and store.check(["again"]):
+            repeated, pause = True, _SHORTEST_PAUSE
+            _repeat(call)
         waited = time.monotonic() - begin
         if oversees and all_wait and waited > _QUICK:
             all_wait = False
@@ -257,6 +254,61 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
                     _say_missing(call, waited)
         time.sleep(pause)
         pause = min(_EAGER_PAUSE if oversees and waited < _QUICK else longest, pause * 1.5)
+
+
+def _await_good_start(store: Any, patience: float) -> None:
+    """Wait, some seconds (patience) at most, until the start is over or no good one; RuntimeError, torch's own, if the store goes."""
+    begin = time.monotonic()
+    try:
+        store.wait(["look"], timedelta(seconds=patience))
+    except RuntimeError:
+        if time.monotonic() - begin < patience - _LONGEST_PAUSE:
+            raise  # the store is gone
+
+
+def _answer_all(call: _Call, patience: float) -> None:
+    """Give rank 0's answer once all have come: after a start that took long all have to say so again, in the seconds that are left."""
+    store, world_size = call.store, call.worker.world_size
+    if store.check(["look"]):
+        _call_again(call, patience)
+    everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in range(world_size)])]
+    _answer(store, nodes=_machines(everybody))
+
+
+def _call_again(call: _Call, patience: float) -> None:
+    """Wait until all have said once more that they are there: where the last came late, others may have gone meanwhile.
+
+    torch would wait for them without a word. Who does not answer is named, and refused in the end, as whoever never came.
+
+    Args:
+        call: rank 0's part.
+        patience: seconds, of which the others have as many as they need to look.
+    """
+    store, worker = call.store, call.worker
+    notices = speaker.notices()
+    begin = time.monotonic()
+    due, patience = next(notices), max(patience, _GRACE / 2)
+    store.set("again", "")
+    _repeat(call)
+    while store.add("repeated", 0) < worker.world_size and not store.check(["go"]):
+        waited = time.monotonic() - begin
+        if waited > min(due, patience):
+            absent = _absent(store, worker, "again")
+            if not absent:
+                return  # the last is between its sign and its count
+            call.ask(absent, final=waited > patience)
+            if waited > patience:
+                _answer(store, f"{_gone(call, absent)}; gave up after {waited:.0f} s")
+                return
+            due = next(notices)
+            speaker.say(f"{_gone(call, absent)}; {waited:.0f} s so far")
+        time.sleep(_LONGEST_PAUSE)
+
+
+def _repeat(call: _Call) -> None:
+    """Say once more that this process is there."""
+    call.store.set(f"again{call.own.rank}", "")
+    call.store.add("repeated", 1)
 
 
 def _idle_pause(world_size: int) -> float:
@@ -309,8 +361,15 @@ def _who(facts: Facts) -> str:
     return f"rank {facts.rank} on {facts.process()}"
 
 
-def _absent(store: Any, worker: Worker) -> list[int]:
-    return [rank for rank in range(worker.world_size) if not store.check([f"rank{rank}"])]
+def _absent(store: Any, worker: Worker, sign: str = "rank") -> list[int]:
+    return [rank for rank in range(worker.world_size) if not store.check([f"{sign}{rank}"])]
+
+
+def _gone(call: _Call, absent: list[int]) -> str:
+    """Return who was there and does not answer any more."""
+    known = call.store.multi_get([f"rank{rank}" for rank in absent[:_MOST_NAMED]])
+    named = [f"{each.rank} on {each.process()}" for each in map(Facts.of, known)]
+    return f"{_waiting_for(absent, named)}: at the roll-call before, and no answer now: died, or stuck"
 
 
 def _missing(call: _Call, absent: list[int]) -> str:
@@ -323,9 +382,13 @@ def _missing(call: _Call, absent: list[int]) -> str:
         if there:
             hosts[node] = Facts.of(store.get(f"rank{there[0]}")).host
     named = [f"{rank} (node {rank // size}{f', {hosts[rank // size]}' if rank // size in hosts else ''})" for rank in absent[:_MOST_NAMED]]
-    more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
     known = "started, and not yet at init()" if call.started else "not heard of: not started, or still importing"
-    return f"waiting for rank{'s' if len(absent) > 1 else ''} {', '.join(named)}{more}: {known}"
+    return f"{_waiting_for(absent, named)}: {known}"
+
+
+def _waiting_for(absent: list[int], named: list[str]) -> str:
+    more = f" and {len(absent) - len(named)} more" if len(absent) > len(named) else ""
+    return f"waiting for rank{'s' if len(absent) > 1 else ''} {', '.join(named)}{more}"
 
 
 def _ask_nobody(_missing: list[int], *, final: bool) -> None:

@@ -70,7 +70,7 @@ class Asking:
         elif lines or not (asks or forked):
             how = "has not come to bootstrap.init()"
         else:
-            how = "did not come to the roll-call"
+            how = "does not answer the roll-call"
         text = f"has run for {time.monotonic() - asked.begun:.0f} s and {how}; {doing}"
         if self._final and lines and log is not None:
             append(log, [f"the others gave up waiting for this process, which {text}", *lines])
