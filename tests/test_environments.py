@@ -109,6 +109,18 @@ def test_what_is_impossible_together_is_named(change: dict[str, str], words: str
     assert words in "; ".join(finding.conflicts)
 
 
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:29500", "h\x1b[31m", "\udcff", "a b", "[]"])
+@pytest.mark.parametrize(("environ", "name"), [(TORCHRUN, "MASTER_ADDR"), (OURS, "CLUSTERJOB_MASTER_ADDR")])
+def test_a_master_that_is_no_host_is_refused(environ: dict[str, str], name: str, address: str) -> None:
+    assert f"{name}={address!r} is no host" in "; ".join(detect(environ | {name: address}).conflicts)
+
+
+def test_a_master_s_ipv6_address_may_have_brackets() -> None:
+    place = detect(TORCHRUN | {"MASTER_ADDR": "[fd00::1]"}).place
+    assert isinstance(place, Worker)
+    assert place.topology.master_addr == "fd00::1"
+
+
 def test_the_node_is_worked_out_where_no_variable_gives_it() -> None:
     finding = detect(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
     assert finding.place == Worker(Topology(2, 1, 4, "10.0.0.1", 29500, "torchrun"), 5, 1, 8, 4)

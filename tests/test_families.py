@@ -375,6 +375,19 @@ def test_two_sources_that_disagree_are_one_clear_error(environ: dict[str, str], 
     assert words in finding.conflicts[0]
 
 
+@pytest.mark.parametrize("name", ["mlp", "kubeflow"])
+def test_torch_s_own_variables_beside_a_platform_s_are_shown_as_ignored(name: str) -> None:
+    finding = detect(EVERY[name][0] | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"})
+    assert finding.place == EVERY[name][1]
+    assert {"MASTER_ADDR", "MASTER_PORT"} <= {item.variable for item in finding.ignored}
+
+
+def test_what_is_left_of_a_step_is_shown_beside_a_count_of_several() -> None:
+    finding = detect({"SLURM_JOB_ID": "3", "WORLD_SIZE": "2"})
+    assert [item.variable for item in finding.ignored] == ["SLURM_JOB_ID"]
+    assert detect({"MASTER_ADDR": "h"}).ignored[0].variable == "MASTER_ADDR"
+
+
 def test_two_sources_that_agree_are_no_conflict() -> None:
     assert detect(KUBEFLOW | RANKS).place == NODES["kubeflow"][1]
     assert detect(MLP | RANKS | {"MASTER_ADDR": "10.0.0.1"}).place == NODES["mlp"][1]

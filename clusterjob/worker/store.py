@@ -50,7 +50,7 @@ def meeting_store(worker: Worker, options: dict[str, Any], patience: float, numb
     address, port = worker.topology.master_addr, worker.topology.master_port
     if port is None:
         raise PlaceError(f"the environment ({worker.topology.source}) names no port on which rank 0 could be met: set MASTER_PORT")
-    at_master = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port))
+    at_master = (os.environ.get("MASTER_ADDR", "").strip(" []"), os.environ.get("MASTER_PORT")) == (address, str(port))
     served = at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if served:
         wait = {"timeout": options["timeout"]} if "timeout" in options else {}

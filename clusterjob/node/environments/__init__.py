@@ -88,7 +88,14 @@ def detect(environ: Mapping[str, str]) -> Finding:
             ignored += finding.ignored
         else:
             findings.append(finding)
-    if not findings:
-        return counted.detect(environ) or Finding(source=NOWHERE, place=None, ignored=ignored)
-    winner = compare(findings[0], findings[1:])
-    return replace(winner, ignored=winner.ignored + ignored)
+    found = compare(findings[0], findings[1:]) if findings else counted.detect(environ) or Finding(source=NOWHERE, place=None)
+    return replace(found, ignored=found.ignored + ignored + _other_meeting(found, environ))
+
+
+def _other_meeting(found: Finding, environ: Mapping[str, str]) -> tuple[Ignored, ...]:
+    """Return torch's variables of where rank 0 is met, which many a script exports, where the family has not taken them."""
+    if found.conflicts:
+        return ()  # they may be what is refused
+    why = "nothing beside it says that this is one of several" if found.source == NOWHERE else f"{found.source} has its own word for it"
+    known = {*found.evidence.values(), *(item.variable for item in found.ignored)}
+    return tuple(Ignored(name, why) for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name, "").strip() and name not in known)

@@ -18,7 +18,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     node_rank = reading.number("node_rank", "CLUSTERJOB_NODE_RANK")
     nproc_per_node = reading.number("nproc_per_node", "CLUSTERJOB_NPROC_PER_NODE", required=False)
     # Several nodes cannot meet at a default: each would find itself at localhost and train alone.
-    master_addr = reading.text("master_addr", "CLUSTERJOB_MASTER_ADDR", required=nnodes != 1)
+    master_addr = reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR", required=nnodes != 1)
     master_port = reading.number("master_port", "CLUSTERJOB_MASTER_PORT", required=False)
     if nnodes is None or node_rank is None or reading.conflicts:
         return reading.finding(None)

@@ -145,8 +145,8 @@ def _tasks_per_node(reading: Reading) -> list[int]:
 def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
     """Return node 0's name: as our script gives it, as the user does, else the first of the step's nodes as Slurm lists them."""
     if reading.is_set("CLUSTERJOB_MASTER_ADDR"):
-        return reading.text("master_addr", "CLUSTERJOB_MASTER_ADDR")
-    given = reading.text("master_addr", "MASTER_ADDR", required=False)
+        return reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR")
+    given = reading.host("master_addr", "MASTER_ADDR", required=False)
     if given is not None and is_this_machine(given) and nnodes != 1:
         reading.conflicts.append(f"MASTER_ADDR={given[:80]!r} is each node itself, and there are {nnodes} (master_addr)")
         return None

@@ -31,7 +31,7 @@ def read(environ: Mapping[str, str]) -> Finding:
     rank = reading.number("rank", "RANK")
     world_size = reading.number("world_size", "WORLD_SIZE")
     local_rank = reading.number("local_rank", "LOCAL_RANK")
-    master_addr = reading.text("master_addr", "MASTER_ADDR")
+    master_addr = reading.host("master_addr", "MASTER_ADDR")
     master_port = reading.number("master_port", "MASTER_PORT")
     local_world_size = reading.number("local_world_size", "LOCAL_WORLD_SIZE", required=False)
     node_rank = reading.number("node_rank", "GROUP_RANK", required=False)
