@@ -382,6 +382,18 @@ def test_torch_s_own_variables_beside_a_platform_s_are_shown_as_ignored(name: st
     assert {"MASTER_ADDR", "MASTER_PORT"} <= {item.variable for item in finding.ignored}
 
 
+@pytest.mark.parametrize(
+    ("environ", "missing"),
+    [
+        ({"MLP_WORKER_0_HOST": "10.0.0.1", "MLP_WORKER_GPU": "8"}, "MLP_WORKER_NUM"),
+        ({"MLP_WORKER_0_PRIMARY_HOST": "10.0.0.1"}, "MLP_ROLE_INDEX"),
+        ({"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}, "SKYPILOT_NUM_NODES"),
+    ],
+)
+def test_an_address_without_a_number_is_a_half_set_platform_and_no_world_of_one(environ: dict[str, str], missing: str) -> None:
+    assert f"{missing} is not set" in "; ".join(detect(environ).conflicts)
+
+
 def test_what_is_left_of_a_step_is_shown_beside_a_count_of_several() -> None:
     finding = detect({"SLURM_JOB_ID": "3", "WORLD_SIZE": "2"})
     assert [item.variable for item in finding.ignored] == ["SLURM_JOB_ID"]

@@ -22,8 +22,8 @@ _ROLES = ("WORKER", "CHIEF", "PS", "SERVER", "SCHEDULER", "EVALUATOR")
 def detect(environ: Mapping[str, str]) -> Finding | None:
     """Return this node's place among those of its role; None where no role's variables are set."""
     reading = Reading(environ, SOURCE, quoted=True)
-    counted = [f"MLP_{role}_NUM" for role in _ROLES]
-    if not reading.is_set("MLP_ROLE", "MLP_ROLE_INDEX", *counted):
+    signs = [f"MLP_{role}_{what}" for role in _ROLES for what in ("NUM", "0_HOST", "0_PRIMARY_HOST")]
+    if not reading.is_set("MLP_ROLE", "MLP_ROLE_INDEX", *signs):
         return None
     role = (reading.value("MLP_ROLE") or "WORKER").upper()
     if role not in _ROLES:

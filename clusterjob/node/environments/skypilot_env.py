@@ -15,7 +15,7 @@ from clusterjob.node.environments.reading import Finding, Reading
 def detect(environ: Mapping[str, str]) -> Finding | None:
     """Return this node's place from SKYPILOT_NODE_RANK and its kin; None where they are not set."""
     reading = Reading(environ, "skypilot")
-    if not reading.is_set("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"):
+    if not reading.is_set("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"):
         return None
     nnodes = reading.number("nnodes", "SKYPILOT_NUM_NODES")
     node_rank = reading.number("node_rank", "SKYPILOT_NODE_RANK")
