@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, environment, finish, run, script, start
+from launching import PATIENCE, environment, finish, free_port, run, script, start
 from procs import nothing_left, own_marked, wait_until
 
 import clusterjob
@@ -259,6 +259,27 @@ def test_processes_of_one_parent_need_no_address(method: str, tmp_path: Path) ->
     ran = run([sys.executable, script(tmp_path, BY_HAND), method], tmp_path)
     assert ran.code == 0, ran.err
     assert ran.out.split() == ["done"] * 4
+
+
+AS_TORCH_S_TUTORIAL = """
+    import os
+    import torch.multiprocessing as mp
+    from clusterjob import bootstrap
+
+    def train(rank, world_size):
+        with bootstrap.init(rank=rank, world_size=world_size, timeout=60) as ctx:
+            assert (ctx.local_rank, ctx.local_world_size, ctx.nnodes, ctx.master_addr) == (rank, world_size, 1, "localhost")
+            assert ctx.reduce(1, "sum") == world_size
+
+    if __name__ == "__main__":
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{port}"
+        mp.spawn(train, args=(2,), nprocs=2)
+"""
+
+
+def test_a_rank_by_hand_at_localhost_is_a_local_rank(tmp_path: Path) -> None:
+    ran = run([sys.executable, script(tmp_path, AS_TORCH_S_TUTORIAL.replace("{port}", str(free_port())))], tmp_path)
+    assert ran.code == 0, ran.err
 
 
 LOST = """

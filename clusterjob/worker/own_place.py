@@ -9,7 +9,7 @@ from dataclasses import replace
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node import addresses, contract, environments, network
 from clusterjob.node.environments import Finding, openmpi_env, slurm_env, torch_env
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.topology import Topology, Worker, is_this_machine
 from clusterjob.worker import siblings
 
 # Launchers that number their processes and say nothing of nodes: the processes count them when they meet.
@@ -33,7 +33,7 @@ def find(by_hand: dict[str, str], *, checked: bool = True, timeout: float | None
     if by_hand.get("WORLD_SIZE") == "1" and by_hand["RANK"] == by_hand.get("LOCAL_RANK", "0") == "0":
         return Finding(source="arguments", place=None)
     if checked and by_hand:
-        by_hand = _among_siblings(by_hand, timeout)
+        by_hand = _on_one_machine(_among_siblings(by_hand, timeout))
     given = _local_rank_of_argv() | by_hand
     # A place by hand is a process's, whatever else the environment speaks of.
     finding = torch_env.read(os.environ | given) if given else environments.detect(environments.look(os.environ))
@@ -64,8 +64,20 @@ def _among_siblings(by_hand: dict[str, str], timeout: float | None) -> dict[str,
         return by_hand
     if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
         return by_hand  # which is refused with its reason
-    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    return by_hand | local | {"MASTER_ADDR": siblings.ADDRESS, "MASTER_PORT": str(siblings.meet(int(rank), timeout))}
+    return _all_here(by_hand) | {"MASTER_ADDR": siblings.ADDRESS, "MASTER_PORT": str(siblings.meet(int(rank), timeout))}
+
+
+def _on_one_machine(by_hand: dict[str, str]) -> dict[str, str]:
+    """Return a place by hand with the rest of it, where all meet at an address that means each machine itself: all are of this one."""
+    given = os.environ | by_hand
+    knows_more = given.get("LOCAL_RANK") or given.get("LOCAL_WORLD_SIZE")
+    return by_hand if knows_more or not is_this_machine(given.get("MASTER_ADDR", "")) else _all_here(by_hand)
+
+
+def _all_here(by_hand: dict[str, str]) -> dict[str, str]:
+    return by_hand | {
+        "LOCAL_RANK": by_hand["RANK"], "LOCAL_WORLD_SIZE": by_hand["WORLD_SIZE"], "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"
+    }  # fmt: skip
 
 
 def _check_launcher(finding: Finding) -> None:
