@@ -22,6 +22,8 @@ class ClusterJobError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint or self.general_hint
+        if hint:
+            self.__notes__ = [f"hint: {hint}"]  # a script's traceback shows it, from Python 3.11 on (PEP 678)
 
 
 class UsageError(ClusterJobError):

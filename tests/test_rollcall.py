@@ -16,6 +16,7 @@ import pytest
 from launching import environment, finish, free_port, run, script, start
 from namespaces import machines, why_not
 
+from clusterjob.errors import PlaceError
 from clusterjob.worker.rollcall import Facts, disagreement
 
 INIT = "from clusterjob import bootstrap\nwith bootstrap.init(timeout=TIMEOUT) as ctx:\n    print('met', ctx.rank, flush=True)\n"
@@ -36,7 +37,7 @@ def processes(directory: Path, timeout: float, places: list[dict[str, str]]) -> 
 
 
 def last(err: str) -> str:
-    return err.strip().splitlines()[-1]
+    return [line for line in err.strip().splitlines() if not line.startswith("hint: ")][-1]
 
 
 def test_whoever_is_missing_is_named_while_the_others_wait(tmp_path: Path) -> None:
@@ -94,6 +95,13 @@ def test_two_jobs_at_one_port_do_not_become_one(tmp_path: Path) -> None:
     for each in ended:
         assert each.code == 1
         assert "is of job yours, rank 0 on" in last(each.err)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a traceback shows no notes")
+def test_a_traceback_ends_with_what_to_do(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = [finish(each) for each in processes(tmp_path, 60, [place(0, 2, taken.getsockname()[1]), {"RANK": "0", "LOCAL_RANK": "0"}])]
+    assert [each.err.splitlines()[-1] for each in ended] == ["hint: MASTER_PORT names another port", f"hint: {PlaceError.general_hint}"]
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:

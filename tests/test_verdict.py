@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.verdict import SCHEMA, Failure, JobState, Verdict, is_peer_loss
+from clusterjob.node.verdict import SCHEMA, Failure, JobState, Verdict, is_peer_loss, last_exception
 
 FAILURE = Failure(3, 1, 1, "gpu7", 137, "SIGKILL", "was killed by SIGKILL", ("one", "two"))
 NODE_FAILURE = Failure(None, None, 2, "gpu9", 1, None, "the agent was lost")
@@ -138,3 +138,9 @@ def test_what_only_tells_of_a_lost_peer(words: str) -> None:
 )  # fmt: skip
 def test_what_is_a_worker_s_own(words: str) -> None:
     assert not is_peer_loss(words)
+
+
+def test_the_hint_below_an_error_of_ours_is_not_the_error() -> None:
+    lines = ["Traceback (most recent call last):", "  ...", "clusterjob.errors.GangError: boom", "hint: do that"]
+    assert last_exception(lines) == "clusterjob.errors.GangError: boom"
+    assert last_exception(["hint: do that"]) is None

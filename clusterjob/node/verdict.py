@@ -77,6 +77,8 @@ _RANK_MARK = re.compile(r"\[rank\d+\]: ?")
 def last_exception(lines: Sequence[str]) -> str | None:
     """Return the last line of a worker's stderr if that is the end of a Python traceback: ``ValueError: boom``."""
     bare = [_RANK_MARK.sub("", line, count=1) for line in lines]
+    while bare and bare[-1].startswith("hint: "):  # of an error of ours
+        bare.pop()
     return bare[-1] if "Traceback (most recent call last):" in bare[:-1] else None
 
 

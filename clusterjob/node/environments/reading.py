@@ -58,7 +58,9 @@ class Finding:
             PlaceError: the variables are half-set or contradict each other; the message names them.
         """
         if self.conflicts:
-            raise PlaceError(f"the environment ({self.source}) gives no place in a job: {'; '.join(self.conflicts)}")
+            raise PlaceError(
+                f"the environment ({self.source}) gives no place in a job: {'; '.join(self.conflicts)}", PlaceError.general_hint
+            )
         return self
 
 
