@@ -155,7 +155,9 @@ def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
         if nodes and is_this_machine(nodes[0]) and nnodes != 1:
             reading.conflicts.append(f"SLURM_STEP_NODELIST begins with {nodes[0]!r}, and there are {nnodes} nodes (master_addr)")
         return nodes[0] if nodes else None
-    others = {name.partition(".")[0] for name in [*nodes[1:], *_hosts(reading, "SLURM_JOB_NODELIST", required=False)]}
+    whole = "SLURM_JOB_NODELIST"
+    more = _hosts(reading, whole, required=False) if reading.value(whole) != reading.value("SLURM_STEP_NODELIST") else []
+    others = {name.partition(".")[0] for name in [*nodes[1:], *more]}
     if nodes and given.partition(".")[0] in others - {nodes[0].partition(".")[0]}:
         reading.conflicts.append(f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, {nodes[0]!r}, where rank 0 is")
         return None
