@@ -200,6 +200,33 @@ def test_who_was_there_and_is_gone_when_the_last_comes_is_named(tmp_path: Path, 
     assert [f"GangError: {words}gave up after " in last(each.err) for each in ended] == [True, True], ended
 
 
+GONE_BEFORE_RANK_0 = """
+    import time
+    import torch.distributed as dist
+    from clusterjob.errors import GangError
+    from clusterjob.node.topology import Topology, Worker
+    from clusterjob.worker import rollcall
+
+    def facts(rank, came):
+        return rollcall.Facts(rank, "h", 10 + rank, "boot", 2, "job", "torch", "", came)
+
+    store = dist.HashStore()
+    for key in ("first", "rank1"):  # what rank 1 has left there
+        store.set(key, facts(1, time.time() - 30).data())
+    store.add("count", 1)
+    worker = Worker(Topology(1, 0, 2, "127.0.0.1", 1, "openmpi"), 0, 0, 2, 2)
+    try:
+        rollcall.call(store, worker, facts(0, time.time()), 3, started=False)
+    except GangError as error:
+        print(error)
+"""
+
+
+def test_who_was_the_only_one_there_and_is_gone_when_rank_0_comes_is_named(tmp_path: Path) -> None:
+    ended = run([sys.executable, script(tmp_path, GONE_BEFORE_RANK_0)], tmp_path)
+    assert ended.out.startswith("waiting for rank 1 on h (pid 11): at the roll-call before, and no answer now"), ended
+
+
 def test_a_rank_0_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     port = free_port()
     [second] = processes(tmp_path, 90, [place(1, 2, port) | {"LOCAL_RANK": "0"}])

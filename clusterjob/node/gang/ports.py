@@ -44,4 +44,4 @@ def listen(master_addr: str, ports: Sequence[int]) -> socket.socket:
             if error.errno != errno.EADDRINUSE:
                 raise GangError(f"node 0 cannot listen at {master_addr}:{port}: {error.strerror or error}") from error
             taken.append(str(port))
-    raise GangError(f"node 0 finds no free port at {master_addr}: {', '.join(taken)} are taken")
+    raise GangError(f"node 0 finds no free port at {master_addr}: {', '.join(taken)} {'is' if len(taken) == 1 else 'are'} taken")
