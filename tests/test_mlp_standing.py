@@ -17,6 +17,7 @@ from clusterjob.backends.platform import Account
 from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
 from clusterjob.node import ends
 from clusterjob.node.events import now
+from clusterjob.node.processes import ProcessIdentity
 from clusterjob.node.verdict import JobState
 from clusterjob.platforms import Instance, Platform, Task, standing
 from clusterjob.platforms.command import Answer
@@ -284,6 +285,25 @@ def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"missing_since": time.time() - 1000}))
     lost = Fixed([]).status([job])["a"]
     assert (lost.state, lost.reason) == (JobState.LOST, "the platform does not show its task any more")
+
+
+@pytest.mark.parametrize("array", [None, {"indices": [0, 1], "pieces": [0]}])
+@pytest.mark.parametrize("tasks", [[], [Task(task_id(k), name, JobState.RUNNING, "Running") for k, name in enumerate(("a", "a_0"))]])
+def test_what_a_submitter_that_was_killed_has_left_is_removed(tmp_path: Path, array: dict[str, Any] | None, tasks: list[Task]) -> None:
+    whole = record("a", tmp_path, handle=None, array=array, submitter=ProcessIdentity.of_this_process())
+    left = [whole.job_dir / "task.private.yaml", whole.job_dir / ".task.private.yaml.x1y2", whole.job_dir / "upload" / "train.py"]
+    left[-1].parent.mkdir()
+    for path in left:
+        path.write_text("a secret")
+
+    def ask(submitter: ProcessIdentity | None) -> None:
+        asked = replace(whole, submitter=submitter)
+        Fixed(tasks).status([asked.element(index) for index in array["indices"]] if array else [asked])
+
+    ask(whole.submitter)
+    assert left[0].exists(), "it is being read just now"
+    ask(None)
+    assert [path for path in (*left, left[-1].parent) if path.exists()] == []
 
 
 def test_a_cancelled_job_s_later_attempt_is_cancelled(tmp_path: Path) -> None:

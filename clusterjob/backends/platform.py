@@ -385,7 +385,8 @@ def _take_back(platform: Platform, ids: Sequence[str]) -> None:
 
 def _sweep(record: Record) -> None:
     """Remove what a submitter that was killed has left of a job: what was to be sent, and the secrets."""
-    if record.handle is None and record.index is None:
-        shutil.rmtree(record.job_dir / upload.DIRECTORY, ignore_errors=True)
-        for path in record.job_dir.glob(f"{_PRIVATE}*"):
+    if record.handle is None:
+        place = record.job_dir if record.index is None else record.job_dir.parent.parent  # an array's elements are sent from one
+        shutil.rmtree(place / upload.DIRECTORY, ignore_errors=True)
+        for path in place.glob(f"*{_PRIVATE}*"):  # or half of it, below the name that it has while it is written
             path.unlink(missing_ok=True)
