@@ -225,6 +225,10 @@ def test_secrets_are_filled_in_by_name_and_by_field() -> None:
     assert full["ImageCredential"] == {"RegistryToken": "t"}
     with pytest.raises(SubmitError, match="OTHER is not set"):
         task.with_secrets(text, options, "tok", {"KEY": "k"})
+    with pytest.raises(SubmitError) as refused:
+        task.with_secrets(text, options, "tok", environ | {"TOKEN_OF_MINE": "hush\udcff"})
+    assert "ImageCredential.RegistryToken holds bytes that are no UTF-8" in refused.value.message
+    assert "hush" not in f"{refused.value.message} {refused.value.hint} {refused.value.__cause__}"
 
 
 def test_a_profile_s_lists_and_tables_are_options(tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def with_secrets(planned: str, options: Mapping[str, str], token: str, environ: 
         environ: where the others are taken from.
 
     Raises:
-        SubmitError: a secret is not there.
+        SubmitError: a secret is not there, or is no text.
     """
     from yaml import safe_load
 
@@ -347,6 +347,10 @@ def with_secrets(planned: str, options: Mapping[str, str], token: str, environ: 
     for target, source in Options.of(options).secrets.items():
         if not environ.get(source):
             raise SubmitError(f"the secret {target} is not there: {source} is not set", f"export {source}=...")
+        try:
+            environ[source].encode()
+        except UnicodeEncodeError:  # said here: whoever writes the YAML would show the value
+            raise SubmitError(f"the secret {target} holds bytes that are no UTF-8, which YAML cannot carry", f"look at {source}") from None
         values[target] = environ[source]
     for entry in task["Envs"]:
         if entry.get("IsPrivate"):
