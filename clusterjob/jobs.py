@@ -16,7 +16,7 @@ from clusterjob.backends import Backend, Status
 from clusterjob.backends.directory import nothing_to_fetch
 from clusterjob.checks import Check
 from clusterjob.errors import ClusterJobError, PlaceError, SpecError, SubmitInDoubtError, UsageError
-from clusterjob.node import environments, events, processes
+from clusterjob.node import ends, environments, events, processes
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
@@ -162,6 +162,9 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
             raise
     except SubmitInDoubtError:
         raise  # it may run: the record and the directory are what it can be found by
+    except KeyboardInterrupt:
+        ends.cancel(plan.job_dir)  # wherever it was broken off: for whoever asks after it, and whatever of it may still start
+        raise
     except ClusterJobError:
         records.remove(plan.job_id)
         shutil.rmtree(plan.job_dir, ignore_errors=True)

@@ -8,6 +8,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from procs import PATIENCE, alive, all_pids, kill_one_by_one, wait_until
 
 from clusterjob import backends, jobs
 from clusterjob.backends import Status
+from clusterjob.backends.local import LocalBackend
 from clusterjob.config import Settings
 from clusterjob.errors import PlaceError, RecordError, SpecError, UnknownCluster
 from clusterjob.node.logs import Line
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 from clusterjob.plans import Plan
-from clusterjob.records import Records
+from clusterjob.records import Handle, Records
 from clusterjob.spec import JobSpec, Resources
 
 SCRIPT = Program("script", "script.py")
@@ -243,6 +245,19 @@ def test_a_job_that_cannot_be_recorded_is_not_there(make_plan: MakePlan) -> None
     with pytest.raises(RecordError, match="cannot be written"):
         jobs.submit(plan, "local", detach=True)
     assert not plan.job_dir.exists()
+
+
+def test_ctrl_c_wherever_it_comes_is_a_wish_that_the_job_end(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(LocalBackend):
+        def submit(self, plan: Plan) -> Handle:
+            raise KeyboardInterrupt
+
+    plan = make_plan()
+    monkeypatch.setitem(jobs._loaded, "local", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        jobs.submit(plan, "local", detach=True)
+    gone = replace(Records().find(plan.job_id), submitter=None)
+    assert jobs.status(gone).state is JobState.CANCELLED
 
 
 def test_a_plan_is_carried_out_once(make_plan: MakePlan) -> None:

@@ -288,6 +288,19 @@ def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("array", [None, {"indices": [0, 1], "pieces": [0]}])
+def test_a_submission_that_was_broken_off_was_cancelled(tmp_path: Path, array: dict[str, Any] | None) -> None:
+    whole = record("a", tmp_path, handle=None, array=array)
+    ends.cancel(whole.job_dir)
+    waiting = Fixed([]).status([whole.element(1) if array else whole])
+    assert {(status.state, status.reason) for status in waiting.values()} == {
+        (JobState.UNKNOWN, "it is being cancelled; the platform does not show it (yet)")
+    }
+    long_ago = replace(whole, submitted_at="2026-01-01T00:00:00.000Z")
+    found = Fixed([]).status([long_ago.element(1) if array else long_ago])
+    assert [status.state for status in found.values()] == [JobState.CANCELLED]
+
+
+@pytest.mark.parametrize("array", [None, {"indices": [0, 1], "pieces": [0]}])
 @pytest.mark.parametrize("tasks", [[], [Task(task_id(k), name, JobState.RUNNING, "Running") for k, name in enumerate(("a", "a_0"))]])
 def test_what_a_submitter_that_was_killed_has_left_is_removed(tmp_path: Path, array: dict[str, Any] | None, tasks: list[Task]) -> None:
     whole = record("a", tmp_path, handle=None, array=array, submitter=ProcessIdentity.of_this_process())

@@ -224,10 +224,12 @@ class PlatformBackend(ABC):
             return Status(JobState.UNKNOWN, f"{trouble}{last}", **common)
         _sweep(record)
         why = known.lost(record)
+        wished = standing.wished_to_end(record)
         if why is None:
-            return Status(
-                JobState.UNKNOWN if known.tasks or record.handle is None else JobState.PENDING, "the platform does not show it (yet)"
-            )
+            state = JobState.UNKNOWN if known.tasks or record.handle is None else JobState.PENDING
+            return Status(state, f"{'it is being cancelled; ' if wished else ''}the platform does not show it (yet)")
+        if wished:
+            directory.wish_to_cancel(record)  # an element's own wish, where all of its array was to end
         return directory.ended(directory.end_without_lead(record.job_dir, None, max(0, len(known.tasks) - 1), why))
 
     def _adopted(self, record: Record, seen: Seen) -> Handle:
