@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from launching import run
 
 from clusterjob import bootstrap
 from clusterjob.backends import local, mlp, slurm, ssh
@@ -158,3 +160,16 @@ def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_commands_of_the_page_of_the_mlp_cluster_are_whole_with_the_profile_there(tmp_path: Path) -> None:
+    page = read("mlp.md")
+    profile = re.search(r"^```toml$(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"clusterjob (?:submit|run|render) (--cluster vemlp [^`\n]*[^`\n.])(?:`|$)", page, re.MULTILINE)
+    assert profile is not None
+    assert len(lines) == 3
+    (tmp_path / "clusterjob.toml").write_text(profile[1])
+    (tmp_path / "train.py").write_text("")
+    for line in lines:
+        ran = run([sys.executable, "-m", "clusterjob", "render", *line.split()], tmp_path)
+        assert (ran.code, ran.err) == (0, ""), line

@@ -267,6 +267,7 @@ def test_what_a_task_has_to_have(clinic: Clinic) -> None:
     assert found.failed == ["task"]
     assert found.words("task") == "the platform takes no task without flavor and queue"
     assert 'flavor = "..."' in found.hints("task")
+    assert "--gpus-per-node finds a flavor" in found.hints("task"), "there is a table of them"
     assert clinic("--set", "queue=train", "--gpus-per-node", "8").fit, "the flavor is found by its GPUs"
     assert clinic("--set", "queeue=train").failed == ["job", "task", "GPUs", "secrets"]
 

@@ -107,11 +107,10 @@ class MlpBackend(PlatformBackend):
         options, given = task.Options.of(plan.spec.options), plan.spec.options
         if not plan.commands:
             missing = task.missing(task.fields(plan.spec, plan.job_id, "", ""))
-            profile = ", ".join(f'{key} = "..."' for key in missing)
             raise SubmitError(
                 f"the platform takes no task without {' and '.join(missing)}",
-                f"--set {missing[0]}=..., or in a profile: set = {{{profile}}}; `clusterjob render --cluster {NAME} ...` prints "
-                f"{_SCRIPT} for a task that is made by hand",
+                f"{task.how_to_name(missing, given)}; `clusterjob render --cluster {NAME} ...` prints {_SCRIPT} for a task that is made "
+                "by hand",
             )
         check_installed()
         token = token_file(plan.job_dir).read_text()
@@ -213,8 +212,9 @@ def _command(path: Path) -> PlannedCommand:
 
 def _notes(spec: JobSpec, missing: list[str]) -> tuple[str, ...]:
     if missing:
+        how = task.how_to_name(missing, spec.options)
         return (
-            f"to submit it, name {' and '.join(missing)} (--set {missing[0]}=...); this {_SCRIPT} is for a task that is made by hand",
+            f"to submit it, name {' and '.join(missing)} ({how}); this {_SCRIPT} is for a task that is made by hand",
             "the platform decides the number of nodes: MLP_WORKER_NUM",
         )
     notes = ["the flavor decides the memory: --mem is left aside"] if spec.resources.mem is not None else []

@@ -208,8 +208,8 @@ class Account:
         fields = task.fields(self._spec, "doctor", "", "")
         missing = task.missing(fields)
         if missing:
-            settings = ", ".join(f'{key} = "..."' for key in missing)
-            yield failed(f"the platform takes no task without {' and '.join(missing)}", f"in the profile: set = {{{settings}}}")
+            hint = task.how_to_name(missing, self._spec.options)
+            yield failed(f"the platform takes no task without {' and '.join(missing)}", hint)
             return
         queue = fields.get("ResourceQueueID") or fields.get("ResourceQueueName")
         role = fields["TaskRoleSpecs"][0]

@@ -328,6 +328,14 @@ def missing(task: Mapping[str, Any]) -> list[str]:
     return [key for key, value in there.items() if not value]
 
 
+def how_to_name(missing: Sequence[str], options: Mapping[str, str]) -> str:
+    """Return what a user can do about `missing` keys."""
+    settings = ", ".join(f'{key} = "..."' for key in missing)
+    by_hand = f"--set {missing[0]}=..., or in a profile: set = {{{settings}}}"
+    has_table = "flavor" in missing and Options.of(options).flavors
+    return f"--gpus-per-node finds a flavor in the profile's table flavors; {by_hand}" if has_table else by_hand
+
+
 def with_secrets(planned: str, options: Mapping[str, str], token: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a planned task with its secrets.
 
