@@ -344,3 +344,12 @@ def test_the_account_of_a_job_is_the_one_it_was_submitted_with(monkeypatch: pyte
     monkeypatch.setenv("VOLC_REGION", "cn-shanghai")
     assert MlpBackend().account_of({"profile": "team"}) == (("VOLC_PROFILE", "team"), ("VOLC_REGION", "cn-shanghai"))
     assert "VOLC_PROFILE" not in os.environ
+
+
+def test_another_account_that_the_shell_names_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "volc").write_text('#!/bin/sh\necho "${VOLC_PROFILE-unset} ${VOLC_REGION-unset} $VOLC_AK"\n')
+    (tmp_path / "volc").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, value in {"VOLC_PROFILE": "other", "VOLC_REGION": "cn-shanghai", "VOLC_AK": "a key"}.items():
+        monkeypatch.setenv(name, value)
+    assert Volc({"VOLC_PROFILE": "team"}).run("version").out == "team unset a key\n"

@@ -48,20 +48,21 @@ class Answer:
         return None
 
 
-def run(argv: Sequence[str], more: Mapping[str, str], patience: float = PATIENCE) -> Answer:
+def run(argv: Sequence[str], more: Mapping[str, str | None], patience: float = PATIENCE) -> Answer:
     """Run a command, away from the terminal and its Ctrl-C.
 
     Args:
         argv: the command line.
-        more: variables added to this process's own.
+        more: variables added to this process's own; None for one that is left out.
         patience: seconds after which it is ended, with whatever it has started.
 
     Raises:
         OSError: it cannot be run.
     """
+    environ = {name: value for name, value in {**os.environ, **more}.items() if value is not None}
     process = subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
-        env={**os.environ, **more}, start_new_session=True,
+        env=environ, start_new_session=True,
     )  # fmt: skip
     with process:
         try:

@@ -22,6 +22,7 @@ from clusterjob.platforms.command import PATIENCE, Answer, run
 from clusterjob.platforms.standing import CLOCKS_APART
 
 COMMAND, SIBLING = "volc", "mlp"
+ACCOUNT = ("VOLC_PROFILE", "VOLC_REGION")  # the command's variables that choose one
 STATES: Mapping[str, JobState] = {
     "Initialized": JobState.PENDING,
     "Queue": JobState.PENDING,
@@ -102,12 +103,12 @@ class Volc:
     """One account's tasks, through the command.
 
     Args:
-        account: variables of the command that choose an account: VOLC_PROFILE and VOLC_REGION. Its keys stay where they are.
+        account: those of `ACCOUNT` that choose it, and no others: not what this shell has of them. Its keys stay where they are.
         submit_patience: seconds that an upload and a submission may take.
     """
 
     def __init__(self, account: Mapping[str, str] | None = None, submit_patience: float = SUBMIT_PATIENCE) -> None:
-        self._account = dict(account or {})
+        self._account: dict[str, str | None] = {name: (account or {}).get(name) for name in ACCOUNT}
         self._submit_patience = submit_patience
 
     # -- what a platform does ------------------------------------------------------------------------------------------
