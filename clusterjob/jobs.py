@@ -160,8 +160,9 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
         except ClusterJobError:  # nobody could ask for the job: it must not run
             backend.cancel(records.elements(replace(record, handle=handle)))
             raise
-    except SubmitInDoubtError:
-        raise  # it may run: the record and the directory are what it can be found by
+    except SubmitInDoubtError as error:  # it may run: the record and the directory are what it can be found by
+        error.hint = f"do not submit it again before `clusterjob status {plan.job_id}` has said where it is"
+        raise
     except KeyboardInterrupt:
         ends.cancel(plan.job_dir)  # wherever it was broken off: for whoever asks after it, and whatever of it may still start
         raise

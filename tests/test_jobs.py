@@ -19,7 +19,7 @@ from clusterjob import backends, jobs
 from clusterjob.backends import Status
 from clusterjob.backends.local import LocalBackend
 from clusterjob.config import Settings
-from clusterjob.errors import PlaceError, RecordError, SpecError, UnknownCluster
+from clusterjob.errors import PlaceError, RecordError, SpecError, SubmitInDoubtError, UnknownCluster
 from clusterjob.node.logs import Line
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
@@ -258,6 +258,19 @@ def test_ctrl_c_wherever_it_comes_is_a_wish_that_the_job_end(make_plan: MakePlan
         jobs.submit(plan, "local", detach=True)
     gone = replace(Records().find(plan.job_id), submitter=None)
     assert jobs.status(gone).state is JobState.CANCELLED
+
+
+def test_a_job_that_may_have_been_taken_is_named(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    class InDoubt(LocalBackend):
+        def submit(self, plan: Plan) -> Handle:
+            raise SubmitInDoubtError("nobody knows")
+
+    plan = make_plan()
+    monkeypatch.setitem(jobs._loaded, "local", InDoubt())
+    with pytest.raises(SubmitInDoubtError) as caught:
+        jobs.submit(plan, "local", detach=True)
+    assert f"`clusterjob status {plan.job_id}`" in caught.value.hint
+    assert Records().find(plan.job_id).handle is None
 
 
 def test_a_plan_is_carried_out_once(make_plan: MakePlan) -> None:

@@ -282,6 +282,18 @@ def test_a_submission_that_nobody_can_see_stays_in_doubt_and_is_found_later(user
     assert user.status(task["name"])[0]["backend_id"] == task["id"]
 
 
+def test_an_array_whose_first_element_is_in_doubt_is_no_array(user: User) -> None:
+    user.write(SLEEP)
+    user.volc.set(breaks={"submit after": 1, "list": 3})
+    ran = user.job("submit", "--array", "0-1", "train.py")
+    assert ran.code == 1
+    (task,) = user.volc.tasks()
+    whole = task["name"].removesuffix("_0")
+    assert f"`clusterjob status {whole}`" in ran.err
+    user.wait_for(task["name"], "CANCELLED")
+    assert "it is being cancelled" in str(user.status(f"{whole}_1")[0]["reason"])
+
+
 def test_a_submission_that_did_not_get_there_leaves_nothing(user: User) -> None:
     user.write("print('trained')\n")
     user.volc.set(queues={"q-1": "other"})

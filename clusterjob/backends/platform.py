@@ -111,7 +111,7 @@ class PlatformBackend(ABC):
             _take_back(platform, ids)
             raise SubmitError(f"{path} cannot be written: {error.strerror}") from error
         except SubmitInDoubtError:
-            if ids:  # the one in doubt is cancelled when it is seen
+            if len(tasks) > 1:  # no array with holes: the one in doubt is cancelled when it is seen
                 ends.cancel(plan.job_dir)
                 _take_back(platform, ids)
             raise
@@ -371,10 +371,7 @@ def _submit_once(platform: Platform, path: Path, name: str, since: float) -> str
                     return found[-1].id
         if not in_doubt:
             raise
-        raise SubmitInDoubtError(
-            f"nobody knows whether the platform has taken the job: {error.message}",
-            "do not submit it again before `clusterjob status` has said where it is",
-        ) from error
+        raise SubmitInDoubtError(f"nobody knows whether the platform has taken the job: {error.message}") from error
 
 
 def _take_back(platform: Platform, ids: Sequence[str]) -> None:

@@ -122,10 +122,7 @@ def submit(client: Client, argv: Sequence[str], comment: str, known: Sequence[st
         found = [job_id for job_id in find(client, comment) if job_id not in known]
         if found:
             return found[0], client.cluster
-    raise SubmitInDoubtError(
-        f"nobody knows whether Slurm has taken the job: {answer.words}",
-        "do not submit it again before `clusterjob status` has said where it is",
-    )
+    raise SubmitInDoubtError(f"nobody knows whether Slurm has taken the job: {answer.words}")
 
 
 def find(client: Client, comment: str) -> list[str]:
