@@ -275,6 +275,19 @@ def test_a_preemptible_task_is_copied_and_queued_by_the_platform_in_any_case(tmp
     assert again in found.reason
 
 
+def test_an_end_is_seen_where_the_disk_takes_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    job, backend = record("a", tmp_path), Fixed([Task(task_id(1), "a", JobState.SUCCEEDED, "Success", started_at=now())])
+    monkeypatch.setattr(standing.files, "write_json", full)
+    assert backend.status([job])["a"].reason.endswith("the rest of its log is awaited")
+    later = time.time() + 30
+    monkeypatch.setattr(standing.time, "time", lambda: later)
+    time.sleep(0.01)  # the pause between two questions
+    assert backend.status([job])["a"].state is JobState.SUCCEEDED
+
+
 def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:
     job = record("a", tmp_path)
     assert Fixed([]).status([job])["a"].state is JobState.PENDING

@@ -81,6 +81,8 @@ class Known:
     @classmethod
     def of(cls, job_dir: Path) -> Known:
         """Return what is known of the job in this directory."""
+        if job_dir / _FILE in _unsaved:
+            return _unsaved[job_dir / _FILE]
         data = files.read_json(job_dir / _FILE)
         names = ("tasks", "started", "ended", "collected", "missing_since")
         return cls(job_dir / _FILE, **{name: data[name] for name in names if isinstance(data, dict) and name in data})
@@ -138,8 +140,12 @@ class Known:
             if self.path.parent.parent.parent.is_dir():
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # of an array's element
             files.write_json(self.path, {key: value for key, value in asdict(self).items() if key != "path"})
+            _unsaved.pop(self.path, None)
         except OSError:
-            pass  # a full disk costs the note alone
+            _unsaved[self.path] = self  # a full disk: whoever waits has to see time pass all the same
+
+
+_unsaved: dict[Path, Known] = {}  # of this process, where the disk took no note
 
 
 def waits(task: Task) -> str:
