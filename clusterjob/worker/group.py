@@ -14,6 +14,7 @@ from clusterjob.node.topology import Worker
 from clusterjob.worker import ending, own_place, process, rollcall, siblings
 from clusterjob.worker.context import Context
 from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
+from clusterjob.worker.forming import Forming
 from clusterjob.worker.rollcall import Roll
 from clusterjob.worker.store import meeting_store, note_joined, where
 
@@ -126,11 +127,10 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     patience = timeout or rollcall.DEFAULT_TIMEOUT
     try:
         store, started = meeting_store(worker, options, patience, ending.remembered.rounds)
-        roll = rollcall.call(
-            dist.PrefixStore("roll", store), worker, rollcall.own_facts(worker, device, backend), patience,
-            started=started, ask=process.ask_agents(worker.local_rank),
-        )  # fmt: skip
-        dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)
+        corner, ask = dist.PrefixStore("roll", store), process.ask_agents(worker.local_rank)
+        roll = rollcall.call(corner, worker, rollcall.own_facts(worker, device, backend), patience, started=started, ask=ask)
+        with Forming(corner, worker, ending.remembered.rounds, ask):
+            dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)
         if not started:
             note_joined(store)
             if worker.rank == 0:

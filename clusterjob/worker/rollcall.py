@@ -242,9 +242,9 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
         if waited > min(due, timeout):
             in_charge = worker.rank == 0 or (oversees and not store.check(["rank0"]))
             if in_charge and waited > timeout:
-                absent = _absent(store, worker)
-                call.ask(absent, final=True)
-                _answer(store, f"{_missing(call, absent)}; gave up after {waited:.0f} s")
+                missing = absent(store, worker)
+                call.ask(missing, final=True)
+                _answer(store, f"{_missing(call, missing)}; gave up after {waited:.0f} s")
                 return
             if waited > timeout + _GRACE:
                 raise GangError(f"{_who(call.own)} was at the roll-call, and rank 0 does not end it; gave up after {waited:.0f} s")
@@ -294,15 +294,16 @@ def _call_again(call: _Call, patience: float) -> None:
     while store.add("repeated", 0) < worker.world_size and not store.check(["go"]):
         waited = time.monotonic() - begin
         if waited > min(due, patience):
-            absent = _absent(store, worker, "again")
-            if not absent:
+            silent = absent(store, worker, "again")
+            if not silent:
                 return  # the last is between its sign and its count
-            call.ask(absent, final=waited > patience)
+            call.ask(silent, final=waited > patience)
+            text = gone(store, silent, "at the roll-call before, and no answer now: died, or stuck")
             if waited > patience:
-                _answer(store, f"{_gone(call, absent)}; gave up after {waited:.0f} s")
+                _answer(store, f"{text}; gave up after {waited:.0f} s")
                 return
             due = next(notices)
-            speaker.say(f"{_gone(call, absent)}; {waited:.0f} s so far")
+            speaker.say(f"{text}; {waited:.0f} s so far")
         time.sleep(_LONGEST_PAUSE)
 
 
@@ -338,10 +339,10 @@ def _await_hearing(store: Any) -> None:
 
 
 def _say_missing(call: _Call, waited: float) -> None:
-    absent = _absent(call.store, call.worker)
-    speaker.say(f"{_missing(call, absent)}; {waited:.0f} s so far")
-    call.ask(absent, final=False)
-    there = [f"rank{rank}" for rank in set(range(call.worker.world_size)).difference(absent)]
+    missing = absent(call.store, call.worker)
+    speaker.say(f"{_missing(call, missing)}; {waited:.0f} s so far")
+    call.ask(missing, final=False)
+    there = [f"rank{rank}" for rank in set(range(call.worker.world_size)).difference(missing)]
     now = time.time()
     for each in map(Facts.of, call.store.multi_get(there)):
         if each.time - now > _FARTHEST_CLOCK:  # it has come before now
@@ -362,34 +363,35 @@ def _who(facts: Facts) -> str:
     return f"rank {facts.rank} on {facts.process()}"
 
 
-def _absent(store: Any, worker: Worker, sign: str = "rank") -> list[int]:
+def absent(store: Any, worker: Worker, sign: str = "rank") -> list[int]:
+    """Return the ranks that have not left a sign in the corner of the store."""
     return [rank for rank in range(worker.world_size) if not store.check([f"{sign}{rank}"])]
 
 
-def _gone(call: _Call, absent: list[int]) -> str:
-    """Return who was there and does not answer any more."""
-    known = call.store.multi_get([f"rank{rank}" for rank in absent[:_MOST_NAMED]])
+def gone(store: Any, ranks: list[int], how: str) -> str:
+    """Return who was there and does not answer any more, and how."""
+    known = store.multi_get([f"rank{rank}" for rank in ranks[:_MOST_NAMED]])
     named = [f"{each.rank} on {each.process()}" for each in map(Facts.of, known)]
-    return f"{_waiting_for(absent, named)}: at the roll-call before, and no answer now: died, or stuck"
+    return f"{_waiting_for(ranks, named)}: {how}"
 
 
-def _missing(call: _Call, absent: list[int]) -> str:
+def _missing(call: _Call, missing: list[int]) -> str:
     """Return who is missing, and what is known of them."""
     store, worker = call.store, call.worker
     size = max(1, worker.local_world_size)
     hosts: dict[int, str] = {}
-    for node in dict.fromkeys(rank // size for rank in absent):
-        there = [rank for rank in range(node * size, min(worker.world_size, (node + 1) * size)) if rank not in absent]
+    for node in dict.fromkeys(rank // size for rank in missing):
+        there = [rank for rank in range(node * size, min(worker.world_size, (node + 1) * size)) if rank not in missing]
         if there:
             hosts[node] = Facts.of(store.get(f"rank{there[0]}")).host
-    named = [f"{rank} (node {rank // size}{f', {hosts[rank // size]}' if rank // size in hosts else ''})" for rank in absent[:_MOST_NAMED]]
+    named = [f"{rank} (node {rank // size}{f', {hosts[rank // size]}' if rank // size in hosts else ''})" for rank in missing[:_MOST_NAMED]]
     known = "started, and not yet at init()" if call.started else "not heard of: not started, or still importing"
-    return f"{_waiting_for(absent, named)}: {known}"
+    return f"{_waiting_for(missing, named)}: {known}"
 
 
-def _waiting_for(absent: list[int], named: list[str]) -> str:
-    more = f" and {len(absent) - len(named)} more" if len(absent) > len(named) else ""
-    return f"waiting for rank{'s' if len(absent) > 1 else ''} {', '.join(named)}{more}"
+def _waiting_for(ranks: list[int], named: list[str]) -> str:
+    more = f" and {len(ranks) - len(named)} more" if len(ranks) > len(named) else ""
+    return f"waiting for rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}{more}"
 
 
 def _ask_nobody(_missing: list[int], *, final: bool) -> None:

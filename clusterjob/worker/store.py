@@ -45,21 +45,11 @@ def meeting_store(worker: Worker, options: dict[str, Any], patience: float, numb
         GangError: the address does not resolve, there is no way to it, its port is taken, or rank 0 does not come.
         RuntimeError: torch's own, of a launcher's store.
     """
-    import torch.distributed as dist
-
-    address, port = worker.topology.master_addr, worker.topology.master_port
-    if port is None:
+    if worker.topology.master_port is None:
         raise PlaceError(f"the environment ({worker.topology.source}) names no port on which rank 0 could be met: set MASTER_PORT")
-    at_master = (os.environ.get("MASTER_ADDR", "").strip(" []"), os.environ.get("MASTER_PORT")) == (address, str(port))
-    served = at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if served:
-        wait = {"timeout": options["timeout"]} if "timeout" in options else {}
-        store = next(dist.rendezvous("env://", worker.rank, worker.world_size, **wait))[0]
-    else:
-        store = _open(worker, patience)
-    # A launcher's store outlives a group, whose addresses it still holds under the very keys of the next one: torch would
-    # connect to them. So every group has a corner of its own.
-    return dist.PrefixStore(f"clusterjob/{number}", store), served
+    served = _is_served(worker)
+    store = _launchers(worker, {"timeout": options["timeout"]} if "timeout" in options else {}) if served else _open(worker, patience)
+    return _corner(store, number), served
 
 
 def _open(worker: Worker, timeout: float) -> Any:
@@ -87,6 +77,51 @@ def _open(worker: Worker, timeout: float) -> Any:
         hint = "MASTER_PORT names another port" if error.errno == errno.EADDRINUSE else "MASTER_ADDR names rank 0's machine"
         raise GangError(why, hint) from error
     return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
+
+
+def another_connection(worker: Worker, number: int) -> Any:
+    """Return what `meeting_store` has returned, over a connection of its own.
+
+    Args:
+        worker: this process's place.
+        number: which of this process's groups it is for, from 0.
+
+    Raises:
+        OSError: it cannot be reached any more.
+        RuntimeError: torch's own.
+    """
+    import torch.distributed as dist
+
+    host, port = worker.topology.master_addr, worker.topology.master_port
+    assert port is not None
+    with network.connect(host, port, _ANSWER) as link:
+        _check_store(link)
+    wait = timedelta(seconds=_ANSWER)
+    if _is_served(worker):
+        return _corner(_launchers(worker, {"timeout": wait}), number)
+    return _corner(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait), number)
+
+
+def _is_served(worker: Worker) -> bool:
+    """Return whether a launcher's agents serve a store at the master's port."""
+    master = worker.topology.master_addr, str(worker.topology.master_port)
+    at_master = (os.environ.get("MASTER_ADDR", "").strip(" []"), os.environ.get("MASTER_PORT")) == master
+    return at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _launchers(worker: Worker, wait: dict[str, Any]) -> Any:
+    """Return a connection to that store, with the prefix that an older torch gives it."""
+    import torch.distributed as dist
+
+    return next(dist.rendezvous("env://", worker.rank, worker.world_size, **wait))[0]
+
+
+def _corner(store: Any, number: int) -> Any:
+    import torch.distributed as dist
+
+    # A launcher's store outlives a group, whose addresses it still holds under the very keys of the next one: torch would
+    # connect to them. So every group has a corner of its own.
+    return dist.PrefixStore(f"clusterjob/{number}", store)
 
 
 def where(host: str, port: int) -> str:
