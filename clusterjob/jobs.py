@@ -343,6 +343,6 @@ def wait_for_all(wanted: Sequence[Record], news: Callable[[Record, Status], None
         time.sleep(pause)
 
 
-def wait(record: Record) -> Verdict:
-    """Return the verdict of a job, once it has ended."""
-    return follow(record, lambda _: None, lambda _: None, LogReader(record.job_dir, node=-1), logs=False)
+def wait(record: Record, progress: Callable[[Status], None] = lambda _: None) -> Verdict:
+    """Return the verdict of a job, once it has ended; progress is told how it stands at each look."""
+    return follow(record, lambda _: None, progress, LogReader(record.job_dir, node=-1), logs=False)

@@ -364,8 +364,14 @@ def test_a_platform_that_does_not_answer_is_no_end(user: User) -> None:
     assert (status["state"], status["exit_code"]) == ("UNKNOWN", None)
     assert "does not answer" in status["reason"]
     assert user.status(job)[0]["state"] == "RUNNING"
+    user.volc.break_calls("list", 1)
+    waiting = user.start("wait", job)
+    assert waiting.stderr is not None
+    said = waiting.stderr.readline()
+    assert said.startswith(f"clusterjob: job {job}: ")
+    assert "does not answer" in said
     assert user.run("cancel", job).code == 0
-    user.wait_for(job, "CANCELLED")
+    assert finish(waiting).code == 143
 
 
 @pytest.mark.slow

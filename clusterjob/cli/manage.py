@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from clusterjob.backends import Status
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Job ids, or beginnings of them.")]
@@ -60,15 +63,23 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
 def wait(job_id: Id) -> int:
     """Wait for a job's end; end with its exit code.
 
-    Of an array, with the first that is not 0.
+    Says why nobody can tell how it stands, where that is so. Of an array, with the first that is not 0.
     """
     from clusterjob import jobs, output
+    from clusterjob.node.verdict import JobState
     from clusterjob.records import Records
 
     record = Records().find(job_id)
     if record.array is not None:
         return jobs.wait_for_all([record], output.print_end)
-    verdict = jobs.wait(record)
+    troubles: set[str] = set()
+
+    def say_trouble(status: Status) -> None:
+        if status.state is JobState.UNKNOWN and status.reason not in troubles:
+            troubles.add(status.reason)
+            output.say(f"job {record.job_id}: {status.reason}")
+
+    verdict = jobs.wait(record, say_trouble)
     output.say(f"job {record.job_id} {verdict.text()}")
     return verdict.exit_code
 
