@@ -21,14 +21,16 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def add(self, event: str, **details: Any) -> None:
-        """Append one event. A full disk costs the line and not the job."""
-        line = {"time": now(), "monotonic": round(time.monotonic(), 6), "event": event, **details}
+    def add(self, event: str, **details: Any) -> str:
+        """Append one event and return its time. A full disk costs the line and not the job."""
+        at = now()
+        line = {"time": at, "monotonic": round(time.monotonic(), 6), "event": event, **details}
         try:
             with self._path.open("a", encoding="utf-8", errors="replace") as stream:
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError:
             pass
+        return at
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shlex
@@ -168,7 +169,8 @@ class Session:
         channel.settimeout(self._timeout)
         digest = hashlib.sha256(self._zip).hexdigest()
         channel.sendall(_script(self._python, self._setup).encode(errors="surrogateescape"))
-        channel.sendall(f"{digest} {len(self._zip)} {self._home}\n".encode())
+        with contextlib.suppress(OSError):  # where it goes no further it has ended, and has said why
+            channel.sendall(f"{digest} {len(self._zip)} {self._home}\n".encode())
         noise = 0
         while True:
             try:

@@ -167,9 +167,9 @@ class Lead:
                           own_endpoints=",".join(peer.endpoints[: peer.nproc]))  # fmt: skip
             peer.send({"t": "start", "world": asdict(world)} | ({"store": store} if serve and peer.node_rank == 0 else {}))
             first_rank += peer.nproc
-        self._events.add("started", attempt=self._job.attempt, restart=self._restarts, world_size=world_size, master_port=port)
+        at = self._events.add("started", attempt=self._job.attempt, restart=self._restarts, world_size=world_size, master_port=port)
         if self._started_at is None:
-            self._started_at = now()
+            self._started_at = at
             if self._options.time_limit is not None:
                 self._deadline = time.monotonic() + self._options.time_limit
 
