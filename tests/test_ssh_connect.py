@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import paramiko
 import pytest
+from procs import wait_until
 from sshworld import World, sh
 
 from clusterjob.errors import HostError
@@ -19,6 +21,7 @@ from clusterjob.hosts import Host, parse_hosts
 from clusterjob.ssh import config, connect
 from clusterjob.ssh.connect import Reach
 from clusterjob.ssh.pool import Outcome, Pool, complaint, for_each
+from clusterjob.ssh.session import Session
 
 SHORT = 3.0  # seconds for a phase, where a test waits for its end
 BOUND = 15.0  # seconds within which a phase of SHORT has ended, on a busy machine
@@ -451,3 +454,18 @@ def test_every_type_of_key_logs_in(world: World, pool: Pool, tmp_path: Path) -> 
         finally:
             gpu1.stop()
             gpu1.start()
+
+
+def test_a_host_that_goes_no_further_is_heard_out(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have ended before it was told all."""
+    send = paramiko.Channel.sendall
+
+    def late(channel: paramiko.Channel, data: bytes) -> None:
+        if not data.startswith(b"{ exec"):  # what its bash reads
+            wait_until(lambda: channel.closed, BOUND, "the end of bash")
+        send(channel, data)
+
+    monkeypatch.setattr(paramiko.Channel, "sendall", late)
+    session = Session(pool.connection(Host("gpu1")), "no-such-python", (), "~/.clusterjob", b"", 10.0)
+    with pytest.raises(HostError, match="no Python: there is no interpreter no-such-python"):
+        session.ask("look")
