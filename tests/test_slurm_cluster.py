@@ -40,7 +40,8 @@ def test_the_processes_of_a_job_carry_the_mark_of_the_test_and_end_with_it(slurm
     job = slurm.submit("--nodes=2", "--output=/dev/null", script="srun sleep 600")
     # srun, which has a process of its own for its end, the batch script, its shell's child and a sleep a node
     wait_until(lambda: len(marked(os.environ[MARKER])) >= 4, 30, "the processes of the job")
-    assert len(slurm.stepd_pids()) == 3
+    # one of the batch script, and one of the step on each node
+    wait_until(lambda: len(slurm.stepd_pids()) == 3, 30, "Slurm's own process for each of them")
     slurm.run("scancel", str(job))
     assert slurm.wait_for_job(job)["JobState"] == "CANCELLED"
     slurm.wait_idle()
