@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from slurm_cluster import SlurmCluster
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
 from clusterjob.node import files
+from clusterjob.slurm import queue
 from clusterjob.slurm.client import Client
 from clusterjob.slurm.queue import INTERVAL, Queue, Row, by_comment, snapshot_of
 
@@ -57,6 +58,13 @@ def test_a_state_that_is_an_end(state: str) -> None:
 # -- one snapshot for all -----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no time pass for a queue, however long Slurm's commands take."""
+    moment = time.time()
+    monkeypatch.setattr(queue, "time", SimpleNamespace(time=lambda: moment, monotonic=time.monotonic, sleep=time.sleep))
+
+
 class Watched:
     """A queue whose snapshot can be made older, so that no test has to wait for time to pass."""
 
@@ -84,6 +92,7 @@ class Watched:
         return asked
 
 
+@pytest.mark.usefixtures("clock")
 def test_calls_become_rare_where_nothing_changes_and_quick_again_where_something_does(slurm: SlurmCluster, tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     assert watched.queue.look().taken_at > 0
@@ -95,9 +104,9 @@ def test_calls_become_rare_where_nothing_changes_and_quick_again_where_something
             watched.age(1)
             pause += 1
         pauses.append(pause)
-    assert pauses[0] in (5, 6)
+    assert pauses[0] == INTERVAL
     assert pauses == sorted(pauses)
-    assert 28 <= pauses[-1] <= 31
+    assert pauses[-1] == 30
     slurm.submit("--hold", "--output=/dev/null", script="true")
     watched.age(31)
     assert watched.asks()
@@ -108,6 +117,7 @@ def test_calls_become_rare_where_nothing_changes_and_quick_again_where_something
     assert watched.stored["quiet"] == 1
 
 
+@pytest.mark.usefixtures("clock")
 def test_an_answer_is_there_for_whoever_comes_next(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = slurm.submit("--hold", "--output=/dev/null", "--comment=clusterjob:x", script="true")
     assert Queue(Client(), tmp_path).look().rows[str(job)].comment == "clusterjob:x"
@@ -196,14 +206,13 @@ def test_however_many_watch_slurm_is_asked_once_in_five_seconds(user: User) -> N
     held = user.submit(SLEEPER, "--set", "hold=true")
     user.wait_for("up0", "up1")
     notes = user.command_first_on_path("squeue", COUNT)
-    begin = time.monotonic()
+    begin = time.time()
     watching = [user.start("logs", "-f", job_id), user.start("wait", job_id), user.start("wait", held), user.start("logs", "-f", held)]
-    while time.monotonic() - begin < 12:
+    while time.time() - begin < 12:
         assert {job["state"] for job in user.jobs()} == {"RUNNING", "PENDING"}
         time.sleep(0.5)
-    calls = times_of(notes)
-    assert 2 <= len(calls) <= 4, calls
-    assert all(later - earlier > INTERVAL - 0.5 for earlier, later in itertools.pairwise(calls)), calls
+    calls = times_of(notes)  # each a little after it was decided on
+    assert 2 <= len(calls) <= 1 + (time.time() - begin) / INTERVAL, calls
     user("cancel", held)
     user.path("leave").touch()
     assert [process.wait(PROMPT) for process in watching] == [0, 0, 143, 143]
