@@ -66,7 +66,8 @@ def test_elements_are_cancelled_one_by_one_and_together(user: User) -> None:
     user("cancel", f"{job_id}_2")
     assert [user.wait_for_state(f"{job_id}_{index}", "CANCELLED")["exit_code"] for index in (9, 2)] == [143, 143]
     user.wait_for("up6")
-    assert [job["state"] for job in user.jobs(job_id)] == ["CANCELLED", "RUNNING", "RUNNING", "PENDING", "CANCELLED"]
+    states = ["CANCELLED", "RUNNING", "RUNNING", "PENDING", "CANCELLED"]  # as Slurm is asked again in 5 s
+    wait_until(lambda: [job["state"] for job in user.jobs(job_id)] == states, PROMPT, "element 6 in the place of element 2")
     assert lines(notes) == [f"{user.slurm_id(job_id)}_[9]", f"{user.slurm_id(job_id)}_[2]"]
     user.slurm.run("scancel", f"{user.slurm_id(job_id)}_8")  # by hand, of an element that has no directory
     assert user.wait_for_state(f"{job_id}_8", "CANCELLED", timeout=PROMPT)["started_at"] is None
@@ -131,10 +132,11 @@ def test_a_piece_that_is_refused_takes_the_others_along(user: User) -> None:
 
 @pytest.mark.parametrize(("kind", "code", "runs"), [("", 0, True), ("", 3, False), ("afterany:", 3, True), ("afternotok:", 3, True)])
 def test_a_job_that_waits_for_another(user: User, kind: str, code: int, *, runs: bool) -> None:
-    first = user.submit(f"import sys, time\ntime.sleep(1)\nsys.exit({code})")
+    first = user.submit(f"import os, sys, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.02)\nsys.exit({code})")
     second = user.submit("print('after')", "--after", f"{kind}{first}")
     waiting = user.job(second)
     assert (waiting["state"], "Dependency" in waiting["reason"] or waiting["reason"] in ("", "None")) == ("PENDING", True)
+    user.path("leave").touch()
     user("wait", first, code=code)
     if runs:
         user("wait", second)
