@@ -115,7 +115,7 @@ def test_another_process_asks_follows_and_cancels(user: User) -> None:
     job_id = user.submit(SLEEPER, "--nodes", "2")
     user.wait_for("up0", "up1")
     assert user.wait_for_state(job_id, "RUNNING")["started_at"] is not None
-    assert sorted(user.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"]
+    wait_until(lambda: sorted(user.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"], PROMPT, "both lines")
     follower = user.start("logs", "-f", job_id)
     waiter = user.start("wait", job_id)
     wait_until(lambda: "line of 1" in user.said(follower)[0], PROMPT)
