@@ -22,7 +22,7 @@ import clusterjob
 
 PACKAGE = str(Path(clusterjob.__file__).parent)
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
-PROMPT = 10.0  # seconds; several times what nothing but Slurm's own delays needs
+PROMPT = 30.0  # seconds; several times what needs two of clusterjob's questions to Slurm, which come every 5 s
 
 # Names itself by a file, then waits for ever.
 SLEEPER = """
