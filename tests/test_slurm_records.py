@@ -12,7 +12,7 @@ import pytest
 from procs import PATIENCE, nothing_left, wait_until
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
-FORGETTING = 40.0  # seconds; with MinJobAge=2 slurmctld forgets an ended job after some ten
+FORGETTING = 120.0  # seconds; with MinJobAge=2 slurmctld forgets an ended job after some ten
 
 
 def record_of(user: User, job_id: str) -> Path:
@@ -151,7 +151,13 @@ def test_ends_of_jobs_that_slurm_has_forgotten(user_of_either: User) -> None:
 
         wait_until(forgotten, FORGETTING, "slurmctld to forget")
         if user.slurm.accounting:
-            time.sleep(2)  # the rows come in stages
+            sacct = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", f"--jobs={ids[cancelled]},{ids[again]}")
+
+            def accounted() -> bool:
+                states = user.slurm.run(*sacct, check=False).stdout.split("\n")[:-1]
+                return len(states) == 2 and all(state.startswith("CANCELLED") for state in states)
+
+            wait_until(accounted, FORGETTING, "the rows, which come in stages")
         ask_anew(user)
         for job_id in ids:
             change(record_of(user, job_id), end=None)
