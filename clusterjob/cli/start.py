@@ -68,13 +68,14 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     plan, cluster = _plan(ctx, flags)
     _print_notes(plan)
     record = jobs.submit(plan, cluster, detach=False)
-    watch = _watch(record)
+    watch = None
     try:
+        watch = _watch(record)
         return watch.to_the_end()
     except KeyboardInterrupt:
         output.say(f"cancelling {record.job_id}")
         jobs.cancel([record])
-        watch.to_the_end()
+        (watch or _watch(record)).to_the_end()
         return 130
 
 
