@@ -250,9 +250,9 @@ def test_a_reclaimed_task_runs_again(user: User) -> None:
 def test_a_retry_that_comes_after_the_cancel_is_cancelled_too(user: User) -> None:
     user.write("import sys\nsys.exit(5)\n")
     job = user.submit("--max-restarts", "1", "train.py", retry_interval="2")
-    user.wait_for(job, "PENDING", "FAILED")
-    wait_until(lambda: user.volc.tasks(job)[0]["status"] == "Failed", PATIENCE, "the end of the first attempt")
+    wait_until(lambda: user.volc.tasks(job)[0]["status"] in ("Running", "Failed"), PATIENCE, "the first attempt")
     user.volc.hold("Queue")
+    wait_until(lambda: user.volc.tasks(job)[0]["status"] == "Failed", PATIENCE, "its end")
     assert user.run("cancel", job).code == 0
     wait_until(lambda: len(user.volc.tasks(job)) == 2, PATIENCE, "the second attempt")
     user.wait_for(job, "CANCELLED")
