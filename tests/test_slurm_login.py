@@ -68,7 +68,7 @@ def test_another_process_asks_follows_and_cancels(laptop: Laptop) -> None:
     follower = laptop.start("logs", "-f", job_id)
     waiter = laptop.start("wait", job_id)
     wait_until(lambda: "line of 1" in laptop.said(follower)[0], PROMPT)
-    assert laptop.login.connections == before + 2, "one for each process"
+    wait_until(lambda: laptop.login.connections == before + 2, PROMPT, "one connection for each process")
     laptop("cancel", job_id)
     assert (follower.wait(PROMPT), waiter.wait(PROMPT)) == (143, 143)
     assert "CANCELLED: cancelled" in laptop.said(waiter)[1]
