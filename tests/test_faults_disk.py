@@ -27,6 +27,7 @@ from clusterjob.node.verdict import JobState
 from clusterjob.records import Handle, Record, Records
 
 PAGE = 4096  # bytes; a tmpfs counts in pages
+PROMPT = 15.0  # seconds; many times what a job needs to end, for two cores that others keep busy
 PACKAGE = str(Path(clusterjob.__file__).parent)
 Mount = Callable[..., Path]
 
@@ -51,7 +52,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         yield make
     finally:
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not own_marked(), 5)
+            wait_until(lambda: not own_marked(), PROMPT)
         kill_one_by_one(own_marked())
         for path in reversed(mounted):
             if subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode:
@@ -59,10 +60,12 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 def fill(directory: Path, leave: int) -> None:
-    """Fill a file system but for so many bytes."""
+    """Fill a file system but for so many bytes; one that is to be full is so, whatever a job writes there meanwhile."""
     status = os.statvfs(directory)
-    with (directory / "filler").open("wb") as stream:
+    with (directory / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         stream.write(b"x" * (status.f_bavail * status.f_frsize - leave))
+        while leave == 0:
+            stream.write(b"x" * PAGE)
 
 
 def remount(directory: Path, option: str) -> None:
@@ -188,7 +191,7 @@ def test_a_disk_that_is_full_once_the_agents_run_ends_them(mount: Mount, work: P
         jobs.submit(plan, "local", detach=True)
     assert files_in(disk) == ["filler"]
     assert not plan.job_dir.exists()
-    wait_until(lambda: not own_marked(), 5, "the end of the agents")
+    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
     assert not plan.job_dir.exists(), "an agent that was still there made it again"
 
 
@@ -212,7 +215,7 @@ def test_output_that_fills_the_disk_costs_its_end_and_no_more(mount: Mount, work
     done = run(work, "run", "--start", "exec", "script.py")
     assert done.returncode != 0
     assert done.stdout.startswith("line 0\nline 1\n")
-    assert own_marked() == []
+    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
     [job] = json.loads(run(work, "list", "--json").stdout)["jobs"]
     assert job["state"] in ("FAILED", "LOST")
     assert run(work, "logs", job["id"]).stdout.startswith("line 0\nline 1\n")
@@ -259,7 +262,7 @@ def test_a_verdict_that_cannot_be_written_is_no_success(mount: Mount, work: Path
     done = run(work, "wait", job_id)
     assert done.returncode == 1
     assert "LOST" in done.stderr
-    wait_until(lambda: not own_marked(), 5, "the end of the agents")
+    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
     assert run(work, "list").returncode == 0
 
 
@@ -272,7 +275,7 @@ def test_cancel_works_on_a_full_disk(mount: Mount, work: Path, monkeypatch: pyte
     fill(disk, 0)
     done = run(work, "cancel", job_id)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: not own_marked(), 5, "the end of the agents")
+    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
     assert json.loads(run(work, "status", "--json", job_id).stdout)["jobs"][0]["state"] in ("CANCELLED", "LOST")
 
 
@@ -288,7 +291,7 @@ def test_ctrl_c_ends_a_run_on_a_full_disk(mount: Mount, work: Path, monkeypatch:
     running.send_signal(signal.SIGINT)
     assert running.wait(PATIENCE) == 130
     assert PACKAGE not in (work / "out").read_text()
-    wait_until(lambda: not own_marked(), 5, "the end of the agents")
+    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
 
 
 # -- files that are whole or absent ------------------------------------------------------------------------------------
