@@ -30,7 +30,7 @@ for number in range(int(sys.argv[1])):
     voice.say(f"word {number}")
     voice.show()
     Timeline(directory).note()
-    assert time.monotonic() - begin < 1, "the agent waits for a reader"
+    assert time.monotonic() - begin < 10, "the agent waits for a reader"
 (directory / "rank0.out").open("a").write("no end of line")
 Path("told").touch()
 (directory / "rank1.err").write_bytes(b"\\xff snow \\xe2\\x98\\x83")
