@@ -56,7 +56,7 @@ def make_plan(work: Path) -> Iterator[MakePlan]:
         return [pid for pid in all_pids() if wanted in environment_of(pid) and alive(pid)]
 
     try:
-        wait_until(lambda: not left(), 5, "the end of all processes")
+        wait_until(lambda: not left(), 15, "the end of all processes")
     finally:
         kill_one_by_one(left())
 
