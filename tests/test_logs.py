@@ -300,6 +300,12 @@ def test_nothing_is_lost_and_nothing_invented(
     assert {(line.node_rank, line.rank, line.stream) for line in seen} <= written.keys()
 
 
+def test_a_directory_that_goes_away_between_two_looks_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = LogReader(tmp_path)
+    monkeypatch.setattr(reader, "_nodes", lambda: [0])
+    assert reader.read() == reader.finish() == []
+
+
 # -- last lines --------------------------------------------------------------------------------------------------------------
 
 

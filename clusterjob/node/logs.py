@@ -187,7 +187,7 @@ class LogReader:
         """Return all that is left, lines without an end included: for a job that is over, or of which this is enough."""
         found = self.read()
         for node_rank in self._nodes():
-            for name in sorted(os.listdir(node_directory(self._logs.parent, node_rank)), key=_by_start):
+            for name in _names(node_directory(self._logs.parent, node_rank)):
                 file = self._file(node_rank, name)
                 if file is not None:
                     found += file.lines_up_to(None) + file.last_line()
@@ -200,9 +200,9 @@ class LogReader:
             directory = node_directory(self._logs.parent, node_rank)
             if (directory / "timeline").exists() or (directory / "agent.log").exists():
                 continue
-            for name in sorted(os.listdir(directory), key=_by_start):
+            for name in _names(directory):
                 file = self._file(node_rank, name)
-                size = (directory / name).stat().st_size if file is not None else 0
+                size = _size(directory / name) if file is not None else 0
                 if file is not None and size > file.offset:
                     found.append((time.time(), node_rank, name, size))
         return found
@@ -223,6 +223,21 @@ class LogReader:
             return None
         path = node_directory(self._logs.parent, node_rank) / name
         return self._files.setdefault((node_rank, name), _File(node_rank, rank, match["stream"], path))
+
+
+def _names(directory: Path) -> list[str]:
+    """Return what lies in a directory, as it was begun; nothing where it was taken away since it was seen."""
+    try:
+        return sorted(os.listdir(directory), key=_by_start)
+    except OSError:
+        return []
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _by_start(name: str) -> tuple[int, int, int, str]:
