@@ -462,26 +462,26 @@ def test_what_workers_say_when_they_are_cancelled_is_shown(terminal: Terminal) -
     running = terminal.start(
         "run",
         terminal.script("""
-            import pathlib, signal, sys, time
+            import signal, sys, time
             def save(*_):
                 print("saved")
                 sys.exit(0)
             signal.signal(signal.SIGTERM, save)
-            pathlib.Path("up0").touch()
+            print("up")
             while True:
                 time.sleep(0.05)
         """),
     )
-    terminal.wait_for("up0")
+    wait_until(lambda: terminal.said(running)[0] == "up\n", PATIENCE)  # shown: it watches the job
     running.send_signal(signal.SIGINT)
     assert running.wait(PATIENCE) == 130
-    assert terminal.said(running)[0] == "saved\n"
+    assert terminal.said(running)[0] == "up\nsaved\n"
 
 
 def test_a_second_ctrl_c_ends_a_run_that_takes_long_to_cancel(terminal: Terminal) -> None:
     script = terminal.script("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(SLEEPER))
     running = terminal.start("run", "--grace", "2", script)
-    terminal.wait_for("up0")
+    wait_until(lambda: terminal.said(running)[0], PATIENCE)  # shown: it watches the job
     running.send_signal(signal.SIGINT)
     wait_until(lambda: "cancelling" in terminal.said(running)[1], PATIENCE)
     running.send_signal(signal.SIGINT)
