@@ -33,7 +33,7 @@ from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 
 from clusterjob import pack
 
-SETTLING = 2.0  # seconds that what a test has started may take to be gone
+SETTLING = 5.0  # seconds that what a test has started may take to be gone
 _FAMILIES = (
     "SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_",
     "PALS_", "JSM_", "LSB_", "FLUX_", "PADDLE_", "VC_", "VK_", "MA_NUM_", "SKYPILOT_", "SM_", "AZ_BATCH", "DLC_", "AIHC_",
