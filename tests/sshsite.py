@@ -48,7 +48,7 @@ class Site:
         return name
 
     def flags(self, **flags: Any) -> dict[str, Any]:
-        options = {"ssh_config": str(self.world.config), "connect_timeout": "5", "need_torch": "false", **flags.pop("set", {})}
+        options = {"ssh_config": str(self.world.config), "connect_timeout": "20", "need_torch": "false", **flags.pop("set", {})}
         given = {"hosts": "gpu[1-2]", "python": self.python, "set": [f"{key}={value}" for key, value in options.items()], **flags}
         return {key: value for key, value in given.items() if value is not None}
 
