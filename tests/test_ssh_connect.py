@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from procs import wait_until
+from procs import kill_one_by_one, wait_until
 from sshworld import World, sh
 
 from clusterjob.errors import HostError
@@ -187,7 +188,8 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
     def freeze(*arguments: object) -> None:
         original(*arguments)  # type: ignore[arg-type]
         for pid in world.hosts["gpu1"].pids():
-            os.kill(pid, 19)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
 
     connect._verify = freeze  # type: ignore[assignment]
     try:
@@ -196,7 +198,8 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
     finally:
         connect._verify = original
         for pid in world.hosts["gpu1"].pids():
-            os.kill(pid, 18)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def test_a_command_that_says_nothing_is_given_up(world: World) -> None:
@@ -204,8 +207,7 @@ def test_a_command_that_says_nothing_is_given_up(world: World) -> None:
     with pytest.raises(HostError, match="gpu1: a command says nothing for 3 s"):
         pool.connection(Host("gpu1")).run("sleep 9")
     pool.close()
-    for pid in world.hosts["gpu1"].pids():  # a command without a terminal outlives its client
-        os.kill(pid, 9)
+    kill_one_by_one(world.hosts["gpu1"].pids())  # a command without a terminal outlives its client
 
 
 def test_a_bastion_that_cannot_be_used_is_named(world: World, pool: Pool) -> None:
@@ -385,14 +387,18 @@ def test_a_key_with_a_passphrase_says_so(world: World, pool: Pool, tmp_path: Pat
     assert "has a passphrase and no agent holds it (ssh-add)" in refusal(pool, "gpu1").message
 
 
+def listens(path: Path) -> bool:
+    """Return whether somebody does: the file is there a moment before."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
 @contextlib.contextmanager
 def agent_with(key: Path, directory: Path) -> Iterator[Path]:
     path = directory / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 10
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: listens(path), 10, "the agent")
         subprocess.run(["ssh-add", "-q", key], env={**os.environ, "SSH_AUTH_SOCK": str(path)}, check=True, stdin=subprocess.DEVNULL,
                        capture_output=True)  # fmt: skip
         yield path
