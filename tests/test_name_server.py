@@ -58,7 +58,7 @@ def test_a_worker_says_so_within_seconds(machine: Machine, tmp_path: Path, rank:
     environ = without_options(tmp_path, place(rank, 2, 29500, 1) | {"MASTER_ADDR": "master.example"})
     ended = run(there(machine, tmp_path, sys.executable, script(tmp_path, INIT)), tmp_path, environ)
     assert ended.code == 1
-    assert float(ended.out) < 5.0, ended
+    assert float(ended.out) < 15.0, ended  # 60 and more by the resolver's own patience
     assert "master.example:29500: " + SAID in last(ended.err)
     assert HOST in last(ended.err)
     assert not [line for line in ended.err.splitlines() if "c10d" in line]
