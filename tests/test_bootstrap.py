@@ -574,14 +574,15 @@ def test_the_exit_code_of_sys_exit_in_the_block_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["fork", "exec"])
 def test_the_launcher_learns_the_time_of_the_first_failure(launcher: str, tmp_path: Path) -> None:
     text = """
-        import atexit, time
+        import atexit, os, time
         from clusterjob import bootstrap
         ctx = bootstrap.init()
         ctx.barrier()
         if ctx.rank == 1:
-            atexit.register(time.sleep, 2)  # it fails first and ends last
+            atexit.register(lambda: (open("failed", "w").close(), time.sleep(2)))  # it fails first and ends last
             raise ValueError("boom")
-        time.sleep(0.5)
+        while not os.path.exists("failed"):
+            time.sleep(0.01)
         raise RuntimeError("this came later")
     """
     directory = tmp_path / "job"
