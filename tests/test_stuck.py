@@ -126,12 +126,15 @@ def test_a_script_that_waits_in_vain_and_goes_on_is_no_failure(new_job: NewJob) 
         from clusterjob import bootstrap
         from clusterjob.errors import GangError
         if os.environ["RANK"] == "1":
-            time.sleep(8)
+            while not os.path.exists("alone"):
+                time.sleep(0.05)
+            time.sleep(3)
         else:
             try:
                 bootstrap.init(timeout=2)
             except GangError:
                 print("alone", flush=True)
+                open("alone", "w").close()
     """)
     job.start_all("--nproc-per-node", "2", script, python=WITH_TORCH)
     assert job.wait() == [0]
@@ -272,6 +275,7 @@ def test_a_process_is_asked_again_and_again_and_its_sleep_goes_on(tmp_path: Path
         inner()
     """)  # fmt: skip
     try:
+        wait_until(lambda: stacks.kernel_words(process.pid).startswith("it sleeps"), 10)
         for _ in range(2):
             asked, lines = ask(process)
             assert asked
