@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -95,10 +97,12 @@ def by_hand(nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that nobody listens on: none of those that the kernel deals out, which are another's a moment later."""
+    while True:
+        port = 12000 + secrets.randbelow(8000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
 
 
 def script(directory: Path, text: str, name: str = "train.py") -> Path:
