@@ -13,13 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import environment, finish, free_port, run, script, start
+from launching import PATIENCE, environment, finish, free_port, run, script, start
 from namespaces import machines, why_not
+from procs import wait_until
 
 from clusterjob.errors import PlaceError
 from clusterjob.worker.rollcall import Facts, disagreement
 
-INIT = "from clusterjob import bootstrap\nwith bootstrap.init(timeout=TIMEOUT) as ctx:\n    print('met', ctx.rank, flush=True)\n"
+INIT = """
+    import os, time
+    if gate := os.environ.get("GATE"):  # what takes long is done before it opens
+        import torch.distributed
+        open(f"{gate}{os.environ['RANK']}", "w").close()
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+    from clusterjob import bootstrap
+    with bootstrap.init(timeout=TIMEOUT) as ctx:
+        print("met", ctx.rank, flush=True)
+"""
 HOST = socket.gethostname()
 
 
@@ -36,13 +47,20 @@ def processes(directory: Path, timeout: float, places: list[dict[str, str]]) -> 
     return [start([sys.executable, path], directory, each) for each in places]
 
 
+def open_gate(directory: Path, gate: str, *ranks: int) -> None:
+    """Let the ranks that wait at a gate go on, once they are all there."""
+    wait_until(lambda: all((directory / f"{gate}{rank}").exists() for rank in ranks), PATIENCE, f"ranks {ranks} at {gate}")
+    (directory / gate).touch()
+
+
 def last(err: str) -> str:
     return [line for line in err.strip().splitlines() if not line.startswith("hint: ")][-1]
 
 
 def test_whoever_is_missing_is_named_while_the_others_wait(tmp_path: Path) -> None:
     port = free_port()
-    first, third = processes(tmp_path, 7, [place(0, 3, port), place(2, 3, port)])
+    first, third = processes(tmp_path, 7, [place(rank, 3, port) | {"GATE": "gate"} for rank in (0, 2)])
+    open_gate(tmp_path, "gate", 0, 2)
     assert first.stderr is not None
     line = first.stderr.readline()
     assert line.startswith(f"clusterjob: waiting for rank 1 (node 0, {HOST}): not heard of: not started, or still importing; ")
@@ -172,7 +190,9 @@ def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
 @pytest.mark.slow
 def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> None:
     port = free_port()
-    waiting = processes(tmp_path, 6, [place(rank, 4, port) for rank in (1, 2, 3)])  # rank 0, which is local rank 0, never comes
+    # Rank 0, which is local rank 0, never comes.
+    waiting = processes(tmp_path, 6, [place(rank, 4, port) | {"GATE": "gate"} for rank in (1, 2, 3)])
+    open_gate(tmp_path, "gate", 1, 2, 3)
     ended = [finish(process) for process in waiting]
     said = [line for each in ended for line in each.err.splitlines() if line.startswith("clusterjob: ")]
     assert len(said) == 1, said
@@ -185,12 +205,14 @@ def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["died", "stuck"])
 def test_who_was_there_and_is_gone_when_the_last_comes_is_named(tmp_path: Path, fault: signal.Signals) -> None:
     port = free_port()
-    first, gone = processes(tmp_path, 12, [place(rank, 3, port) for rank in (0, 1)])
+    gates = ("first", "first", "third")
+    first, gone, third = processes(tmp_path, 12, [place(rank, 3, port) | {"GATE": gate} for rank, gate in enumerate(gates)])
     try:
+        open_gate(tmp_path, "first", 0, 1)
         assert first.stderr is not None
         assert first.stderr.readline().startswith(f"clusterjob: waiting for rank 2 (node 0, {HOST})")  # rank 1 is there
         gone.send_signal(fault)
-        [third] = processes(tmp_path, 60, [place(2, 3, port)])
+        open_gate(tmp_path, "third", 2)
         ended = [finish(first), finish(third)]
     finally:
         gone.kill()
