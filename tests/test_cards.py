@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from procs import PATIENCE, wait_until
-from sshsite import Site, end_of, wait_for_lines, workers_on
+from sshsite import Site, end_of, wait_for_lines
 
 from clusterjob import jobs
 from clusterjob.errors import SpecError
@@ -222,8 +222,7 @@ def test_each_host_gives_idle_ones_and_the_next_job_gets_others(site: Site, gpu_
             (site.remote_dir(record, host) / "code" / "leave").touch()
         assert end_of(record).state is JobState.SUCCEEDED
     # The verdict is written before the agents, which hold the cards, are gone.
-    for host in ("gpu1", "gpu2"):
-        wait_until(lambda host=host: not workers_on(site.world.hosts[host]), PATIENCE, f"the end of the agents on {host}")
+    wait_until(lambda: not site.running(), PATIENCE, "the end of the agents")
     third = site.submit(SHOW, gpus="auto", gpus_per_node=2, nproc_per_node=1)
     wait_for_lines(third, "devices GPU-0001,GPU-0002", "devices GPU-9000,GPU-9001")
     jobs.cancel([third])
