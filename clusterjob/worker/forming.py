@@ -18,7 +18,8 @@ from clusterjob.worker import rollcall, speaker
 from clusterjob.worker.rollcall import Ask, Facts
 from clusterjob.worker.store import another_connection
 
-_OTHERS = 1.0  # seconds that others have to say that they are there
+_SIGN = 3.0  # seconds after which whoever has no group says that it is there; one that was called late says so later
+_OTHERS = 1.0  # seconds that are left to others before they are said not to answer
 _LOOK = 0.05  # seconds between two looks for what another one has found at the end
 
 
@@ -62,22 +63,27 @@ class Forming:
         return time.monotonic() - self._begin
 
     def _watch(self) -> None:
+        if self._over.wait(_SIGN):
+            return
         try:
+            store = self._connect()
+            store.set(f"there{self._worker.rank}", "")
+            self._is_there = True
             for number, due in enumerate(speaker.notices()):
                 if self._over.wait(due - self._waited()):
                     return
-                self._look(number)
+                if self._first(store, f"looks{number}"):
+                    self._look(store)
         except (OSError, RuntimeError):
             pass  # the store is gone, as torch's own request finds out too
 
-    def _look(self, number: int) -> None:
-        """Say that this process waits; the first that comes to it looks for all."""
-        store = self._connect()
-        store.set(f"there{self._worker.rank}", "")
-        self._is_there = True
-        if not self._first(store, f"looks{number}") or self._over.wait(_OTHERS):
-            return
+    def _look(self, store: Any) -> None:
+        """Say, for all, who does not answer, or that all do."""
         without, silent = self._without(store)
+        if silent:
+            if self._over.wait(_OTHERS):
+                return
+            without, silent = self._without(store)
         if silent:
             self._ask(silent, final=False)
             speaker.say(f"{self._stuck(store, silent)}; {self._waited():.0f} s so far")
