@@ -154,8 +154,7 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         return Verdict(JobState.LOST, 1, f"Slurm says {row.state}: a node of the job failed", **common)
     if row.state == "PREEMPTED":
         return Verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, "Slurm preempted the job and did not queue it again", **common)
-    failed = own is not None and own.state in (JobState.FAILED, JobState.LOST) and _by_the_way(own, job_dir)
-    if row.state == "CANCELLED" and own is not None and failed:
+    if row.state == "CANCELLED" and own is not None and own.state in (JobState.FAILED, JobState.LOST) and _by_the_way(own, job_dir):
         reason = "cancelled" if ends.cancelled(job_dir) else f"Slurm says CANCELLED{why}"
         return replace(own, state=JobState.CANCELLED, exit_code=CANCELLED_EXIT_CODE, reason=reason, failure=None, consequences=())
     if own is not None and not (own.state is JobState.PREEMPTED and row.state == "CANCELLED"):  # which a SIGTERM looks like to agents

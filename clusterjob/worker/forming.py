@@ -127,7 +127,7 @@ class Forming:
 
     def _named(self, store: Any, ranks: list[int]) -> list[str]:
         ends = [ranks[0], ranks[-1]]
-        return [f"rank {each.rank} on {each.process()}" for each in map(Facts.of, store.multi_get([f"rank{rank}" for rank in ends]))]
+        return [rollcall.who(Facts.of(data)) for data in store.multi_get([f"rank{rank}" for rank in ends])]
 
     def _stuck(self, store: Any, silent: list[int]) -> str:
         return rollcall.gone(store, silent, "at the roll-call, and no answer while the process group is made: died, or stuck")

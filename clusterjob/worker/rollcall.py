@@ -148,7 +148,7 @@ def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: boo
         else:
             store.add("heard", 1)
     except RuntimeError as error:  # torch's DistError is one
-        raise GangError(f"{_who(own)} was at the roll-call, and rank 0 does not end it: {_first(error)}") from error
+        raise GangError(f"{who(own)} was at the roll-call, and rank 0 does not end it: {_first(error)}") from error
     raise GangError(answer["refused"], answer["hint"])
 
 
@@ -176,7 +176,7 @@ def _enter(call: _Call) -> bool:
     if own.gpu and not refused:
         user = Facts.of(store.compare_set(f"gpu {own.gpu}", "", data))
         if user != own:
-            refused, hint = f"{_who(own)} and {_who(user)} have the same GPU, {own.gpu}", "LOCAL_RANK and CUDA_VISIBLE_DEVICES choose it"
+            refused, hint = f"{who(own)} and {who(user)} have the same GPU, {own.gpu}", "LOCAL_RANK and CUDA_VISIBLE_DEVICES choose it"
     if refused:
         _answer(store, refused, hint)
     if first.time - own.time > _FARTHEST_CLOCK:  # the other way round it may only have come later
@@ -197,16 +197,16 @@ def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
         own, first = first, own
     if own.world_size != first.world_size:
         return (
-            f"{_who(own)} counts {own.world_size} processes, {_who(first)} counts {first.world_size}",
+            f"{who(own)} counts {own.world_size} processes, {who(first)} counts {first.world_size}",
             "WORLD_SIZE differs among them, or two jobs have the same MASTER_PORT",
         )
     if own.job != first.job:
         return (
-            f"{_who(own)} is of job {own.job or '(unnamed)'}, {_who(first)} of job {first.job or '(unnamed)'}",
+            f"{who(own)} is of job {own.job or '(unnamed)'}, {who(first)} of job {first.job or '(unnamed)'}",
             "two jobs have the same MASTER_ADDR and MASTER_PORT: one of them needs another port",
         )
     if own.versions != first.versions:
-        return f"{_who(own)} has {own.versions}, {_who(first)} has {first.versions}", "all nodes need the same installation of torch"
+        return f"{who(own)} has {own.versions}, {who(first)} has {first.versions}", "all nodes need the same installation of torch"
     return "", ""
 
 
@@ -247,7 +247,7 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
                 _answer(store, f"{_missing(call, missing)}; gave up after {waited:.0f} s")
                 return
             if waited > timeout + _GRACE:
-                raise GangError(f"{_who(call.own)} was at the roll-call, and rank 0 does not end it; gave up after {waited:.0f} s")
+                raise GangError(f"{who(call.own)} was at the roll-call, and rank 0 does not end it; gave up after {waited:.0f} s")
             if waited > due:
                 due = next(notices)
                 if in_charge:
@@ -356,10 +356,11 @@ def _tell_clock(store: Any, of: Facts, how: str) -> None:
 
 
 def _whose(facts: Facts) -> str:
-    return "rank 0's" if facts.rank == 0 else f"that of {_who(facts)}"
+    return "rank 0's" if facts.rank == 0 else f"that of {who(facts)}"
 
 
-def _who(facts: Facts) -> str:
+def who(facts: Facts) -> str:
+    """Return which rank it is, in which process."""
     return f"rank {facts.rank} on {facts.process()}"
 
 

@@ -139,16 +139,15 @@ def not_yet(record: Record, snapshot: Snapshot) -> Status:
 def from_row(record: Record, handle: Handle, row: Row) -> Status:
     """Return the status of a job that Slurm shows."""
     started_at, restarts, waiting = directory.progress(record.job_dir)
-    own = slurm_ends.verdict_of(record.job_dir)
+    own, wished = slurm_ends.verdict_of(record.job_dir), ends.cancelled(record.job_dir)
     if row.waiting:
         again = f"queued again, it was {own.state.value.lower()} before; " if own is not None else ""
-        if ends.cancelled(record.job_dir):
+        if wished:
             return Status(JobState.PENDING, "it is being cancelled", None, started_at, restarts, handle)
         when = f"; expected to start at {row.start}" if row.start else ""
         return Status(JobState.PENDING, f"{again}{row.reason or 'queued'}{when}", None, started_at, restarts, handle)
     # Slurm marks a job before it signals it: while it says RUNNING, nobody has cancelled what has failed.
-    stands = own is not None and own.state is JobState.FAILED and slurm_ends.by_a_node(own) and row.state == "RUNNING"
-    if own is not None and stands and not ends.cancelled(record.job_dir):
+    if row.state == "RUNNING" and not wished and own is not None and own.state is JobState.FAILED and slurm_ends.by_a_node(own):
         return _with_handle(own, handle)
     if row.active:
         return Status(JobState.RUNNING, waiting, None, started_at, restarts, handle)
@@ -157,7 +156,7 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
         if code is not None and _started_by_srun(record) and row.state in ("COMPLETED", "FAILED"):
             own = slurm_ends.of_step(record.job_dir, code, started_at)
     verdict = slurm_ends.of_slurm(row, own, record.job_dir, started_at)
-    if own is None and (ends.cancelled(record.job_dir) or not slurm_ends.explains(row)):
+    if own is None and (wished or not slurm_ends.explains(row)):
         verdict = directory.end_without_lead(record.job_dir, started_at, restarts, verdict)
     return _with_handle(verdict, handle)
 
