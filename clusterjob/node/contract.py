@@ -19,9 +19,13 @@ JOB_DIR = "CLUSTERJOB_JOB_DIR"
 ATTEMPT = "CLUSTERJOB_ATTEMPT"
 TOKEN = "CLUSTERJOB_TOKEN"
 TOKEN_FILE = "CLUSTERJOB_TOKEN_FILE"
+SECRETS_FILE = "CLUSTERJOB_SECRETS_FILE"
 ARRAY_INDEX = "CLUSTERJOB_ARRAY_INDEX"
 REPORT_FD = "CLUSTERJOB_REPORT_FD"
 WARNING_FD = "CLUSTERJOB_WARNING_FD"
+STORE_KEY = "CLUSTERJOB_STORE_KEY"  # signs what ranks leave in torch's store for each other
+STDIN_FD = "CLUSTERJOB_STDIN_FD"  # of the node's agent: a descriptor that is to be rank 0's stdin
+STORE = "CLUSTERJOB_STORE"  # host:port of the store that agents serve; empty where rank 0 serves it
 STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees this node's stdout alone; see `numbered`
 _RESTARTS = "SLURM_RESTART_COUNT"
 
@@ -94,6 +98,11 @@ def worker_variables(world: World, local_rank: int, job_id: str, max_restarts: i
         # Every rank is then a client: plain env:// scripts work unchanged and the store outlives rank 0.
         "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),
     } | _of_paddle(world, local_rank, rank)
+
+
+def store_address(world: World, launcher: str) -> str:
+    """Return where agents, ours or torchrun's, serve torch's store: ``host:port``; empty where rank 0 is to serve it."""
+    return f"{world.master_addr}:{world.master_port}" if world.agent_store or launcher == "torchrun" else ""
 
 
 def _of_paddle(world: World, local_rank: int, rank: str) -> dict[str, str]:
@@ -174,20 +183,53 @@ def read_attempt(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def read_token(environ: Mapping[str, str], identity: str) -> bytes:
-    """Return the job's secret, which agents prove to each other.
+def store_key(token: bytes, job_id: str, attempt: int, restart: int) -> str:
+    """Return the key with which the workers of one round sign what they leave in torch's store; every agent makes the same.
 
-    From CLUSTERJOB_TOKEN, else the file that CLUSTERJOB_TOKEN_FILE names, else derived from the job's identity: that one
-    keeps jobs apart and is no secret.
+    Args:
+        token: the job's secret.
+        job_id: the job's id.
+        attempt: which start of the job this is.
+        restart: which round of it.
+    """
+    import hashlib  # slow to load, and every worker loads this module
+    import hmac
+
+    return hmac.new(token, f"store\0{job_id}\0{attempt}\0{restart}".encode(), hashlib.sha256).hexdigest()
+
+
+def read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``--secret``, from the file that CLUSTERJOB_SECRETS_FILE names; none where it names none.
 
     Raises:
         PlaceError: the file cannot be read.
+    """
+    path = environ.get(SECRETS_FILE)
+    if not path:
+        return {}
+    try:
+        lines = Path(path).read_bytes().split(b"\0")
+    except OSError as error:
+        raise PlaceError(f"the secrets of the job cannot be read: {error.strerror}: {path}") from error
+    return {os.fsdecode(name): os.fsdecode(value) for name, equals, value in (line.partition(b"=") for line in lines) if equals}
+
+
+def read_token(environ: Mapping[str, str]) -> bytes | None:
+    """Return the job's secret, which agents prove to each other; None where there is none.
+
+    From CLUSTERJOB_TOKEN, else the file that CLUSTERJOB_TOKEN_FILE names.
+
+    Raises:
+        PlaceError: the file cannot be read, or is empty.
     """
     if environ.get(TOKEN):
         return environ[TOKEN].encode(errors="surrogateescape")
     if environ.get(TOKEN_FILE):
         try:
-            return Path(environ[TOKEN_FILE]).read_bytes().strip()
+            token = Path(environ[TOKEN_FILE]).read_bytes().strip()
         except OSError as error:
             raise PlaceError(f"the job's secret cannot be read: {error.strerror}: {environ[TOKEN_FILE]}") from error
-    return f"clusterjob:{identity}".encode()
+        if not token:
+            raise PlaceError(f"the job's secret is empty: {environ[TOKEN_FILE]}")
+        return token
+    return None

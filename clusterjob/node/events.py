@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+_LONGEST_LINE, _LARGEST_FILE = 1 << 20, 256 << 20  # bytes that are read
 
 
 def now() -> str:
@@ -34,15 +38,17 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events that were written whole; a job that has none yields none."""
+    """Yield the events that were written whole; a job that has none yields none. A line that is too long or no event costs itself."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
+            left = _LARGEST_FILE if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else 0
+            while left > 0 and (line := stream.readline(_LONGEST_LINE)):
+                left -= len(line)
+                try:
+                    event = json.loads(line.decode(errors="replace"))
+                except (ValueError, RecursionError):
+                    continue  # the last line of a writer that died, or a part of one that is too long
+                if isinstance(event, dict):
+                    yield event
     except OSError:
         return
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # the last line of a writer that died
-        if isinstance(event, dict):
-            yield event

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import re
+import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+_TEMPORARY = re.compile(r"\..+\.\w{8}\.(?P<host>.+)\.(?P<pid>\d{1,9})", re.ASCII)
+_SURELY_KILLED = 3600.0  # seconds
+RESERVED = 32 << 10  # bytes
+LARGEST_JSON = 32 << 20  # bytes; what we write is smaller by far
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -20,7 +30,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     Raises:
         OSError: the disk is full or the directory cannot be written; nothing is left behind.
     """
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".{os.uname().nodename}.{os.getpid()}", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             os.fchmod(stream.fileno(), mode)
@@ -33,14 +43,129 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
         raise
 
 
+def reserve(path: Path) -> None:
+    """Take the space and the inode of a file that is to be written even if the disk is full by then; on a full one, nothing."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(_reserve_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, RESERVED)
+        finally:
+            os.close(descriptor)
+
+
+def write_reserved(path: Path, data: bytes) -> None:
+    """Write a file as `write_atomic` does; on a full disk into the space that `reserve` took, which is freed in any case.
+
+    Raises:
+        OSError: it cannot be written, and nothing was reserved, or less than `data` takes.
+    """
+    reserved = _reserve_of(path)
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        try:
+            _overwrite(reserved, data)
+            os.replace(reserved, path)
+        except OSError:
+            raise error from None
+    with contextlib.suppress(OSError):
+        reserved.unlink()
+
+
+def _reserve_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserve")
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if len(data) > RESERVED:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.ftruncate(descriptor, len(data))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def why_full(directory: Path) -> str:
+    """Return why nothing can be written into a directory, such as that its disk is full; empty where something can."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return ""
+    if found.f_flag & os.ST_RDONLY:
+        return f"{directory} is on a read-only file system"
+    if found.f_bavail == 0:
+        return f"the disk of {directory} is full"
+    if found.f_files and found.f_favail == 0:
+        return f"the disk of {directory} has no inodes left"
+    return ""
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what writers of `write_atomic` left in a directory that were killed in it: on this host at once, on others an hour later."""
+    try:
+        names = [name for name in os.listdir(directory) if name.startswith(".")]
+    except OSError:
+        return
+    for name in names:
+        match = _TEMPORARY.fullmatch(name)
+        with contextlib.suppress(OSError):
+            if match is not None and (_killed(match["host"], int(match["pid"])) or is_old(directory / name)):
+                (directory / name).unlink()
+
+
+def _killed(host: str, pid: int) -> bool:
+    return host == os.uname().nodename and not Path(f"/proc/{pid}").exists()
+
+
+def is_old(path: Path) -> bool:
+    """Return whether nothing has changed here for so long that whoever was writing it, on any host, was killed.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    return time.time() - path.stat().st_mtime > _SURELY_KILLED
+
+
 def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
     """Write a value as JSON, atomically."""
-    write_atomic(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogatepass"), mode)
+    write_atomic(path, json_bytes(value), mode)
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return a value as JSON, as files have it."""
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogatepass")
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Return a regular file's content; its size is bounded, and no pipe or device is waited for.
+
+    Raises:
+        ValueError: it is longer than `limit` bytes, or no regular file.
+        OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+            raise ValueError(f"{path} is no regular file of at most {limit} bytes")
+        data = b""
+        while len(data) < found.st_size and (more := os.read(descriptor, found.st_size - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(descriptor)
 
 
 def read_json(path: Path) -> Any | None:
-    """Return what `write_json` wrote, or None when the file is absent or is not JSON."""
+    """Return what `write_json` wrote, or None when the file is absent, is too large or is not JSON."""
     try:
-        return json.loads(path.read_bytes().decode(errors="surrogatepass"))
+        return json.loads(read_regular(path, LARGEST_JSON).decode(errors="surrogatepass"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None

@@ -199,7 +199,7 @@ def why_unresolvable(host: str) -> str:
     return ""
 
 
-def listen_at(host: str, port: int, backlog: int) -> socket.socket:
+def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> socket.socket:
     """Return a TCP socket that listens on one address of this machine, or on all where the host is not its own.
 
     Args:
@@ -207,6 +207,7 @@ def listen_at(host: str, port: int, backlog: int) -> socket.socket:
             it may mean the loopback interface here.
         port: the port, 0 for any that is free.
         backlog: connections that may wait before the first accept.
+        alone: nobody comes from another machine, so that a loopback address will do.
 
     Raises:
         OSError: the port is taken (EADDRINUSE), or the name does not resolve.
@@ -217,7 +218,7 @@ def listen_at(host: str, port: int, backlog: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             # Debian resolves the own name to 127.0.1.1, where no other machine would get through.
-            if str(address[0]).startswith("127.") and not is_this_machine(host):
+            if str(address[0]).startswith("127.") and not is_this_machine(host) and not alone:
                 address = ("0.0.0.0", port)  # noqa: S104
             listener.bind(address)
         except OSError as error:

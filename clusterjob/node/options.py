@@ -35,6 +35,7 @@ class LaunchOptions:
             that the job was let go.
         echo: whether the workers' output is shown on this command's own stdout and stderr.
         warning: the job may be preempted, and is warned this long before the end; None for a job that may not.
+        insecure_no_token: let nodes join that know no secret: whoever reaches node 0 can end the job.
         gpus: the GPUs of this node's workers, as CUDA_VISIBLE_DEVICES names them; None for all that are visible.
     """
 
@@ -53,6 +54,7 @@ class LaunchOptions:
     echo: bool = True
     warning: float | None = None
     gpus: str | None = None
+    insecure_no_token: bool = False
 
     def arguments(self) -> list[str]:
         """Return the command line that `parse` turns into these options: only what differs from the defaults."""
@@ -75,7 +77,10 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         UsageError: an option is unknown or its value makes no sense, or there is no program.
     """
     options_part, program = _split_program(list(argv))
-    values = vars(_parser().parse_args(options_part))
+    known, unknown = _parser().parse_known_args(options_part)
+    if unknown:
+        raise _no_such_option(unknown[0].partition("=")[0])
+    values = vars(known)
     if program is None:
         raise UsageError("nothing to launch", "give a script, -m MODULE, or -- COMMAND")
     return LaunchOptions(program=program, **values)
@@ -97,6 +102,21 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
             return argv[:index], Program("script", word, tuple(argv[index + 1 :]))
         index += 2 if word in takes_value else 1
     return argv, None
+
+
+# What torchrun has as options, and a node reads from its environment.
+_VARIABLES = {
+    "--nnodes": "CLUSTERJOB_NNODES", "--nodes": "CLUSTERJOB_NNODES", "-N": "CLUSTERJOB_NNODES", "--node-rank": "CLUSTERJOB_NODE_RANK",
+    "--master-addr": "CLUSTERJOB_MASTER_ADDR", "--master-port": "CLUSTERJOB_MASTER_PORT", "--rdzv-endpoint": "CLUSTERJOB_MASTER_ADDR",
+}  # fmt: skip
+
+
+def _no_such_option(word: str) -> UsageError:
+    spelled = word.replace("_", "-")
+    hint = f"did you mean {spelled}?" if spelled != word and spelled in _parser()._option_string_actions else ""
+    if spelled in _VARIABLES:
+        hint = f"the environment says so: {_VARIABLES[spelled]}=..., where the platform has no variable of its own"
+    return UsageError(f"there is no option {word}", hint or "`clusterjob launch --help` lists the options")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -125,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lease", type=_seconds, default=default.lease, metavar="SECONDS", help="silence after which a node is lost")
     add("--grace", type=_seconds, default=default.grace, metavar="SECONDS", help="between SIGTERM and SIGKILL")
     add("--warning", type=_seconds, metavar="SECONDS", help="how long before its end a preempted job is warned")
+    add("--insecure-no-token", action="store_true", help="let nodes join without CLUSTERJOB_TOKEN: anybody can end the job")
     add("--lifeline", action="store_true", help="stdin's end cancels the job")
     add("--no-echo", dest="echo", action="store_false", help="leave the workers' output in their files")
     return parser

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from clusterjob.node import network
+from clusterjob.node.program import Program
 
 # What is set for each worker; a job started from inside another must not inherit them.
 VARIABLES = (
@@ -60,6 +61,17 @@ def own_address(master_addr: str, node_rank: int) -> str:
 def endpoint(address: str, port: int) -> str:
     """Return an address and a port as one text."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def may_be_used(program: Program) -> bool:
+    """Return whether this node's workers may be PaddlePaddle's: its interpreter has it, or a command brings one of its own.
+
+    Args:
+        program: what each worker runs.
+    """
+    import importlib.util
+
+    return not program.is_python or importlib.util.find_spec("paddle") is not None
 
 
 def listed(endpoints: Sequence[str]) -> str:

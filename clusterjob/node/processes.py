@@ -6,14 +6,17 @@ from main threads only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_READ = {"x86_64": "0", "aarch64": "63", "ppc64le": "3", "s390x": "3", "riscv64": "63"}  # the number of read(2), by machine
 
 
 def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
@@ -90,6 +93,28 @@ def descendants(pid: int) -> list[int]:
     return [found_pid for found_pid in found if found_pid not in zombies]
 
 
+def terminal_reader(above: int, terminal: int = 0) -> int | None:
+    """Return the process below one that waits in read(2) for input from a terminal; None where none does.
+
+    Only main threads count: a thread that listens for keys beside the work is no prompt.
+
+    Args:
+        above: pid of the process whose descendants are looked at.
+        terminal: a descriptor of the terminal; where it is none, nothing reads it.
+    """
+    if not os.isatty(terminal):
+        return None
+    device = os.fstat(terminal).st_rdev
+    for pid in descendants(above):
+        try:
+            call, *arguments = Path(f"/proc/{pid}/syscall").read_text().split()
+            if call == _READ.get(os.uname().machine) and os.stat(f"/proc/{pid}/fd/{int(arguments[0], 16)}").st_rdev == device:
+                return pid
+        except OSError:  # it has ended, or is not ours to look at
+            continue
+    return None
+
+
 def send_signal(pid: int, with_signal: int) -> bool:
     """Send a signal; return False when the process is gone."""
     try:
@@ -115,13 +140,70 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-def oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory since boot, on this machine as a whole."""
+def raise_open_files() -> None:
+    """Let this process open as many files as it may at all: a connection for each node, or each rank, takes one.
+
+    For processes that run no code of the user's: select(2) fails beyond 1,024.
+    """
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@dataclass(frozen=True)
+class OomKills:
+    """The kernel's count of processes that it has killed for want of memory: in this process's cgroup, else on this machine.
+
+    Attributes:
+        count: how many, so far.
+        cgroup: the directory of the cgroup; None where the count is the machine's.
+    """
+
+    count: int
+    cgroup: Path | None = None
+
+    @classmethod
+    def now(cls) -> OomKills:
+        """Return the count as it is."""
+        for directory, name in _memory_cgroups():
+            count = _count_in(directory / name)
+            if count is not None:
+                return cls(count, directory)
+        return cls(_count_in(Path("/proc/vmstat")) or 0)
+
+    def news(self) -> str:
+        """Return what to say of a killed process if the kernel has killed one since; else nothing."""
+        now = OomKills.now()
+        if now.count <= self.count:
+            return ""
+        if now.cgroup is None:
+            return "this machine ran out of memory meanwhile"
+        limits = [now.cgroup / name for name in ("memory.max", "memory.limit_in_bytes")]
+        texts = [text.strip() for path in limits if (text := _text(path))]
+        limit = next((int(text) for text in texts if text.isdigit() and int(text) < 1 << 60), None)  # v1 writes a huge number for none
+        return "out of memory: the kernel killed it" + (f", limit {limit // 10**6} MB" if limit else "")
+
+
+def _memory_cgroups() -> Iterator[tuple[Path, str]]:
+    """Yield where this process's memory is counted, for version 2 and 1 of cgroups; in a container its own root is mounted."""
+    for _, controllers, path in (line.split(":", 2) for line in _text(Path("/proc/self/cgroup")).splitlines()):
+        if not controllers:
+            yield from ((Path(f"/sys/fs/cgroup{place}"), "memory.events") for place in (path, ""))
+        elif "memory" in controllers.split(","):
+            yield from ((Path(f"/sys/fs/cgroup/memory{place}"), "memory.oom_control") for place in (path, ""))
+
+
+def _count_in(path: Path) -> int | None:
+    return next((int(line.split()[1]) for line in _text(path).splitlines() if line.startswith("oom_kill ")), None)
+
+
+def _text(path: Path) -> str:
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        return path.read_text(errors="replace")
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        return ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """The package's sources inside the node zip: one compressed block, unpacked at the first import of any of them.
 
-The zip shadows an installed package of another version, so it holds all of the package. Packed module by module, as a zip does, it
-would be almost twice as long, and an agent would start 30 ms later: each module would be looked up and unpacked by itself.
+Packed module by module, as a zip does, the zip would be almost twice as long, and an agent would start 30 ms later: each module would
+be looked up and unpacked by itself.
+
+The zip shadows an installed package. What only submits jobs elsewhere is left out of it (`clusterjob.pack.LEFT_OUT`): a process inside a
+job that submits another takes those modules, and the templates, from the installed package, which has to be of the same version.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Solid:
 
     def __init__(self, package_file: str) -> None:
         self._directory = package_file.rpartition("/")[0]
-        self._archive = self._directory.rpartition("/")[0]
+        self.archive = self._directory.rpartition("/")[0]
         self._sources: dict[str, str] | None = None
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002
@@ -36,13 +39,22 @@ class Solid:
             return None
         file = self._file_of(name)
         if file is None:
+            self._look_elsewhere(name, path)
             return None
         is_package = file.endswith("/__init__.py")
-        spec = ModuleSpec(name, self, origin=f"{self._archive}/{file}", is_package=is_package)  # type: ignore[arg-type]
+        spec = ModuleSpec(name, self, origin=f"{self.archive}/{file}", is_package=is_package)  # type: ignore[arg-type]
         if is_package:
-            spec.submodule_search_locations = [f"{self._archive}/{file.rpartition('/')[0]}"]
+            spec.submodule_search_locations = [f"{self.archive}/{file.rpartition('/')[0]}"]
         spec.has_location = True
         return spec
+
+    def _look_elsewhere(self, name: str, path: Sequence[str] | None) -> None:
+        """Let the interpreter's own finder look for a module in the installed package, whose place is added to its package's path."""
+        package = installed()
+        if package is not None and isinstance(path, list):
+            place = "/".join((package, *name.split(".")[1:-1]))
+            if place not in path:
+                path.append(place)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Have the module made as always."""
@@ -57,7 +69,7 @@ class Solid:
         file = self._file_of(name)
         if file is None:
             raise ImportError(f"there is no module {name}", name=name)
-        return compile(self._all()[file], f"{self._archive}/{file}", "exec", dont_inherit=True)
+        return compile(self._all()[file], f"{self.archive}/{file}", "exec", dont_inherit=True)
 
     def get_source(self, name: str) -> str | None:
         """Return a module's source, for tracebacks."""
@@ -87,4 +99,31 @@ class Solid:
 
 def install(package_file: str) -> None:
     """Let this process import the package from the zip that holds it."""
-    sys.meta_path.append(Solid(package_file))
+    sys.meta_path.insert(0, Solid(package_file))  # before the one that would find the installed package's
+
+
+def archive() -> str | None:
+    """Return the zip that the package was imported from; None where it was not."""
+    return next((finder.archive for finder in sys.meta_path if isinstance(finder, Solid)), None)
+
+
+def installed() -> str | None:
+    """Return the directory of the package that is installed beside the zip; None where there is none.
+
+    Raises:
+        ImportError: it is of another version.
+    """
+    from importlib.machinery import PathFinder
+
+    spec = PathFinder.find_spec("clusterjob", [entry for entry in sys.path if not entry.endswith(".pyz")])
+    others = (finder for finder in sys.meta_path if finder is not PathFinder and not isinstance(finder, Solid))
+    for finder in others:  # an editable installation may have one of its own
+        spec = spec or finder.find_spec("clusterjob", None)
+    if spec is None or not spec.origin or not spec.origin.endswith("/__init__.py"):
+        return None
+    with open(spec.origin, encoding="utf-8") as stream:
+        line = next((line for line in stream if line.startswith("__version__ = ")), "")
+    own, its = sys.modules["clusterjob"].__version__, line.partition("=")[2].strip().strip('"')
+    if own != its:
+        raise ImportError(f"this job came with clusterjob {own}, and {spec.origin} is {its}: `env -u PYTHONPATH clusterjob` runs that one")
+    return spec.origin.removesuffix("/__init__.py")

@@ -12,10 +12,14 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any, TextIO
 
-from clusterjob.node.logs import Line, LogReader, fold
+from clusterjob.node.folding import Folded, Folder, label
+from clusterjob.node.live_lines import LiveLines
+from clusterjob.node.logs import LogReader
 from clusterjob.node.numbered import Writer
+from clusterjob.node.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 
 
@@ -33,6 +37,7 @@ class Voice:
         if numbered and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # whatever the image's locale is
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()  # (what to do, with what)
+        self._live = LiveLines()
         self._look_waits = False  # whether a wish to look at the output is in the queue: one is enough
         self._thread = threading.Thread(target=self._run, name="clusterjob-voice", daemon=True)
         self._thread.start()
@@ -72,21 +77,31 @@ class Voice:
                 _write(sys.stdout, self._writer.verdict(value))
             elif self._reader is not None:
                 self._look_waits = False
-                self._show(self._reader.read() if what == "show" else self._reader.finish())
+                self._show(self._reader, end=what == "finish")
 
     def _say(self, text: str) -> None:
+        self._live.clear()
         if self._writer is None:
-            _write(sys.stderr, f"clusterjob: {text}\n")
+            _write(sys.stderr, sanitize(f"clusterjob: {text}\n", lines=True))
         else:
             _write(sys.stdout, self._writer.words(text))
 
-    def _show(self, lines: list[Line]) -> None:
-        shown = fold(lines)
+    def _show(self, reader: LogReader, *, end: bool) -> None:
+        folder, has_grown = Folder(), False
+        for lines in reader.batches(end=end):  # each of one file: lines of several ranks fold only within one folder
+            has_grown = True
+            self._print(folder.add(lines))
+        self._print(folder.flush())
+        if has_grown and self._live.has_terminal:
+            self._live.show([f"[{label(line)}] {line.text}" for line in reader.open_lines()])
+
+    def _print(self, lines: Iterable[Folded]) -> None:
         if self._writer is not None:
-            _write(sys.stdout, self._writer.output(shown, time.time()))
+            _write(sys.stdout, self._writer.output(list(lines), time.time()))
             return
-        for line in shown:
-            _write(sys.stdout if line.stream == "out" else sys.stderr, f"[{line.label}] {line.text}\n")
+        for line in lines:
+            self._live.clear()
+            _write(sys.stdout if line.stream == "out" else sys.stderr, f"[{line.label}] {sanitize(line.text, colours=True)}\n")
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -8,12 +8,17 @@ that the job is cancelled.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from clusterjob.node import ends, network, processes, signals
 from clusterjob.node.options import LaunchOptions
+
+_ONE_KEYSTROKE = 0.5  # seconds in which a second signal is the same Ctrl-C, from a command between the terminal and this agent
+_PAUSE = 2.0  # seconds between two looks at the job's directory
 
 
 class Wishes:
@@ -26,6 +31,8 @@ class Wishes:
 
     Attributes:
         cancelled: done once the job is to end; its result says why.
+        interrupted: whether it is to end by Ctrl-C: the workers get SIGINT in the place of SIGTERM.
+        at_once: done once somebody who has interrupted the job does not wait for the workers any longer.
         warned: done once the end is near; its result says who warned.
     """
 
@@ -33,6 +40,9 @@ class Wishes:
         loop = asyncio.get_running_loop()
         self.cancelled: asyncio.Future[str] = loop.create_future()
         self.warned: asyncio.Future[str] = loop.create_future()
+        self.at_once: asyncio.Future[None] = loop.create_future()
+        self.interrupted = False
+        self._interrupted_at = 0.0
         self._options = options
         self._job_dir = job_dir
         self._attempt = attempt
@@ -53,13 +63,29 @@ class Wishes:
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
             self._warn(f"a warning on {network.own_name()}, while the job was starting")
 
+    def watch(self) -> None:
+        """Look every 2 s for the file that asks to cancel the job: its directory may be reached where no signal is."""
+        if ends.cancelled(self._job_dir):
+            if not self.cancelled.done() and ends.interrupted(self._job_dir):
+                self.interrupted, self._interrupted_at = True, time.monotonic()
+            self._cancel("cancelled")
+        else:
+            asyncio.get_running_loop().call_later(_PAUSE, self.watch)
+
     def _interrupted(self, number: int) -> None:
+        if number == signal.SIGINT and not self.interrupted and (reader := processes.terminal_reader(os.getpid())) is not None:
+            processes.send_signal(reader, signal.SIGINT)  # rank 0 is at a prompt, which the terminal's Ctrl-C is for
+            return
         why = f"{processes.signal_name(number)} on {network.own_name()}"
         wished = ends.cancelled(self._job_dir)
         if self._options.warning is not None and (number == signal.SIGUSR1 or (number == signal.SIGTERM and not wished)):
             self._warn(why)
-        else:
-            self._cancel("cancelled" if wished else why)
+            return
+        if self.interrupted and not self.at_once.done() and time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE:
+            self.at_once.set_result(None)
+        if number == signal.SIGINT and not self.cancelled.done():
+            self.interrupted, self._interrupted_at = True, time.monotonic()
+        self._cancel("cancelled" if wished else why)
 
     def _warn(self, why: str) -> None:
         if not self.warned.done():
@@ -78,4 +104,4 @@ class Wishes:
     def _hear_lifeline(self) -> None:
         asyncio.get_running_loop().remove_reader(0)
         if not ends.detached(self._job_dir):
-            self._cancel("the command that ran the job is gone")
+            self._cancel("cancelled" if ends.cancelled(self._job_dir) else "the command that ran the job is gone")

@@ -1,0 +1,69 @@
+"""Directories of the user alone: made level by level, and judged by owner and mode."""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+
+def make(path: Path) -> None:
+    """Make a directory and what is missing above it, each with the mode 0700 under every umask; one that exists stays as it is.
+
+    Raises:
+        OSError: a level cannot be made.
+    """
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for level in reversed(missing):
+        try:
+            os.mkdir(level, 0o700)
+        except FileExistsError as error:
+            if not level.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(level)) from error
+
+
+def danger(path: Path) -> str:
+    """Return who else could change a file or a directory, such as "everyone can write to it (mode 0777)"; empty if nobody can.
+
+    A directory with the sticky bit counts as safe: what belongs to the user there is the user's to rename and remove.
+
+    Raises:
+        OSError: it is not there.
+    """
+    return danger_of(path.stat()) or (danger_of(path.lstat()) if path.is_symlink() else "")
+
+
+def danger_of(status: os.stat_result) -> str:
+    """Return the same of a file whose status is known."""
+    owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
+    if owner not in (os.geteuid(), 0):
+        return f"it belongs to {_user_name(owner)} (uid {owner})"
+    if stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
+        return ""
+    if mode & 0o002:
+        return f"everyone can write to it (mode {mode:04o})"
+    if mode & 0o020 and not _is_own_group(status.st_gid):
+        return f"its group can write to it (mode {mode:04o})"
+    return ""
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return "another user"
+
+
+def _is_own_group(gid: int) -> bool:
+    """Return whether a group has only the user in it, as where each user has one of the same name."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and group.gr_gid == user.pw_gid and set(group.gr_mem) <= {user.pw_name}

@@ -1,0 +1,50 @@
+"""Make foreign text safe to show on a terminal: names, messages and output that others wrote."""
+
+from __future__ import annotations
+
+import re
+
+# ECMA-48: a control sequence is CSI, parameters, intermediates, one final byte. SGR (final byte m) sets colours and nothing else.
+_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_SGR = re.compile(r"\x1b\[[0-9;:]*m")
+_RESET = "\x1b[0m"
+# C0 and C1 controls, marks that reverse the reading order (CVE-2021-42574), other line breaks, halves of a surrogate pair.
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\t"}
+
+
+def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
+    r"""Return text that a terminal shows and does not obey.
+
+    Control characters, and marks that reverse the reading order, appear as escapes: ``\x1b]0;title\x07``. Colours are removed.
+
+    Args:
+        text: what somebody else wrote.
+        lines: keep line breaks; else they appear as ``\n``, so that a text cannot forge a second line.
+        colours: keep colours, ended at the end of the text; remove sequences that move the cursor or erase. For workers' output.
+    """
+    if text.isprintable():
+        return text
+    if lines:
+        return "\n".join(sanitize(line, colours=colours) for line in text.split("\n"))
+    if not colours:
+        return _UNSAFE.sub(_escape, _SGR.sub("", text))
+    shown, end, coloured = [], 0, False
+    for match in _SEQUENCE.finditer(text):
+        shown.append(_UNSAFE.sub(_escape, text[end : match.start()]))
+        end = match.end()
+        if _SGR.fullmatch(match[0]):
+            shown.append(match[0])
+            coloured = match[0] not in (_RESET, "\x1b[m")
+    shown.append(_UNSAFE.sub(_escape, text[end:]))
+    return "".join(shown) + (_RESET if coloured else "")
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return _SHORT.get(match[0]) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+
+
+def escape_json(text: str) -> str:
+    """Return JSON text with the same values in which no character is unsafe to show."""
+    return "\n".join(_UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in text.split("\n"))
