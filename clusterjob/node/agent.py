@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, devices, ends, logs, network, paddle, processes
+from clusterjob.node import contract, crashes, devices, ends, logs, network, paddle, processes
 from clusterjob.node.contract import World
 from clusterjob.node.events import now
 from clusterjob.node.gang.lead import Lead
@@ -20,11 +19,11 @@ from clusterjob.node.gang.member import Link, OwnLead, find_lead
 from clusterjob.node.gang.wire import Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.sightings import Sighting
 from clusterjob.node.topology import Topology
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict
 from clusterjob.node.voice import Voice
 from clusterjob.node.wishes import Wishes
+from clusterjob.node.worker_status import WorkerStatus
 from clusterjob.node.workers import starter
 from clusterjob.node.workers.failures import Failures, how
 from clusterjob.node.workers.handle import StarterProcess
@@ -65,20 +64,22 @@ class Agent:
         self._voice = voice
         self._host = network.own_name()
         self._link: Link | None = None
+        self._lead: Lead | None = None  # node 0's
+        self._lead_task: asyncio.Task[Verdict] | None = None
         self._world: World | None = None
         self._running: set[int] = set()  # local ranks
-        self._ended: dict[int, str] = {}  # how, by local rank
         self._exec_reason = ""  # why the workers are not forked, until the lead was told
         # A step's task is slurmstepd's child. Where that is killed, Slurm does not notice: the job stays RUNNING, and a scancel of it
         # reaches nobody here. Elsewhere a parent may go as it likes.
         self._keeper = os.getppid() if os.environ.get("SLURM_STEP_ID") and os.environ.get("CLUSTERJOB_TASK") else None
         self._stop_ordered = False
-        self._warning_told = False
+        self._warning_told = self._haste_told = False
         self._starter_end: asyncio.Future[None] | None = None
         self._held = paddle.HeldPorts(nproc + (topology.node_rank == 0))  # the first node's last one is where they meet
         self._directory = logs.node_directory(job_dir, topology.node_rank)
         self._timeline = logs.Timeline(self._directory)
         self._failures = Failures(topology.node_rank, self._host, self._directory, job.attempt, options.launcher == "torchrun")
+        self._status = WorkerStatus(topology.node_rank, self._host, self._directory, job.attempt, self._failures)
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
@@ -86,16 +87,28 @@ class Agent:
         """Meet the other agents, obey the lead, and return the verdict once no process of this node is left."""
         loop = asyncio.get_running_loop()
         self._starter_end = loop.create_future()
+        self._crashes = crashes.Crashes()
         loop.add_reader(self._starter.control, self._hear_starter)
         self._wishes = Wishes(self._options, self._job_dir, self._job.attempt)
         self._wishes.listen(self._starter.early)
+        if self._keeper is not None and self._topology.node_rank == 0:  # under Slurm; it tells the others
+            self._wishes.watch()
         noting = asyncio.create_task(self._note_growth())
+        self._crashes.watch(noting)
         try:
             verdict = await self._serve()
         except ClusterJobError as error:
             verdict = self._own_verdict(JobState.FAILED, error.message)
+        except Exception as error:
+            why = f"the agent of node {self._topology.node_rank} on {self._host} (pid {os.getpid()}) broke: {crashes.in_words(error)}"
+            verdict = self._own_verdict(JobState.FAILED, why)
+            if self._lead is not None:
+                self._lead.give_up(verdict)
         finally:
             noting.cancel()
+        if self._lead_task is not None:
+            self._lead_task.cancel()  # one that has ended does not mind
+            await asyncio.wait([self._lead_task])
         await self._dismiss_starter()
         self._sweep()  # what setup lines left in the background
         self._timeline.note()
@@ -107,75 +120,89 @@ class Agent:
         return verdict
 
     async def _serve(self) -> Verdict:
-        leading = await self._join()
+        await self._join()
         if self._link is None:
             return self._own_verdict(JobState.CANCELLED, self._wishes.cancelled.result())
-        lead_task = leading
         while True:
-            order = await self._next_order(lead_task)
+            order = await self._next_order()
             if order is None:
                 continue
             kind = order["t"]
             if kind == "start":
                 self._start_workers(order)
             elif kind == "stop":
-                self._stop_workers(float(order["grace"]))
+                self._stop_workers(float(order["grace"]), int(order.get("signal", signal.SIGTERM)))
             elif kind == "warn":
                 self._warn_workers()
             elif kind == "where":
                 self._look_for(order)
             elif kind == "found":
-                self._note_found(order)
+                self._status.note_found(int(order["local_rank"]), order["lines"])
+            elif kind == "check":
+                self._check()
             elif kind == "end":
                 return Verdict.from_json(order["verdict"])
             elif kind == "lost":
+                self._tell_lead({"t": "gave_up", "why": order["why"]})  # it may hear this node all the same
                 self._stop_workers(_LOST_GRACE)
                 return self._own_verdict(JobState.LOST, f"node {self._topology.node_rank} lost node 0: {order['why']}")
 
-    async def _next_order(self, lead_task: asyncio.Task[Verdict] | None) -> Message | None:
+    async def _next_order(self) -> Message | None:
         """Return the lead's next order; None after an interruption that was dealt with."""
         assert self._link is not None
         ordering = asyncio.ensure_future(self._link.orders.get())
-        waiting: set[asyncio.Future[Any]] = {ordering}
+        waiting: set[asyncio.Future[Any]] = {ordering, self._crashes.first}
         if not self._stop_ordered:
             waiting.add(self._wishes.cancelled)
         if not self._warning_told:
             waiting.add(self._wishes.warned)
-        if lead_task is not None:
-            waiting.add(lead_task)
+        if self._lead_task is not None:
+            waiting.add(self._lead_task)
+        if not self._haste_told:
+            waiting.add(self._wishes.at_once)
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._crashes.first.done():
+            raise self._crashes.first.result()
         if ordering.done():
             return ordering.result()
         ordering.cancel()
-        if lead_task is not None and lead_task.done() and lead_task.exception() is not None:
-            lead_task.result()  # raises: the lead cannot lead
+        if self._lead_task is not None and self._lead_task.done() and self._lead_task.exception() is not None:
+            self._lead_task.result()  # raises: the lead cannot lead
         if self._wishes.warned.done() and not self._warning_told:
             self._warning_told = True
             self._link.send({"t": "warned", "why": self._wishes.warned.result()})
         if self._wishes.cancelled.done() and not self._stop_ordered:
             self._stop_ordered = True  # once is enough; the lead's order to stop follows
-            self._link.send({"t": "cancel", "why": self._wishes.cancelled.result()})
+            self._link.send({"t": "interrupt" if self._wishes.interrupted else "cancel", "why": self._wishes.cancelled.result()})
+        if self._wishes.at_once.done() and not self._haste_told:
+            self._haste_told = True
+            self._link.send({"t": "at_once"})
         return None
 
-    async def _join(self) -> asyncio.Task[Verdict] | None:
-        """Become part of the gang; returns the lead's own task on node 0. No link is set if the wish to end came first."""
+    async def _join(self) -> None:
+        """Become part of the gang. No link is set if the wish to end came first."""
         hello = {
             "job": self._job.job_id, "attempt": self._job.attempt, "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
             "nproc": self._nproc, "host": self._host, "pid": os.getpid(), "counted_by": self._job.counted_by,
-            "endpoints": self._endpoints(),
+            "endpoints": self._endpoints(), "wants_endpoints": paddle.may_be_used(self._options.program),
         }  # fmt: skip
         if self._topology.node_rank == 0:
-            lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say)
-            self._link = OwnLead(lead.gathering, hello)
-            return asyncio.create_task(lead.lead())
+            self._lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say, self._crashes.watch)
+            self._link = OwnLead(self._lead.gathering, hello)
+            self._lead_task = asyncio.create_task(self._lead.lead())
+            return
         finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, self._voice.say, self._lead_given_up))
-        either: set[asyncio.Future[Any]] = {finding, self._wishes.cancelled}
+        either: set[asyncio.Future[Any]] = {finding, self._wishes.cancelled, self._crashes.first}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._crashes.first.done():
+            finding.cancel()
+            raise self._crashes.first.result()
         if finding.done():
-            self._link = finding.result()
+            self._link = link = finding.result()
+            for task in link.tasks:
+                self._crashes.watch(task)
         else:
             finding.cancel()
-        return None
 
     def _endpoints(self) -> list[str]:
         address = paddle.own_address(self._topology.master_addr, self._topology.node_rank)
@@ -193,7 +220,7 @@ class Agent:
         world = replace(World(**order["world"]), gpus=gpus)
         self._world = world
         self._stop_ordered = False
-        self._ended.clear()
+        self._status.begin(world)
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._starter.trouble:
             self._node_failed(self._starter.trouble)
@@ -201,19 +228,26 @@ class Agent:
         variables = contract.quiet_defaults(os.environ, world.master_addr, world.nnodes) | paddle.backend_default(os.environ, gpus)
         variables |= {
             contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
+            contract.STORE: contract.store_address(world, self._options.launcher),
+            contract.STORE_KEY: contract.store_key(self._job.token, self._job.job_id, self._job.attempt, world.restart),
         }  # fmt: skip
         self._tell_exec_reason()
-        self._starter.begin(starter.world_message(world, variables), order.get("store"))
+        if self._starter.begin(starter.world_message(world, variables), order.get("store")):
+            self._tell_lead({"t": "running"})
+
+    def _tell_lead(self, message: Message) -> None:
+        if self._link is not None:
+            self._link.send(message)
 
     def _tell_exec_reason(self) -> None:
         if self._link is not None and self._exec_reason:
-            self._link.send({"t": "event", "event": "exec", "details": {"why": self._exec_reason}})
+            self._link.send({"t": "exec", "why": self._exec_reason})
             self._exec_reason = ""
 
-    def _stop_workers(self, grace: float) -> None:
+    def _stop_workers(self, grace: float, number: int = signal.SIGTERM) -> None:
         self._stop_ordered = True
         if self._starter.ready and not self._starter.gone:
-            self._starter.tell({"t": "stop", "grace": grace})
+            self._starter.tell({"t": "stop", "grace": grace, "signal": number})
             return
         self._starter.call_off()
         self._workers_gone()
@@ -224,8 +258,7 @@ class Agent:
         self._starter.tell({"t": "warn"})
 
     def _workers_gone(self) -> None:
-        if self._link is not None:
-            self._link.send({"t": "stopped"})
+        self._tell_lead({"t": "stopped"})
 
     def _hear_starter(self) -> None:
         message = self._starter.hear()
@@ -234,13 +267,7 @@ class Agent:
             return
         kind = message["t"]
         if kind == "ready":
-            self._starter.serve()
-            if message["why"] and self._options.start == "fork":
-                self._starter_trouble(f"--start fork is impossible: {message['why']}")
-            elif message["why"]:
-                self._exec_reason = f"node {self._topology.node_rank} starts its workers by exec: {message['why']}"
-                self._voice.say(self._exec_reason)
-                self._tell_exec_reason()
+            self._starter_ready(message["why"])
         elif kind == "failing":
             self._worker_failing(message)
         elif kind == "exit":
@@ -248,22 +275,36 @@ class Agent:
         elif kind == "missing" and self._world is not None and self._link is not None:
             self._link.send(message | {"restart": self._world.restart})
         elif kind == "where":
-            self._tell_where([self._sighting(**answer) for answer in message["answers"]], final=message["final"])
+            found = [self._status.sighting(**answer) for answer in message["answers"]]
+            self._tell_lead(self._status.where(found, final=message["final"]))
         elif kind == "store" and not self._stop_ordered:
             ended = how(*processes.exit_code_of(message["status"]))
             last = logs.last_lines(self._directory / "store.log", 1)
             self._node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
+        elif kind == "checked" and self._world is not None:
+            self._tell_lead(self._status.exits())
         elif kind == "gone":
             self._workers_gone()
+
+    def _starter_ready(self, why: str | None) -> None:
+        """The starter takes orders; why it cannot fork workers, if it cannot."""
+        if self._starter.serve():
+            self._tell_lead({"t": "running"})
+        if why and self._options.start == "fork":
+            self._starter_trouble(f"--start fork is impossible: {why}")
+        elif why:
+            self._exec_reason = f"node {self._topology.node_rank} starts its workers by exec: {why}"
+            self._voice.say(self._exec_reason)
+            self._tell_exec_reason()
 
     def _starter_ended(self) -> None:
         """The starter is gone; if it was not told to go, its workers were killed with it and this node has failed."""
         assert self._starter_end is not None
         asyncio.get_running_loop().remove_reader(self._starter.control)
         ended = how(*self._starter.reap())
-        self._sweep()
         if not self._starter_end.done():
             self._starter_end.set_result(None)
+        self._sweep()
         if self._stop_ordered:
             self._workers_gone()
         else:
@@ -278,7 +319,10 @@ class Agent:
     def _sweep(self) -> None:
         """Kill every process below this one, orphans that it has adopted included."""
         for _ in range(100):
-            left = processes.descendants(os.getpid())
+            try:
+                left = processes.descendants(os.getpid())
+            except OSError:  # no descriptor is left to look; the kernel ends the workers with their starter
+                return
             if not left:
                 return
             for pid in left:
@@ -293,35 +337,20 @@ class Agent:
             return
         wanted = [rank - self._world.first_rank for rank in order["ranks"]]
         started = self._starter.ready and not self._starter.waiting
-        known = [self._sighting(rank, None, "was not started: its node imports torch so far") for rank in wanted if not started]
-        ended = [rank for rank in wanted if rank in self._ended]
-        known += [self._sighting(rank, None, f"{self._ended[rank]} and never came to the roll-call") for rank in ended]
+        note = order.get("note", "")  # for the log of each that still runs
+        known = [] if note else self._status.known(wanted, started=started)
         if known:
-            self._tell_where(known, final=order["final"])
+            self._tell_lead(self._status.where(known, final=order["final"]))
         running = [rank for rank in wanted if rank in self._running and started]
         if running:
-            self._starter.tell({"t": "where", "local_ranks": running, "final": order["final"]})
+            self._starter.tell({"t": "where", "local_ranks": running, "final": order["final"], "note": note})
 
-    def _sighting(self, local_rank: int, pid: int | None, text: str, stack: Sequence[str] = ()) -> Sighting:
-        assert self._world is not None
-        return Sighting(self._world.first_rank + local_rank, local_rank, pid, text, tuple(stack))
-
-    def _tell_where(self, found: list[Sighting], *, final: bool) -> None:
-        assert self._world is not None
-        assert self._link is not None
-        node_rank, restart = self._topology.node_rank, self._world.restart
-        failures = []
-        for each in found if final else ():
-            last = logs.last_lines(logs.rank_files(self._directory, each.rank, restart, self._job.attempt)[1])
-            failures.append(each.failure(node_rank, self._host, last).to_json())
-        lines = [each.line(node_rank, self._host) for each in found]
-        self._link.send({"t": "where", "restart": restart, "final": final, "lines": lines, "failures": failures})
-
-    def _note_found(self, order: Message) -> None:
-        """Tell a worker's own readers, in its stderr, what has become of those for which it waits."""
-        if self._world is not None:
-            rank = self._world.first_rank + int(order["local_rank"])
-            logs.append(logs.rank_files(self._directory, rank, self._world.restart, self._job.attempt)[1], order["lines"])
+    def _check(self) -> None:
+        """Tell what is known of ends so far; the starter first tells of all that it knows."""
+        if self._starter.ready and not self._starter.gone:
+            self._starter.tell({"t": "check"})
+        elif self._world is not None:
+            self._tell_lead(self._status.exits())
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -335,20 +364,22 @@ class Agent:
         local_rank = int(message["local_rank"])
         self._running.discard(local_rank)
         code, signal_name = processes.exit_code_of(message["status"])
-        self._ended[local_rank] = how(code, signal_name)
+        self._status.ended[local_rank] = how(code, signal_name)
+        if code == 0 and self._options.launcher == "agent":
+            self._status.note_exit(local_rank, message["monotonic"])
+            self._tell_lead({"t": "succeeded", "local_rank": local_rank})
         if code != 0:
             failure = self._failures.of_worker(self._world, local_rank, code, signal_name, how(code, signal_name))
             self._send_failure(failure, message["monotonic"], exited=True)
-        if not self._running and self._link is not None:
-            self._link.send({"t": "done"})
+        if not self._running:
+            self._tell_lead({"t": "done"})
 
     def _node_failed(self, why: str) -> None:
         self._send_failure(self._failures.of_node(why), time.monotonic(), exited=True)
 
     def _send_failure(self, failure: Failure, monotonic: float, *, exited: bool) -> None:
-        if self._link is not None:
-            age = time.monotonic() - monotonic
-            self._link.send({"t": "failing", "failure": failure.to_json(), "age": age, "exited": exited})
+        age = max(0.0, time.monotonic() - monotonic)
+        self._tell_lead({"t": "failing", "failure": failure.to_json(), "age": age, "exited": exited})
 
     # -- output -------------------------------------------------------------------------------------------------------------
 

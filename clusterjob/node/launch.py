@@ -9,12 +9,12 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clusterjob.errors import ClusterJobError, PlaceError
-from clusterjob.node import addresses, contract, devices, ends, environments, logs, network, processes, signals
+from clusterjob.errors import ClusterJobError, PlaceError, UsageError
+from clusterjob.node import addresses, contract, devices, ends, environments, logs, network, private, processes, signals
 from clusterjob.node.environments import Finding, slurm_env
 from clusterjob.node.gang import ports
 from clusterjob.node.identity import JobIdentity
@@ -23,6 +23,7 @@ from clusterjob.node.numbered import refusal
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.report import report
+from clusterjob.node.sanitize import sanitize
 from clusterjob.node.topology import Topology
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers import warm
@@ -39,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ClusterJobError as error:
         if os.environ.get(contract.STREAM) == "1":
             print(refusal(error.exit_code, network.own_name(), error.message), end="", flush=True)
-        print(f"clusterjob: {error.message}", file=sys.stderr)
+        print(f"clusterjob: {sanitize(error.message)}", file=sys.stderr)
         if error.hint:
-            print(f"  {error.hint}", file=sys.stderr)
+            print(f"  {sanitize(error.hint)}", file=sys.stderr)
         return error.exit_code
 
 
@@ -63,10 +64,13 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     if chosen:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     nproc = options.nproc_per_node or len(chosen) or topology.nproc_per_node or devices.visible_gpus(environ) or 1
-    os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task))
-    job = _identity(environ, topology, finding)
+    os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task) | contract.read_secrets(environ))
+    os.environ.pop(contract.SECRETS_FILE, None)  # of this job, not of one that a worker may start
+    job = _identity(environ, topology, finding, insecure=options.insecure_no_token)
     job_dir, temporary = _job_directory(environ, topology, job.attempt)
     numbered = os.environ.pop(contract.STREAM, "") == "1"  # of this agent, not of one that a worker may start
+
+    stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
 
     agent_end, starter_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sys.stdout.flush()
@@ -74,10 +78,10 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     early = signals.note_early(preemptible=options.warning is not None)
     starter_pid = os.fork()
     if starter_pid == 0:
-        agent_end.close()
-        _serve_as_starter(Starter(starter_end, options, job_dir, job.job_id, job.attempt, topology.node_rank))
-    starter_end.close()
+        _serve_as_starter(agent_end, Starter(starter_end, options, job_dir, job.job_id, job.attempt, topology.node_rank, stdin))
+    _give_away(starter_end, stdin)
     agent_end.setblocking(False)
+    processes.raise_open_files()  # the starter, and so each worker, keeps the limit as it was
     processes.adopt_orphans()
 
     # From here on there may be threads; and while this process loads asyncio, the starter imports torch.
@@ -89,6 +93,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
     voice = Voice(reader if options.echo or numbered else None, numbered=numbered)
+    _log_insecurity(voice.say, options, topology, environ)
 
     async def live() -> Verdict:
         verdict = await agent.run()
@@ -111,6 +116,26 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     if temporary and verdict.state is JobState.SUCCEEDED:
         shutil.rmtree(job_dir, ignore_errors=True)
     return verdict.exit_code
+
+
+def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:
+    """Return the descriptor that is to be rank 0's stdin, on its node: one that was handed over, else this command's own."""
+    handed = os.environ.pop(contract.STDIN_FD, "")
+    if topology.node_rank or (lifeline and not handed.isdecimal()):
+        return None
+    descriptor = int(handed) if handed.isdecimal() else 0
+    try:
+        os.set_inheritable(descriptor, False) if descriptor else os.fstat(descriptor)
+    except OSError:
+        return None
+    return descriptor
+
+
+def _give_away(starter_end: socket.socket, stdin: int | None) -> None:
+    """Close, in the agent, what is its starter's."""
+    starter_end.close()
+    if stdin:  # 0 may be the terminal of whoever runs this
+        os.close(stdin)
 
 
 def find_node(environ: Mapping[str, str]) -> Finding:
@@ -143,8 +168,9 @@ def node_of(finding: Finding) -> Topology:
     return finding.place
 
 
-def _serve_as_starter(starter: Starter) -> None:
+def _serve_as_starter(agent_end: socket.socket, starter: Starter) -> None:
     """Serve as the starter; in a worker that it forks, become the program."""
+    agent_end.close()
     if not getattr(sys.flags, "safe_path", False) and sys.path:
         del sys.path[0]  # the launcher's own place, which `python train.py` would not have
     gc.disable()
@@ -160,15 +186,31 @@ def _serve_as_starter(starter: Starter) -> None:
     run_as_main(program, on_failure)
 
 
-def _identity(environ: Mapping[str, str], topology: Topology, finding: Finding) -> JobIdentity:
-    """Return which job this is; where nobody gave an id, one that all nodes come to by themselves, a random one on a single node."""
+def _log_insecurity(say: Callable[[str], None], options: LaunchOptions, topology: Topology, environ: Mapping[str, str]) -> None:
+    if options.insecure_no_token and topology.nnodes > 1 and contract.read_token(environ) is None:
+        say(f"--insecure-no-token: anybody who reaches {topology.master_addr} can join this job, or end it")
+
+
+def _identity(environ: Mapping[str, str], topology: Topology, finding: Finding, *, insecure: bool) -> JobIdentity:
+    """Return which job this is; where nobody gave an id, one that all nodes come to by themselves, a random one on a single node.
+
+    Raises:
+        UsageError: there are several nodes and no secret, and that was not asked for (insecure).
+    """
     attempt = contract.read_attempt(environ)
     place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
     own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
     if topology.source == slurm_env.SOURCE:
         own_name = f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
     job_id = environ.get(contract.JOB_ID) or own_name
-    token = contract.read_token(environ, f"{job_id}:{attempt}:{place_text}")
+    token = contract.read_token(environ)
+    if token is None and topology.nnodes > 1 and not insecure:
+        raise UsageError(
+            f"{topology.nnodes} nodes and no {contract.TOKEN}: anybody who reaches node 0 could join the job, or end it",
+            f"set {contract.TOKEN} to one secret on every node; --insecure-no-token does without",
+        )
+    if token is None:  # a single node needs to tell nobody
+        token = f"clusterjob:{job_id}:{attempt}:{place_text}".encode() if topology.nnodes > 1 else secrets.token_bytes(16)
     counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
     return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), warm.has_torch(), counted_by)
 
@@ -178,9 +220,10 @@ def _job_directory(environ: Mapping[str, str], topology: Topology, attempt: int)
     job_dir = Path(named) if named else Path(tempfile.mkdtemp(prefix="clusterjob-"))
     try:
         for directory in (logs.node_directory(job_dir, topology.node_rank), ends.directory(job_dir)):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private.make(directory)
         if topology.node_rank == 0:
             ends.put_aside_result(job_dir, attempt)
+        ends.reserve(job_dir, topology.node_rank)
     except OSError as error:
         raise ClusterJobError(f"the job's directory {job_dir} cannot be written: {error.strerror}") from error
     return job_dir, not named

@@ -10,13 +10,18 @@ from dataclasses import dataclass
 
 from clusterjob.errors import GangError
 from clusterjob.node.events import EventLog
-from clusterjob.node.gang import wire
+from clusterjob.node.gang import messages, wire
+from clusterjob.node.gang.acceptor import MOST_WAITING, Acceptor
+from clusterjob.node.gang.stalls import Stalls
 from clusterjob.node.gang.wire import Channel, Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
+from clusterjob.node.sanitize import sanitize
 from clusterjob.node.verdict import Failure
 
 _FAREWELL_PATIENCE = 1.0  # for the other agents to hang up once they were told the end
+_MOST_STRANGERS = 20  # that are noted one by one; later ones are counted
+_STRANGERS_PAUSE = 10.0  # seconds between two notes of how many more there were
 
 
 @dataclass
@@ -30,9 +35,8 @@ class Peer:
     send: Callable[[Message], None]
     heard_at: float
     endpoints: tuple[str, ...] = ()
+    wants_endpoints: bool = False
     lost: bool = False
-    stopped: bool = True
-    done: bool = False
 
 
 class Gathering:
@@ -48,6 +52,7 @@ class Gathering:
         peers: the agents that have come, by node_rank.
         inbox: what they say, with who says it: `joined` first, and `lost` where one is gone.
         refusals: those that are of this job and do not belong into it, such as a second one with the same node_rank.
+        stalls: when this process itself did not run.
     """
 
     def __init__(self, nnodes: int, options: LaunchOptions, job: JobIdentity, events: EventLog) -> None:
@@ -58,7 +63,11 @@ class Gathering:
         self._options = options
         self._job = job
         self._events = events
-        self._connections: set[asyncio.Task[None]] = set()
+        self.stalls = Stalls(options.heartbeat)
+        self._strangers = 0  # noted so far
+        self._uncounted = 0  # since the last note
+        self.tasks: list[asyncio.Task[None]] = []
+        self._noted_at = float("-inf")
 
     async def open(self, listener: socket.socket, address: str) -> None:
         """Let agents in from now on.
@@ -67,20 +76,36 @@ class Gathering:
             listener: a socket that listens.
             address: its address, as the other nodes know it.
         """
-        self._server = await asyncio.start_server(self._welcome, sock=listener, limit=wire.LINE_BYTES)
-        self._events.add("listening", address=address, port=listener.getsockname()[1])
-        self._beating = asyncio.create_task(self._beat())
+        self._events.add("listening", address=address, port=listener.getsockname()[1], bound=listener.getsockname()[0])
+        self._acceptor = Acceptor(listener, self._converse, self._most_waiting, self._note_stranger)
+        self.tasks = [asyncio.create_task(self._acceptor.serve()), asyncio.create_task(self._beat())]
 
     async def close(self) -> None:
         """Let nobody in any more, give the others a moment to hear the verdict and hang up, then hang up on the rest."""
-        self._beating.cancel()
-        self._server.close()
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=_FAREWELL_PATIENCE)
-        for task in self._connections:
+        for task in self.tasks:
             task.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
+        await asyncio.gather(*self.tasks, return_exceptions=True)  # before the listener's descriptor may be another's
+        if self._uncounted:
+            self._events.add("stranger", more=self._uncounted)
+        if self.tasks:
+            await self._acceptor.close(_FAREWELL_PATIENCE)
+
+    def _most_waiting(self) -> int:
+        return self._nnodes - len(self.peers) + MOST_WAITING
+
+    def _note_stranger(self, address: str, why: str) -> None:
+        """Note a connection that was no agent's; of many, how many there were: strangers must not fill the job's disk."""
+        moment = time.monotonic()
+        if self._strangers < _MOST_STRANGERS:
+            self._events.add("stranger", address=address, why=sanitize(why))
+        elif moment - self._noted_at < _STRANGERS_PAUSE:
+            self._uncounted += 1
+            return
+        else:
+            self._events.add("stranger", address=address, why=sanitize(why), more=self._uncounted)
+            self._uncounted = 0
+        self._strangers += 1
+        self._noted_at = moment
 
     def tell_all(self, message: Message) -> None:
         """Send a message to every agent that has come."""
@@ -93,12 +118,15 @@ class Gathering:
         Raises:
             wire.Refused: another agent has its place, or it is of another attempt or another world.
         """
-        node_rank, host, pid = int(hello["node_rank"]), str(hello["host"]), int(hello["pid"])
-        if int(hello["attempt"]) != self._job.attempt:
-            raise wire.Refused(f"this is attempt {self._job.attempt} of the job, not {hello['attempt']}")
-        problem, counted_by = "", str(hello.get("counted_by", ""))
-        if int(hello["nnodes"]) != self._nnodes:
-            problem = f"node {node_rank} on {host} (pid {pid}) counts {hello['nnodes']} nodes, node 0 counts {self._nnodes}"
+        own = messages.read_hello(hello)
+        node_rank, host, pid, counted_by = own.node_rank, own.host, own.pid, own.counted_by
+        if own.attempt != self._job.attempt:
+            raise wire.Refused(f"this is attempt {self._job.attempt} of the job, not {own.attempt}")
+        problem = ""
+        if own.nnodes != self._nnodes:
+            problem = f"node {node_rank} on {host} (pid {pid}) counts {own.nnodes} nodes, node 0 counts {self._nnodes}"
+        elif node_rank >= self._nnodes:
+            problem = f"node {node_rank} on {host} (pid {pid}) is none of {self._nnodes} nodes, which count from 0"
         elif counted_by and self._job.counted_by and counted_by != self._job.counted_by:
             problem = (
                 f"node {node_rank} on {host} (pid {pid}) is counted by {counted_by}, node 0 by {self._job.counted_by}: "
@@ -108,11 +136,11 @@ class Gathering:
             first = self.peers[node_rank]
             problem = f"node_rank {node_rank} is claimed twice: by {first.host} (pid {first.pid}) and by {host} (pid {pid})"
         if problem:
-            self.refusals.append(Failure(None, None, node_rank, host, 1, None, problem))
+            if len(self.refusals) < _MOST_STRANGERS:
+                self.refusals.append(Failure(None, None, node_rank, host, 1, None, problem))
             raise wire.Refused(problem)
-        endpoints = tuple(map(str, hello.get("endpoints", ())))
-        self.peers[node_rank] = Peer(node_rank, host, pid, int(hello["nproc"]), send, time.monotonic(), endpoints)
-        self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=int(hello["nproc"]))
+        self.peers[node_rank] = Peer(node_rank, host, pid, own.nproc, send, time.monotonic(), own.endpoints, own.wants_endpoints)
+        self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=own.nproc)
         self.inbox.put_nowait((node_rank, {"t": "joined"}))
 
     def hear(self, node_rank: int, message: Message) -> None:
@@ -122,27 +150,16 @@ class Gathering:
         if message["t"] != "beat":
             self.inbox.put_nowait((node_rank, message))
 
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            await self._converse(reader, writer)
-        except asyncio.CancelledError:
-            writer.transport.abort()  # by `close`; nobody waits for this task, so nobody is told
-        finally:
-            self._connections.discard(task)
-
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             channel, hello = await wire.greet_member(reader, writer, self._job.token, self._job.job_id)
         except (GangError, OSError, asyncio.TimeoutError) as error:
-            self._events.add("stranger", address=str(writer.get_extra_info("peername")), why=str(error) or "silent")
-            writer.close()
+            self._note_stranger(str(writer.get_extra_info("peername")), str(error) or "silent")
             return
+        self._acceptor.admit()
         try:
             self.join(hello, channel.send)
-        except (wire.Refused, KeyError, ValueError, TypeError) as error:
+        except (wire.Refused, messages.MalformedMessageError) as error:
             self._events.add("refused", why=str(error))
             channel.send({"t": "refused", "why": str(error)})
             await channel.close()
@@ -151,19 +168,28 @@ class Gathering:
         await self._listen_to(int(hello["node_rank"]), channel)
 
     async def _listen_to(self, node_rank: int, channel: Channel) -> None:
+        why = "its connection was closed"
         try:
             while (message := await channel.receive()) is not None:
+                messages.check(message, node_rank)
                 self.hear(node_rank, message)
-        except GangError as error:
+        except (GangError, messages.MalformedMessageError) as error:
+            why = f"it sent what no agent sends: {error}"
             self._events.add("forged", node_rank=node_rank, why=str(error))
-        self.inbox.put_nowait((node_rank, {"t": "lost", "why": "its connection was closed"}))
+        self.inbox.put_nowait((node_rank, {"t": "lost", "why": why}))
         await channel.close()
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._options.heartbeat)
+            stalled = self.stalls.tick()
+            if stalled:
+                self._events.add("stalled", node_rank=0, seconds=round(stalled, 1))
+            moment = time.monotonic()
             for peer in self.peers.values():
                 peer.send({"t": "beat"})
-                silence = time.monotonic() - peer.heard_at
+                if stalled:
+                    peer.heard_at = moment  # this process has heard nobody meanwhile, whoever spoke
+                silence = moment - peer.heard_at
                 if silence > self._options.lease and not peer.lost and peer.node_rank != 0:
                     self.inbox.put_nowait((peer.node_rank, {"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from clusterjob.node.gang import early_exits
 from clusterjob.node.verdict import Failure
 
 # A failure that only tells of a lost peer is no root cause; how long the lead waits for the one that is.
@@ -30,12 +31,27 @@ class Judge:
 
     def __init__(self) -> None:
         self._troubles: dict[tuple[int, int | None], _Trouble] = {}
+        self._exits: dict[tuple[int, int | None], _Trouble] = {}  # of ranks that left with exit code 0
         self._stopped_at = float("inf")
-        self._cause_until = 0.0
+        self._cause_until: dict[str, float] = {}
 
-    def await_cause(self, until: float) -> None:
-        """Have the effects wait for their cause, up to a moment of the lead's monotonic clock: somebody is being asked for it."""
-        self._cause_until = until
+    def await_cause(self, until: float, asked: str) -> None:
+        """Have the effects wait for their cause, as somebody is being asked for it.
+
+        Args:
+            until: a moment of the lead's monotonic clock; 0.0 once there is nothing more to be waited for.
+            asked: who is being asked; each has a wait of its own.
+        """
+        self._cause_until[asked] = until
+
+    def note_exit(self, failure: Failure, at: float) -> None:
+        """Take in a rank that ended with exit code 0: the cause, where others have failed only because a peer was gone.
+
+        Args:
+            failure: the rank, without words.
+            at: when it ended, by the lead's monotonic clock.
+        """
+        self._exits.setdefault((failure.node_rank, failure.local_rank), _Trouble(at, failure, True))
 
     def hear(self, failure: Failure, at: float, *, exited: bool) -> None:
         """Take in a failure.
@@ -74,16 +90,31 @@ class Judge:
             return min(trouble.at for trouble in causes) + EXIT_PATIENCE
         exited = [trouble.at for trouble in self._troubles.values() if trouble.exited]
         due = min(exited) + EFFECT_PATIENCE if exited else min(t.at for t in self._troubles.values()) + EXIT_PATIENCE
-        return max(due, self._cause_until)
+        return max(due, *self._cause_until.values(), 0.0)
 
     def root(self) -> Failure | None:
-        """Return the first failure that is no mere effect of another; the first of all if all are."""
+        """Return the first failure that is no mere effect of another; where all are effects the rank that left, or the first."""
         ranked = self._ranked()
-        return ranked[0].failure if ranked else None
+        if not ranked:
+            return None
+        return self._early_exit() or ranked[0].failure
 
     def consequences(self) -> tuple[Failure, ...]:
         """Return the other failures, in the order of time."""
-        return tuple(trouble.failure for trouble in sorted(self._ranked()[1:], key=lambda trouble: trouble.at))
+        ranked = self._ranked()
+        others = ranked if self._early_exit() else ranked[1:]
+        return tuple(trouble.failure for trouble in sorted(others, key=lambda trouble: trouble.at))
+
+    def _early_exit(self) -> Failure | None:
+        """Return the rank that ended with exit code 0 while others needed it, if nothing else explains their failures."""
+        if not self._exits or not all(trouble.failure.effect for trouble in self._troubles.values()):
+            return None
+        effects = sorted(self._troubles.values(), key=lambda trouble: trouble.at)
+        exits = sorted((each for each in self._exits.values() if each.at <= effects[0].at + EFFECT_PATIENCE), key=lambda each: each.at)
+        if not exits or not any(early_exits.in_torch(each.failure) for each in effects):
+            return None
+        before = effects[0].at - exits[0].at
+        return early_exits.failure([each.failure for each in exits], before, [each.failure for each in effects])
 
     def _ranked(self) -> list[_Trouble]:
         return sorted(self._troubles.values(), key=lambda trouble: (trouble.failure.effect, trouble.at))

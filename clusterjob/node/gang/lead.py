@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from clusterjob.node import ends, network, paddle
 from clusterjob.node.contract import World
 from clusterjob.node.events import EventLog, now
 from clusterjob.node.gang import ports, search
-from clusterjob.node.gang.gathering import Gathering
+from clusterjob.node.gang.check import Check
+from clusterjob.node.gang.gathering import Gathering, Peer
 from clusterjob.node.gang.judge import Judge
 from clusterjob.node.gang.notice import Notice
+from clusterjob.node.gang.stragglers import Stragglers
 from clusterjob.node.gang.wire import Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
+from clusterjob.node.sanitize import sanitize
 from clusterjob.node.topology import Topology
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, PREEMPTED_EXIT_CODE, TIMEOUT_EXIT_CODE, Failure, JobState, Verdict
 
@@ -25,6 +30,7 @@ _MOST_CONSEQUENCES = 256  # failures after the first that a verdict lists
 _LONGEST_MESSAGE = 200  # characters of each
 _FAILURE_GRACE = 0.5  # between SIGTERM and SIGKILL once a worker has failed: its peers have nothing left to save
 _WAITING_NOTICE = 5.0  # between two lines that say who is missing
+_MOST_SHOWN = 8  # workers of a node that still run whose stacks are shown
 _STOP_PATIENCE = 5.0  # beyond the grace, for an agent that does not answer the order to stop
 _ROLL_CALL_LOOK = 0.25  # between two looks for a node that said it cannot start
 
@@ -37,6 +43,7 @@ class Outcome:
     exit_code: int = 0
     reason: str = ""
     failure: Failure | None = None
+    signal: int = signal.SIGTERM  # that asks the workers to end
 
 
 class Lead:
@@ -48,27 +55,43 @@ class Lead:
         job: the job's identity and secret.
         job_dir: where events and the verdict are written.
         say: shows one line to whoever watches this node.
+        watch: hears of the error with which a task ends that nobody waits for.
 
     Attributes:
         gathering: the agents that have come; node 0's own joins it too.
     """
 
-    def __init__(self, topology: Topology, options: LaunchOptions, job: JobIdentity, job_dir: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        options: LaunchOptions,
+        job: JobIdentity,
+        job_dir: Path,
+        say: Callable[[str], None],
+        watch: Callable[[asyncio.Task[None]], None],
+    ) -> None:
         self._topology = topology
         self._options = options
         self._job = job
         self._job_dir = job_dir
         self._say = say
+        self._watch = watch
         self._events = EventLog(job_dir / "events.jsonl")
         self.gathering = Gathering(topology.nnodes, options, job, self._events)
         self._inbox = self.gathering.inbox
         self._peers = self.gathering.peers
         self._started_at: str | None = None
         self._deadline = float("inf")
+        self._clock_runs = False  # of the time limit
+        self._unstarted: set[int] = set()  # nodes whose workers have not begun, in this round
+        self._undone: set[int] = set()  # ... whose workers have not all ended
+        self._unstopped: set[int] = set()  # ... that have not said that nothing of this round runs any more
         self._restarts = 0
         self._judge = Judge()
+        self._check = Check(0, self._judge, self.gathering, options)
         self._notice = Notice(options.warning, options.grace)
         self._search = search.Search()
+        self._stragglers = Stragglers()
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
@@ -78,7 +101,11 @@ class Lead:
         Raises:
             GangError: node 0 cannot listen.
         """
-        await self.gathering.open(ports.listen(self._topology.master_addr, self._job.ports), self._topology.master_addr)
+        await self.gathering.open(
+            ports.listen(self._topology.master_addr, self._job.ports, alone=self._topology.nnodes == 1), self._topology.master_addr
+        )
+        for task in self.gathering.tasks:
+            self._watch(task)
         if self._job.attempt:
             self._say(f"attempt {self._job.attempt}: the job was queued again")
         try:
@@ -91,8 +118,21 @@ class Lead:
                     self._note_restart(outcome)
                     outcome = cancelled
             return self._give_verdict(outcome)
+        except Exception as error:  # the others hear of it at once, and not by their leases
+            self.give_up(
+                Verdict(JobState.FAILED, 1, f"node 0 broke: {type(error).__name__}: {error}", attempt=self._job.attempt, ended_at=now())
+            )
+            raise
         finally:
             await self.gathering.close()
+
+    def give_up(self, verdict: Verdict) -> None:
+        """End the job at the other nodes; node 0's own agent has come to a verdict itself.
+
+        Args:
+            verdict: what the others are told.
+        """
+        self.gathering.tell_all({"t": "end", "verdict": verdict.to_json()})
 
     def _note_restart(self, outcome: Outcome) -> None:
         self._restarts += 1
@@ -109,80 +149,93 @@ class Lead:
 
     async def _roll_call(self) -> Outcome | None:
         """Wait until every node's agent is here; an outcome instead if the job cannot begin."""
-        begin = time.monotonic()
-        told = begin
+        begin = told = looked = time.monotonic()
         while len(self._peers) < self._topology.nnodes:
-            outcome = await self._before_start(_ROLL_CALL_LOOK)
+            message = await self._next_message(looked + _ROLL_CALL_LOOK - time.monotonic())
+            outcome = self._decisive(*message) if message is not None else None
+            if outcome is not None or self.gathering.refusals:
+                return self._refused_nodes() or outcome
+            if time.monotonic() - looked < _ROLL_CALL_LOOK:
+                continue
+            looked = time.monotonic()
+            outcome = self._refused_nodes() or self._still_missing(begin, told)
             if outcome is not None:
                 return outcome
-            waited = time.monotonic() - begin
-            missing = [rank for rank in range(self._topology.nnodes) if rank not in self._peers]
-            names = "node " + ", ".join(map(str, missing))
-            if not missing:
-                break
-            if time.monotonic() > self._notice.due:
-                return self._preempted("before its workers had started")
-            if waited > self._options.join_timeout:
-                text = f"{names} of {self._topology.nnodes} never joined within {self._options.join_timeout:g} s"
-                return self._failed(Failure(None, None, missing[0], "unknown", 1, None, f"{text}: never heard of"))
-            if time.monotonic() - told > _WAITING_NOTICE:
-                told = time.monotonic()
-                self._say(f"waiting for {names} of {self._topology.nnodes}, {waited:.0f} s so far")
-                self._events.add("waiting", missing=missing, seconds=round(waited, 1))
+            told = looked if looked - told > _WAITING_NOTICE else told
         return self._preempted("before its workers had started") if self._notice.why else None
-
-    async def _before_start(self, patience: float) -> Outcome | None:
-        try:
-            node_rank, message = await asyncio.wait_for(self._inbox.get(), patience)
-        except asyncio.TimeoutError:
-            return self._refused_nodes()
-        return self._refused_nodes() or self._decisive(node_rank, message)
 
     def _refused_nodes(self) -> Outcome | None:
         """A node whose script could not even start the agent says so in a file, where the directory is shared."""
         refused = self.gathering.refusals or ends.refusals(self._job_dir, self._job.attempt)
         return self._failed(refused[0]) if refused else None
 
+    def _still_missing(self, begin: float, told: float) -> Outcome | None:
+        """Return the outcome once nodes cannot be waited for any longer; until then, say every few seconds which are missing."""
+        waited = time.monotonic() - begin
+        if time.monotonic() > self._notice.due:
+            return self._preempted("before its workers had started")
+        if waited <= self._options.join_timeout and time.monotonic() - told <= _WAITING_NOTICE:
+            return None
+        missing = [rank for rank in range(self._topology.nnodes) if rank not in self._peers]
+        names = "node " + ", ".join(map(str, missing))
+        if waited > self._options.join_timeout:
+            text = f"{names} of {self._topology.nnodes} never joined within {self._options.join_timeout:g} s"
+            return self._failed(Failure(None, None, missing[0], "unknown", 1, None, f"{text}: never heard of"))
+        self._say(f"waiting for {names} of {self._topology.nnodes}, {waited:.0f} s so far")
+        self._events.add("waiting", missing=missing, seconds=round(waited, 1))
+        return None
+
+    async def _next_message(self, patience: float) -> tuple[int, Message] | None:
+        """Return the next message of an agent and its node_rank; None after so many seconds (patience) without one."""
+        if not self._inbox.empty():
+            return self._inbox.get_nowait()
+        try:
+            return await asyncio.wait_for(self._inbox.get(), max(0.0, patience))
+        except asyncio.TimeoutError:
+            return None
+
     # -- one round -----------------------------------------------------------------------------------------------------
 
     def _start_round(self) -> None:
         self._judge = Judge()
+        self._check = Check(self._restarts, self._judge, self.gathering, self._options)
         self._notice.begin_round()
+        self._unstarted, self._undone, self._unstopped = set(self._peers), set(self._peers), set(self._peers)
         peers = [self._peers[rank] for rank in sorted(self._peers)]
-        store = network.listen_at(self._topology.master_addr, 0, 4096)
+        store = network.listen_at(self._topology.master_addr, 0, 4096, alone=self._topology.nnodes == 1)
         port = int(store.getsockname()[1])
         world_size = sum(peer.nproc for peer in peers)
         serve = self._options.launcher == "agent" and self._job.has_torch
         if not serve:
             store.close()  # rank 0, or torchrun's own agent, binds the port itself
-        self._search = search.Search([sum(peer.nproc for peer in peers[:number]) for number in range(len(peers))], world_size)
-        first_rank = 0
-        endpoints = [peer.endpoints[: peer.nproc] for peer in peers]
+        first_ranks = [0, *accumulate(peer.nproc for peer in peers)]
+        self._search = search.Search(first_ranks[:-1], world_size)
+        self._stragglers = Stragglers(first_ranks[:-1], world_size)
         held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
-        meeting, all_endpoints = (peers[0].endpoints[-1], paddle.listed(sum(endpoints, ()))) if held else ("", "")
-        for peer in peers:
-            peer.done = peer.stopped = False
+        wanted = held and any(peer.wants_endpoints for peer in peers)  # a list as long as the job, once for each node
+        endpoints = paddle.listed([each for peer in peers for each in peer.endpoints[: peer.nproc]]) if wanted else ""
+        for peer, first_rank in zip(peers, first_ranks, strict=False):
             world = World(self._restarts, self._topology.master_addr, port, serve, peer.node_rank, len(peers), peer.nproc,
-                          first_rank, world_size, paddle_master=meeting, endpoints=all_endpoints,
+                          first_rank, world_size, paddle_master=peers[0].endpoints[-1] if held else "",
+                          endpoints=endpoints if peer.wants_endpoints else "",
                           own_endpoints=",".join(peer.endpoints[: peer.nproc]))  # fmt: skip
             peer.send({"t": "start", "world": asdict(world)} | ({"store": store} if serve and peer.node_rank == 0 else {}))
-            first_rank += peer.nproc
         at = self._events.add("started", attempt=self._job.attempt, restart=self._restarts, world_size=world_size, master_port=port)
         if self._started_at is None:
             self._started_at = at
-            if self._options.time_limit is not None:
-                self._deadline = time.monotonic() + self._options.time_limit
+            if self._options.time_limit is not None:  # counts from when all workers run; an import that hangs does not put it off for ever
+                self._deadline = time.monotonic() + self._options.join_timeout + self._options.time_limit
 
     async def _round(self) -> Outcome:
         """Wait until all workers have ended, or one has failed, or someone wants an end."""
-        while not all(peer.done for peer in self._peers.values()) or self._notice.suspicion_due < float("inf"):
-            due = min(self._judge.stop_due(), self._notice.suspicion_due, self._notice.due, self._deadline)
-            patience = due - time.monotonic()
-            if patience > 0:
-                try:
-                    outcome = self._decisive(*await asyncio.wait_for(self._inbox.get(), min(patience, 3600.0)))
-                except asyncio.TimeoutError:
-                    continue
+        while self._undone or self._notice.suspicion_due < float("inf") or self._is_unexplained():
+            due = min(self._judge.stop_due(), self._notice.suspicion_due, self._notice.due, self._deadline, self._stragglers.due)
+            outcome = None
+            if due > time.monotonic():
+                message = await self._next_message(min(due - time.monotonic(), 3600.0))
+                while message is not None and outcome is None:  # all that came in together, before the failures are ranked again
+                    outcome = self._decisive(*message)
+                    message = None if outcome is not None or self._inbox.empty() else self._inbox.get_nowait()
             else:
                 outcome = self._overdue()
             if outcome is not None:
@@ -192,12 +245,19 @@ class Lead:
             return self._failed(root)
         return self._preempted("its workers left to be queued again") if self._notice.left else Outcome(JobState.SUCCEEDED)
 
+    def _is_unexplained(self) -> bool:
+        """Return whether workers have failed of a lost peer alone, so that all nodes are to be asked for the cause."""
+        root = self._root()
+        return root is not None and root.effect
+
     def _overdue(self) -> Outcome | None:
         """Return the outcome now that something cannot be waited for any longer; None if it can, after all."""
         moment = time.monotonic()
+        if self._stragglers.due <= moment:
+            self._name_stragglers()
         self._notice.give_up(self._judge, moment)
         root = self._root()
-        if root is not None and self._judge.stop_due() <= moment:
+        if root is not None and self._judge.stop_due() <= moment and (not root.effect or self._check.is_over(moment)):
             return self._failed(root)
         if self._notice.due <= moment:
             return self._preempted(f"its workers still ran {self._notice.seconds:g} s later and were stopped")
@@ -225,32 +285,66 @@ class Lead:
             self._search_for(node_rank, message)
         elif kind == "where" and message["restart"] == self._restarts:
             self._hear_where(node_rank, message)
-        elif kind == "done":
-            peer.done = True
-        elif kind == "stopped":
-            peer.stopped = True
-        elif kind == "event":
-            self._events.add(str(message["event"]), node_rank=node_rank, **message.get("details", {}))
-        elif kind == "cancel":
-            return Outcome(JobState.CANCELLED, CANCELLED_EXIT_CODE, str(message["why"]))
+        elif kind in ("succeeded", "running", "done", "stopped"):
+            if self._started_at is not None:  # before the first round no agent has workers
+                self._note_progress(kind, peer, message)
+        elif kind == "checked" and message["restart"] == self._restarts:
+            self._check.answer(node_rank, message)
+        elif kind == "exec":
+            self._events.add("exec", node_rank=node_rank, why=message["why"])
+        elif kind in ("cancel", "interrupt"):
+            number = signal.SIGINT if kind == "interrupt" else signal.SIGTERM
+            return Outcome(JobState.CANCELLED, CANCELLED_EXIT_CODE, sanitize(message["why"]), signal=number)
         elif kind == "warned":
-            self._warn(str(message["why"]))
-        elif kind == "lost" and not peer.lost:
-            peer.lost = peer.stopped = True
-            self._events.add("lost", node_rank=node_rank, host=peer.host, why=message["why"])
-            text = f"the agent on {peer.host} (pid {peer.pid}) was lost: {message['why']}"
-            if self._notice.why and self._root() is None:
-                return self._preempted(text)  # whoever warned has taken the node
-            failure = Failure(None, None, node_rank, peer.host, 1, None, text)
-            self._judge.hear(failure, time.monotonic(), exited=True)
-            return self._failed(self._judge.root() or failure)
+            self._warn(sanitize(message["why"]))
+        elif kind in ("lost", "gave_up") and not peer.lost:
+            return self._lose(peer, message)
         return None
+
+    def _name_stragglers(self) -> None:
+        """Have workers that still run named, with their stacks, in their own logs: whoever follows the job sees them."""
+        text, by_node = self._stragglers.name()
+        self._events.add("stragglers", text=text)
+        for node_rank, ranks in by_node.items():
+            self._peers[node_rank].send({"t": "where", "ranks": ranks[:_MOST_SHOWN], "final": False, "note": text})
+
+    def _note_progress(self, kind: str, peer: Peer, message: Message) -> None:
+        """Note that one of a node's workers has ended with 0, or that all have begun, have ended, or do not run any more."""
+        if kind == "succeeded":
+            if message["local_rank"] < peer.nproc:
+                self._stragglers.ended(peer.node_rank, message["local_rank"])
+            return
+        {"running": self._unstarted, "done": self._undone, "stopped": self._unstopped}[kind].discard(peer.node_rank)
+        if not self._unstarted and not self._clock_runs:
+            self._clock_runs = True
+            self._events.add("running", restart=self._restarts)
+            if self._options.time_limit is not None:  # of which no second is spent on importing torch
+                self._deadline = time.monotonic() + self._options.time_limit
+
+    def _lose(self, peer: Peer, message: Message) -> Outcome:
+        """End the round because of a node that is gone, or that has given up node 0."""
+        peer.lost = True
+        self._unstopped.discard(peer.node_rank)
+        self._events.add("lost", node_rank=peer.node_rank, host=peer.host, why=message["why"])
+        agent, why = f"the agent on {peer.host} (pid {peer.pid})", message["why"]
+        failure = Failure(None, None, peer.node_rank, peer.host, 1, None, f"{agent} was lost: {why}")
+        if message["t"] == "gave_up":
+            failure = replace(failure, message=f"{agent} gave node 0 up, which still hears it: {sanitize(why)}")
+            stalled = self.gathering.stalls.recent(self._options.lease)
+            if stalled:
+                own = self._peers[0]
+                text = f"the agent on {own.host} (pid {own.pid}) did not run for {stalled:.0f} s (stopped, suspended or without a CPU)"
+                failure = Failure(None, None, 0, own.host, 1, None, f"{text}, and node {peer.node_rank} gave it up")
+        if self._notice.why and self._root() is None:
+            return self._preempted(failure.message)  # whoever warned has taken the node
+        self._judge.hear(failure, time.monotonic(), exited=True)
+        return self._failed(self._judge.root() or failure)
 
     def _search_for(self, node_rank: int, message: Message) -> None:
         """Ask the agents what has become of workers for which another one waits."""
         questions = self._search.ask(node_rank, message)
         if message["final"] and questions:
-            self._judge.await_cause(time.monotonic() + search.PATIENCE)
+            self._judge.await_cause(time.monotonic() + search.PATIENCE, "missing")
         for asked, ranks in questions.items():
             self._peers[asked].send({"t": "where", "ranks": ranks, "final": message["final"]})
 
@@ -260,7 +354,7 @@ class Lead:
         if told is not None:
             self._peers[told[0]].send(told[1])
         if message["final"] and self._search.answered:
-            self._judge.await_cause(0.0)
+            self._judge.await_cause(0.0, "missing")
         self._blame_the_missing()
 
     def _blame_the_missing(self) -> None:
@@ -280,25 +374,30 @@ class Lead:
         self._notice.end_round(self._judge)
         self._judge.stopped(time.monotonic())
         grace = 0.0 if outcome.state is JobState.SUCCEEDED else _FAILURE_GRACE if outcome.failure else self._options.grace
-        self.gathering.tell_all({"t": "stop", "grace": grace})
-        deadline = time.monotonic() + grace + _STOP_PATIENCE
-        while not all(peer.stopped for peer in self._peers.values()):
-            try:
-                node_rank, message = await asyncio.wait_for(self._inbox.get(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:
-                for peer in self._peers.values():
-                    if not peer.stopped:
-                        peer.lost = peer.stopped = True
-                        self._say(f"node {peer.node_rank} on {peer.host} does not answer the order to stop")
-                break
-            wish = self._decisive(node_rank, message)
-            cancelled = wish if wish is not None and wish.state is JobState.CANCELLED else cancelled
+        self.gathering.tell_all({"t": "stop", "grace": grace, "signal": int(outcome.signal)})
+        deadline, stalled = time.monotonic() + grace + _STOP_PATIENCE, self.gathering.stalls.total
+        while self._unstopped:
+            message = await self._next_message(deadline - time.monotonic())
+            if message is not None:
+                if message[1]["t"] == "at_once":
+                    self.gathering.tell_all({"t": "stop", "grace": 0.0})
+                wish = self._decisive(*message)
+                cancelled = wish if wish is not None and wish.state is JobState.CANCELLED else cancelled
+                continue
+            self.gathering.stalls.tick()
+            if self.gathering.stalls.total > stalled:  # it was this process that did not run
+                deadline, stalled = time.monotonic() + grace + _STOP_PATIENCE, self.gathering.stalls.total
+                continue
+            for peer in map(self._peers.__getitem__, sorted(self._unstopped)):
+                peer.lost = True
+                self._say(f"node {peer.node_rank} on {peer.host} does not answer the order to stop")
+            self._unstopped.clear()
         return cancelled
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _failed(self, failure: Failure) -> Outcome:
-        return Outcome(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure)
+        return Outcome(JobState.FAILED, failure.exit_code or 1, f"{failure.who}: {failure.message}", failure)
 
     def _preempted(self, how: str) -> Outcome:
         return Outcome(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, f"{self._notice.why}: {how}")

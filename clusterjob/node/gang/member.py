@@ -12,6 +12,7 @@ from clusterjob.errors import GangError
 from clusterjob.node import network
 from clusterjob.node.gang import wire
 from clusterjob.node.gang.gathering import Gathering
+from clusterjob.node.gang.stalls import Stalls
 from clusterjob.node.gang.wire import Channel, Message
 from clusterjob.node.identity import JobIdentity
 from clusterjob.node.options import LaunchOptions
@@ -60,7 +61,8 @@ class RemoteLead:
         self._channel = channel
         self._options = options
         self._heard_at = time.monotonic()
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+        self._stalls = Stalls(options.heartbeat)
+        self.tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
 
     def send(self, message: Message) -> None:
         """Tell the lead something."""
@@ -68,7 +70,7 @@ class RemoteLead:
 
     async def close(self) -> None:
         """End the connection once all was sent."""
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
         await self._channel.close()
 
@@ -81,12 +83,17 @@ class RemoteLead:
                     self.orders.put_nowait(message)
         except GangError as error:
             why = error.message
+        stalled = self._stalls.recent(self._options.lease)
+        if stalled > self._options.lease:
+            why = f"this agent did not run for {stalled:.0f} s (stopped, suspended or without a CPU), and {why}"
         self.orders.put_nowait({"t": "lost", "why": why})
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._options.heartbeat)
             self.send({"t": "beat"})
+            if self._stalls.tick():
+                self._heard_at = time.monotonic()  # this process has heard nobody meanwhile, whoever spoke
             silence = time.monotonic() - self._heard_at
             if silence > self._options.lease:
                 self.orders.put_nowait({"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"})

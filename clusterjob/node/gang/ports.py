@@ -30,8 +30,8 @@ def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
     return [named_port] if named_port is not None else _candidates(job_id, attempt)
 
 
-def listen(master_addr: str, ports: Sequence[int]) -> socket.socket:
-    """Return a socket that listens at the first port that is free.
+def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:
+    """Return a socket that listens at the first port that is free; one of a job of one node (alone) is reached from here only.
 
     Raises:
         GangError: none is free, or the address does not resolve; the message says what the kernel said.
@@ -39,7 +39,7 @@ def listen(master_addr: str, ports: Sequence[int]) -> socket.socket:
     taken = []
     for port in ports:
         try:
-            return network.listen_at(master_addr, port, _BACKLOG)
+            return network.listen_at(master_addr, port, _BACKLOG, alone=alone)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise GangError(f"node 0 cannot listen at {master_addr}:{port}: {error.strerror or error}") from error
