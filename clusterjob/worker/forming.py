@@ -16,6 +16,7 @@ from clusterjob.errors import GangError
 from clusterjob.node.topology import Worker
 from clusterjob.worker import rollcall, speaker
 from clusterjob.worker.rollcall import Ask, Facts
+from clusterjob.worker.signed import SignedStore
 from clusterjob.worker.store import another_connection
 
 _SIGN = 3.0  # seconds after which whoever has no group says that it is there; one that was called late says so later
@@ -114,7 +115,7 @@ class Forming:
         """A request of torch's that waits holds its connection: nothing else comes through there meanwhile."""
         import torch.distributed as dist
 
-        return dist.PrefixStore("roll", another_connection(self._worker, self._number))
+        return SignedStore(dist.PrefixStore("roll", another_connection(self._worker, self._number)), self._number)
 
     def _first(self, store: Any, what: str) -> bool:
         own = str(self._worker.rank)

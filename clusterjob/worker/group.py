@@ -16,6 +16,7 @@ from clusterjob.worker.context import Context
 from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
 from clusterjob.worker.forming import Forming
 from clusterjob.worker.rollcall import Roll
+from clusterjob.worker.signed import SignedStore
 from clusterjob.worker.store import meeting_store, note_joined, where
 
 
@@ -127,7 +128,7 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     patience = timeout or rollcall.DEFAULT_TIMEOUT
     try:
         store, started = meeting_store(worker, options, patience, ending.remembered.rounds)
-        corner, ask = dist.PrefixStore("roll", store), process.ask_agents(worker.local_rank)
+        corner, ask = SignedStore(dist.PrefixStore("roll", store), ending.remembered.rounds), process.ask_agents(worker.local_rank)
         roll = rollcall.call(corner, worker, rollcall.own_facts(worker, device, backend), patience, started=started, ask=ask)
         with Forming(corner, worker, ending.remembered.rounds, ask):
             dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)

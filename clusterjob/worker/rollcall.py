@@ -18,6 +18,7 @@ from typing import Any
 
 from clusterjob.errors import GangError
 from clusterjob.node import processes
+from clusterjob.node.sanitize import sanitize
 from clusterjob.node.topology import Worker
 from clusterjob.worker import speaker
 
@@ -28,6 +29,8 @@ _QUICK = 3.0  # seconds in which a start that goes well is over
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds between two looks of whoever oversees the roll-call
 _EAGER_PAUSE = 0.002  # ... while the start may still be a quick one: all wait for that one look
 _MOST_NAMED = 8
+_LONGEST_ANSWER = 4000
+_LONGEST_NAME = 300  # characters of what another process says of itself
 Ask = Callable[..., None]  # (missing ranks, final=whether one gives up)
 
 
@@ -57,8 +60,20 @@ class Facts:
 
     @classmethod
     def of(cls, data: bytes) -> Facts:
-        """Read what another process has left in the store."""
-        return cls(**json.loads(data))
+        """Read what another process has left in the store; nothing of it moves a terminal's cursor.
+
+        Raises:
+            GangError: it is not what our processes leave there.
+        """
+        try:
+            fields = json.loads(data)
+            for name in ("host", "boot", "job", "versions", "gpu"):
+                fields[name] = sanitize(fields[name])[:_LONGEST_NAME]
+            if all(type(fields[name]) is int for name in ("rank", "pid", "world_size")):
+                return cls(**fields | {"time": float(fields["time"])})
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            pass
+        raise GangError("torch's store holds what no process of a job leaves there", "another program uses MASTER_ADDR:MASTER_PORT")
 
     def data(self) -> str:
         """Return what `of` reads."""
@@ -149,7 +164,7 @@ def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: boo
             store.add("heard", 1)
     except RuntimeError as error:  # torch's DistError is one
         raise GangError(f"{who(own)} was at the roll-call, and rank 0 does not end it: {_first(error)}") from error
-    raise GangError(answer["refused"], answer["hint"])
+    raise GangError(sanitize(str(answer["refused"]))[:_LONGEST_ANSWER], sanitize(str(answer["hint"]))[:_LONGEST_ANSWER])
 
 
 def _enter(call: _Call) -> bool:

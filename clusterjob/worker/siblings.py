@@ -2,7 +2,8 @@
 
 Rank 0 has the kernel choose a port of the loopback interface and listens on it from that moment on: nobody else can take
 it. The port is in the name of a Unix socket without a file (unix(7), "abstract"), which ends with the process. The name
-begins with what the parent's children alone can compute: they have inherited multiprocessing's key.
+begins and ends with what the parent's children alone can compute: they have inherited multiprocessing's key. Nobody connects to
+that socket: whoever has filled its backlog would hold everybody up.
 """
 
 from __future__ import annotations
@@ -59,12 +60,17 @@ def part() -> None:
 
 
 def _prefix(number: int) -> str:
+    return f"clusterjob-{_code(f'{os.getppid()}.{number}')}-"
+
+
+def _code(text: str) -> str:
+    """Return what the parent's children alone can make of a text."""
     import hashlib
     import hmac
     import multiprocessing
 
     key = bytes(multiprocessing.current_process().authkey)
-    return f"clusterjob-{hmac.new(key, f'{os.getppid()}.{number}'.encode(), hashlib.sha256).hexdigest()[:32]}-"
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 def _listen(prefix: str) -> int:
@@ -78,8 +84,8 @@ def _listen(prefix: str) -> int:
     listener.listen(_BACKLOG)
     port = int(listener.getsockname()[1])
     sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sign.bind(f"\0{prefix}{port}")
-    sign.listen(_BACKLOG)
+    sign.bind(f"\0{_sign(prefix, port)}")
+    sign.listen()  # only a socket that listens is sure to be listed
     _held[port] = listener
     _signs.append(sign)
     return port
@@ -93,7 +99,7 @@ def _find(prefix: str, rank: int, patience: float) -> int:
     try:
         while True:
             for port in _found(prefix):
-                if speaker.is_ours(f"\0{prefix}{port}"):
+                if _is_ours(port):
                     return port
             waited = time.monotonic() - begin
             if waited > patience:
@@ -111,6 +117,19 @@ def _find(prefix: str, rank: int, patience: float) -> int:
 
 def _found(prefix: str) -> list[int]:
     with open("/proc/net/unix", encoding="ascii", errors="replace") as table:
-        names = [line.split()[-1] for line in table]
-    ports = [name[len(prefix) + 1 :] for name in names if name.startswith(f"@{prefix}")]
-    return [int(port) for port in ports if port.isascii() and port.isdigit() and len(port) < 6]
+        names = [words[-1] for words in map(str.split, table) if words]  # a name may hold newlines, and anybody may bind one
+    ports = [name[len(prefix) + 1 :].partition("-")[0] for name in names if name.startswith(f"@{prefix}")]
+    numbers = [int(port) for port in ports if port.isascii() and port.isdigit() and len(port) < 6]
+    return [port for port in numbers if f"@{_sign(prefix, port)}" in names]
+
+
+def _sign(prefix: str, port: int) -> str:
+    return f"{prefix}{port}-{_code(f'{prefix}{port}')}"
+
+
+def _is_ours(port: int) -> bool:
+    """Return whether it is this user who listens there: the name of one that has ended may be anybody's."""
+    address = f"{int.from_bytes(socket.inet_aton(ADDRESS), sys.byteorder):08X}:{port:04X}"
+    with open("/proc/net/tcp", encoding="ascii") as table:
+        rows = [line.split() for line in table]
+    return any(row[1] == address and row[3] == "0A" and row[7] == str(os.getuid()) for row in rows[1:])

@@ -8,6 +8,8 @@ import struct
 import sys
 from collections.abc import Iterator
 
+_BACKLOG = 4096
+_others: set[str] = set()  # names under which another process of this user's was found
 _FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0  # seconds before the first line that says who is missing, and between later ones
 
 
@@ -39,21 +41,24 @@ def take_turn(subject: str) -> socket.socket | None:
     sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sign.bind(name)
-        sign.listen()
+        sign.listen(_BACKLOG)
+        _others.discard(name)
     except OSError:
-        if is_ours(name):
+        if name in _others or is_ours(name):
+            _others.add(name)  # asked once: a connection that nobody accepts stays in the backlog
             sign.close()
             return None
     return sign
 
 
 def is_ours(name: str) -> bool:
-    """Return whether it is this user who listens under a name: anybody may take one.
+    """Return whether it is this user who listens under a name: anybody may take one. Where the backlog is full, nobody knows.
 
     Args:
         name: an abstract one, with its leading zero byte.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog holds up a blocking connect for ever (unix(7))
         try:
             probe.connect(name)
         except OSError:

@@ -16,6 +16,7 @@ from typing import Any
 from clusterjob.errors import GangError, PlaceError
 from clusterjob.node import network
 from clusterjob.node.topology import Worker
+from clusterjob.node.workers import torch_changes
 from clusterjob.worker import siblings, speaker
 
 _ANSWER = 2.0  # seconds for a connection, and for its first answer
@@ -106,7 +107,10 @@ def _is_served(worker: Worker) -> bool:
     """Return whether a launcher's agents serve a store at the master's port."""
     master = worker.topology.master_addr, str(worker.topology.master_port)
     at_master = (os.environ.get("MASTER_ADDR", "").strip(" []"), os.environ.get("MASTER_PORT")) == master
-    return at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served = (
+        not torch_changes.is_of_the_agents() or torch_changes.served_at(master[0], int(master[1])) is not None
+    )  # a script may name another one
+    return at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and served
 
 
 def _launchers(worker: Worker, wait: dict[str, Any]) -> Any:

@@ -28,9 +28,10 @@ class Asking:
     def __init__(self) -> None:
         self._asked: list[_Asked] = []
         self._final = False
+        self._note = ""
         self.due: float | None = None  # when the answers are to be collected
 
-    def ask(self, local_ranks: list[int], live: Mapping[int, int], begun: Mapping[int, float], *, final: bool) -> None:
+    def ask(self, local_ranks: list[int], live: Mapping[int, int], begun: Mapping[int, float], *, final: bool, note: str = "") -> None:
         """Ask workers. A question that is still open is given up: nobody asks twice within a moment.
 
         Args:
@@ -38,8 +39,10 @@ class Asking:
             live: the local rank of each worker that runs, by pid.
             begun: when each was started, by pid.
             final: whether those who wait give up now, so that the whole stack belongs into the worker's log.
+            note: a line for the workers' logs, with their stacks; nobody else waits for the answers then.
         """
         self.forget()
+        self._note = note
         self._final = final
         self._asked = [_Asked(rank, pid, begun[pid], stacks.Question(pid)) for pid, rank in live.items() if rank in local_ranks]
         self.due = time.monotonic() + stacks.ANSWER_SECONDS
@@ -50,16 +53,27 @@ class Asking:
             each.question.answer()
         self._asked, self.due = [], None
 
-    def answers(self, logs: Mapping[int, Path], *, forked: bool) -> dict[str, Any]:
-        """Return the message for the agent.
+    def answers(self, logs: Mapping[int, Path], *, forked: bool) -> dict[str, Any] | None:
+        """Return the message for the agent; None where the answers are for the workers' logs alone.
 
         Args:
             logs: the file of each worker's stderr, by local rank.
             forked: whether the workers could offer their stacks from their first line on.
         """
+        if self._note:
+            for each in self._asked:
+                self._write(each, logs.get(each.local_rank))
+            self._asked, self.due = [], None
+            return None
         found = [self._answer(each, logs.get(each.local_rank), forked=forked) for each in self._asked]
         self._asked, self.due = [], None
         return {"t": "where", "final": self._final, "answers": found}
+
+    def _write(self, asked: _Asked, log: Path | None) -> None:
+        frames = stacks.main_thread(asked.question.answer())
+        doing = stacks.in_words(frames) if frames else stacks.kernel_words(asked.pid)
+        if log is not None:
+            append(log, [f"{self._note}; {doing}", *(line[:_LONGEST_LINE] for line in frames[:_MOST_LINES])])
 
     def _answer(self, asked: _Asked, log: Path | None, *, forked: bool) -> dict[str, Any]:
         lines = asked.question.answer()

@@ -38,28 +38,28 @@ class StarterProcess:
         """Whether there is a round of which the starter was not yet told."""
         return self._pending is not None
 
-    def begin(self, message: bytes, store: socket.socket | None) -> None:
-        """Have it start a round of workers as soon as it is ready.
+    def begin(self, message: bytes, store: socket.socket | None) -> bool:
+        """Have it start a round of workers as soon as it is ready; return whether it is.
 
         Args:
             message: of `starter.world_message`.
             store: the socket that torch's store is to serve, or None; it is the starter's from now on.
         """
         self._pending = (message, store)
-        if self.ready:
-            self.serve()
+        return self.ready and self.serve()
 
-    def serve(self) -> None:
-        """Note that it is ready, and hand it the round that waits; one that was called off while it imported never begins."""
+    def serve(self) -> bool:
+        """Note that it is ready, and hand it the round that waits, if any; one that was called off while it imported never begins."""
         self.ready = True
         if self._pending is None:
-            return
+            return False
         (message, store), self._pending = self._pending, None
         if store is None:
             self.control.send(message)
         else:
             socket.send_fds(self.control, [message], [store.fileno()])
             store.close()
+        return True
 
     def call_off(self) -> None:
         """Forget the round that waits."""

@@ -8,8 +8,9 @@ The agent and the starter exchange JSON messages over a socket pair:
 
     start {world, variables} (+ the store's socket)  ->  exit {local_rank, status, monotonic} for each worker, in time
     warn {}                                              the end is near, for this round and those to come
-    stop {grace}                                     ->  gone {} when no process of the workers is left
+    stop {grace, signal}                             ->  gone {} when no process of the workers is left
     where {local_ranks, final}                       ->  where {final, answers} what these workers do, a moment later
+    check {}                                         ->  checked {} after every end of a worker so far
                                                          ready {fork, why} once, failing {...} when a worker says so,
                                                          missing {local_rank, ranks, final} when one waits for others
 """
@@ -33,7 +34,7 @@ from clusterjob.node.events import now
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
-from clusterjob.node.workers import torchrun, warm, worker
+from clusterjob.node.workers import hook_directory, torchrun, warm, worker
 from clusterjob.node.workers.asking import Asking
 from clusterjob.node.workers.warning import WarningPipe
 
@@ -57,15 +58,19 @@ class Starter:
         job_id: the job's id.
         attempt: which start of the job this is.
         node_rank: this node's index, for the record of an end.
+        stdin: the descriptor that becomes the first worker's stdin; None for an empty one, as the others have.
     """
 
-    def __init__(self, control: socket.socket, options: LaunchOptions, job_dir: Path, job_id: str, attempt: int, node_rank: int) -> None:
+    def __init__(
+        self, control: socket.socket, options: LaunchOptions, job_dir: Path, job_id: str, attempt: int, node_rank: int, stdin: int | None
+    ) -> None:
         self._control = control
         self._options = options
         self._job_dir = job_dir
         self._job_id = job_id
         self._attempt = attempt
         self._node_rank = node_rank
+        self._stdin = stdin
         self._agent_pid = os.getppid()
         self._fork = False
         self._live: dict[int, int] = {}  # pid -> local rank
@@ -89,8 +94,14 @@ class Starter:
         processes.die_with_parent(self._agent_pid, signal.SIGKILL)  # for as long as an import keeps it from listening
         processes.adopt_orphans()
         self._agents_group = os.getpgid(0)
-        os.setpgid(0, 0)  # Ctrl-C in a terminal is for the agent, which stops the workers in order
+        # Ctrl-C in a terminal is for the agent, which stops the workers in order. One that reads the terminal has to be in another
+        # session: the kernel stops readers in the background of the terminal's own (SIGTTIN).
+        if self._stdin is not None and os.isatty(self._stdin):
+            os.setsid()
+        else:
+            os.setpgid(0, 0)
         why = self._warm_up()
+        self._hook = hook_directory.write(self._job_dir)
         self._open()
         self._tell({"t": "ready", "fork": self._fork, "why": why})
         while not (self._quit and self._stopping is None):
@@ -101,7 +112,9 @@ class Starter:
             self._reap()
             self._pursue_stop()
             if self._asking.due is not None and time.monotonic() >= self._asking.due:
-                self._tell(self._asking.answers(self._logs, forked=self._fork))
+                answers = self._asking.answers(self._logs, forked=self._fork)
+                if answers is not None:
+                    self._tell(answers)
         if self._agent_gone:
             self._record_end()
         return None
@@ -164,9 +177,12 @@ class Starter:
             if self._warning is not None:
                 self._warning.warn()
         elif message["t"] == "where":
-            self._asking.ask(message["local_ranks"], self._live, self._begun, final=message["final"])
+            self._asking.ask(message["local_ranks"], self._live, self._begun, final=message["final"], note=message.get("note", ""))
+        elif message["t"] == "check":
+            self._reap()
+            self._tell({"t": "checked"})
         elif message["t"] == "stop":
-            self._begin_stop(message["grace"])
+            self._begin_stop(message["grace"], message["signal"])
         elif message["t"] == "quit":
             self._quit = True
             self._begin_stop(0.0)
@@ -182,13 +198,14 @@ class Starter:
         if descriptors:
             self._store = self._start_store(world, descriptors[0], directory)
         own = [self._control.fileno(), self._wake_read, self._wake_write]
+        variables = variables | hook_directory.variables(os.environ, self._hook)
         if self._options.warning is not None:
             self._warning = WarningPipe(warned=self._warned)
             variables = variables | {contract.WARNING_FD: self._warning.name}
             own.append(self._warning.write_end)
         for start in self._starts(world, variables, directory):
             try:
-                pid = worker.start(start, (self._report_read, self._report_write), own)
+                pid = worker.start(start, (self._report_read, self._report_write), own, self._stdin)
             except OSError as error:
                 self._tell({"t": "failing", "local_rank": start.local_rank, "monotonic": time.monotonic(),
                             "message": f"cannot start a worker: {error}", "exit_code": 1, "fatal": True})  # fmt: skip
@@ -233,6 +250,7 @@ class Starter:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+            processes.raise_open_files()
             warm.serve_store(world.master_addr, world.master_port, listener)
         except ImportError as error:  # a torch that is broken: a worker that wants it will show the error whole
             os.write(2, f"no store: {error!r}\n".encode())
@@ -282,14 +300,14 @@ class Starter:
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
-    def _begin_stop(self, grace: float) -> None:
+    def _begin_stop(self, grace: float, number: int = signal.SIGTERM) -> None:
         if self._warning is not None:  # before the signal: a worker that takes a scheduler's SIGTERM for a warning sees whose this is
             self._warning.close()
             self._warning = None
         due = time.monotonic() + grace
         self._stopping = due if self._stopping is None else min(due, self._stopping)
         for pid in self._live:
-            processes.send_signal(pid, signal.SIGTERM)
+            processes.send_signal(pid, number)
 
     def _pursue_stop(self) -> None:
         if self._stopping is None:

@@ -13,6 +13,8 @@ import signal
 import sys
 from typing import NoReturn
 
+from clusterjob.node.workers import hook
+
 # The seed of a fresh process in the versions of torch that have one for all (c10::detail's default_rng_seed_val).
 _TORCH_CONSTANT_SEED = 67280421310721
 
@@ -25,6 +27,7 @@ def warm_up() -> str | None:
         may be forked too: there is only less to be warmed.
     """
     gc.disable()  # objects of the import are not garbage, and a collection would unshare their pages
+    hook.install()
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -33,7 +33,7 @@ class WorkerStart:
     err: Path
 
 
-def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int]) -> int:
+def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int], stdin: int | None) -> int:
     """Fork a worker; return its pid in the starter, and 0 in a worker that is to run the program in this very process.
 
     A worker that execs never returns from here. One that cannot exec reports why and exits 127, as a shell does.
@@ -42,6 +42,7 @@ def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int]) -
         worker: what tells it from its siblings.
         report_pipe: (read end, write end) of the starter's report pipe.
         close: the starter's own file descriptors.
+        stdin: what becomes the first worker's stdin; that of the others is empty.
 
     Raises:
         OSError: no process, or no log file, could be made.
@@ -62,7 +63,7 @@ def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int]) -
     try:
         processes.die_with_parent(starter)
         _reset_signals()
-        _wire(out, err, [report_pipe[0], *close])
+        _wire(out, err, stdin, [report_pipe[0], *close], reads=worker.local_rank == 0)
         os.environ.update(worker.variables)
         # The pid says whose descriptor this is: a child of the worker inherits the variable and not the pipe.
         os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
@@ -102,10 +103,17 @@ def _reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 
-def _wire(out: int, err: int, close: list[int]) -> None:
+def _wire(out: int, err: int, stdin: int | None, close: list[int], *, reads: bool) -> None:
     for descriptor in close:
         os.close(descriptor)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (out, 1), (err, 2)):
+    if stdin is None or not reads:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    elif stdin:
+        os.dup2(stdin, 0)
+    if stdin:
+        os.close(stdin)
+    for source, target in ((out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
