@@ -2,7 +2,7 @@
 
 Each worker writes straight into files of its own: no pipe, so no line is lost when an agent dies and no worker waits for a
 reader. ``timeline`` notes, ten times a second, how far each file of the node had grown, which is what lets a reader on
-another day show all ranks in the order of time. Lines that many ranks write alike fold into one: ``[0-15] loading``.
+another day show all ranks in the order of time.
 
     logs/node0/rank0.out  rank0.err  rank1.out ...      first start
     logs/node0/rank0.restart1.out ...                   after a restart of the workers
@@ -13,18 +13,27 @@ another day show all ranks in the order of time. Lines that many ranks write ali
 from __future__ import annotations
 
 import contextlib
+import errno
+import heapq
+import itertools
 import os
 import re
+import stat
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 INTERVAL = 0.1  # seconds between two looks at the files
+LONGEST = 1 << 20  # bytes of a line; a longer one is given in parts
+_PIECE = 1 << 16  # bytes that are read at once
+_LONGEST_OPEN = 4096  # bytes of a line without an end that are shown
 _NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
-_NAME = re.compile(r"(?:rank(?P<rank>\d+)|torchrun)(?:\.attempt(?P<attempt>\d+))?(?:\.restart(?P<restart>\d+))?\.(?P<stream>out|err)")
+_NAME = re.compile(
+    r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?(?:\.restart(?P<restart>\d{1,9}))?\.(?P<stream>out|err)",
+    re.ASCII,
+)
 
 
 def node_directory(job_dir: Path, node_rank: int) -> Path:
@@ -109,40 +118,109 @@ class Line:
         rank: the worker's rank; None for a torchrun, which mixes its workers' lines.
         stream: ``out`` or ``err``.
         text: the line without its end; bytes that are no UTF-8 are shown as U+FFFD.
+        seconds: of the epoch, when it was noted; 0 where nobody noted it.
+        ended: whether it has an end; not so the last line of a file, and parts of a line longer than `LONGEST`.
     """
 
     node_rank: int
     rank: int | None
     stream: str
     text: str
+    seconds: float = field(default=0.0, compare=False)
+    ended: bool = field(default=True, compare=False)
 
 
 @dataclass
 class _File:
+    """One file as far as it was read; `rest` is the beginning of a line whose end was not."""
+
     node_rank: int
     rank: int | None
     stream: str
     path: Path
+    raw: bool = False
     offset: int = 0
     rest: bytes = b""
 
-    def lines_up_to(self, size: int | None) -> list[Line]:
+    def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[Line]]:
+        """Yield the lines as far as the file has this size, in pieces of little memory; None for as far as it goes."""
         try:
-            with self.path.open("rb") as stream:
-                stream.seek(self.offset)
-                data = stream.read(-1 if size is None else max(0, size - self.offset))
+            stream = _open_regular(self.path)
         except OSError:
-            return []
-        self.offset += len(data)
-        *whole, self.rest = (self.rest + data).split(b"\n")
-        return [self._line(part) for part in whole]
+            return
+        with stream:
+            end = os.fstat(stream.fileno()).st_size
+            end = end if size is None else min(size, end)
+            stream.seek(self.offset)
+            while self.offset < end and (data := stream.read(min(_PIECE, end - self.offset))):
+                self.offset += len(data)
+                *whole, self.rest = (self.rest + data).split(b"\n")
+                lines = [self._line(part, seconds) for part in whole]
+                if not self.raw:
+                    self.rest = _without_overwritten(self.rest)
+                if len(self.rest) >= LONGEST:
+                    lines.append(self._line(self.rest, seconds, ended=False))
+                    self.rest = b""
+                yield lines
 
-    def last_line(self) -> list[Line]:
+    def last_line(self, seconds: float) -> list[Line]:
         rest, self.rest = self.rest, b""
-        return [self._line(rest)] if rest else []
+        return [self._line(rest, seconds, ended=False)] if rest else []
 
-    def _line(self, part: bytes) -> Line:
-        return Line(self.node_rank, self.rank, self.stream, _shown(part))
+    def skip_to_tail(self, count: int) -> None:
+        """Go on where the last `count` lines begin, without reading what is before them."""
+        try:
+            stream = _open_regular(self.path)
+        except OSError:
+            return
+        with stream:
+            begin, left = os.fstat(stream.fileno()).st_size, count + 1  # the last line may have an end
+            while begin > 0 and left > 0:
+                end, begin = begin, max(0, begin - _PIECE)
+                stream.seek(begin)
+                data = stream.read(end - begin)
+                found = data.count(b"\n")
+                if found < left:
+                    left -= found
+                    continue
+                at = len(data)
+                for _ in range(left):
+                    at = data.rindex(b"\n", 0, at)
+                begin += at + 1
+                break
+            self.offset = begin
+
+    def _line(self, part: bytes, seconds: float, *, ended: bool = True) -> Line:
+        text = part.decode(errors="surrogateescape") if self.raw else _shown(part)
+        return Line(self.node_rank, self.rank, self.stream, text, seconds, ended)
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a regular file; a pipe or a device, which could be waited for without end, is none."""
+    stream = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.close()
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def _without_overwritten(part: bytes) -> bytes:
+    """Return a line that goes on without what a terminal has overwritten by now: `_shown` gives the same of both."""
+    bare = part.rstrip(b"\r")
+    return bare[bare.rfind(b"\r") + 1 :] + part[len(bare) :][:1]
+
+
+class _Note(NamedTuple):
+    """One line of a timeline: a file of a node had this size at this moment."""
+
+    seconds: float
+    node_rank: int
+    order: tuple[int, int, int, str]
+    size: int
+
+    @property
+    def name(self) -> str:
+        return self.order[3]
 
 
 class LogReader:
@@ -153,47 +231,76 @@ class LogReader:
         rank: only this worker's lines.
         node: only this node's lines.
         attempt: only the lines of this start of the job.
+        raw: give each line's bytes as they are (as ``surrogateescape`` decodes them), carriage returns included.
     """
 
-    def __init__(self, job_dir: Path, rank: int | None = None, node: int | None = None, attempt: int | None = None) -> None:
+    def __init__(
+        self, job_dir: Path, rank: int | None = None, node: int | None = None, attempt: int | None = None, *, raw: bool = False
+    ) -> None:
         self._logs = job_dir / "logs"
         self._rank = rank
         self._node = node
         self._attempt = attempt
+        self._raw = raw
         self._files: dict[tuple[int, str], _File] = {}
         self._timelines: dict[int, _File] = {}
+        self._moment = 0.0
 
     def read(self) -> list[Line]:
         """Return the whole lines that were noted since the last call."""
-        notes: list[tuple[float, int, str, int]] = []
-        for node_rank in self._nodes():
-            timeline = self._timelines.setdefault(
-                node_rank, _File(node_rank, None, "out", node_directory(self._logs.parent, node_rank) / "timeline")
-            )
-            for line in timeline.lines_up_to(None):
-                note = _NOTE.fullmatch(line.text)  # a line that a full disk cut short costs its place in time alone
-                if note is not None:
-                    notes.append((float(note[1]), node_rank, note[2], int(note[3])))
-        notes += self._unnoted()
-        found: list[Line] = []
-        notes.sort(key=lambda note: (note[0], note[1], _by_start(note[2]), note[3]))
-        for _, node_rank, name, noted in notes:
-            file = self._file(node_rank, name)
-            if file is not None:
-                found += file.lines_up_to(noted)
-        return found
+        return [line for lines in self.batches(end=False) for line in lines]
 
     def finish(self) -> list[Line]:
         """Return all that is left, lines without an end included: for a job that is over, or of which this is enough."""
-        found = self.read()
+        return [line for lines in self.batches(end=True) for line in lines]
+
+    def batches(self, *, end: bool) -> Iterator[list[Line]]:
+        """Yield what `read`, or at the end `finish`, returns, in pieces of little memory; an empty one where an open line has grown."""
+        for note in heapq.merge(*(self._notes(node_rank) for node_rank in self._nodes()), self._unnoted(), key=lambda note: note.seconds):
+            self._moment = max(self._moment, note.seconds)
+            file = self._file(note.node_rank, note.name)
+            if file is not None:
+                yield from file.lines_up_to(note.size, note.seconds)
+        if not end:
+            return
         for node_rank in self._nodes():
             for name in _names(node_directory(self._logs.parent, node_rank)):
                 file = self._file(node_rank, name)
                 if file is not None:
-                    found += file.lines_up_to(None) + file.last_line()
-        return found
+                    yield from file.lines_up_to(None, self._moment)
+                    yield file.last_line(self._moment)
 
-    def _unnoted(self) -> list[tuple[float, int, str, int]]:
+    def skip_to_tail(self, count: int) -> None:
+        """Go on at the last `count` lines of each file, or before them."""
+        for node_rank in self._nodes():
+            for name in _names(node_directory(self._logs.parent, node_rank)):
+                file = self._file(node_rank, name)
+                if file is not None:
+                    file.skip_to_tail(count)
+
+    def open_lines(self) -> list[Line]:
+        """Return the lines that have no end yet, such as progress bars: of each worker's newest files."""
+        newest: dict[tuple[int, int, str], tuple[tuple[int, int, int, str], _File]] = {}
+        for (node_rank, name), file in self._files.items():
+            key = (node_rank, -1 if file.rank is None else file.rank, file.stream)
+            newest[key] = max(newest.get(key, (_by_start(name), file)), (_by_start(name), file), key=lambda pair: pair[0])
+        return [
+            Line(file.node_rank, file.rank, file.stream, _shown(file.rest[-_LONGEST_OPEN:]), ended=False)
+            for _, (_, file) in sorted(newest.items())
+            if file.rest.strip()
+        ]
+
+    def _notes(self, node_rank: int) -> Iterator[_Note]:
+        """Yield what a node's timeline has noted since the last call; of one moment in the order of starts."""
+        path = node_directory(self._logs.parent, node_rank) / "timeline"
+        timeline = self._timelines.setdefault(node_rank, _File(node_rank, None, "out", path))
+        lines = (line for piece in timeline.lines_up_to(None) for line in piece)
+        matches = (match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None)  # a full disk may cut a line short
+        notes = (_Note(float(match[1]), node_rank, _by_start(match[2]), int(match[3])) for match in matches)
+        for _, together in itertools.groupby(notes, key=lambda note: note.seconds):
+            yield from sorted(together)
+
+    def _unnoted(self) -> list[_Note]:
         """Return how far the files of nodes without an agent have grown: nobody else notes it there (``--launcher srun``)."""
         found = []
         for node_rank in self._nodes():
@@ -204,12 +311,12 @@ class LogReader:
                 file = self._file(node_rank, name)
                 size = _size(directory / name) if file is not None else 0
                 if file is not None and size > file.offset:
-                    found.append((time.time(), node_rank, name, size))
-        return found
+                    found.append(_Note(time.time(), node_rank, _by_start(name), size))
+        return sorted(found)
 
     def _nodes(self) -> list[int]:
         try:
-            names = [path.name for path in self._logs.iterdir() if re.fullmatch(r"node\d+", path.name)]
+            names = [path.name for path in self._logs.iterdir() if re.fullmatch(r"node\d{1,9}", path.name, re.ASCII)]
         except OSError:
             return []
         return sorted(number for number in (int(name[4:]) for name in names) if self._node in (None, number))
@@ -222,7 +329,7 @@ class LogReader:
         if self._rank not in (None, rank) or self._attempt not in (None, int(match["attempt"] or 0)):
             return None
         path = node_directory(self._logs.parent, node_rank) / name
-        return self._files.setdefault((node_rank, name), _File(node_rank, rank, match["stream"], path))
+        return self._files.setdefault((node_rank, name), _File(node_rank, rank, match["stream"], path, self._raw))
 
 
 def _names(directory: Path) -> list[str]:
@@ -246,66 +353,3 @@ def _by_start(name: str) -> tuple[int, int, int, str]:
     if match is None:
         return 0, 0, -1, name
     return int(match["attempt"] or 0), int(match["restart"] or 0), int(match["rank"] or -1), name
-
-
-@dataclass(frozen=True)
-class Folded:
-    """A line as it is shown: by whom, on which stream, what."""
-
-    label: str
-    stream: str
-    text: str
-
-
-class _Key(NamedTuple):
-    node: int  # of a torchrun, which has no rank; else -1
-    rank: int
-    stream: str
-
-
-def _key(line: Line) -> _Key:
-    return _Key(line.node_rank, -1, line.stream) if line.rank is None else _Key(-1, line.rank, line.stream)
-
-
-def fold(lines: list[Line]) -> list[Folded]:
-    """Merge lines that several ranks wrote alike; each rank's own lines keep their order.
-
-    The first line that was not shown yet is shown together with every other rank whose next line is the same.
-    """
-    queues: dict[_Key, deque[str]] = {}
-    for line in lines:
-        queues.setdefault(_key(line), deque()).append(line.text)
-    heads: dict[tuple[str, str], list[_Key]] = {}
-    for key, queue in queues.items():
-        heads.setdefault((key.stream, queue[0]), []).append(key)
-    shown: list[Folded] = []
-    taken: Counter[_Key] = Counter()
-    passed: Counter[_Key] = Counter()
-    for line in lines:
-        passed[_key(line)] += 1
-        if passed[_key(line)] <= taken[_key(line)]:
-            continue  # it went with an earlier line of another rank
-        same = heads.pop((line.stream, line.text))
-        for key in same:
-            queues[key].popleft()
-            taken[key] += 1
-            if queues[key]:
-                heads.setdefault((key.stream, queues[key][0]), []).append(key)
-        shown.append(Folded(_label(same), line.stream, line.text))
-    return shown
-
-
-def _label(keys: list[_Key]) -> str:
-    nodes = [f"node{key.node}" for key in sorted(keys) if key.rank < 0]
-    return ",".join(nodes + ranges(sorted(key.rank for key in keys if key.rank >= 0)))
-
-
-def ranges(numbers: list[int]) -> list[str]:
-    """Return sorted numbers as ranges: [0, 1, 2, 5] becomes ["0-2", "5"]."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]

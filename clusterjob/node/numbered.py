@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterjob.node.logs import Folded
+from clusterjob.node.folding import Folded
 
 LONGEST = 8000  # bytes of text on one line
 _LINE = re.compile(
@@ -29,7 +29,7 @@ _LINE = re.compile(
     re.ASCII | re.DOTALL,
 )
 _REFUSED = re.compile(r"clusterjob-refused (?P<code>\d{1,3}) (?P<why>.*)", re.ASCII | re.DOTALL)
-_MOST_OF_A_RANGE = 1024  # ranks of one label: no node has so many workers
+_MOST_OF_A_LABEL = 1025  # ranks: no node has so many workers
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ def ranks(label: str) -> list[int | None]:
             found.append(None)
             continue
         first, _, last = part.partition("-")
-        found += range(int(first), min(int(last or first), int(first) + _MOST_OF_A_RANGE) + 1)
+        found += range(int(first), min(int(last or first), int(first) + _MOST_OF_A_LABEL) + 1)
+        if len(found) > _MOST_OF_A_LABEL:
+            return found[:_MOST_OF_A_LABEL]
     return found
 
 
