@@ -29,7 +29,21 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
         ignored |= {name: Ignored(name, why) for name in other.evidence.values() if name not in used and name not in ignored}
         conflicts += [] if winner.conflicts else _contradictions(winner, other)
     place = None if conflicts else winner.place
-    return replace(winner, place=place, ignored=winner.ignored + tuple(ignored.values()), conflicts=winner.conflicts + tuple(conflicts[:1]))
+    left_over = _left_over(winner, others)
+    return replace(
+        winner, place=place, ignored=winner.ignored + tuple(ignored.values()), conflicts=left_over + winner.conflicts + tuple(conflicts[:1])
+    )
+
+
+def _left_over(winner: Finding, others: Sequence[Finding]) -> tuple[str, ...]:
+    """Return what makes this one process of a job, where that place is incomplete and a platform's variables give a node's in full."""
+    complete = next((other for other in others if isinstance(other.place, Topology) and other.source in _PLATFORMS), None)
+    names = sorted(set(winner.evidence.values()))
+    if winner.source != "env" or not winner.conflicts or complete is None or not names:
+        return ()
+    text = ", ".join(names)
+    verb = "say" if len(names) > 1 else "says"
+    return (f"{text} {verb} that this is a process of a job, and the variables of {complete.source} give a node's place: unset {text}",)
 
 
 def _contradictions(winner: Finding, other: Finding) -> Iterable[str]:

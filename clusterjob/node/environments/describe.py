@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from clusterjob.node.environments.reading import Finding
+from clusterjob.node.sanitize import sanitize
 from clusterjob.node.topology import Topology, Worker
 
 
@@ -45,7 +46,7 @@ def text(found: dict[str, Any]) -> str:
         lines += _table([("FIELD", "VALUE", "FROM"), *rows])
     lines += [f"ignored: {item['variable']} ({item['why']})" for item in found["ignored"]]
     lines += [f"conflict: {conflict}" for conflict in found["conflicts"]]
-    return "\n".join(lines)
+    return "\n".join(sanitize(line) for line in lines)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

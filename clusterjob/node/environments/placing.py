@@ -92,7 +92,9 @@ def refuse_own_address(reading: Reading, addr: str, nnodes: int) -> None:
     """Note a conflict where several nodes are to meet at an address that means each of them itself."""
     if nnodes > 1 and is_this_machine(addr):
         name = reading.evidence.get("master_addr", "the master's address")
-        reading.conflicts.append(f"{name} is {addr!r}, which each of the {nnodes} nodes is itself (master_addr)")
+        reading.conflicts.append(
+            f"{name} is {addr!r}, which each of the {nnodes} nodes is itself (master_addr); node 0's own address in the network works"
+        )
 
 
 def given_master(reading: Reading) -> Master:

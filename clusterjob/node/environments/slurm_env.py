@@ -17,6 +17,7 @@ from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Read
 from clusterjob.node.topology import Topology, Worker, expand_hostlist, is_this_machine
 
 SOURCE = "slurm"
+TASK_RANK = "CLUSTERJOB_TASK_RANK"  # beside the same RANK: our script has set torch's variables from the step's own
 
 # slurm.h: batch scripts, salloc's shell and the like are steps with ids of their own, as numbers or as names.
 _LOWEST_OF_NO_STEP = 0xFFFFFFF0
@@ -148,7 +149,9 @@ def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
         return reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR")
     given = reading.host("master_addr", "MASTER_ADDR", required=False)
     if given is not None and is_this_machine(given) and nnodes != 1:
-        reading.conflicts.append(f"MASTER_ADDR={given[:80]!r} is each node itself, and there are {nnodes} (master_addr)")
+        reading.conflicts.append(
+            f"MASTER_ADDR={given[:80]!r} is each node itself, and there are {nnodes} (master_addr); node 0's own address works"
+        )
         return None
     nodes = _hosts(reading, "SLURM_STEP_NODELIST", required=given is None)
     if given is None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from clusterjob.errors import PlaceError
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
+from clusterjob.node.environments.slurm_env import TASK_RANK
 from clusterjob.node.topology import Topology, Worker
 
 # RANK alone counts nodes on several platforms; beside one of these it counts processes.
@@ -20,6 +21,8 @@ _MET = ("clusterjob", "torchrun")
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
     """Return this process's place from RANK, LOCAL_RANK and their kin; None where nothing says that they are a process's."""
+    if environ.get(TASK_RANK) and environ.get(TASK_RANK) == environ.get("RANK") and not environ.get("TORCHELASTIC_RUN_ID"):
+        return None  # the step's own variables say as much, and more
     if environ.get("LOCAL_RANK") or (environ.get("RANK") and any(environ.get(name) for name in _OF_A_PROCESS)):
         return read(environ)
     return None
