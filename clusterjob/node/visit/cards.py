@@ -20,6 +20,7 @@ from typing import Any
 AUTO = "auto"
 _LITTLE = 1 << 30  # bytes: what a driver keeps for itself on an idle card stays below
 _PATIENCE = 30.0  # seconds for nvidia-smi, which wakes sleeping cards one after the other
+_COMMON = "/tmp"  # noqa: S108 - whose directory it is gets checked
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -148,18 +149,22 @@ class Reservation:
         Raises:
             OSError: there can be no locks.
         """
-        path = lock_directory() / card.uuid.replace("/", "_")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
-            os.close(descriptor)
-            return f"job {holder}" if holder else "another job"
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, self._job_id.encode(), 0)
+        taken: list[int] = []
+        for directory in lock_directories():
+            path = directory / card.uuid.replace("/", "_")
+            taken.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            try:
+                fcntl.flock(taken[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(taken[-1], 200, 0).decode(errors="replace")
+                for descriptor in taken:
+                    os.close(descriptor)
+                return f"job {holder}" if holder else "another job"
+        for descriptor in taken:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, self._job_id.encode(), 0)
         self.cards.append(card)
-        self.descriptors.append(descriptor)
+        self.descriptors += taken
         return ""
 
     def release(self) -> None:
@@ -169,18 +174,37 @@ class Reservation:
         self.descriptors = []
 
 
-def lock_directory() -> Path:
+def lock_directories() -> list[Path]:
     """Return where the locks of this user lie on this machine: not in the home directory, which machines may share.
 
+    A card is locked in all of them. In the runtime directory of logins (XDG_RUNTIME_DIR) nobody else can make anything; not every
+    login has it, and it goes with the last one. In /tmp somebody else may have taken the name: then the other one has to do.
+
     Raises:
-        OSError: it cannot be made, or it is somebody else's.
+        OSError: there is none that is this user's own.
     """
-    path = Path(f"/tmp/clusterjob-gpus-{os.getuid()}")  # noqa: S108 - checked below
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise OSError(0, "it is not this user's own directory", str(path))
-    return path
+    uid = os.getuid()
+    runtime = dict.fromkeys((os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"))
+    found = [Path(name) for name in runtime if name.startswith("/") and _is_private(Path(name))]
+    common = Path(f"{_COMMON}/clusterjob-gpus-{uid}")
+    try:
+        common.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        if not found:
+            raise
+    if _is_private(common):
+        found.append(common)
+    if not found:
+        raise OSError(0, "it is not this user's own directory, and XDG_RUNTIME_DIR names none", str(common))
+    return found
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Reservation:
@@ -204,7 +228,7 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
                 card = next((card for card in there if entry in (str(card.index), card.uuid)), None)
                 if card is None:
                     known = ", ".join(str(card.index) for card in there) or "none"
-                    raise TooFewError(f"there is no GPU {entry}; there is {known}")
+                    raise TooFewError(f"there is no GPU {entry}; there is {known} (--gpus lists cards, --gpus-per-node counts them)")
                 if holder := held.take(card):
                     raise TooFewError(f"GPU {entry} is held by {holder}")
             return held

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 from pathlib import Path
 from typing import Any
 
 MOST = 4 << 20  # bytes of one answer
-_MOST_ENTRIES = 200_000
+MOST_PARTS, MOST_DIGESTS = 1000, 10_000  # of one question
 
 
-def tree(root: Path, request: dict[str, Any]) -> dict[str, Any]:
+def tree(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Return what lies at paths below a directory.
 
     Args:
         root: the job's working directory.
-        request: ``paths``, relative to it.
+        request: ``paths``, relative to it; ``most``: how many entries are wanted at most.
 
     Returns:
-        ``entries``: (path, kind, mode, size, modification time in ns, target of a link) for each file, directory and link, a
-        directory before what is in it; ``absent``: the paths at which nothing lies.
+        ``absent``: the paths at which nothing lies. As bytes, a line of JSON for each file, directory and link, a directory before
+        what is in it: (path, kind, mode, size, modification time in ns, target of a link).
     """
     entries: list[tuple[str, str, int, int, int, str]] = []
     absent = []
@@ -30,13 +31,13 @@ def tree(root: Path, request: dict[str, Any]) -> dict[str, Any]:
         if os.path.commonpath([path, root]) != str(root) or not os.path.lexists(path):
             absent.append(text)
         else:
-            _walk(str(root), path, entries)
-    return {"entries": entries, "absent": absent}
+            _walk(str(root), path, entries, int(request["most"]))
+    return {"absent": absent}, b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
-def _walk(root: str, path: str, entries: list[tuple[str, str, int, int, int, str]]) -> None:
-    if len(entries) > _MOST_ENTRIES:
-        raise OSError(0, f"more than {_MOST_ENTRIES} files: name a part of them", path)
+def _walk(root: str, path: str, entries: list[tuple[str, str, int, int, int, str]], most: int) -> None:
+    if len(entries) >= most:
+        raise OSError(0, f"more than {most} files: name a part of them, or raise --max-files", path)
     status = os.lstat(path)
     name = os.path.relpath(path, root)
     mode = stat.S_IMODE(status.st_mode) & 0o777
@@ -44,11 +45,11 @@ def _walk(root: str, path: str, entries: list[tuple[str, str, int, int, int, str
         if name != ".":
             entries.append((name, "dir", mode, 0, 0, ""))
         for child in sorted(os.listdir(path)):
-            _walk(root, os.path.join(path, child), entries)
+            _walk(root, os.path.join(path, child), entries, most)
     elif stat.S_ISLNK(status.st_mode):
         entries.append((name, "link", 0, 0, 0, os.readlink(path)))
     elif stat.S_ISREG(status.st_mode):
-        entries.append((name, "file", mode, status.st_size, status.st_mtime_ns, ""))
+        entries.append((name, "file", mode, status.st_size, max(0, status.st_mtime_ns), ""))
 
 
 def digests(root: Path, request: dict[str, Any]) -> dict[str, Any]:

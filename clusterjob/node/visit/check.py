@@ -20,6 +20,14 @@ from clusterjob.node.visit import cards
 
 _SETUP_PATIENCE = 300.0  # seconds for setup lines and the start of the interpreter
 
+# `python -c` looks for modules in the working directory first, which may be a clone that nobody has read.
+_NOTHING_FROM_HERE = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry not in ("", ".")]
+import os
+sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != os.path.realpath(os.getcwd())]
+"""
+
 # What the job's own interpreter is asked, where that is not the one that runs this. Any Python 3 understands it.
 _QUESTION = """
 import importlib.util, json, sys
@@ -140,7 +148,7 @@ def _ask(
         lines.append(f"{{ :\n{line}\n}} < /dev/null >&2 || {{ echo 'clusterjob-setup {index}'; exit 1; }}")
     quoted = shlex.quote(python)
     lines.append(f"command -v -- {quoted} > /dev/null || {{ echo clusterjob-none; exit 1; }}")
-    lines += [*after, f"exec {quoted} -c {shlex.quote(question)}"]
+    lines += [*after, f"exec {quoted} -c {shlex.quote(_NOTHING_FROM_HERE + question)}"]
     try:
         asked = subprocess.run(
             ["bash", "-c", "\n".join(lines)], capture_output=True, stdin=subprocess.DEVNULL, timeout=_SETUP_PATIENCE, check=False,

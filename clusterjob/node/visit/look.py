@@ -10,7 +10,9 @@ from typing import Any
 from clusterjob.node import processes
 from clusterjob.node.logs import node_directory
 
-MOST = 4 << 20  # bytes of one answer
+MOST = 4 << 20  # bytes of one answer of the files that grow
+_MOST_REPLACED = 8 << 20  # bytes of a file that is replaced
+MOST_OF_ANSWER = MOST + _MOST_REPLACED
 
 
 def agent_file(job_dir: Path, node_rank: int) -> Path:
@@ -34,13 +36,13 @@ def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]
 
     Args:
         job_dir: the job's directory on this host.
-        request: ``node``; ``logs``, whether its logs are wanted; ``have``, for each file how much of it the submitter has: bytes
-            of those that grow, the stamp of those that are replaced.
+        request: ``node``; ``logs``, whether its logs are wanted; ``most``, the bytes that are wanted at once, at most `MOST`;
+            ``have``, for each file how much of it the submitter has: bytes of those that grow, the stamp of those that are replaced.
     """
     node, have = int(request["node"]), request["have"]
     known = job_dir.is_dir()
     alive = agent_of(job_dir, node) is not None  # before its files are read: what is dead by now has written its end
-    answer = News(job_dir, have, bytearray())
+    answer = News(job_dir, have, bytearray(), int(request["most"]))
     if request["logs"]:
         answer.node_logs(node_directory(job_dir, node))
     if node == 0:
@@ -58,14 +60,17 @@ class News:
         job_dir: the directory.
         have: for each file how much of it the submitter has.
         data: where the bytes go; several may share it, and its limit.
+        most: the bytes after which no more are added.
     """
 
-    def __init__(self, job_dir: Path, have: dict[str, Any], data: bytearray) -> None:
+    def __init__(self, job_dir: Path, have: dict[str, Any], data: bytearray, most: int) -> None:
         self._job_dir = job_dir
         self._have = have
         self.files: list[dict[str, Any]] = []
         self.data = data
+        self._most = min(most, MOST)
         self.more = False
+        self._full = False
 
     def node_logs(self, logs: Path) -> None:
         """Add what is new in the logs of a node."""
@@ -84,9 +89,11 @@ class News:
         size = _size(path) if upto is None else upto
         if size <= offset and (size or not path.exists() or name in self._have):
             return
-        room = MOST - len(self.data)
+        room = self._most - len(self.data)
         if size - offset > room:
             self.more = True
+            if room <= 0:
+                return
             size = offset + room
         with path.open("rb") as stream:
             stream.seek(offset)
@@ -100,9 +107,14 @@ class News:
         try:
             status = os.stat(path)
             stamp = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-            if self._have.get(name) == stamp:
+            if self._have.get(name) == stamp or status.st_size > _MOST_REPLACED:
                 return
-            data = path.read_bytes()
+            if len(self.data) > self._most:
+                self.more = self._full = True
+            if self._full:
+                return  # nor any later one: a verdict is not to come before the ends that it is explained by
+            with path.open("rb") as stream:
+                data = stream.read(_MOST_REPLACED)
         except OSError:
             return
         self.files.append({"path": name, "stamp": stamp, "size": len(data)})

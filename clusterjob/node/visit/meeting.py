@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import itertools
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 _LOOPBACK = ("127.", "::1")
+_PEER_TIMEOUT = 2.0  # seconds in which a peer has to send the nonce
+_MOST_PEERS = 500  # connections that are held at a time; the oldest is dropped for a new one
 
 
 def own_addresses() -> list[str]:
@@ -55,28 +59,63 @@ class Listener:
     def __init__(self, ports: Sequence[int], nonce: str) -> None:
         self._nonce = nonce
         self._socket = _listen(ports)
+        self._socket.setblocking(False)
+        self._closed = False
         self.port = int(self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                return
-            with peer:
-                try:
-                    peer.settimeout(2)
-                    if peer.recv(len(self._nonce)) == self._nonce.encode():
-                        peer.sendall(answer_to(self._nonce))
-                except OSError:
-                    continue
+        peers: dict[socket.socket, tuple[float, bytearray]] = {}  # when each connected, and what it has sent; the oldest first
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+
+            def drop(peer: socket.socket) -> None:
+                del peers[peer]
+                selector.unregister(peer)
+                peer.close()
+
+            while not self._closed:
+                for key, _ in selector.select(0.2):
+                    if key.fileobj is self._socket:
+                        self._accept(selector, peers)
+                    elif self._hear(peer := cast("socket.socket", key.fileobj), peers[peer][1]):
+                        drop(peer)
+                now, surplus = time.monotonic(), len(peers) - _MOST_PEERS
+                for index, (peer, (since, _)) in enumerate(list(peers.items())):
+                    if index < surplus or now - since > _PEER_TIMEOUT:
+                        drop(peer)
+            for peer in list(peers):
+                drop(peer)
+
+    def _accept(self, selector: selectors.BaseSelector, peers: dict[socket.socket, tuple[float, bytearray]]) -> None:
+        try:
+            peer, _ = self._socket.accept()
+        except OSError:  # EMFILE: those who are connected expire, then there is room again
+            time.sleep(0.01)
+            return
+        peer.setblocking(False)
+        peers[peer] = (time.monotonic(), bytearray())
+        selector.register(peer, selectors.EVENT_READ)
+
+    def _hear(self, peer: socket.socket, heard: bytearray) -> bool:
+        """Read what a peer has sent, and answer the nonce; return whether the peer is done with."""
+        try:
+            data = peer.recv(len(self._nonce) - len(heard))
+            heard += data
+            if data and len(heard) < len(self._nonce):
+                return False
+            if hmac.compare_digest(bytes(heard), self._nonce.encode()):
+                peer.sendall(answer_to(self._nonce))
+        except OSError:
+            pass
+        return True
 
     def close(self) -> None:
         """Stop listening; the port is free for the lead when this returns."""
+        self._closed = True
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         except OSError:
             pass
         self._thread.join(5)

@@ -89,7 +89,7 @@ class Visit:
         root = Path(os.path.normpath(job_dir / request["workdir"]))
         if op == "get":
             return carry.get(root, request)
-        return carry.tree(root, request) if op == "tree" else carry.digests(root, request), b""
+        return carry.tree(root, request) if op == "tree" else (carry.digests(root, request), b"")
 
     def _meet(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
         if op == "probe":

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node import private
+
 _CHUNK = 1 << 20
 CODE = "code"
 
@@ -104,7 +106,7 @@ def receive(home: Path, request: dict[str, Any], read: Callable[[int], bytes]) -
     wrong = []
     for digest, size in request["files"]:
         path = _blob(home, digest)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.make(path.parent)
         handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
         try:
             found = hashlib.sha256()

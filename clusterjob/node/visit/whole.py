@@ -10,7 +10,7 @@ from typing import Any
 from clusterjob.node import ends
 from clusterjob.node.visit.look import News
 
-JOB = re.compile(r"[\w.-]+(?:/elements/\d+)?", re.ASCII)
+JOB = re.compile(r"[^\W_][^/\0\n]*(?:/elements/[0-9]+)?")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _SHORT = 1 << 20  # bytes of a worker's stderr that is brought for the sake of its last lines
 
@@ -20,16 +20,16 @@ def looks(home: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
     Args:
         home: where all of ours lies on this host.
-        request: ``jobs``, for each: ``job``, its directory's name; ``logs``: ``all``, ``none``, or ``last`` for the workers' stderr
-            once the step has ended; ``have``, for each file how much of it the submitter has: bytes of those that grow, the stamp
-            of those that are replaced.
+        request: ``most``, the bytes that are wanted at once; ``jobs``, for each: ``job``, its directory's name; ``logs``: ``all``,
+            ``none``, or ``last`` for the workers' stderr once the step has ended; ``have``, for each file how much of it the submitter
+            has: bytes of those that grow, the stamp of those that are replaced.
     """
     answers, data = [], bytearray()
     for asked in request["jobs"]:
         if not JOB.fullmatch(asked["job"]):
             raise ValueError(f"{asked['job']!r} is no job")
         job_dir = home / "jobs" / asked["job"]
-        news = News(job_dir, asked["have"], data)
+        news = News(job_dir, asked["have"], data, int(request["most"]))
         known = job_dir.is_dir()
         if known:
             _look(job_dir, news, asked["logs"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import ends, files, groups, processes
+from clusterjob.node import ends, files, groups, private, processes
 from clusterjob.node.logs import last_lines, node_directory
 from clusterjob.node.visit import cards
 from clusterjob.node.visit.check import work_environment
@@ -41,7 +42,7 @@ class Work:
         if request["op"] == "up":
             return _up(job_dir, node)
         if request["op"] == "cancel":
-            return _cancel(job_dir, node, float(request["grace"]))
+            return _cancel(job_dir, node, float(request["grace"]), interrupt=request.get("interrupt") is True)
         if request["op"] == "remove":
             if (reserved := self._reserved.pop(request["job"], None)) is not None:
                 reserved.release()
@@ -61,9 +62,9 @@ class Work:
         """
         job_dir = self._home / "jobs" / request["job"]
         for folder in ("ends", "agents", f"logs/node{int(request['node'])}"):
-            (job_dir / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            private.make(job_dir / folder)
         for made in (self._home, job_dir.parent, job_dir, job_dir / "logs"):
-            made.chmod(0o700)  # what `parents` makes has the default mode
+            made.chmod(0o700)  # they may be older, and of a generous umask
         for name, mode, size in request["files"]:
             files.write_atomic(job_dir / name, read(size), mode)
         return {}
@@ -73,8 +74,8 @@ class Work:
         for name in request["jobs"]:
             job_dir = self._home / "jobs" / name
             if (self._home / "jobs" / name.partition("/")[0]).is_dir():
-                job_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-                ends.cancel(job_dir)
+                private.make(job_dir)
+                ends.cancel(job_dir, interrupt=request.get("interrupt") is True)
         return {}
 
     def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -124,11 +125,13 @@ def _up(job_dir: Path, node: int) -> dict[str, Any]:
     return {"up": any(word.endswith(b"clusterjob-node.pyz") for word in words), "why": ""}
 
 
-def _cancel(job_dir: Path, node: int, grace: float) -> dict[str, Any]:
-    """Have the node's agent stop its workers, and kill it if it does not in time."""
+def _cancel(job_dir: Path, node: int, grace: float, *, interrupt: bool) -> dict[str, Any]:
+    """Have the node's agent stop its workers, and kill it if it does not in time; or interrupt it, as Ctrl-C does, and return at once."""
     if job_dir.is_dir():
         ends.cancel(job_dir)
     pid = agent_of(job_dir, node)
-    if pid is not None:
+    if pid is not None and interrupt:
+        groups.signal_group(pid, signal.SIGINT)
+    elif pid is not None:
         groups.end([pid], grace + _CANCEL_PATIENCE)
     return {"running": pid is not None}
