@@ -13,7 +13,8 @@ MOST = 4096  # hosts that one list may name: a typing error such as n[1-99999999
 _HINT = "write hosts as a,b[1-4],user@c:2222"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _NAME = re.compile(r"[\w.-]+|[0-9A-Fa-f:.]+(%[\w.-]+)?")
-_USER = re.compile(r"[^\s@:,/\\'\"\[\]]+(@[^\s@:,/\\'\"\[\]]+)?")
+# No character that a shell reads: a ProxyCommand or a `Match exec` of the ssh configuration may hold %r.
+_USER = re.compile(r"\w[\w.+%#=-]*(@\w[\w.-]*)?")
 
 # Volcengine's MLP: on a task of the MPI kind only worker 0 runs the command, and finds the others here.
 PLATFORM_FILE, PLATFORM_PORT = "MLP_MPI_HOSTFILE", "MLP_SSH_PORT"
@@ -146,6 +147,9 @@ def _expanded(part: str, text: str) -> Iterator[str]:
             yield from _expanded(f"{head}{number:0{len(numbers[1])}d}{tail}", text)
 
 
+_MOST_WORKERS = 128  # no sshd listens at so small a port, but at 22; a number of workers is as small
+
+
 def _host(word: str, text: str) -> Host:
     user, at, place = word.removeprefix("ssh://").rpartition("@")
     port: int | None = None
@@ -156,6 +160,11 @@ def _host(word: str, text: str) -> Host:
     elif place.count(":") == 1:
         name, _, port_text = place.partition(":")
         port = _port(port_text, text)
+        if port <= _MOST_WORKERS and port != 22:
+            raise SpecError(
+                f"{_short(word)} means port {port} of {name}, where hardly an sshd listens",
+                f"{port} workers on it: `{name} slots={port}` in a host file, or --nproc-per-node {port}; a port: in ~/.ssh/config",
+            )
     else:
         name = place
     # A name that begins with a dash would be an option to ssh.

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ConfigError, SpecError
+from clusterjob.secret_values import Secret
 from clusterjob.units import parse_duration, parse_size
+
+_GPUS_OF_TYPE = re.compile(r"[A-Za-z][\w.-]*:\d{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,16 @@ def _duration(value: Any) -> int:
     return parse_duration(_text_or_count(clock))
 
 
-def _size(value: Any) -> int:
-    return parse_size(_text_or_count(value))
+def _memory(value: Any) -> int:
+    """Return a size in bytes; 0 is all memory of a node, as for Slurm."""
+    text = _text_or_count(value)
+    return 0 if re.fullmatch(r"\s*0+\s*[KMGT]?\s*", text, re.IGNORECASE) else parse_size(text)
+
+
+def _gpus_per_node(value: Any) -> int | str:
+    """Return a number of GPUs; a text where their type stands before it, such as a100:8."""
+    typed = isinstance(value, str) and _GPUS_OF_TYPE.fullmatch(value.strip())
+    return typed[0] if typed else _whole_number(value)
 
 
 def _text_or_count(value: Any) -> str:
@@ -89,6 +100,10 @@ def _lines(value: Any) -> tuple[str, ...]:
     if not isinstance(values, (list, tuple)):
         raise SpecError(f"{value!r} is not a list of lines")
     return tuple(_text(item) for item in values)
+
+
+def _secrets(value: Any) -> tuple[Secret, ...]:
+    return tuple(Secret.parse(item) for item in _lines(value))
 
 
 def _listed(value: Any) -> str:
@@ -141,13 +156,14 @@ SETTINGS: dict[str, Setting] = {
     setting.key: setting
     for setting in (
         Setting("nodes", _whole_number),
-        Setting("gpus_per_node", _whole_number),
+        Setting("gpus_per_node", _gpus_per_node),
         Setting("nproc_per_node", _whole_number),
         Setting("cpus_per_task", _whole_number),
-        Setting("mem", _size),
+        Setting("mem", _memory),
         Setting("time", _duration),
         Setting("name", _text),
         Setting("env", _table, merge=True),
+        Setting("secret", _secrets, merge=True),
         Setting("workdir", _path),
         Setting("python", _text),
         Setting("setup", _lines, merge=True),
@@ -162,6 +178,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("login", _text),
         Setting("gpus", _text),
         Setting("sync", _switch),
+        Setting("include_secrets", _switch),
         Setting("account", _text),
         Setting("partition", _text),
         Setting("nodelist", _text),
