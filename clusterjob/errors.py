@@ -6,6 +6,8 @@ meets it. Third-party errors are translated into these where the library is call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ClusterJobError(Exception):
     """An error of ours: one line, a hint, and the exit code that the command line returns for it.
@@ -42,13 +44,30 @@ class SpecError(UsageError):
 class ConfigError(UsageError):
     """A configuration file is broken, or holds a key that means nothing."""
 
-    general_hint = "`clusterjob config` shows what holds here; docs/configuration.md lists every key"
+    general_hint = "`clusterjob config` shows what holds here; `clusterjob submit --help` lists the settings, as options"
+
+
+class Untrusted(ConfigError):
+    """A project's configuration file would execute something, and the user has not trusted it.
+
+    Args:
+        message: which file.
+        hint: how it is trusted.
+        lines: what it would execute or follow.
+    """
+
+    def __init__(self, message: str, hint: str, lines: Sequence[str]) -> None:
+        super().__init__(message, hint)
+        self.lines = lines
+        self.__notes__ = [*(f"  {line}" for line in lines), f"hint: {hint}"]
 
 
 class TemplateError(UsageError):
     """A template cannot be rendered: a syntax error, an undefined name, a value that was not quoted."""
 
-    general_hint = "docs/templates.md lists what a template may name, and the filters sh, sh_words, yaml and verbatim"
+    general_hint = (
+        "each value goes through a filter: sh, sh_words, yaml or verbatim; `clusterjob render` shows a script without your template"
+    )
 
 
 class UnknownCluster(UsageError):
@@ -57,6 +76,19 @@ class UnknownCluster(UsageError):
 
 class JobNotFound(UsageError):
     """No recorded job has this id."""
+
+
+class AmbiguousId(JobNotFound):
+    """Several recorded jobs have an id that begins so.
+
+    Args:
+        text: what was written.
+        ids: the ids of the jobs, the newest first.
+    """
+
+    def __init__(self, text: str, ids: Sequence[str]) -> None:
+        super().__init__(f"{text!r} is the beginning of {len(ids)} jobs", f"it could be {', '.join(ids[:5])}")
+        self.ids = tuple(ids)
 
 
 class PlaceError(UsageError):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import shutil
+import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +20,7 @@ from clusterjob.hosts import Host
 from clusterjob.node.contract import LAUNCH_VARIABLES
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.secret_values import Secret
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -37,8 +42,9 @@ class Resources:
     Attributes:
         nodes: number of machines.
         gpus_per_node: GPUs on each; None when the job does not ask for GPUs.
+        gpu_type: their type, as the cluster names it; empty for any.
         cpus_per_task: cores per worker; None for an even share of the node's.
-        mem: memory per node in bytes; None for the cluster's default.
+        mem: memory per node in bytes; 0 for all of it, None for the cluster's default.
         time_limit: seconds; None for the cluster's default.
     """
 
@@ -47,12 +53,13 @@ class Resources:
     cpus_per_task: int | None = None
     mem: int | None = None
     time_limit: int | None = None
+    gpu_type: str = ""
 
     def __post_init__(self) -> None:
         _at_least("nodes", self.nodes, 1)
         _at_least("gpus per node", self.gpus_per_node, 0)
         _at_least("cpus per task", self.cpus_per_task, 1)
-        _at_least("memory", self.mem, 1)
+        _at_least("memory", self.mem, 0)
         _at_least("time limit", self.time_limit, 1)
 
 
@@ -66,6 +73,7 @@ class JobSpec:
         name: for people; the id is made from it.
         python: the interpreter that runs the agent and the workers.
         env: variables added to the workers' environment.
+        secret: variables whose values are shown and recorded nowhere; they are read when the job is submitted.
         setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
         resources: what the job needs.
         nproc_per_node: workers on each node.
@@ -79,6 +87,7 @@ class JobSpec:
         hosts: where it runs, one a node, where no queue chooses.
         gpus: which cards of each host: numbers, or ``auto`` for idle ones; empty for all.
         login: the login host of a cluster that this machine has no commands of; empty for one that it has.
+        include_secrets: send what looks like a secret too.
         sync: send the working directory to the hosts, or to the login host; else it lies there already, under the same path.
         container: the image that the node's part runs in.
         array, sweep: the elements of the job, if it is an array; see `clusterjob.arrays.parse`.
@@ -96,6 +105,7 @@ class JobSpec:
     name: str = ""
     python: str = "python3"
     env: Mapping[str, str] = field(default_factory=dict)
+    secret: tuple[Secret, ...] = ()
     setup: tuple[str, ...] = ()
     resources: Resources = field(default_factory=Resources)
     nproc_per_node: int = 1
@@ -110,6 +120,7 @@ class JobSpec:
     gpus: str = ""
     login: str = ""
     sync: bool = True
+    include_secrets: bool = False
     container: str = ""
     array: str = ""
     sweep: tuple[str, ...] = ()
@@ -135,6 +146,15 @@ class JobSpec:
             raise SpecError(f"the lease ({self.lease:g} s) has to be longer than the heartbeat ({self.heartbeat:g} s)")
         for name, value in self.env.items():
             _check_variable(name, value)
+        for secret in self.secret:
+            _check_variable(secret.name, "", "--secret")
+            if secret.name in self.env or [one.name for one in self.secret].count(secret.name) > 1:
+                raise SpecError(
+                    f"{secret.name} has two values", "give it once: --env for a public value, --secret for one that nobody sees"
+                )
+        twice = next((host for host in self.hosts if self.hosts.count(host) > 1), None)
+        if twice is not None:
+            raise SpecError(f"the host {twice} is named twice", "name it once; --nproc-per-node 2 starts two workers on each host")
         for text in (*self.setup, *self.program.args, self.program.target, self.python, str(self.workdir)):
             if "\0" in text:
                 raise SpecError(f"{text!r} holds a NUL byte, which no command line can carry")
@@ -154,6 +174,26 @@ class JobSpec:
             raise SpecError(f"{self.program.target!r} is not a module's name", "write it as python -m takes it, such as package.train")
         elif self.program.kind == "command" and not self.program.target:
             raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
+        wrong = self.syntax_error()
+        if wrong and self._has_this_interpreter():
+            raise SpecError(wrong, f"{self.python} cannot run it: no node would")
+
+    def syntax_error(self) -> str:
+        """Return where this process's Python cannot read the program, one line; empty where it can, or where there is no source here."""
+        if not self.sync or not self.program.is_python:
+            return ""
+        target = self.program.target if self.program.kind == "script" else f"{self.program.target.replace('.', '/')}.py"
+        try:
+            source = (self.workdir / target).read_bytes()
+        except OSError:
+            return ""
+        is_python = target.endswith(".py") or (source.startswith(b"#!") and b"python" in source.partition(b"\n")[0])
+        return _syntax_error(source, target) if is_python else ""
+
+    def _has_this_interpreter(self) -> bool:
+        if self.hosts or self.login or self.container:
+            return False
+        return os.path.realpath(shutil.which(self.python) or "") == os.path.realpath(sys.executable)
 
     def elements(self) -> Array | None:
         """Return the elements of the job; None when it is no array.
@@ -175,7 +215,8 @@ class JobSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as plain data, for the record and for spec.json."""
-        return asdict(self) | {"workdir": str(self.workdir), "template": str(self.template) if self.template else None}
+        names = [secret.name for secret in self.secret]
+        return asdict(self) | {"secret": names, "workdir": str(self.workdir), "template": str(self.template) if self.template else None}
 
 
 def default_name(program: Program) -> str:
@@ -200,15 +241,15 @@ def _check_name(name: str) -> None:
         raise SpecError(f"{name[:MAX_NAME]!r} cannot be a job's name", f"use up to {MAX_NAME} printable characters on one line")
 
 
-def _check_variable(name: str, value: str) -> None:
+def _check_variable(name: str, value: str, flag: str = "--env") -> None:
     if not _ENV_NAME.fullmatch(name):
-        raise SpecError(f"{name!r} cannot be a variable's name", "use letters, digits and underscores, such as --env NCCL_DEBUG=INFO")
+        raise SpecError(f"{name!r} cannot be a variable's name", f"use letters, digits and underscores, such as {flag} NCCL_DEBUG")
     if "\0" in value:
         raise SpecError(f"the value of {name} holds a NUL byte, which no environment can carry")
     if name in _BASH_VARIABLES or name.startswith("BASH_"):
-        raise SpecError(f"{name} is bash's own: the script on the node cannot set it", "leave it out of --env")
+        raise SpecError(f"{name} is bash's own: the script on the node cannot set it", f"leave it out of {flag}")
     if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
-        raise SpecError(f"{name} is set by the launcher for each worker", "leave it out of --env")
+        raise SpecError(f"{name} is set by the launcher for each worker", f"leave it out of {flag}")
 
 
 def _check_script(workdir: Path, target: str) -> None:
@@ -224,6 +265,21 @@ def _check_script(workdir: Path, target: str) -> None:
         raise SpecError(f"the script {target!r} cannot be read: {error.strerror}") from error
     if path.suffix != ".py" and first_line.startswith(b"#!") and b"python" not in first_line:
         raise SpecError(f"{target!r} is not a Python script", f"a command goes after --: clusterjob submit -- ./{target}")
+
+
+@functools.lru_cache(maxsize=4)  # a spec is checked whenever one is made of another
+def _syntax_error(source: bytes, name: str) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which are the job's to show
+            compile(source, name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f", line {error.lineno}" if error.lineno else ""
+        line = f": {error.text.strip()[:80]}" if error.text and error.text.strip() else ""
+        return f"{name}{where}: {type(error).__name__}: {error.msg}{line}"
+    except (ValueError, MemoryError, RecursionError, OverflowError):
+        return ""  # more than this process can tell
+    return ""
 
 
 def _nearest_script(path: Path) -> str:

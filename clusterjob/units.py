@@ -11,6 +11,7 @@ _SIZE = re.compile(rf"({_NUMBER})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII
 _SIZE_FACTORS = {"": 1024**2, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 _CLOCK = re.compile(r"(?:(\d{1,9})-)?(\d{1,9}):(\d{1,2}):(\d{1,2})", re.ASCII)
 _PARTS = re.compile(rf"({_NUMBER})\s*([dhms])", re.IGNORECASE | re.ASCII)
+_DURATIONS = "write 90s, 30m, 2h, 1d12h or HH:MM:SS; a bare number is minutes"
 _PART_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -34,16 +35,17 @@ def parse_duration(text: str) -> int:
         SpecError: the text is no duration, or the duration is 0.
     """
     stripped = text.strip()
-    seconds = 0.0
     clock = _CLOCK.fullmatch(stripped)
     if re.fullmatch(r"\d{1,9}", stripped, re.ASCII):
-        seconds = int(stripped) * 60
+        seconds = int(stripped) * 60.0
     elif clock and int(clock[3]) < 60 and int(clock[4]) < 60:
         seconds = int(clock[1] or 0) * 86400 + int(clock[2]) * 3600 + int(clock[3]) * 60 + int(clock[4])
     elif re.fullmatch(rf"(?:{_PARTS.pattern}\s*)+", stripped, re.IGNORECASE | re.ASCII):
         seconds = sum(float(number) * _PART_SECONDS[unit.lower()] for number, unit in _PARTS.findall(stripped))
+    else:
+        raise SpecError(f"{text!r} is not a duration", _DURATIONS)
     if seconds < 1:
-        raise SpecError(f"{text!r} is not a duration", "write 90s, 30m, 2h, 1d12h or HH:MM:SS; a bare number is minutes")
+        raise SpecError(f"{text!r}: a duration must be positive, at least 1 s", _DURATIONS)
     return int(seconds)
 
 

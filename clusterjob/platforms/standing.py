@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import ends, files
+from clusterjob.node import ends, files, private
 from clusterjob.node.events import now
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, PREEMPTED_EXIT_CODE, TIMEOUT_EXIT_CODE, Failure, JobState, Verdict
 from clusterjob.platforms import Instance, Task
@@ -138,7 +138,7 @@ class Known:
     def _save(self) -> None:
         try:
             if self.path.parent.parent.parent.is_dir():
-                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # of an array's element
+                private.make(self.path.parent)  # of an array's element
             files.write_json(self.path, {key: value for key, value in asdict(self).items() if key != "path"})
             _unsaved.pop(self.path, None)
         except OSError:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import ends, files, logs, numbered
+from clusterjob.node import ends, files, logs, numbered, private
 from clusterjob.node.numbered import Numbered
 from clusterjob.node.verdict import Verdict
 
@@ -28,6 +28,8 @@ _STATE, _LOCK, _OWN, _TIMELINE = "stream.json", "stream.lock", "agent.log", "tim
 _OURS = re.compile(r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII)
 _MOST_KNOWN = 2000  # lines without a number that are known again
 _MOST_GAPS = 200  # runs of lines that may still come
+_MOST_FILES = 8192  # of one node, in one process; lines of more workers go to agent.log
+_LONGEST_VERDICT = 32 << 20  # characters
 
 
 class Stream:
@@ -87,7 +89,7 @@ class Stream:
         if not lines:
             return
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private.make(self._directory)
             with self._locked():
                 state = self._state()
                 taken = _Taken.from_json(state["attempts"].get(str(self._attempt)))
@@ -141,7 +143,9 @@ class Stream:
                 else logs.rank_files(self._directory, rank, 0, self._attempt)
                 for rank in numbered.ranks(label)
             ]  # fmt: skip
-            self._names[label, kind] = [pair[kind == "err"].name for pair in pairs]
+            names = {pair[kind == "err"].name: None for pair in pairs}
+            known = {name for one in self._names.values() for name in one}
+            self._names[label, kind] = list(names) if len(known | names.keys()) <= _MOST_FILES else [_OWN]
         return self._names[label, kind]
 
     def _put_bare(self, line: str, taken: _Taken, pages: _Pages) -> None:
@@ -154,13 +158,13 @@ class Stream:
             ends.refuse(self._job_dir, self._node_rank, self._attempt, *refused)
 
     def _put_verdict(self, item: Numbered, taken: _Taken) -> None:
-        taken.verdict_part += item.text
+        taken.verdict_part = (taken.verdict_part + item.text)[:_LONGEST_VERDICT]
         if item.more or self._node_rank != 0:
             return
         try:
             found = json.loads(taken.verdict_part)
             Verdict.from_json(found)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, RecursionError):
             taken.verdict_part = ""  # a part of it was lost
             return
         taken.verdict, taken.verdict_part = found, ""
@@ -183,8 +187,12 @@ class Stream:
         return _Taken.from_json(self._state()["attempts"].get(str(self._attempt)))
 
     def _state(self) -> dict[str, Any]:
-        state = files.read_json(self._directory / _STATE)
-        return state if isinstance(state, dict) else {"sizes": {}, "attempts": {}}
+        state: Any = files.read_json(self._directory / _STATE)
+        try:
+            sizes = {str(name): int(size) for name, size in state["sizes"].items()}
+            return {"sizes": sizes, "attempts": {key: _Taken.from_json(taken).to_json() for key, taken in state["attempts"].items()}}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return {"sizes": {}, "attempts": {}}  # all is taken again
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ def stage(spec: JobSpec, job_dir: Path, files: Iterable[PlannedFile], limit: int
     shutil.rmtree(root, ignore_errors=True)  # of a submitter that died
     try:
         root.mkdir(mode=0o700)
-        taken = _code(spec.workdir, limit) if spec.sync else None
+        taken = _code(spec.workdir, limit, include_secrets=spec.include_secrets) if spec.sync else None
         sizes = [_copy(taken.root, root, entry) for entry in taken.entries if entry.kind != "link"] if taken is not None else []
         own = root / OWN
         own.mkdir(mode=0o700)
@@ -90,9 +90,9 @@ def stage(spec: JobSpec, job_dir: Path, files: Iterable[PlannedFile], limit: int
     return Upload(root, count, total, taken.digest if taken is not None else "")
 
 
-def _code(workdir: Path, limit: int) -> Snapshot:
+def _code(workdir: Path, limit: int, *, include_secrets: bool) -> Snapshot:
     """Return what is sent of the working directory."""
-    taken = snapshot.take(workdir, limit)
+    taken = snapshot.take(workdir, limit, include_secrets)
     if any(PurePosixPath(entry.path).parts[0] == OWN for entry in taken.entries):
         raise SubmitError(f"{workdir} has a {OWN!r} of its own, which is where ours is sent", f"leave it out in {snapshot.OWN_IGNORE}")
     return Snapshot(taken.root, tuple(entry for entry in taken.entries if PurePosixPath(entry.path).name != ".gitignore"))

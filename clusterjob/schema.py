@@ -1,0 +1,165 @@
+"""Check data that others sent against a schema: types, ranges and sizes. The first thing that does not fit is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class SchemaError(ValueError):
+    """The data is not as the schema says; the text says where, and what is there."""
+
+
+class Schema(Protocol):
+    """What a value has to be."""
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value.
+
+        Raises:
+            SchemaError: it does not fit.
+        """
+        ...
+
+
+def _refuse(value: Any, where: str, wanted: str) -> SchemaError:
+    shown = ascii(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
+    return SchemaError(f"{where} is {shown[:60]}, not {wanted}")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of at most so many characters, of a form if one is given."""
+
+    most: int = 4096
+    form: str = ""
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if not isinstance(value, str):
+            raise _refuse(value, where, "a text")
+        if len(value) > self.most:
+            raise SchemaError(f"{where} is a text of {len(value)} characters, more than {self.most}")
+        if self.form and not re.fullmatch(self.form, value, re.ASCII):
+            raise _refuse(value, where, f"of the form {self.form}")
+
+
+@dataclass(frozen=True)
+class Integer:
+    """An integer in a range; True and False are none."""
+
+    least: int = 0
+    most: int = 2**63 - 1
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise _refuse(value, where, "an integer")
+        if not self.least <= value <= self.most:
+            raise SchemaError(f"{where} is {_short(value)}, not {_short(self.least)} to {_short(self.most)}")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number."""
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e300:
+            raise _refuse(value, where, "a finite number")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or False."""
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if not isinstance(value, bool):
+            raise _refuse(value, where, "true or false")
+
+
+@dataclass(frozen=True)
+class Nullable:
+    """A value, or null."""
+
+    of: Schema
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if value is not None:
+            self.of.check(value, where)
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """A list of at most so many values of one kind."""
+
+    of: Schema
+    most: int = 10_000
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if not isinstance(value, list):
+            raise _refuse(value, where, "a list")
+        if len(value) > self.most:
+            raise SchemaError(f"{where} is a list of {len(value)}, more than {self.most}")
+        for index, item in enumerate(value):
+            self.of.check(item, f"{where}[{index}]")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A list with one value of each kind, in their order."""
+
+    of: tuple[Schema, ...]
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if not isinstance(value, list) or len(value) != len(self.of):
+            raise _refuse(value, where, f"a list of {len(self.of)}")
+        for index, (schema, item) in enumerate(zip(self.of, value, strict=True)):
+            schema.check(item, f"{where}[{index}]")
+
+
+@dataclass(frozen=True)
+class MapOf:
+    """An object with any keys and values of one kind."""
+
+    of: Schema
+    most: int = 10_000
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if not isinstance(value, dict):
+            raise _refuse(value, where, "an object")
+        if len(value) > self.most:
+            raise SchemaError(f"{where} is an object of {len(value)} keys, more than {self.most}")
+        for key, item in value.items():
+            self.of.check(item, f"{where}.{ascii(key)[1:60]}")
+
+
+@dataclass(frozen=True)
+class Object:
+    """An object with keys that have to be there and keys that may be; others are passed over."""
+
+    required: Mapping[str, Schema] = field(default_factory=dict)
+    optional: Mapping[str, Schema] = field(default_factory=dict)
+
+    def check(self, value: Any, where: str) -> None:
+        """Check a value; see `Schema`."""
+        if not isinstance(value, dict):
+            raise _refuse(value, where, "an object")
+        for key, schema in self.required.items():
+            if key not in value:
+                raise SchemaError(f"{where} has no {key!r}")
+            schema.check(value[key], f"{where}.{key}")
+        for key, schema in self.optional.items():
+            if key in value:
+                schema.check(value[key], f"{where}.{key}")
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 10**12 else f"about 2^{number.bit_length()}"
