@@ -9,13 +9,26 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.node import files, solid
+from clusterjob.node import files, private, solid
 
 if TYPE_CHECKING:
     import zipfile
 
 NAME = "clusterjob-node.pyz"
 LIMIT = 150_000  # bytes; more would show at every submission to many hosts (a test holds the line)
+# What only submits jobs to other machines, with libraries that come with an installation of ours alone; see `clusterjob.node.solid`.
+LEFT_OUT = (
+    "cli/",
+    "ssh/",
+    "volc/",
+    "platforms/",
+    "slurm/",
+    "survey.py",
+    "backends/mlp.py",
+    "backends/platform.py",
+    "backends/slurm/",
+    "backends/ssh/",
+)
 # What finds the rest, which travels as one block: half as long as module by module, and quicker to start from.
 _BARE_FILES = ("__init__.py", "node/__init__.py", "node/solid.py")
 _INSTALL = "\nfrom clusterjob.node import solid as _solid\n\n_solid.install(__file__)\n"
@@ -28,14 +41,18 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same package gives the same bytes
 def node_zip(cache: Path | None = None) -> bytes:
     """Return the package as a zip that Python runs, and imports from when it is on PYTHONPATH.
 
-    All of the package, so that it may shadow an installed one of another version. Sources alone: compiled files would
-    serve one version of Python, save 30 ms of the agent's start and triple the size. They travel without comments, docstrings and
-    functions' annotations, line for line, so that a traceback names the lines of the source; the command line keeps docstrings
-    and annotations, which are its help and its options.
+    All that a job needs, so that it may shadow an installed package; `LEFT_OUT` says what it does not. Sources alone: compiled files
+    would serve one version of Python, save 30 ms of the agent's start and triple the size. They travel without comments, docstrings and
+    functions' annotations, line for line, so that a traceback names the lines of the source.
+
+    Inside a job this is the job's own zip.
 
     Args:
         cache: a directory of the user's own where `keep` may have left the zip of these very sources: making it takes a second.
     """
+    archive = solid.archive()
+    if archive is not None:
+        return Path(archive).read_bytes()
     package = Path(__file__).resolve().parent
     sources = _sources(package)
     name = _kept_name(package, sources)
@@ -55,12 +72,14 @@ def cache_directory() -> Path:
 
 def keep(data: bytes, cache: Path) -> None:
     """Leave the zip of these very sources in a directory, where a few of other sources stay; a disk that is full costs that alone."""
+    if solid.archive() is not None:
+        return
     package = Path(__file__).resolve().parent
     kept = cache / _kept_name(package, _sources(package))
     try:
         if kept.exists() and kept.stat().st_size == len(data):
             return
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.make(cache)
         files.write_atomic(kept, data)
         others = [path for path in cache.glob("node-*.pyz") if path != kept]
         for other in sorted(others, key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
@@ -80,7 +99,8 @@ def _kept(path: Path) -> bytes | None:
 
 
 def _sources(package: Path) -> list[Path]:
-    return sorted(path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
+    found = (path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
+    return sorted(path for path in found if not path.relative_to(package).as_posix().startswith(LEFT_OUT))
 
 
 def _kept_name(package: Path, sources: list[Path]) -> str:
@@ -106,7 +126,7 @@ def _make(package: Path, sources: list[Path]) -> bytes:
         _add(archive, "__main__.py", (package / "node" / "zip_main.py").read_bytes())
         for path in sources:
             inside = path.relative_to(package).as_posix()
-            text = bare(path.read_text(encoding="utf-8"), keep_told=inside.startswith("cli/"))
+            text = bare(path.read_text(encoding="utf-8"))
             if inside == "__init__.py":
                 text += _INSTALL
             if inside in _BARE_FILES:
@@ -118,26 +138,20 @@ def _make(package: Path, sources: list[Path]) -> bytes:
     return buffer.getvalue()
 
 
-def bare(source: str, *, keep_told: bool = False) -> str:
-    """Return Python source without comments, docstrings and functions' annotations, each statement on the line where it was.
-
-    Args:
-        source: a module's text.
-        keep_told: leave docstrings and annotations in, for code that shows or reads them.
-    """
+def bare(source: str) -> str:
+    """Return Python source without comments, docstrings and functions' annotations, each statement on the line where it was."""
     import ast
     import io
     import tokenize
 
     lines = source.splitlines()
-    if not keep_told:
-        tree = ast.parse(source)
-        for first, last, column in _docstrings(tree):
-            lines[first - 1] = lines[first - 1][:column] + '""'  # a body needs a statement
-            lines[first:last] = [""] * (last - first)
-        for row, begin, end in sorted(_annotations(tree, lines), reverse=True):
-            line = lines[row - 1].encode()
-            lines[row - 1] = (line[:begin].rstrip(b" ") + line[end:]).decode()
+    tree = ast.parse(source)
+    for first, last, column in _docstrings(tree):
+        lines[first - 1] = lines[first - 1][:column] + '""'  # a body needs a statement
+        lines[first:last] = [""] * (last - first)
+    for row, begin, end in sorted(_annotations(tree, lines), reverse=True):
+        line = lines[row - 1].encode()
+        lines[row - 1] = (line[:begin].rstrip(b" ") + line[end:]).decode()
     text = "\n".join(lines) + "\n"
     kept = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -10,10 +10,15 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import RecordError
+from clusterjob.node import private
 from clusterjob.spec import JobSpec
+from clusterjob.units import show_size
+
+if TYPE_CHECKING:
+    from clusterjob.ssh.snapshot import Snapshot
 
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no letter that is read as another
 
@@ -80,6 +85,7 @@ class Plan:
         commands: to be started, in this order, once all files are there.
         notes: lines that the user should see, such as that there are too few GPUs.
         array: for an array, what its record holds of it.
+        sends_code: whether the working directory's files are sent too.
     """
 
     job_id: str
@@ -90,10 +96,21 @@ class Plan:
     commands: tuple[PlannedCommand, ...]
     notes: tuple[str, ...] = ()
     array: Mapping[str, Any] | None = None
+    sends_code: bool = False
+
+    def _code(self) -> Snapshot | None:
+        """Return the files that are sent, as they are now."""
+        from clusterjob.ssh import snapshot
+
+        return snapshot.listed(self.spec.workdir, include_secrets=self.spec.include_secrets) if self.sends_code else None
 
     def text(self) -> str:
         """Return the plan for people: each file whole, each command as a shell would take it."""
         parts = [f"### {file.path} ({file.mode:04o})\n{file.text().rstrip()}\n" for file in self.files]
+        if self.spec.secret:
+            parts.append(f"### secrets, whose values are not shown\n{', '.join(secret.name for secret in self.spec.secret)}\n")
+        if (code := self._code()) is not None:
+            parts.append(f"### code: {code.files} files, {show_size(code.size)}, of {code.root}\n{code.text()}\n")
         parts.append("### commands\n" + "\n".join(command.text() for command in self.commands))
         return "\n".join(parts)
 
@@ -109,24 +126,35 @@ class Plan:
                 | ({"host": command.host, "directory": command.directory} if command.host else {})
                 for command in self.commands
             ],
+            "code": None if (code := self._code()) is None else code.to_json(),
+            "secrets": [secret.name for secret in self.spec.secret],
             "notes": list(self.notes),
         }
 
 
 def new_id(name: str) -> str:
-    """Return an id for a job: its name as far as a file name can carry it, and six random characters."""
-    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24].strip("-") or "job"
+    """Return an id for a job: the letters and digits of its name, of any script, and six random characters."""
+    import unicodedata
+
+    # Letters, marks and digits: no blank, no control character, and no underscore, which separates an array's elements.
+    kept = [letter if unicodedata.category(letter)[0] in "LMN" else "-" for letter in unicodedata.normalize("NFC", name).lower()]
+    stem = re.sub(r"-+", "-", "".join(kept)).strip("-")[:24].strip("-") or "job"
     return f"{stem}-{''.join(secrets.choice(_ALPHABET) for _ in range(6))}"
 
 
-def write_files(plan: Plan) -> None:
+def write_files(plan: Plan, values: bytes = b"") -> None:
     """Make the job's directory, readable by its owner alone, with the planned files and a fresh token.
+
+    Args:
+        plan: the job.
+        values: the secrets of the user, as `secret_values.packed` gives them.
 
     Raises:
         RecordError: it cannot be written, or the disk is full; nothing is left of it.
     """
     try:
-        plan.job_dir.mkdir(mode=0o700, parents=True)
+        private.make(plan.job_dir.parent)
+        plan.job_dir.mkdir(mode=0o700)
     except OSError as error:
         raise RecordError(f"the job directory {plan.job_dir} cannot be made: {error.strerror}", _where()) from error
     from clusterjob.node.files import write_atomic
@@ -135,9 +163,11 @@ def write_files(plan: Plan) -> None:
         for folder in ("logs", "ends"):
             (plan.job_dir / folder).mkdir(mode=0o700)
         write_atomic(token_file(plan.job_dir), secrets.token_hex(32).encode())
+        if values:
+            write_atomic(secrets_file(plan.job_dir), values)
         for file in plan.files:
             if plan.array is not None:
-                file.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # of an element
+                private.make(file.path.parent)  # of an element
             write_atomic(file.path, file.data, file.mode)
     except OSError as error:
         shutil.rmtree(plan.job_dir, ignore_errors=True)
@@ -147,6 +177,24 @@ def write_files(plan: Plan) -> None:
 def token_file(job_dir: Path) -> Path:
     """Return where the job's secret lies."""
     return job_dir / "token"
+
+
+def secrets_file(job_dir: Path) -> Path:
+    """Return where the values of ``--secret`` lie."""
+    return job_dir / "secrets"
+
+
+def carried_elsewhere(job_dir: Path) -> list[tuple[str, int, bytes]]:
+    """Return the files that no plan shows, as (name, mode, content), for hosts that do not see this job's directory.
+
+    The secrets are then only there: their file here is removed.
+    """
+    found = [(token_file(job_dir).name, 0o600, token_file(job_dir).read_bytes())]
+    path = secrets_file(job_dir)
+    if path.exists():
+        found.append((path.name, 0o600, path.read_bytes()))
+        path.unlink()
+    return found
 
 
 def _where() -> str:

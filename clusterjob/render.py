@@ -1,22 +1,28 @@
 """Templates into scripts and YAML. Every value is quoted once, here, and a template that forgets to quote one is refused.
 
-Templates lie at the top of the source tree, in ``templates/``; a wheel carries them as ``clusterjob/templates``.
+Templates lie at the top of the source tree, in ``templates/``; a wheel carries them as ``clusterjob/templates``. A template may come from
+a cloned repository, and a dry run renders it: it runs in jinja2's sandbox, and the script is bounded, as are the operators ``*``, ``**``
+and ``%``. Methods and filters are not, such as ``ljust`` and ``center``: a hostile template can take much memory and time, and no more.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import TemplateError
+from clusterjob.node import solid
 
 if TYPE_CHECKING:
     import jinja2
     from yaml import ScalarNode
+
+_MOST_TEXT = 4 << 20  # characters that a template may write; Slurm takes scripts of up to 4 MiB
 
 
 class Quoted(str):
@@ -100,8 +106,20 @@ def in_shell(value: Any, path: str, variable: str) -> Any:
 
 
 def template_directory() -> Path:
-    """Return where the templates lie: in the package of a wheel, beside it in a source tree."""
+    """Return where the templates lie: in the package of a wheel, beside it in a source tree; inside a job those of the installed one.
+
+    Raises:
+        TemplateError: this is the inside of a job, and there is no installed package of its version.
+    """
     package = Path(__file__).resolve().parent
+    if solid.archive() is not None:
+        try:
+            installed = solid.installed()
+        except ImportError as error:
+            raise TemplateError(str(error)) from error
+        if installed is None:
+            raise TemplateError("no clusterjob is installed here: a job brings no templates with it")
+        package = Path(installed).resolve()
     inside = package / "templates"
     return inside if inside.is_dir() else package.parent / "templates"
 
@@ -120,7 +138,7 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
 
     path = template if isinstance(template, Path) else template_directory() / template
     try:
-        return _environment(path.parent).get_template(path.name).render(values)
+        return _bounded(_environment(path.parent).get_template(path.name).generate(values))
     except jinja2.TemplateError as error:
         raise TemplateError(_describe(path, error)) from error
     except (OSError, UnicodeDecodeError) as error:
@@ -130,14 +148,42 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
         raise TemplateError(f"the template {path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}") from error
 
 
+def _bounded(pieces: Iterable[str]) -> str:
+    """Return the pieces of a text as one.
+
+    Raises:
+        TemplateRuntimeError: it is longer than any script.
+    """
+    import jinja2
+
+    found, size = [], 0
+    for piece in pieces:
+        size += len(piece) + 1  # an empty piece costs time too
+        if size > _MOST_TEXT:
+            raise jinja2.TemplateRuntimeError(f"it writes more than {_MOST_TEXT:,} characters")
+        found.append(piece)
+    return "".join(found)
+
+
 @functools.lru_cache(maxsize=2)  # an array renders one template a thousand times, which is then compiled once
 def _environment(directory: Path) -> jinja2.Environment:
     import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = jinja2.Environment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Refuse what reaches Python's own objects, and an operator whose result would be huge."""
+
+        intercepted_binops = frozenset(["*", "**", "%"])
+
+        def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+            if not _is_small(operator, left, right):
+                raise jinja2.TemplateRuntimeError(f"the result of {operator} may be longer than {_MOST_TEXT:,} characters")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(
         loader=jinja2.FileSystemLoader([directory, template_directory()]),
         undefined=jinja2.StrictUndefined,
-        autoescape=False,  # noqa: S701 - it is shell or YAML, not HTML: `finalize` below enforces their own quoting
+        autoescape=False,  # it is shell or YAML, not HTML: `finalize` below enforces their own quoting
         finalize=_quoted_only,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -145,6 +191,17 @@ def _environment(directory: Path) -> jinja2.Environment:
     )
     environment.filters.update(sh=sh, sh_words=sh_words, yaml=yaml, verbatim=verbatim)
     return environment
+
+
+def _is_small(operator: str, left: Any, right: Any) -> bool:
+    """Return whether an operation of a template makes no huge number, text or list."""
+    if operator == "%":
+        return not (isinstance(left, str) and re.search(r"[0-9]{5}|\*", left))  # a width, as in %99999999d
+    lengths = [len(value) for value in (left, right) if hasattr(value, "__len__")]
+    numbers = [abs(value) for value in (left, right) if isinstance(value, (int, float))]
+    if lengths:
+        return math.prod(lengths) * math.prod(numbers) <= _MOST_TEXT
+    return all(number <= 2**64 for number in numbers) and (operator == "*" or numbers[-1] <= 64)
 
 
 def _quoted_only(value: object) -> object:
