@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from clusterjob.errors import SubmitError
 from clusterjob.node.clean import slurm_environment
 
 UNREACHED = -1000  # in the place of an exit code: nobody knows what became of the command
+_PING = 3.0  # seconds for `scontrol ping`, where nobody names a cluster; 0.06 where there is no configuration
 PATIENCE = 60.0  # seconds for one command; a client of Slurm gives up by itself after 10 to 30
 
 # After these words nobody knows whether the controller has taken the job: it may run once it is back.
@@ -97,12 +98,16 @@ class Client:
         conf: the configuration that the job was submitted with (SLURM_CONF); None for the environment's.
         cluster: name of the cluster in a federation, as ``sbatch --parsable`` told it; None for the only one.
         shell: where they are run; None for this machine.
+        hidden: variables of this process that the commands are not to see: sbatch hands all of its own to the job.
     """
 
-    def __init__(self, conf: str | None = None, cluster: str | None = None, shell: Shell | None = None) -> None:
+    def __init__(
+        self, conf: str | None = None, cluster: str | None = None, shell: Shell | None = None, hidden: Collection[str] = ()
+    ) -> None:
         self.conf = conf
         self.cluster = cluster
         self._shell = shell
+        self._hidden = hidden
 
     @property
     def is_local(self) -> bool:
@@ -117,11 +122,19 @@ class Client:
 
     @staticmethod
     def is_here() -> bool:
-        """Return whether this machine can submit to a Slurm: sbatch is there, and something says where the controller is."""
+        """Return whether this machine can submit to a Slurm: sbatch is there, and something says where the controller is.
+
+        Where its configuration lies in another place than usual, `scontrol ping` knows: it names a controller, up or down.
+        """
         if shutil.which("sbatch") is None:
             return False
         configured = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/default/sackd")
-        return any(map(os.environ.get, ("SLURM_CONF", "SLURM_CONF_SERVER"))) or any(map(os.path.exists, configured))
+        if any(map(os.environ.get, ("SLURM_CONF", "SLURM_CONF_SERVER"))) or any(map(os.path.exists, configured)):
+            return True
+        try:
+            return "Slurmctld(" in Client().run(["scontrol", "ping"], patience=_PING).out
+        except SubmitError:
+            return False
 
     def start(self, argv: Sequence[str], more: Mapping[str, str] | None = None) -> Started:
         """Start a command of Slurm's, with the environment's own words of no job (submitit#1814).
@@ -133,10 +146,11 @@ class Client:
         added = ({"SLURM_CONF": self.conf} if self.conf else {}) | dict(more or {})
         if self._shell is not None:
             return self._shell.start(words, added)
+        own = {name: value for name, value in slurm_environment(os.environ, argv[0]).items() if name not in self._hidden}
         try:
             return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
-                env=slurm_environment(os.environ, argv[0]) | added, errors="surrogateescape",
+                env=own | added, errors="surrogateescape",
             )  # fmt: skip
         except OSError as error:
             raise SubmitError(f"{argv[0]} cannot be run: {error.strerror}", "Slurm's client commands have to be on PATH") from error

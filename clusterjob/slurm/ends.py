@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob import arrays
-from clusterjob.node import ends, files
+from clusterjob.node import ends
 from clusterjob.node.events import now
 from clusterjob.node.logs import last_lines, node_directory, rank_files
+from clusterjob.node.processes import signal_name
 from clusterjob.node.verdict import (
     CANCELLED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
@@ -23,6 +24,7 @@ from clusterjob.node.verdict import (
 )
 from clusterjob.slurm.queue import Row
 
+LEASE = 60.0  # seconds without a sign of life from the batch script, which gives one every 10 s
 _OOM_EXIT_CODE = 137
 _TASKS_ENDED = re.compile(r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<how>.+)$", re.MULTILINE)
 _MOST_TASKS = 4096  # of which srun tells, that are looked at
@@ -31,11 +33,7 @@ _LOST = ("NODE_FAIL", "BOOT_FAIL", "REVOKED")
 
 def verdict_of(job_dir: Path) -> Verdict | None:
     """Return the newest verdict that the agents wrote, or None."""
-    data = files.read_json(job_dir / "result.json")
-    try:
-        return Verdict.from_json(data) if isinstance(data, dict) else None
-    except (KeyError, ValueError, TypeError):
-        return None
+    return ends.read_result(job_dir)
 
 
 def settled(verdict: Verdict, job_dir: Path) -> bool:
@@ -91,6 +89,19 @@ def of_step(job_dir: Path, code: int, started_at: str | None) -> Verdict:
     root = min(failures, key=lambda failure: (is_peer_loss("\n".join(failure.last_lines)), failure.effect))
     others = tuple(replace(failure, last_lines=()) for failure in failures if failure is not root)
     return Verdict(JobState.FAILED, root.exit_code, f"{root.who}: {root.message}", root, others, **common)
+
+
+def alive(job_dir: Path, now_: float) -> bool:
+    """Return whether the batch script has given a sign of life within the job's lease.
+
+    Args:
+        job_dir: the job's directory.
+        now_: seconds since the epoch.
+    """
+    try:
+        return now_ - (ends.directory(job_dir) / "alive").stat().st_mtime < LEASE
+    except OSError:
+        return False
 
 
 def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
@@ -151,12 +162,18 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
     if row.state == "OUT_OF_MEMORY":
         return Verdict(JobState.FAILED, _OOM_EXIT_CODE, "the job ran out of the memory that it asked for: Slurm ended it", **common)
     if row.state in _LOST:
-        return Verdict(JobState.LOST, 1, f"Slurm says {row.state}: a node of the job failed", **common)
+        which = f": {row.failed_node}" if row.failed_node else ""
+        return Verdict(JobState.LOST, 1, f"Slurm says {row.state}: a node of the job failed{which}", **common)
     if row.state == "PREEMPTED":
         return Verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, "Slurm preempted the job and did not queue it again", **common)
     if row.state == "CANCELLED" and own is not None and own.state in (JobState.FAILED, JobState.LOST) and _by_the_way(own, job_dir):
         reason = "cancelled" if ends.cancelled(job_dir) else f"Slurm says CANCELLED{why}"
         return replace(own, state=JobState.CANCELLED, exit_code=CANCELLED_EXIT_CODE, reason=reason, failure=None, consequences=())
+    by_sigterm = own is None or own.state is JobState.CANCELLED or _by_the_way(own, job_dir)
+    if row.state == "FAILED" and row.signal and code is None and by_sigterm and not ends.cancelled(job_dir):
+        # The batch shell could not write how the step ended. Slurm then ends the step by SIGTERM, which is no cancel.
+        killed = f"the job's batch shell was killed by {signal_name(row.signal)}: Slurm says FAILED{why}"
+        return Verdict(JobState.FAILED, 128 + row.signal, killed, **common)
     if own is not None and not (own.state is JobState.PREEMPTED and row.state == "CANCELLED"):  # which a SIGTERM looks like to agents
         return own
     if row.state == "CANCELLED":

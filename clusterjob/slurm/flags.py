@@ -1,15 +1,17 @@
 """From a job to sbatch's and srun's options. All go on a command line, where no value needs a quote and none can become another line.
 
-Source: sbatch(1) and srun(1) of Slurm 22.05 to 25.05.
+Source: sbatch(1) and srun(1) of Slurm 22.05 to 26.05.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 
 from clusterjob.errors import SpecError
 from clusterjob.settings import Structure
+from clusterjob.slurm.queue import COMMENT
 from clusterjob.spec import JobSpec, Resources
 
 # Options of sbatch that take a value.
@@ -40,6 +42,8 @@ _OURS = {
     "signal": "--signal-before", "test-only": "--dry-run", "time": "--time", "verbose": "the printed id", "wait": "clusterjob run",
     "wrap": "-- COMMAND",
 }  # fmt: skip
+# Which also has values that we have no word for: `--requeue=expedite` of Slurm 26.05.
+_OURS_AS_A_SWITCH = "requeue"
 _TRUE, _FALSE = ("true", "yes", "on", ""), ("false", "no", "off")
 _AFTER = ("after", "afterany", "afterok", "afternotok", "aftercorr", "afterburstbuffer")
 
@@ -54,12 +58,12 @@ def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """
     words, unknown = [], []
     for key, value in given.items():
-        name = key.lstrip("-").replace("_", "-")
-        if name in _OURS:
+        name = _name(key)
+        if name in _OURS and not (name == _OURS_AS_A_SWITCH and value.lower() not in (*_TRUE, *_FALSE)):
             raise SpecError(f"--set {name} does not go through to sbatch: the job needs it", f"{_OURS[name]} has the say in it")
         if not name.isascii() or not name.replace("-", "").isalnum():
             raise SpecError(f"--set {key!r} is no option of sbatch", "write it as its long name, such as --set qos=high")
-        if name not in KNOWN:
+        if name not in KNOWN and name != _OURS_AS_A_SWITCH:
             # Pyxis' own, such as container-image, are near container-id and no slip of the pen.
             near = [] if name.startswith("container-") else difflib.get_close_matches(name, KNOWN, 1, 0.8)
             if near:
@@ -69,6 +73,20 @@ def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
         if word:
             words.append(word)
     return words, unknown
+
+
+def _name(key: str) -> str:
+    return key.lstrip("-").replace("_", "-")
+
+
+def _given(spec: JobSpec, name: str) -> str | None:
+    """Return the value of one of sbatch's options; None where it is not given."""
+    return next((value for key, value in spec.options.items() if _name(key) == name), None)
+
+
+def requeue(spec: JobSpec) -> list[str]:
+    """Return the option that says whether Slurm may queue the job again; none where ``--set requeue=VALUE`` does."""
+    return [] if _given(spec, _OURS_AS_A_SWITCH) is not None else ["--requeue" if spec.requeue else "--no-requeue"]
 
 
 def _word(name: str, value: str) -> str:
@@ -97,13 +115,46 @@ def shape(spec: JobSpec) -> list[str]:
     cpus = cpus_per_task(spec)
     if cpus is not None:
         words.append(f"--cpus-per-task={cpus}")
-    if resources.gpus_per_node:
-        words.append(f"--gpus-per-node={resources.gpus_per_node}")
+    if resources.gpus_per_node and not _in_gres(spec):
+        words.append(f"--gpus-per-node={_typed(resources)}")
     if resources.mem is not None:
-        words.append(f"--mem={-(-resources.mem // 1024**2)}M")
+        words.append(f"--mem={-(-resources.mem // 1024**2)}M" if resources.mem else "--mem=0")
     if resources.time_limit is not None:
         words.append(f"--time={clock(resources.time_limit)}")
     return words
+
+
+def _typed(resources: Resources) -> str:
+    return f"{resources.gpu_type}:{resources.gpus_per_node}" if resources.gpu_type else str(resources.gpus_per_node)
+
+
+def _in_gres(spec: JobSpec) -> bool:
+    """Return whether ``--set gres`` asks for the node's GPUs already: Slurm 26.05 takes only one of the two options.
+
+    Raises:
+        SpecError: it asks for others.
+    """
+    gres = _given(spec, "gres") or ""
+    asked = [item.partition("(")[0].removeprefix("gres:").replace("/", ":").split(":") for item in gres.split(",")]
+    gpus = [item for item in asked if item[0] == "gpu"]
+    if not gpus:
+        return False
+    count = sum(int(item[-1]) if item[-1].isdigit() else 1 for item in gpus)
+    types = {item[1] for item in gpus if len(item) > 1 and not item[1].isdigit()}
+    wanted = spec.resources
+    if count != wanted.gpus_per_node or (wanted.gpu_type and types != {wanted.gpu_type}):
+        raise SpecError(f"--gpus-per-node {_typed(wanted)} and --set gres={gres[:80]} ask for different GPUs", "leave one of them out")
+    return True
+
+
+def notes(spec: JobSpec) -> list[str]:
+    """Return what the user should know of options that Slurm takes and that do not do what one may expect."""
+    gpus, nodes = _given(spec, "gpus"), spec.resources.nodes
+    if gpus is None or nodes == 1 or spec.resources.gpus_per_node:
+        return []
+    count = gpus.rpartition(":")[2]
+    each = int(count) // nodes if count.isdigit() and int(count) % nodes == 0 else "N"
+    return [f"--set gpus={gpus[:80]}: Slurm may divide them unevenly among {nodes} nodes; --gpus-per-node {each} gives each as many"]
 
 
 def tasks_per_node(spec: JobSpec) -> int:
@@ -112,19 +163,26 @@ def tasks_per_node(spec: JobSpec) -> int:
 
 
 def cpus_per_task(spec: JobSpec) -> int | None:
-    """Return the cores of one task of Slurm's; None where the whole node is the job's anyway.
+    """Return the cores of one task of Slurm's; None where another option says it, or the whole node is the job's anyway.
 
     A task that asks for nothing gets one core, on which all of a node's workers would crowd: without --cpus-per-task each worker
-    has one.
+    has one. ``exclusive=user`` and the like keep others away and give no core more.
+
+    Raises:
+        SpecError: --cpus-per-task and ``tres-per-task`` both say it.
     """
     per_worker = spec.resources.cpus_per_task
-    if per_worker is None and (_is_on(spec.options.get("exclusive")) or "cpus-per-gpu" in spec.options):
+    per_task = _given(spec, "tres-per-task") or ""
+    if any(re.split("[:=]", item, maxsplit=1)[0].strip() == "cpu" for item in per_task.split(",")):
+        if per_worker is not None:
+            raise SpecError(
+                f"--cpus-per-task {per_worker} and --set tres-per-task={per_task[:80]} both give cores", "leave one of them out"
+            )
+        return None
+    exclusive = _given(spec, "exclusive")
+    if per_worker is None and ((exclusive is not None and exclusive.lower() in _TRUE) or _given(spec, "cpus-per-gpu") is not None):
         return None
     return (per_worker or 1) * (1 if spec.launcher == "srun" else spec.nproc_per_node)
-
-
-def _is_on(value: str | None) -> bool:
-    return value is not None and value.lower() not in _FALSE
 
 
 def clock(seconds: int) -> str:
@@ -201,4 +259,4 @@ def comment(job_id: str, spec: JobSpec | None = None) -> str:
     own = spec.options.get("comment", "") if spec is not None else ""
     if not own.isprintable():
         raise SpecError(f"--set comment={own[:40]!r} holds a line break")
-    return f"clusterjob:{job_id} {own}".strip()
+    return f"{COMMENT}{job_id} {own}".strip()

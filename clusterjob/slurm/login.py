@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from clusterjob import pack, plans
 from clusterjob.errors import HostError, SpecError, SubmitError
 from clusterjob.hosts import Host, parse_hosts
+from clusterjob.node.sanitize import sanitize
 from clusterjob.plans import Plan
 from clusterjob.records import Record
 from clusterjob.slurm.client import UNREACHED
@@ -21,7 +22,7 @@ from clusterjob.slurm.mirror import Mirror
 from clusterjob.spec import JobSpec
 from clusterjob.ssh import options, snapshot
 from clusterjob.ssh.delivery import Delivery
-from clusterjob.ssh.fetch import Fetch, Fetched
+from clusterjob.ssh.fetch import Fetch, Fetched, Request
 from clusterjob.ssh.pool import for_each
 from clusterjob.ssh.progress import Sending
 from clusterjob.ssh.session import Session
@@ -188,22 +189,26 @@ class LoginHost:
                 pass
         except HostError as error:
             if ended:
-                logging.getLogger("clusterjob").warning("clusterjob: some logs are not here: %s", error.message)
+                logging.getLogger("clusterjob").warning("clusterjob: some logs are not here: %s", sanitize(error.message))
             return
         if record.end is not None:
             whole.touch()
 
-    def fetch(self, job_id: str, workdir: str, target: Path, may_replace: Callable[[list[str]], bool], paths: Sequence[str]) -> Fetched:
+    def fetch(self, request: Request) -> Fetched:
         """Bring results; see `clusterjob.ssh.fetch.Fetch`."""
-        return Fetch(self.session(), job_id, workdir, target, may_replace).run(paths)
+        return Fetch(self.session(), request).run()
 
-    def wish_to_cancel(self, names: Sequence[str]) -> None:
+    def wish_to_cancel(self, names: Sequence[str], *, interrupt: bool = False) -> None:
         """Note on the cluster that jobs are to end, by the names of their directories.
+
+        Args:
+            names: the directories' names.
+            interrupt: whether the workers are to get SIGINT first.
 
         Raises:
             HostError: the host does not answer.
         """
-        self.ask("wish", jobs=list(names))
+        self.ask("wish", jobs=list(names), interrupt=interrupt)
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -221,8 +226,7 @@ class LoginHost:
         directory = f"{answer['home']}/jobs/{plan.job_id}"
         if plan.spec.container and any(character in directory for character in _UNMOUNTABLE):
             raise SubmitError(f"{directory} holds a comma or a quote, and cannot be mounted into a container", "--set remote_home=DIR")
-        token = plans.token_file(plan.job_dir)
-        files = [*((file.path.name, file.mode, file.data) for file in plan.files), (token.name, 0o600, token.read_bytes())]
+        files = [*((file.path.name, file.mode, file.data) for file in plan.files), *plans.carried_elsewhere(plan.job_dir)]
         Delivery(self.session(), plan.job_id, 0, lambda *_: None).put(files)
         return {"directory": directory, "ahead": answer["time"] - time.time()}
 
@@ -236,9 +240,10 @@ class LoginHost:
         spec = plan.spec
         if not spec.sync:
             return None
-        code = snapshot.take(spec.workdir, options.Options.of(spec.options).sync_limit)
+        code = snapshot.take(spec.workdir, options.Options.of(spec.options).sync_limit, spec.include_secrets)
         with Sending([self.label]) as progress:
             Delivery(self.session(), plan.job_id, 0, partial(progress, 0)).land(code)
+        code.keep(plan.job_dir)
         git = snapshot.keep_git(spec.workdir, plan.job_dir)
         return {"digest": code.digest, "files": code.files, "bytes": code.size, "git": git}
 
@@ -350,8 +355,7 @@ class LoginHosts:
     def host(self, login: Login) -> LoginHost:
         """Return the one object for a login host."""
         if self._visits is None:
-            warn = partial(logging.getLogger("clusterjob").warning, "clusterjob: %s")
-            self._visits = Visits(warn, lambda: pack.node_zip(pack.cache_directory()))
+            self._visits = Visits(_warn, lambda: pack.node_zip(pack.cache_directory()))
         if login not in self._hosts:
             self._hosts[login] = LoginHost(self._visits, login)
         return self._hosts[login]
@@ -380,3 +384,7 @@ class LoginHosts:
             self._visits.close()
             self._visits = None
         self._hosts.clear()
+
+
+def _warn(text: str) -> None:
+    logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))

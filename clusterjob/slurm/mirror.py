@@ -10,9 +10,10 @@ from typing import Any
 
 from clusterjob.errors import HostError
 from clusterjob.records import Record
-from clusterjob.ssh.mirror import keep
+from clusterjob.ssh.mirror import LOG_BYTES, STATUS_BYTES, check_progress, check_volume, contents, keep
 
 _AT_ONCE = 500  # jobs of one question
+_MOST_FILES = 10_000  # of one node of a job
 _ALLOWED = re.compile(
     r"events\.jsonl|result\.json|ends/\w[\w.-]*|logs/slurm\.out|logs/node\d+/\w[\w.-]*", re.ASCII
 )  # what may be written here
@@ -54,13 +55,19 @@ class Mirror:
                 {"job": directory_name(record), "logs": _mode(record, logs=logs), "have": had}
                 for (record, logs), had in zip(chunk, have, strict=True)
             ]
-            answer, data = ask("looks", jobs=asked)
-            position = 0
-            for (record, _), had, found in zip(chunk, have, answer["jobs"], strict=True):
-                for file in found["files"]:
-                    self._take(record, had, file, data[position : position + file["size"]])
-                    position += file["size"]
-                more[record.job_id] = bool(found["more"])
+            most = LOG_BYTES if any(job["logs"] != "none" for job in asked) else STATUS_BYTES
+            answer, data = ask("looks", most=most, jobs=asked)
+            found = answer["jobs"]
+            if len(found) != len(chunk):
+                raise HostError(self._label, f"it answers for {len(found)} jobs where {len(chunk)} are asked for")
+            check_progress(self._label, found, data, most)
+            parts = contents(self._label, [file for one in found for file in one["files"]], data)
+            for (record, _), had, one in zip(chunk, have, found, strict=True):
+                sizes = {name: value for name, value in had.items() if isinstance(value, int)}
+                check_volume(self._label, sizes, one["files"], _MOST_FILES * record.nodes, record.job_dir)
+                for file, content in itertools.islice(parts, len(one["files"])):
+                    self._take(record, had, file, content)
+                more[record.job_id] = one["more"]
         return more
 
     def _have(self, record: Record, *, logs: bool) -> dict[str, int | str]:
@@ -81,7 +88,8 @@ class Mirror:
 
     def _take(self, record: Record, had: dict[str, int | str], file: dict[str, Any], content: bytes) -> None:
         name = file["path"]
-        if not _ALLOWED.fullmatch(name) or ("offset" in file and file["offset"] != had.get(name, 0)):
+        one_kind = ("offset" in file) + ("stamp" in file) + bool(file.get("gone")) == 1
+        if not _ALLOWED.fullmatch(name) or not one_kind or ("offset" in file and file["offset"] != had.get(name, 0)):
             raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
         stamps = self._stamps[record.job_id]
         if not file.get("gone"):

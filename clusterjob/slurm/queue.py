@@ -10,22 +10,26 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
+import secrets
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import files
+from clusterjob.node import files, private
 from clusterjob.slurm.client import UNREACHED, Answer, Client, Started
 
+COMMENT = "clusterjob:"  # begins the comment of each of our jobs, before the job's own id
 INTERVAL = 5.0  # seconds between two calls of one cluster, at least
 _SLOWEST = 30.0  # ... where nothing changes while jobs are followed
 _FIRST_PATIENCE = 20.0  # for the first look of a process; a controller that is down answers after 10 to 30
-FIELDS = "%F|%K|%A|%T|%r|%S|%k"  # the comment last: it alone may hold a '|'
-_ACCOUNTING_FIELDS = "JobID,State,Submit,WorkDir"  # the directory last: it alone may hold a '|'
+_COLUMNS = ("%F", "%K", "%A", "%T", "%r", "%S", "%V", "%j", "%Z", "%k")  # see `_row`
+_EPOCH_TIMES = {"SLURM_TIME_FORMAT": "%s"}
+_ACCOUNTING_FIELDS = "JobID,State,Submit,ExitCode,NodeList,WorkDir"  # the directory last: it alone may hold a '|'
 
 _ACTIVE = frozenset({
     "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STOPPED",
@@ -42,8 +46,13 @@ class Row:
         key: its id; ``12_3`` for an element of an array.
         state: Slurm's word, such as RUNNING or TIMEOUT.
         reason: why it waits, or ended so.
-        start: when it began or is expected to, as Slurm writes it; empty if Slurm does not say.
-        comment: what was given with the job: ours begins with the job's own id.
+        start: when it began or is expected to, local time; empty if Slurm does not say.
+        comment: what was given with the job: ours begins with the job's own id. Plug-ins and `scontrol update` may change it.
+        name: the job's name.
+        directory: its working directory.
+        submitted: when Slurm took it, or queued it again, seconds since the epoch; 0 if Slurm does not say.
+        failed_node: which node ended it by NODE_FAIL, in words; see `explained`.
+        signal: the number of the signal that ended the batch script; likewise.
     """
 
     key: str
@@ -51,6 +60,11 @@ class Row:
     reason: str = ""
     start: str = ""
     comment: str = ""
+    name: str = ""
+    directory: str = ""
+    submitted: float = 0.0
+    failed_node: str = ""
+    signal: int = 0
 
     @property
     def base(self) -> str:
@@ -97,7 +111,7 @@ class Queue:
         self._path = directory / f"queue-{name}.json"
         self._lock_path = directory / f"queue-{name}.lock"
         self._looked = False
-        self._asking: tuple[Started, float] | None = None  # the command, and when it began
+        self._asking: tuple[Started, float, str] | None = None  # the command, when it began, and the mark between its fields
 
     def look(self, *, urgent: bool = False) -> Snapshot:
         """Return the newest snapshot; the first look of a process may wait for Slurm, a later one never does.
@@ -122,7 +136,7 @@ class Queue:
     def close(self) -> None:
         """Leave a question that is under way."""
         if self._asking is not None:
-            process, _ = self._asking
+            process, _, _ = self._asking
             process.kill()
             process.communicate()
             self._asking = None
@@ -139,7 +153,7 @@ class Queue:
 
     def _ask(self, stored: dict[str, Any]) -> bool:
         """Start squeue, unless somebody else has just asked; returns whether it was started."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.make(self._path.parent)
         with self._locked() as mine:
             now = _read(self._path)
             if not mine or now.get("asked_at") != stored.get("asked_at"):
@@ -147,8 +161,8 @@ class Queue:
             begin = time.time()
             # Noted before, and the lock given back: whoever is stopped while it asks keeps nobody else from asking after it.
             _keep(self._path, {**now, "asked_at": begin})
-        argv = ["squeue", "--me", "--noheader", "--array", "--states=all", f"--format={FIELDS}"]
-        self._asking = (self._client.start(argv), begin)
+        mark = _new_mark()
+        self._asking = (self._client.start(_squeue(mark), _EPOCH_TIMES), begin, mark)
         atexit.register(self.close)
         return True
 
@@ -169,7 +183,7 @@ class Queue:
     def _collect(self, patience: float) -> None:
         """Take squeue's answer in, if it comes within patience (seconds)."""
         assert self._asking is not None
-        process, begin = self._asking
+        process, begin, mark = self._asking
         try:
             out, err = process.communicate(timeout=patience or 0.001)
         except subprocess.TimeoutExpired:
@@ -180,7 +194,7 @@ class Queue:
         atexit.unregister(self.close)
         answer = Answer(process.returncode, out, err)
         if answer.code == 0:
-            self._note(begin, {"taken_at": begin, "rows": _split(answer.out), "trouble": ""})
+            self._note(begin, {"taken_at": begin, "rows": split(answer.out, mark), "trouble": ""})
         else:
             self._note(begin, {"failed_at": begin, "trouble": answer.words})
 
@@ -207,14 +221,57 @@ def _keep(path: Path, value: dict[str, Any]) -> None:
         pass  # a full disk: the next look asks again
 
 
-def _split(text: str) -> list[list[str]]:
-    """Return squeue's lines as fields; a line that a job's name or comment has broken is no row."""
-    return [row for row in (line.split("|", 6) for line in text.split("\n")) if len(row) == 7]
+def _new_mark() -> str:
+    """Return what parts the fields of one squeue: a name or a comment that holds a '|' or a line break cannot know it."""
+    return f"|{secrets.token_hex(8)}|"
 
 
-def snapshot_of(text: str) -> Snapshot:
-    """Return what squeue has just printed as a snapshot."""
-    return _snapshot({"taken_at": time.time(), "rows": _split(text)})
+def _squeue(mark: str) -> list[str]:
+    """Return the command line that shows the user's jobs. --all: without it those in hidden partitions are missing, for all but root."""
+    return ["squeue", "--me", "--all", "--noheader", "--array", "--states=all", f"--format={mark.join((*_COLUMNS, ''))}"]
+
+
+def explained(client: Client, row: Row) -> Row:
+    """Return the row of an ended job with what squeue does not say: the node that failed, the signal that ended the batch script."""
+    if row.state not in ("NODE_FAIL", "FAILED"):
+        return row
+    shown = _shown(client, "scontrol", "--all", "--oneliner", "show", "job", row.key)
+    said = {key: value for key, value in re.findall(r"(?:^| )(FailedNode|NodeList|ExitCode)=(\S+)", shown) if value != "(null)"}
+    if row.state == "FAILED":
+        return replace(row, signal=_signal(said.get("ExitCode", "")))
+    nodes = said.get("NodeList", "")
+    down = (
+        _shown(client, "sinfo", "--all", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail", "--format=%N") if nodes else ""
+    )
+    names = said.get("FailedNode") or ",".join(dict.fromkeys(down.split()))  # 22.05 has no FailedNode of a job that ended so
+    return replace(row, failed_node=f"node {names}" if names else f"one of {nodes}" if nodes else "")
+
+
+def _signal(exit_code: str) -> int:
+    """Return the signal in Slurm's ``code:signal``; 0 where there is none."""
+    number = exit_code.partition(":")[2]
+    return int(number) if _is_number(number) else 0
+
+
+def _shown(client: Client, *argv: str) -> str:
+    try:
+        return client.run(argv, patience=INTERVAL).out
+    except ClusterJobError:
+        return ""
+
+
+def split(text: str, mark: str) -> list[list[str]]:
+    """Return what squeue printed as rows of fields."""
+    fields, size = text.split(mark)[:-1], len(_COLUMNS)
+    rows = [fields[begin : begin + size] for begin in range(0, len(fields) - size + 1, size)]
+    return [[first.removeprefix("\n"), *others] for first, *others in rows]
+
+
+def ask(client: Client) -> Snapshot | None:
+    """Return the queue as Slurm has it now, for one question outside of the shared snapshot; None where there is no answer."""
+    mark, begin = _new_mark(), time.time()
+    answer = client.run(_squeue(mark), _EPOCH_TIMES)
+    return _snapshot({"taken_at": begin, "rows": split(answer.out, mark)}) if answer.code == 0 else None
 
 
 def _snapshot(stored: dict[str, Any]) -> Snapshot:
@@ -225,14 +282,31 @@ def _snapshot(stored: dict[str, Any]) -> Snapshot:
         return Snapshot()
 
 
-def _row(base: str, task: str, own: str, state: str, reason: str, start: str, comment: str) -> Row:
+def _row(
+    base: str, task: str, own: str, state: str, reason: str, start: str, submitted: str, name: str, directory: str, comment: str
+) -> Row:
     key = f"{base}_{task}" if task != "N/A" else own
-    return Row(key, state, "" if reason == "None" else reason, "" if start == "N/A" else start, comment)
+    reason = "" if reason == "None" else reason
+    return Row(key, state, reason, _local_time(start), comment, name, directory, float(submitted) if _is_number(submitted) else 0.0)
 
 
-def by_comment(snapshot: Snapshot, comment: str) -> list[Row]:
-    """Return the rows of the jobs that were submitted with this comment, or one that begins with it and a blank."""
-    return [row for row in snapshot.rows.values() if row.comment == comment or row.comment.startswith(f"{comment} ")]
+def _local_time(text: str) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(int(text))) if _is_number(text) else "" if text == "N/A" else text
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 12
+
+
+def bears_id(row: Row, job_id: str) -> bool:
+    """Return whether a row's comment or working directory names one of our jobs. A site may change either, hardly both."""
+    comment = f"{COMMENT}{job_id}"
+    return row.comment == comment or row.comment.startswith(f"{comment} ") or row.directory.endswith(f"/jobs/{job_id}")
+
+
+def rows_of(snapshot: Snapshot, job_id: str) -> list[Row]:
+    """Return the rows of one of our jobs; see `bears_id`."""
+    return [row for row in snapshot.rows.values() if bears_id(row, job_id)]
 
 
 class Accounting:
@@ -276,10 +350,12 @@ class Accounting:
         found = {}
         newest: dict[str, int] = {}
         for line in answer.out.split("\n"):
-            key, state, submitted, directory = [*line.split("|", 3), "", "", "", ""][:4]
+            key, state, submitted, exit_code, nodes, directory = [*line.split("|", 5), "", "", "", "", "", ""][:6]
             at = int(submitted) if submitted.isascii() and submitted.isdigit() else 0
             if key in wanted and directory.endswith(wanted[key][1]) and at >= newest.get(key, 0):  # a requeued job has several rows
-                newest[key], found[key] = at, Row(key, state.partition(" ")[0].rstrip("+"))
+                word = state.partition(" ")[0].rstrip("+")
+                node = f"one of {nodes}" if word == "NODE_FAIL" and nodes not in ("", "None assigned") else ""
+                newest[key], found[key] = at, Row(key, word, failed_node=node, signal=_signal(exit_code))
         return found
 
 

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from clusterjob.errors import SubmitError, SubmitInDoubtError
 from clusterjob.slurm.client import Answer, Client, hint
 from clusterjob.slurm.flags import clock
-from clusterjob.slurm.queue import FIELDS, by_comment, snapshot_of
+from clusterjob.slurm.queue import ask, rows_of
+from clusterjob.spec import JobSpec
 
 _LOOKS, _PAUSE = 3, 1.0  # for a job of which nobody knows whether Slurm took it; seconds between two
 _CONFIG_PATIENCE = 5.0  # seconds: without an answer Slurm's default is as good a guess
 # sbatch takes such a job, and it waits until the nodes are back.
 _ONLY_NOT_NOW = re.compile(r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE)
+_WOULD_START = re.compile(r"Job \d+ to start at .* in partition (?P<partition>\S+)")  # what --test-only says of a job that could run
+_PRINTED_ID = re.compile(r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$", re.ASCII | re.MULTILINE)
 _NO_SUCH_NODES = re.compile(r"node configuration is not available", re.IGNORECASE)
 UNUSABLE = re.compile(r"down|drain|fail|maint|unknown|power_down|reboot|future|planned_down", re.IGNORECASE)  # states of nodes
 
@@ -42,7 +45,7 @@ def preflight(client: Client, argv: Sequence[str]) -> Answer:
     """
     check_configuration(client)
     answer = client.run([argv[0], "--test-only", *argv[1:]])
-    if answer.code == 0 or _ONLY_NOT_NOW.search(answer.err):
+    if answer.code == 0 or _ONLY_NOT_NOW.search(answer.err) or _WOULD_START.search(answer.err):  # a wrapper's code is its own
         return answer
     if _NO_SUCH_NODES.search(answer.err) and _may_be_away(client, argv):
         return answer  # sbatch itself takes it, unless there are no such nodes at all
@@ -52,40 +55,56 @@ def preflight(client: Client, argv: Sequence[str]) -> Answer:
 def _may_be_away(client: Client, argv: Sequence[str]) -> bool:
     """Return whether the nodes that --test-only does not find may be some that are down or drained (seen with 22.05)."""
     given = dict(word.partition("=")[::2] for word in argv if word.startswith(("--partition=", "--nodes=")))
+    # Where no partition is named, SBATCH_PARTITION, the script or a plug-in may choose another than the default one.
     partition = [f"--partition={given['--partition']}"] if "--partition" in given else []
-    shown = client.run(["sinfo", "--noheader", "--Node", "--format=%N %P %T", *partition], patience=_CONFIG_PATIENCE)
-    rows = [row.split() for row in shown.out.splitlines()]
-    states = {row[0]: row[2] for row in rows if len(row) == 3 and (partition or row[1].endswith("*"))}
+    shown = client.run(["sinfo", "--all", "--noheader", "--Node", "--format=%N %T", *partition], patience=_CONFIG_PATIENCE)
+    states = dict(row.split() for row in shown.out.splitlines() if len(row.split()) == 2)
     wanted = int(given.get("--nodes", "1").partition("-")[0])
     return wanted <= len(states) and any(UNUSABLE.search(state) for state in states.values())
 
 
-def check_time(client: Client, partitions: str | None, seconds: int | None) -> None:
-    """Refuse a time limit above that of each partition: many a Slurm takes such a job, which then waits for ever.
+def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
+    """Refuse a time limit above that of each partition: without EnforcePartLimits Slurm takes such a job, which then waits for ever.
+
+    SBATCH_PARTITION, a template or a plug-in may choose another partition than the default one, and a quality of service may exceed
+    the limit: where the limit that holds is not known, Slurm has the last word.
 
     Args:
         client: runs scontrol.
-        partitions: those that the job may run in, with commas between; None for the default one.
-        seconds: the job's limit; None for the partition's own.
+        spec: the job.
+        preflight: what --test-only said of it.
 
     Raises:
         SubmitError: the job would never start.
     """
-    if seconds is None:
+    seconds, named = spec.resources.time_limit, spec.options.get("partition")
+    would_start = _WOULD_START.search(preflight.err)
+    by_others = bool(spec.template or spec.login) or any(os.environ.get(name) for name in ("SBATCH_PARTITION", "SBATCH_QOS"))
+    if seconds is None or would_start is None or "qos" in spec.options or (by_others and named is None):
         return
-    shown = client.run(["scontrol", "--oneliner", "show", "partition"], patience=_CONFIG_PATIENCE)
+    shown = client.run(["scontrol", "--all", "--oneliner", "show", "partition"], patience=_CONFIG_PATIENCE)
     limits: dict[str, int] = {}
+    default = ""
     for line in shown.out.splitlines():
         said = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if (said.get("Default") == "YES") if partitions is None else (said.get("PartitionName") in partitions.split(",")):
-            limits[said.get("PartitionName", "")] = _seconds(said.get("MaxTime", ""))
-    most = max(limits.values(), default=None)
-    if most is not None and -(-seconds // 60) * 60 > most:
-        names = ", ".join(limits)
+        limits[said.get("PartitionName", "")] = _seconds(said.get("MaxTime", ""))
+        if said.get("Default") == "YES":
+            default = said.get("PartitionName", "")
+    wanted = named.split(",") if named is not None else [default]
+    if would_start["partition"] not in wanted or not limits.keys() >= set(wanted):
+        return
+    most = max(limits[name] for name in wanted)
+    if -(-seconds // 60) * 60 > most and not _has_submit_plugins(client):
         raise SubmitError(
-            f"the time limit of {clock(seconds)} is above that of the partition {names}: {clock(most)}",
+            f"the time limit of {clock(seconds)} is above that of the partition {', '.join(wanted)}: {clock(most)}",
             "`sinfo -o '%P %l'` shows the limit of each partition; a qos that may exceed it has to be named: --set qos=NAME",
         )
+
+
+def _has_submit_plugins(client: Client) -> bool:
+    """Return whether a plug-in may give the job other partitions than those that are named."""
+    shown = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE)
+    return re.search(r"^JobSubmitPlugins\s*=\s*\(null\)\s*$", shown.out, re.MULTILINE) is None
 
 
 def _seconds(text: str) -> int:
@@ -95,40 +114,45 @@ def _seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def submit(client: Client, argv: Sequence[str], comment: str, known: Sequence[str]) -> tuple[str, str | None]:
+def submit(client: Client, argv: Sequence[str], job: str, known: Sequence[str]) -> tuple[str, str | None]:
     """Submit one script; returns the job's id and, in a federation, the cluster that took it.
+
+    A site may have a wrapper in the place of sbatch, which prints more than the id, or fails after Slurm has taken the job.
 
     Args:
         client: runs sbatch.
         argv: sbatch's command line.
-        comment: what the job can be found by.
-        known: ids of other jobs with this comment.
+        job: our own id, which the job can be found by.
+        known: Slurm's ids of other pieces of the same job.
 
     Raises:
         SubmitError: Slurm refused it.
-        SubmitInDoubtError: Slurm did not answer, and the job is not to be seen yet.
+        SubmitInDoubtError: nobody knows whether Slurm has taken it, and it is not to be seen yet.
     """
     answer = client.run(argv)
-    if answer.code == 0:
-        job_id, _, cluster = (answer.out.strip().splitlines() or [""])[-1].partition(";")
-        if job_id.isascii() and job_id.isdigit():
-            return job_id, cluster or None
-        raise SubmitError(f"sbatch printed no job id: {answer.out.strip()[:80]!r}")
-    if not answer.in_doubt:
-        raise _refused(answer)
+    printed = _PRINTED_ID.findall(answer.out)
+    if answer.code == 0 and len(printed) == 1:
+        return printed[0][0], printed[0][1] or None
+    if answer.silent and not answer.in_doubt:
+        raise _refused(answer)  # Slurm was not reached
     # Another sbatch might make two of it (nextflow#970).
+    in_doubt = answer.in_doubt or answer.code == 0 or bool(printed)
     for look in range(_LOOKS):
         time.sleep(_PAUSE if look else 0.0)
-        found = [job_id for job_id in find(client, comment) if job_id not in known]
-        if found:
-            return found[0], client.cluster
-    raise SubmitInDoubtError(f"nobody knows whether Slurm has taken the job: {answer.words}")
+        found = find(client, job)
+        mine = [job_id for job_id in found or () if job_id not in known]
+        if mine:
+            return mine[0], client.cluster
+        if found is not None and not in_doubt:
+            raise _refused(answer)
+    what = answer.words if answer.code else f"sbatch printed no job id: {answer.out.strip()[:80]!r}"
+    raise SubmitInDoubtError(f"nobody knows whether Slurm has taken the job: {what}")
 
 
-def find(client: Client, comment: str) -> list[str]:
-    """Return the ids of the jobs that were submitted with a comment, as far as Slurm answers."""
-    seen = client.run(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
-    return list(dict.fromkeys(row.base for row in by_comment(snapshot_of(seen.out), comment))) if seen.code == 0 else []
+def find(client: Client, job: str) -> list[str] | None:
+    """Return Slurm's ids of one of our jobs, by our own id; None where Slurm does not answer."""
+    snapshot = ask(client)
+    return None if snapshot is None else list(dict.fromkeys(row.base for row in rows_of(snapshot, job)))
 
 
 def _refused(answer: Answer) -> SubmitError:

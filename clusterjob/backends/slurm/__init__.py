@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob import arrays, checks
-from clusterjob.backends import Status, directory
+from clusterjob.backends import FetchLimits, Status, directory
 from clusterjob.backends.slurm import planning, standing
 from clusterjob.backends.slurm.standing import NAME, Cluster
 from clusterjob.checks import Check
@@ -17,10 +18,10 @@ from clusterjob.errors import SubmitError, SubmitInDoubtError
 from clusterjob.node import ends
 from clusterjob.plans import Plan
 from clusterjob.records import Handle, Record, home
-from clusterjob.slurm import flags, submission
-from clusterjob.slurm.client import Client
+from clusterjob.slurm import submission
+from clusterjob.slurm.client import Answer, Client
 from clusterjob.slurm.mirror import directory_name
-from clusterjob.slurm.queue import Accounting, Queue
+from clusterjob.slurm.queue import Accounting, Queue, Snapshot, explained
 from clusterjob.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class SlurmBackend:
         login = planning.login_of(plan.spec)
         if login is not None:
             return self._submit_there(plan, login)
-        client = Client()
+        client = Client(hidden={secret.name for secret in plan.spec.secret})
         _preflight(client, plan)
         ids, cluster = _submit_pieces(plan, client)
         return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "conf": os.environ.get("SLURM_CONF"), "at": time.time()})
@@ -144,8 +145,10 @@ class SlurmBackend:
             self._logins = None
 
     def _ask(self, place: Cluster, records: Sequence[Record]) -> dict[str, Status]:
-        _, queue, accounting = self._at(place)
+        client, queue, accounting = self._at(place)
         snapshot = queue.look(urgent=any(standing.has_news(record) for record in records))
+        if not snapshot.trouble:
+            self._tell(client, [record for record in records if standing.is_untold(record)], snapshot)
         found: dict[str, Status] = {}
         forgotten: dict[str, tuple[Record, Handle]] = {}
         wholes: dict[str, Record] = {}
@@ -155,7 +158,9 @@ class SlurmBackend:
                 found[record.job_id] = standing.unseen(record, snapshot)
                 continue
             row = snapshot.rows.get(handle.id)
-            if row is not None and standing.is_of(row, record):
+            if row is not None and standing.is_of(row, record, handle):
+                if standing.needs_explanation(record, row):
+                    row = explained(client, row)
                 found[record.job_id] = standing.with_trouble(standing.from_row(record, handle, row), snapshot)
             elif snapshot.taken_at < handle.data["at"] + standing.SETTLING:
                 found[record.job_id] = standing.not_yet(record, snapshot)
@@ -170,9 +175,18 @@ class SlurmBackend:
             rows = accounting.ended(submitted)
             for key, (record, handle) in forgotten.items():
                 found[record.job_id] = (
-                    standing.not_yet(record, snapshot) if rows is None else standing.forgotten(record, handle, rows.get(key))
+                    standing.not_yet(record, snapshot) if rows is None else standing.forgotten(record, handle, rows.get(key), snapshot)
                 )
         return found
+
+    def _tell(self, client: Client, records: Sequence[Record], snapshot: Snapshot) -> None:
+        """Have Slurm cancel what it could not be told of before; whatever it answers, it has been told."""
+        active = {key for key, row in snapshot.rows.items() if row.active}
+        keys = [record.handle.id for record in records if record.handle is not None and record.handle.id in active]
+        if keys and (answer := _scancel(client, keys)) is not None and answer.silent:
+            return
+        for record in records:
+            standing.note_told(record)
 
     # -- cancelling ----------------------------------------------------------------------------------------------------
 
@@ -189,6 +203,7 @@ class SlurmBackend:
         target: Path,
         nodes: Sequence[int] | None,  # noqa: ARG002 - all of them share what the login host sees
         may_replace: Callable[[list[str]], bool],
+        limits: FetchLimits,
     ) -> list[Fetched]:
         """Bring results from the login host; see `clusterjob.jobs.fetch`.
 
@@ -198,16 +213,34 @@ class SlurmBackend:
         login = standing.cluster_of(record).login
         if login is None:
             raise directory.nothing_to_fetch(record)
-        workdir = planning.CODE if record.spec.get("sync", True) else str(record.spec["workdir"])
-        return [self._host(login).fetch(record.whole_id, workdir, target, may_replace, paths)]
+        request = directory.fetch_request(record, paths, target, may_replace, limits)
+        return [self._host(login).fetch(request)]
 
-    def cancel(self, records: Sequence[Record]) -> None:
-        """Have Slurm stop jobs, with one command for all of a cluster.
+    def interrupt(self, record: Record) -> bool:
+        """Have the agents, which see the request in the job's directory, interrupt the workers and stop them after the job's grace.
+
+        Returns at once; False where no worker of an agent runs, so that the job can only be cancelled.
 
         Raises:
-            ClusterJobError: Slurm refuses or does not answer, or its login host is not reached.
+            ClusterJobError: its login host is not reached.
         """
-        wanted: dict[Cluster, list[str]] = {}
+        runs = directory.progress(record.job_dir)[0] is not None and ends.read_result(record.job_dir) is None  # or it is queued again
+        if record.spec.get("launcher") == "srun" or not runs:
+            return False
+        ends.cancel(record.job_dir, interrupt=True)
+        if (login := standing.cluster_of(record).login) is not None:
+            self._host(login).wish_to_cancel([directory_name(record)], interrupt=True)
+        return True
+
+    def cancel(self, records: Sequence[Record]) -> None:
+        """Have agents and Slurm stop jobs, with one command to Slurm for all of a cluster.
+
+        The agents see the request in the job's directory. Where Slurm does not answer, it is told at the next look at the job.
+
+        Raises:
+            ClusterJobError: Slurm refuses, or does not answer and a job has no agents; or its login host is not reached.
+        """
+        wanted: dict[Cluster, dict[str, Record]] = {}
         wholes: dict[str, Record] = {}
         distant: dict[Login, list[Record]] = {}
         for record in records:
@@ -220,19 +253,26 @@ class SlurmBackend:
             place = standing.cluster_of(record)
             handle = record.handle or standing.adopt(record, self._at(place)[1].look(urgent=True), wholes)
             if handle is not None:
-                wanted.setdefault(place, []).append(handle.id)
+                wanted.setdefault(place, {})[handle.id] = record
         for place, keys in wanted.items():
-            words = _scancel_words(keys)
-            for begin in range(0, len(words), _SCANCEL_WORDS):
-                answer = self._at(place)[0].run(["scancel", *words[begin : begin + _SCANCEL_WORDS]])
-                if answer.code != 0 and "Invalid job id" not in answer.err and "already completing" not in answer.err:
-                    raise SubmitError(f"Slurm does not cancel the job: {answer.words}")
+            answer = _scancel(self._at(place)[0], list(keys))
+            if answer is None:
+                continue
+            if not answer.silent:
+                raise SubmitError(f"Slurm does not cancel the job: {answer.words}")
+            for record in keys.values():
+                standing.note_untold(record)
+            without = [record.job_id for record in keys.values() if not standing.has_agents(record)]
+            words = f"Slurm does not answer: {answer.words}"
+            if without:
+                raise SubmitError(f"{words}; job {without[0]} has no agents that could stop it", "the next `clusterjob status` tells Slurm")
+            logging.getLogger("clusterjob").warning(
+                "clusterjob: %s; the job's agents stop it, and the next `clusterjob status` tells Slurm", words
+            )
 
 
 def _preflight(client: Client, plan: Plan) -> None:
-    submission.preflight(client, plan.commands[0].argv)
-    if "qos" not in plan.spec.options:
-        submission.check_time(client, plan.spec.options.get("partition"), plan.spec.resources.time_limit)
+    submission.check_time(client, plan.spec, submission.preflight(client, plan.commands[0].argv))
 
 
 def _submit_pieces(plan: Plan, client: Client, host: LoginHost | None = None) -> tuple[list[str], str | None]:
@@ -241,12 +281,11 @@ def _submit_pieces(plan: Plan, client: Client, host: LoginHost | None = None) ->
     Raises:
         SubmitError: Slurm refuses one; what it had taken is cancelled.
     """
-    comment = flags.comment(plan.job_id)
     ids: list[str] = []
     cluster: str | None = None
     for command in plan.commands:
         try:
-            job, cluster = submission.submit(client, command.argv, comment, ids)
+            job, cluster = submission.submit(client, command.argv, plan.job_id, ids)
         except SubmitError:
             if ids:
                 Client(cluster=cluster, shell=host).run(["scancel", *ids])
@@ -255,12 +294,22 @@ def _submit_pieces(plan: Plan, client: Client, host: LoginHost | None = None) ->
             ends.cancel(plan.job_dir)  # which the script looks for, should the job be on its way
             if host is not None:
                 host.wish_to_cancel([plan.job_id])
-            taken = sorted({*ids, *submission.find(client, comment)})
+            taken = sorted({*ids, *(submission.find(client, plan.job_id) or ())})
             if taken:
                 Client(cluster=cluster, shell=host).run(["scancel", *taken])
             raise
         ids.append(job)
     return ids, cluster
+
+
+def _scancel(client: Client, keys: Sequence[str]) -> Answer | None:
+    """Have Slurm cancel jobs; return its answer where it did not, None where it did or they had ended."""
+    words = _scancel_words(keys)
+    for begin in range(0, len(words), _SCANCEL_WORDS):
+        answer = client.run(["scancel", *words[begin : begin + _SCANCEL_WORDS]])
+        if answer.code != 0 and "Invalid job id" not in answer.err and "already completing" not in answer.err:
+            return answer
+    return None
 
 
 def _scancel_words(keys: Sequence[str]) -> list[str]:

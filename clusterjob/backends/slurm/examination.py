@@ -167,7 +167,8 @@ class SlurmCluster:
             yield ok(there)
 
     def _show_partitions(self) -> Iterator[Finding]:
-        shown = self._ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%T|%G")
+        hidden = ["--all"] if self._named() else []  # a hidden partition may be named
+        shown = self._ask("sinfo", *hidden, "--noheader", "--format=%P|%a|%l|%D|%T|%G")
         if shown.code != 0:
             raise SubmitError(f"sinfo: {shown.words}", hint(shown.words))
         self._partitions = _partitions(shown.out)
@@ -243,8 +244,7 @@ class SlurmCluster:
         plan = planning.plan(self._spec)
         with _script_of(plan, local=self._client.is_local) as argv:
             answer = submission.preflight(self._client, argv)
-        if "qos" not in self._spec.options:
-            submission.check_time(self._client, self._spec.options.get("partition"), self._spec.resources.time_limit)
+        submission.check_time(self._client, self._spec, answer)
         if answer.code != 0:
             yield warning(f"sbatch --test-only: {answer.words}", "the job would be taken, and wait")
         else:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from clusterjob.slurm.login import Login
 
 _SCRIPT = "slurm.sh"
-CODE = "code"  # where a login host has the working directory, in the job's own
+CODE = directory.CODE
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
 _STRAGGLERS = 60  # seconds that srun lets tasks outlive the first that ended: agents end together
 _KILL_WAIT = 30  # seconds between Slurm's SIGTERM and its SIGKILL (KillWait), as it is by default
@@ -60,7 +60,7 @@ def plan(spec: JobSpec) -> Plan:
         there = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
     common = [
         "--parsable", f"--job-name={spec.name}", f"--comment={flags.comment(job_id, spec)}", *place,
-        "--open-mode=append", "--export=ALL", "--requeue" if spec.requeue else "--no-requeue", *flags.shape(spec), *options,
+        "--open-mode=append", "--export=ALL", *flags.requeue(spec), *flags.shape(spec), *options,
         *_dependencies(spec, login),
     ]  # fmt: skip
     if spec.signal_before is not None:
@@ -77,7 +77,11 @@ def plan(spec: JobSpec) -> Plan:
         spec=spec,
         files=tuple(files),
         commands=tuple(PlannedCommand(("sbatch", *common, *_array_words(piece), script, *_offset(piece)), **there) for piece in pieces),
-        notes=tuple(f"--{name} is no option of sbatch's own: Slurm will say whether a plug-in here has it" for name in unknown),
+        notes=(
+            *flags.notes(spec),
+            *(f"--{name} is no option of sbatch's own: Slurm will say whether a plug-in here has it" for name in unknown),
+        ),
+        sends_code=login is not None and spec.sync,
         array={"indices": list(array.indices), "pieces": [piece.offset for piece in pieces if piece]} if array else None,
     )
 

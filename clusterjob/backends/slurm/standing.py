@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -12,14 +13,17 @@ from clusterjob.node import ends
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.records import Handle, Record, Records
 from clusterjob.slurm import ends as slurm_ends
-from clusterjob.slurm import flags
-from clusterjob.slurm.queue import Row, Snapshot, by_comment
+from clusterjob.slurm import queue
+from clusterjob.slurm.queue import Row, Snapshot
 
 if TYPE_CHECKING:
     from clusterjob.slurm.login import Login
 
 NAME = "slurm"
 SETTLING = 2.0  # seconds that an accepted job may take to be shown by squeue
+_SUBMIT_TIME = 120.0  # seconds between Slurm's submit time and ours, the clocks' difference included
+_UNTOLD = "scancel.pending"  # in a job's directory: Slurm did not answer when the job was cancelled
+_UNSEEN_ALIVE = "Slurm does not show it, and it gave a sign of life less than a minute ago"
 _UNSEEN = 120.0  # seconds after which a job that Slurm has never shown did not get there
 
 
@@ -61,10 +65,15 @@ def unreached(record: Record, why: str) -> Status:
     return Status(JobState.UNKNOWN, why, None, started_at, restarts)
 
 
-def is_of(row: Row, record: Record) -> bool:
-    """Return whether a row is this very job's: Slurm may give an id again to another (submitit#1660)."""
-    comment = flags.comment(record.whole_id)
-    return row.comment == comment or row.comment.startswith(f"{comment} ")
+def is_of(row: Row, record: Record, handle: Handle) -> bool:
+    """Return whether a row with the job's id is this very job's: Slurm may give an id again to another (submitit#1660).
+
+    The comment and the working directory bear our own id. Where a site has changed both, the name and the submit time tell.
+    """
+    if queue.bears_id(row, record.whole_id):
+        return True
+    at = handle.data["at"] + handle.data.get("ahead", 0.0)  # by the cluster's clock
+    return row.name == record.name and abs(row.submitted - at) < _SUBMIT_TIME
 
 
 def adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Handle | None:
@@ -84,7 +93,7 @@ def adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Hand
 
 
 def _adopted(record: Record, snapshot: Snapshot) -> Record:
-    bases = sorted({row.base for row in by_comment(snapshot, flags.comment(record.job_id))}, key=int)  # in the order of submission
+    bases = sorted({row.base for row in queue.rows_of(snapshot, record.job_id)}, key=int)  # in the order of submission
     if not bases:
         return record
     login = cluster_of(record).login
@@ -116,6 +125,8 @@ def unseen(record: Record, snapshot: Snapshot) -> Status:
     newest = max(_epoch(record.submitted_at) + _UNSEEN, _epoch(started_at) + SETTLING if started_at else 0.0)
     if started_at is not None and snapshot.taken_at < newest:
         return Status(JobState.RUNNING, "", None, started_at, restarts)
+    if _runs_unseen(record, snapshot):
+        return Status(JobState.UNKNOWN, _UNSEEN_ALIVE, None, started_at, restarts)
     if _ran(record, started_at):
         return _with_handle(_from_directory(record, started_at, restarts), None)
     if snapshot.taken_at < newest:
@@ -161,6 +172,16 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
     return _with_handle(verdict, handle)
 
 
+def needs_explanation(record: Record, row: Row) -> bool:
+    """Return whether Slurm is to be asked what a row leaves open: which signal ended the batch script, which node failed.
+
+    A signal explains only an end that the batch script could not write. An end on record is not asked for again.
+    """
+    if row.state == "FAILED":
+        return slurm_ends.step_code(record.job_dir) is None
+    return record.end is None
+
+
 def with_trouble(status: Status, snapshot: Snapshot) -> Status:
     """Say of a job that has not ended, as Slurm had it a while ago, that Slurm does not answer now."""
     if status.verdict is not None or not snapshot.trouble:
@@ -173,7 +194,30 @@ def _unanswered(snapshot: Snapshot) -> str:
 
 
 def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
-    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts, handle)
+    lost = verdict.state is JobState.LOST  # for want of a word of its end, which may come later
+    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts, handle, provisional=lost)
+
+
+def has_agents(record: Record) -> bool:
+    """Return whether agents of the job see the request to cancel it, in its directory."""
+    return not _started_by_srun(record) and (ends.cancelled(record.job_dir) or bool(record.spec.get("login")))
+
+
+def note_untold(record: Record) -> None:
+    """Note that Slurm is still to be told of a cancel."""
+    with contextlib.suppress(OSError):
+        (record.job_dir / _UNTOLD).touch(0o600)
+
+
+def is_untold(record: Record) -> bool:
+    """Return whether Slurm is still to be told of a cancel."""
+    return (record.job_dir / _UNTOLD).exists()
+
+
+def note_told(record: Record) -> None:
+    """Note that Slurm was told of a cancel."""
+    with contextlib.suppress(OSError):
+        (record.job_dir / _UNTOLD).unlink(missing_ok=True)
 
 
 def _started_by_srun(record: Record) -> bool:
@@ -187,11 +231,19 @@ def submitted_in(record: Record) -> str:
     return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
 
 
-def forgotten(record: Record, handle: Handle, accounted: Row | None) -> Status:
+def _runs_unseen(record: Record, snapshot: Snapshot) -> bool:
+    """Return whether a job that Slurm does not show is still to be waited for: nothing says its end, and its lease has not expired."""
+    ended = slurm_ends.step_code(record.job_dir) is not None or slurm_ends.verdict_of(record.job_dir) is not None
+    return not ended and slurm_ends.alive(record.job_dir, snapshot.taken_at)
+
+
+def forgotten(record: Record, handle: Handle, accounted: Row | None, snapshot: Snapshot) -> Status:
     """Return the status of a job that squeue does not know any more: what it wrote itself, then what accounting has."""
     if accounted is not None:
         return from_row(record, handle, accounted)
     started_at, restarts, _ = directory.progress(record.job_dir)
+    if _runs_unseen(record, snapshot):
+        return Status(JobState.UNKNOWN, _UNSEEN_ALIVE, None, started_at, restarts)
     return _with_handle(_from_directory(record, started_at, restarts), handle)
 
 
