@@ -29,6 +29,7 @@ class Target:
         agent: path of the agent's socket; empty for none.
         known_hosts: the user's files of host keys; the first one is written to.
         system_known_hosts: the system's.
+        revoked_keys: files of keys that no host may show (RevokedHostKeys).
         key_alias: the name under which its key is known; empty for its own.
         strict: what is to happen with an unknown key: ``ask``, ``yes``, ``accept-new`` or ``no``.
         hash_names: whether names are hashed where keys are recorded.
@@ -47,6 +48,7 @@ class Target:
     agent: str = ""
     known_hosts: tuple[Path, ...] = ()
     system_known_hosts: tuple[Path, ...] = ()
+    revoked_keys: tuple[Path, ...] = ()
     key_alias: str = ""
     strict: str = "ask"
     hash_names: bool = False
@@ -92,7 +94,9 @@ def resolve(host: Host, config_file: Path | None = None) -> Target:
         identities=paths("identityfile", split=False), certificates=paths("certificatefile", split=False),
         identities_only=one("identitiesonly") in ("yes", "true"), agent=_agent(options.get("identityagent", [""])[0], filled, home),
         known_hosts=paths("userknownhostsfile", split=True), system_known_hosts=paths("globalknownhostsfile", split=True),
-        key_alias=one("hostkeyalias"), strict={"true": "yes", "false": "no", "off": "no"}.get(one("stricthostkeychecking"), "")
+        revoked_keys=paths("revokedhostkeys", split=False),
+        key_alias=one("hostkeyalias"),
+        strict={"true": "yes", "false": "no", "off": "no"}.get(one("stricthostkeychecking"), "")
         or one("stricthostkeychecking", "ask"), hash_names=one("hashknownhosts") in ("yes", "true"), jumps=_jumps(one("proxyjump"), host),
         proxy_command=filled(one("proxycommand")), connect_timeout=float(timeout) if timeout.isdigit() and int(timeout) else None,
     )  # fmt: skip

@@ -23,9 +23,10 @@ import paramiko
 from paramiko.message import Message
 
 from clusterjob.errors import HostError
-from clusterjob.ssh import certificates, keys, login
+from clusterjob.ssh import certificates, keys, login, revocation
 from clusterjob.ssh.config import Target
 from clusterjob.ssh.keys import KnownHosts, Standing, fingerprint
+from clusterjob.ssh.transport import Transport
 
 # paramiko prints a traceback for each connection that is refused, unless somebody listens to its logger.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -58,11 +59,12 @@ class Reach:
 
 @dataclass(frozen=True)
 class HostKey:
-    """The key that a host has shown: its type, its bytes, and its certificate if it has one."""
+    """The key that a host has shown: its type, its bytes, and its certificate, if it has one, also as bytes."""
 
     kind: str
     blob: bytes
     certificate: certificates.Certificate | None = None
+    shown: bytes = b""
 
 
 class Connection:
@@ -190,7 +192,7 @@ def host_key(target: Target, reach: Reach, through: Connection | None = None) ->
 def _handshake(target: Target, timeout: float, through: Connection | None, known: KnownHosts) -> tuple[paramiko.Transport, HostKey]:
     sock = _socket(target, timeout, through)
     try:
-        transport = paramiko.Transport(sock)
+        transport = Transport(sock)
     except BaseException:
         sock.close()
         raise
@@ -212,7 +214,7 @@ def _handshake(target: Target, timeout: float, through: Connection | None, known
         if public is None:
             return transport, HostKey(shown.get_name(), shown.asbytes())
         certificate = certificates.parse(public.key_blob)
-        return transport, HostKey(certificate.kind, certificate.key, certificate)
+        return transport, HostKey(certificate.kind, certificate.key, certificate, public.key_blob)
     except (paramiko.SSHException, OSError, EOFError, ValueError) as error:
         _hang_up(transport)
         text = _text(error)
@@ -312,12 +314,28 @@ def _key_types(transport: paramiko.Transport, known: KnownHosts, names: list[str
     return (*vouched, *wanted, *(kind for kind in plain if kind not in wanted))
 
 
+def refuse_revoked(target: Target, key: HostKey) -> None:
+    """Refuse a host key that a file of RevokedHostKeys revokes.
+
+    Raises:
+        HostError: it is revoked, or such a file cannot be read.
+    """
+    if key.certificate is None:
+        why = revocation.objection(target.revoked_keys, key.kind, key.blob, ())
+    else:
+        kind = f"{key.kind}{certificates.SUFFIX}"
+        why = revocation.objection(target.revoked_keys, kind, key.shown, (key.blob, key.certificate.authority))
+    if why:
+        raise HostError(target.label, why, "RevokedHostKeys of the ssh configuration names the file")
+
+
 def _verify(target: Target, key: HostKey, reach: Reach) -> None:
     """Trust a host's key, or say why not.
 
     Raises:
         HostError: it is not trusted.
     """
+    refuse_revoked(target, key)
     known = KnownHosts((*target.known_hosts, *target.system_known_hosts))
     names = keys.lookup_names(target.hostname, target.port, target.key_alias)
     if key.certificate is not None:

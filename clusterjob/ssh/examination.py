@@ -80,8 +80,7 @@ class Hosts:
         for report in self._reached.values():
             other = first.setdefault(report.machine, report)
             if other is not report:
-                why = "it is listed twice" if other.host == report.host else f"it is the same machine as {other.host}"
-                yield failed(f"{report.host}: {why}", "a host can be one node of a job alone")
+                yield failed(f"{report.host}: it is the same machine as {other.host}", "a host can be one node of a job alone")
         if len(first) == len(self._reached) > 0:
             yield ok(listed(f"{report.host} is {report.name}" for report in self._reached.values()))
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from clusterjob.node import private
+
 _MARKERS = ("@cert-authority", "@revoked")
 
 
@@ -176,7 +178,7 @@ def record(path: Path, name: str, kind: str, blob: bytes, *, hashed: bool) -> No
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private.make(path.parent)
     if hashed:
         salt = secrets.token_bytes(20)
         digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()

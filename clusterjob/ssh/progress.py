@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from clusterjob.node.sanitize import sanitize
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -47,7 +49,11 @@ class Sending:
                 self._open()
             if self._bar is not None:
                 behind = min(self._done, key=lambda key: self._done[key][0] / max(1, self._done[key][1]))
-                text = f"sending code to {len(self._done)} hosts, {self._labels[behind]} last" if len(self._labels) > 1 else "sending code"
+                text = (
+                    f"sending code to {len(self._done)} hosts, {sanitize(self._labels[behind])} last"
+                    if len(self._labels) > 1
+                    else "sending code"
+                )
                 both = self._done.values()
                 self._bar.update(self._task, description=text, completed=sum(sent for sent, _ in both), total=sum(all_ for _, all_ in both))
 
@@ -57,7 +63,12 @@ class Sending:
 
         console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console, transient=True
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=console,
+            transient=True,
         )
         self._task = self._bar.add_task("sending code", total=None)
         self._bar.start()

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import shlex
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import paramiko
 
 from clusterjob.errors import HostError
+from clusterjob.schema import SchemaError
+from clusterjob.ssh.answers import MOST_ERROR
 from clusterjob.ssh.connect import Connection
+from clusterjob.ssh.exchange import Deadline, Exchange
 
 _WORD = "clusterjob-visit "
 _NOISE = 1 << 16  # bytes that a login may print before the conversation begins
+_LONGEST_LOGIN = 6  # times the timeout that a login which prints may take until the conversation begins
 _CANDIDATES = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python")
 
 # The first code that a host's interpreter runs: any Python can read it, and says so if it is too old.
@@ -95,7 +99,7 @@ class Session:
 
     def __init__(self, connection: Connection, python: str, setup: Sequence[str], home: str, node_zip: bytes, timeout: float) -> None:
         self.connection = connection
-        self._label = connection.target.label
+        self.label = connection.target.label
         self._python = python
         self._setup = setup
         self._home = home
@@ -103,7 +107,7 @@ class Session:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._channel: paramiko.Channel | None = None
-        self._heard = bytearray()
+        self._exchange: Exchange | None = None
         self.executable = ""
 
     @property
@@ -112,84 +116,87 @@ class Session:
         return self.connection.alive and (self._channel is None or not self._channel.closed)
 
     def ask(
-        self, op: str, *, body: bytes | Iterable[bytes] = b"", size: int = 0, timeout: float | None = None, **fields: Any
+        self,
+        op: str,
+        *,
+        body: bytes | Iterable[bytes] = b"",
+        size: int = 0,
+        timeout: float | None = None,
+        most_bytes: int | None = None,
+        **fields: Any,
     ) -> tuple[Any, bytes]:
-        """Ask the host and return its answer: an object and bytes.
+        """Ask the host and return its answer: an object, as `clusterjob.ssh.answers` says, and bytes.
 
         Args:
             op: what is asked; `clusterjob.node.visit.serve` knows the words.
             body: bytes that go with it, or pieces of them.
             size: how many, where they come in pieces.
-            timeout: seconds that the answer may take.
+            timeout: seconds that the host may need for the answer, and for each `clusterjob.ssh.exchange.STRIDE` bytes of it.
+            most_bytes: that may come with the answer, where it depends on what is asked.
             fields: what else is said.
 
         Raises:
-            HostError: there is no answer in time, the connection broke, or what was asked for failed there.
+            HostError: there is no answer in time, it is not as it has to be, the connection broke, or what was asked for failed there.
         """
-        pieces: Iterable[bytes] = [body] if isinstance(body, bytes) else body
-        total = len(body) if isinstance(body, bytes) else size
         with self._lock:
+            exchange = self._exchange or self._begin()
             try:
-                if self._channel is None:
-                    self._channel = self._begin()
-                self._channel.settimeout(timeout or self._timeout)
-                self._channel.sendall(json.dumps({"op": op, "size": total, **fields}).encode() + b"\n")
-                for piece in pieces:
-                    self._channel.sendall(piece)
-                answer = json.loads(self._line())
-                data = self._bytes(answer["size"])
-            except TimeoutError as error:
-                self._abandon()
-                raise HostError(self._label, f"no answer for {timeout or self._timeout:g} s") from error
-            except ValueError as error:
-                self._abandon()
-                raise HostError(self._label, "it answers nonsense", "something prints into the conversation: a sitecustomize?") from error
-            except (OSError, EOFError, paramiko.SSHException) as error:
-                why = self._last_words()
-                self._abandon()
-                raise HostError(self._label, f"the connection broke{f': {why}' if why else ''}") from error
-            except BaseException:
-                self._abandon()  # in the middle of an answer, whose rest would be taken for another
-                raise
-        if "error" in answer:
-            raise HostError(self._label, answer["error"])
-        return answer, data
+                return exchange.ask(op, body=body, size=size, timeout=timeout, most_bytes=most_bytes, **fields)
+            except paramiko.SSHException as error:
+                self.close()
+                raise HostError(self.label, f"the connection broke: {error}") from error
 
     def close(self) -> None:
         """End the visit; what it has started lives on."""
         if self._channel is not None:
             self._channel.close()
 
-    def _abandon(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-
-    def _begin(self) -> paramiko.Channel:
+    def _begin(self) -> Exchange:
         self._channel = channel = self.connection.execute("exec bash -s")
-        channel.settimeout(self._timeout)
+        exchange = Exchange(self.label, channel, self._timeout, self._last_words)
+        try:
+            self._introduce(exchange)
+        except (TimeoutError, SchemaError) as error:
+            channel.close()
+            if isinstance(error, TimeoutError):
+                raise HostError(self.label, f"no answer for {self._timeout:g} s") from error
+            raise HostError(self.label, "its login prints without an end", "look into .bashrc there") from error
+        except (OSError, paramiko.SSHException) as error:
+            why = self._last_words()
+            channel.close()
+            raise HostError(self.label, f"the connection broke{f': {why}' if why else ''}") from error
+        except BaseException:
+            channel.close()
+            raise
+        self._exchange = exchange
+        return exchange
+
+    def _introduce(self, exchange: Exchange) -> None:
+        """Have the host start an interpreter with the node zip, which is sent if it has none."""
         digest = hashlib.sha256(self._zip).hexdigest()
-        channel.sendall(_script(self._python, self._setup).encode(errors="surrogateescape"))
-        with contextlib.suppress(OSError):  # where it goes no further it has ended, and has said why
-            channel.sendall(f"{digest} {len(self._zip)} {self._home}\n".encode())
-        noise = 0
+        exchange.send(_script(self._python, self._setup).encode(errors="surrogateescape"), Deadline(self._timeout))
+        with contextlib.suppress(OSError, EOFError):  # where it goes no further it has ended, and has said why
+            exchange.send(f"{digest} {len(self._zip)} {self._home}\n".encode(), Deadline(self._timeout))
+        noise, sent = 0, False
+        begin = time.monotonic()
         while True:
+            left = _LONGEST_LOGIN * self._timeout - (time.monotonic() - begin)
             try:
-                line = self._line().decode(errors="replace").rstrip("\n")
+                line = exchange.line(_NOISE, Deadline(self._timeout, left)).decode(errors="replace")
             except EOFError as error:
-                raise HostError(
-                    self._label, f"it starts no bash or no {self._python}: {self._last_words() or 'no reason given'}"
-                ) from error
+                raise HostError(self.label, f"it starts no bash or no {self._python}: {self._last_words() or 'no reason given'}") from error
             if not line.startswith(_WORD):
                 noise += len(line) + 1
                 if noise > _NOISE:
-                    raise HostError(self._label, "its login prints without an end", "look into .bashrc there")
+                    raise SchemaError("noise")
                 continue
             word, _, rest = line.removeprefix(_WORD).partition(" ")
-            if word == "need":
-                channel.sendall(self._zip)
+            if word == "need" and not sent:
+                sent = True
+                exchange.send(self._zip, Deadline(self._timeout))
             elif word == "ready":
                 self.executable = rest
-                return channel
+                return
             else:
                 raise self._refusal(word, rest)
 
@@ -197,34 +204,14 @@ class Session:
         if word == "old":
             version, _, path = rest.partition(" ")
             why = f"Python too old: {path or self._python} is {version}, 3.10 or newer is needed"
-            return HostError(self._label, why, "--python names another interpreter there")
+            return HostError(self.label, why, "--python names another interpreter there")
         if word == "no-python":
-            return HostError(self._label, f"no Python: there is no interpreter {self._python}", "--python names another interpreter there")
+            return HostError(self.label, f"no Python: there is no interpreter {self._python}", "--python names another interpreter there")
         if word == "setup":
             said = self._last_words()
-            return HostError(self._label, f"a setup line failed: {self._setup[int(rest)]}{f' ({said})' if said else ''}")
-        return HostError(self._label, rest or word)
-
-    def _line(self) -> bytes:
-        while b"\n" not in self._heard:
-            self._hear()
-        line, _, rest = bytes(self._heard).partition(b"\n")
-        self._heard = bytearray(rest)
-        return line
-
-    def _bytes(self, size: int) -> bytes:
-        while len(self._heard) < size:
-            self._hear()
-        data = bytes(self._heard[:size])
-        del self._heard[:size]
-        return data
-
-    def _hear(self) -> None:
-        assert self._channel is not None
-        data = self._channel.recv(1 << 16)
-        if not data:
-            raise EOFError
-        self._heard += data
+            line = self._setup[int(rest)] if rest.isascii() and rest.isdigit() and int(rest) < len(self._setup) else "?"
+            return HostError(self.label, f"a setup line failed: {line}{f' ({said})' if said else ''}")
+        return HostError(self.label, (rest or word)[:MOST_ERROR])
 
     def _last_words(self) -> str:
         """Return the last line that the host's command wrote on stderr."""

@@ -1,34 +1,37 @@
-"""The working directory as a snapshot: which files belong to it, what each of them is, and what git says of them."""
+"""The working directory as a snapshot: which files belong to it, and what each of them is."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+import logging
 import os
-import re
 import stat
-import subprocess
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterjob.errors import SubmitError
 from clusterjob.node import files
+from clusterjob.node.sanitize import sanitize
+from clusterjob.ssh import revision
+from clusterjob.ssh.ignore import Patterns
+from clusterjob.ssh.sensitive import looks_secret
 from clusterjob.units import show_size
-
-if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec
 
 LIMIT = 512 * 1024**2  # bytes; a directory that holds data by mistake would else be sent to every host
 MOST_ENTRIES = 100_000  # a home directory is not meant to be sent
 OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
 _CHUNK = 1 << 18
-_DIRECTORY = "ps_d"  # pathspec's name for the slash at which a pattern has found a directory
-_MOST_DIFF = 4 << 20  # bytes of uncommitted changes that are kept
+_KEPT = "code.list"
+git_state, keep_git = revision.git_state, revision.keep_git
+_MOST_NAMED = 10  # secrets that are left out
+_MOST_PATTERNS = 1 << 20  # bytes of one file of patterns
+_MOST_LINES = 10_000  # of it: each is tried on each path
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,12 @@ class Snapshot:
     Attributes:
         root: the directory.
         entries: all that belongs to it; a directory stands before what is in it.
+        secrets: what was left out because it looks like a secret.
     """
 
     root: Path
     entries: tuple[Entry, ...]
+    secrets: tuple[str, ...] = ()
 
     @property
     def files(self) -> int:
@@ -72,10 +77,30 @@ class Snapshot:
         """Return the bytes of all files."""
         return sum(entry.size for entry in self.entries)
 
+    def left_out(self) -> str:
+        """Return one line about what looks like a secret; empty if nothing does."""
+        shown = ", ".join(sanitize(path) for path in self.secrets[:_MOST_NAMED])
+        more = f" and {len(self.secrets) - _MOST_NAMED} more" if len(self.secrets) > _MOST_NAMED else ""
+        return f"not sent, as it looks like a secret: {shown}{more} (--include-secrets sends it)" if shown else ""
+
+    def text(self) -> str:
+        """Return the list of files for people: size and path of each, and what was left out."""
+        rows = [f"{entry.size:>12} {entry.path}" for entry in self.entries if entry.kind == "file"]
+        return "\n".join([*rows, *([self.left_out()] if self.secrets else [])])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the list of files as plain data."""
+        found = [{"path": entry.path, "bytes": entry.size} for entry in self.entries if entry.kind == "file"]
+        return {"directory": str(self.root), "files": found, "bytes": self.size, "left_out": list(self.secrets)}
+
     @property
     def digest(self) -> str:
         """Return what names this content."""
         return hashlib.sha256(json.dumps([vars(entry) for entry in self.entries]).encode()).hexdigest()
+
+    def keep(self, folder: Path) -> None:
+        """Keep the list of entries in a job's directory; `sent_digests` reads it."""
+        files.write_atomic(folder / _KEPT, self.packed())
 
     def packed(self) -> bytes:
         """Return the list of entries as it travels."""
@@ -106,86 +131,108 @@ class Snapshot:
                 raise changed(entry)
 
 
+def sent_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of the files that were sent of a job's code, by path; none where that is not known."""
+    try:
+        rows = json.loads(zlib.decompress((folder / _KEPT).read_bytes()))
+    except (OSError, ValueError, zlib.error):
+        return {}
+    return {path: value for path, kind, _, _, value in rows if kind == "file"}
+
+
 def changed(entry: Entry) -> SubmitError:
     """Return what is to be said of a file that changes while it is sent."""
     return SubmitError(f"{entry.path!r} changed while it was being sent", f"submit again, or leave it out in {OWN_IGNORE}")
 
 
-def take(root: Path, limit: int = LIMIT) -> Snapshot:
-    """Return what a directory holds, without what .gitignore and .clusterjobignore leave out.
+def take(root: Path, limit: int = LIMIT, include_secrets: bool = False) -> Snapshot:  # noqa: FBT001, FBT002 - as a setting
+    """Return what a directory holds, without what .gitignore and .clusterjobignore leave out, and without what looks like a secret.
 
     Args:
         root: the directory.
         limit: the bytes that it may hold.
+        include_secrets: whether what looks like a secret belongs to it.
 
     Raises:
         SubmitError: it holds more, or something in it cannot be read.
     """
+    found = listed(root, include_secrets=include_secrets)
+    if found.size > limit:
+        raise _too_large(root, found.entries, limit)
+    if found.secrets:
+        logging.getLogger("clusterjob").warning("clusterjob: %s", found.left_out())
     try:
-        found = list(itertools.islice(_walk(root, "", _rules_above(root)), MOST_ENTRIES + 1))
-        if len(found) > MOST_ENTRIES:
-            raise SubmitError(
-                f"{root} holds more than {MOST_ENTRIES:,} files", f"leave data out in {OWN_IGNORE}, or name another --workdir"
-            )
-        if sum(entry.size for entry in found) > limit:
-            raise _too_large(root, found, limit)
-        entries = tuple(_hashed(root, entry) if entry.kind == "file" else entry for entry in found)
+        entries = tuple(_hashed(root, entry) if entry.kind == "file" else entry for entry in found.entries)
     except OSError as error:
-        raise SubmitError(f"{error.filename} cannot be read: {error.strerror}", f"leave it out in {OWN_IGNORE}") from error
-    return Snapshot(root, entries)
+        raise _unreadable(error) from error
+    return replace(found, entries=entries)
+
+
+def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
+    """Return what `take` would, of any size, without the digests of the files.
+
+    Raises:
+        SubmitError: it holds too many files, or a directory cannot be read.
+    """
+    secrets: list[str] | None = None if include_secrets else []
+    try:
+        entries = tuple(itertools.islice(_walk(root, "", _rules_above(root), secrets), MOST_ENTRIES + 1))
+    except OSError as error:
+        raise _unreadable(error) from error
+    if len(entries) > MOST_ENTRIES:
+        raise SubmitError(f"{root} holds more than {MOST_ENTRIES:,} files", f"leave data out in {OWN_IGNORE}, or name another --workdir")
+    return Snapshot(root, entries, tuple(secrets or ()))
+
+
+def _unreadable(error: OSError) -> SubmitError:
+    return SubmitError(f"{error.filename} cannot be read: {error.strerror}", f"leave it out in {OWN_IGNORE}")
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """The patterns of one directory, for what lies below it."""
+    """The patterns of one file.
 
-    base: str
-    spec: GitIgnoreSpec
-
-    def verdict(self, path: str) -> bool | None:
-        """Return whether a path is left out; None if nothing is said of it."""
-        return _last_word(self.spec, path[len(self.base) :])
-
-
-def _last_word(spec: GitIgnoreSpec, path: str) -> bool | None:
-    """Return what the last pattern that names this very path says of it.
-
-    The library also takes a pattern for what lies below a directory that it names. git does not: it looks no further into a
-    directory that is left out, and asks anew for what is in one that is not. Nor does ``e/**`` name ``e/`` itself to git.
+    Attributes:
+        patterns: what it says.
+        base: where it lies, relative to the root, with a slash at its end; empty for the root and above it.
+        prefix: the root, relative to a directory above it where the file lies, with a slash at its end.
     """
-    for pattern in reversed(list(spec.patterns)):
-        all_below = pattern.regex is not None and pattern.regex.pattern.endswith("/")
-        found = pattern.match_file(path.removesuffix("/") if all_below else path) if pattern.include is not None else None
-        if found is None:
-            continue
-        match: re.Match[str] = found.match
-        if match.groupdict().get(_DIRECTORY) is None or match.end(_DIRECTORY) == len(path):
-            return bool(pattern.include)
-    return None
+
+    patterns: Patterns
+    base: str = ""
+    prefix: str = ""
+
+    def verdict(self, path: str, *, is_directory: bool) -> bool | None:
+        """Return whether a path is left out; None if nothing is said of it."""
+        return self.patterns.verdict(self.prefix + path[len(self.base) :], is_directory=is_directory)
 
 
-def _walk(root: Path, below: str, rules: list[_Rules]) -> Iterator[Entry]:
+def _walk(root: Path, below: str, rules: list[_Rules], secrets: list[str] | None) -> Iterator[Entry]:
     directory = root / below
     rules = [*rules, *_rules_of(directory, below)]
     for item in sorted(os.scandir(directory), key=lambda item: item.name):
         path = below + item.name
         status = item.stat(follow_symlinks=False)
         is_directory = stat.S_ISDIR(status.st_mode)
-        if (item.name in _NEVER and not below) or _left_out(path + "/" * is_directory, rules):
+        if item.name in _NEVER or _left_out(path, rules, is_directory=is_directory):
+            continue
+        is_regular = stat.S_ISREG(status.st_mode)
+        if secrets is not None and (is_directory or is_regular) and looks_secret(root, path, is_directory=is_directory):
+            secrets.append(path + "/" * is_directory)
             continue
         mode = stat.S_IMODE(status.st_mode) & 0o777
         if is_directory:
             yield Entry(path, "dir", mode, 0, "")
-            yield from _walk(root, f"{path}/", rules)
+            yield from _walk(root, f"{path}/", rules, secrets)
         elif stat.S_ISLNK(status.st_mode):
             yield Entry(path, "link", 0, 0, os.readlink(item.path))
-        elif stat.S_ISREG(status.st_mode):
+        elif is_regular:
             yield Entry(path, "file", mode, status.st_size, "")
 
 
-def _left_out(path: str, rules: list[_Rules]) -> bool:
+def _left_out(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
     for rule in reversed(rules):  # the nearest directory's word counts first
-        verdict = rule.verdict(path)
+        verdict = rule.verdict(path, is_directory=is_directory)
         if verdict is not None:
             return verdict
     return False
@@ -200,47 +247,37 @@ def _hashed(root: Path, entry: Entry) -> Entry:
     return replace(entry, size=size, value=found.hexdigest())
 
 
-def _rules_of(directory: Path, base: str) -> list[_Rules]:
-    from pathspec import GitIgnoreSpec
+def _rules_of(directory: Path, base: str, prefix: str = "") -> list[_Rules]:
+    paths = (directory / ".gitignore", directory / OWN_IGNORE)
+    return [_Rules(_patterns_in(path), base, prefix) for path in paths if path.is_file()]
 
-    found = []
-    for name in (".gitignore", OWN_IGNORE):
-        path = directory / name
-        if path.is_file():
-            try:
-                lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-                found.append(_Rules(base, GitIgnoreSpec.from_lines(lines)))
-            except ValueError as error:
-                raise SubmitError(f"{path}: {error}") from error
-    return found
+
+def _patterns_in(path: Path) -> Patterns:
+    with path.open("rb") as stream:
+        text = stream.read(_MOST_PATTERNS + 1)
+    if len(text) > _MOST_PATTERNS:
+        raise SubmitError(f"{path} holds more than {show_size(_MOST_PATTERNS)} of patterns")
+    lines = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    if len(lines) - 1 > _MOST_LINES:  # a line break ends the last
+        raise SubmitError(f"{path} holds more than {_MOST_LINES:,} lines of patterns")
+    return Patterns(lines)
 
 
 def _rules_above(root: Path) -> list[_Rules]:
-    """Return the patterns of the repository that the directory is a part of, from its top down."""
+    """Return the user's own patterns for git, and those of the repository that the directory is a part of, from its top down."""
+    own = revision.excludes_file(root)
     top = next((folder for folder in (root, *root.parents) if (folder / ".git").exists()), None)
+    below = root.relative_to(top).parts if top is not None else ()
+    prefix = "".join(f"{name}/" for name in below)
+    found = [_Rules(_patterns_in(own), prefix=prefix)] if own is not None else []
     if top is None:
-        return []
-    from pathspec import GitIgnoreSpec
-
-    found: list[_Rules] = []
+        return found
     exclude = top / ".git" / "info" / "exclude"
-    below = root.relative_to(top).parts
     if exclude.is_file():
-        found.append(_Above("", GitIgnoreSpec.from_lines(exclude.read_text(errors="surrogateescape").splitlines()), "/".join(below)))
+        found.append(_Rules(_patterns_in(exclude), prefix=prefix))
     for depth in range(len(below)):
-        folder = top.joinpath(*below[:depth])
-        found += [_Above("", rules.spec, "/".join(below[depth:])) for rules in _rules_of(folder, "")]
+        found += _rules_of(top.joinpath(*below[:depth]), "", "".join(f"{name}/" for name in below[depth:]))
     return found
-
-
-@dataclass(frozen=True)
-class _Above(_Rules):
-    """The patterns of a directory above the root."""
-
-    prefix: str = ""
-
-    def verdict(self, path: str) -> bool | None:
-        return _last_word(self.spec, f"{self.prefix}/{path}" if self.prefix else path)
 
 
 def _too_large(root: Path, entries: Iterable[Entry], limit: int) -> SubmitError:
@@ -252,42 +289,3 @@ def _too_large(root: Path, entries: Iterable[Entry], limit: int) -> SubmitError:
     what = ", ".join(f"{name} ({show_size(sizes[name])})" for name in largest)
     message = f"{root} holds {show_size(sum(sizes.values()))}, more than the {show_size(limit)} that are sent: {what}"
     return SubmitError(message, f"leave data out in {OWN_IGNORE}, or raise the limit: --set sync_limit=2G")
-
-
-def git_state(root: Path) -> dict[str, Any] | None:
-    """Return the revision of a directory and its uncommitted changes (``diff``); None if git knows nothing of it."""
-    revision = _git(root, "rev-parse", "HEAD")
-    if revision is None:
-        return None
-    diff = _git(root, "diff", "HEAD", "--binary", "--", ".") or b""
-    branch = (_git(root, "rev-parse", "--abbrev-ref", "HEAD") or b"").decode(errors="replace").strip()
-    status = _git(root, "status", "--porcelain", "--", ".") or b""
-    return {
-        "revision": revision.decode().strip(),
-        "branch": branch,
-        "changed": [line[3:] for line in status.decode(errors="replace").splitlines()][:1000],
-        "diff": diff[:_MOST_DIFF],
-    }
-
-
-def keep_git(root: Path, folder: Path) -> dict[str, Any] | None:
-    """Return what git says of the code, for a job's record; the uncommitted changes go into a file of the job's directory."""
-    state = git_state(root)
-    if state is None:
-        return None
-    diff = state.pop("diff")
-    if diff:
-        files.write_atomic(folder / "code.diff", diff)
-        state["diff"] = "code.diff"
-    return state
-
-
-def _git(root: Path, *words: str) -> bytes | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "-c", "core.fsmonitor=false", *words], capture_output=True, stdin=subprocess.DEVNULL, timeout=30,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None

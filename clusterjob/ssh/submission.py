@@ -148,9 +148,8 @@ class Submission:
         for node, answer in outcome.results.items():
             other = first.setdefault(answer["identity"], node)
             if other != node:
-                ours, theirs = self._place.hosts[node], self._place.hosts[other]
-                why = "it is listed twice" if str(ours) == str(theirs) else f"it is the same machine as {theirs}"
-                outcome.errors[node] = HostError(str(ours), why, "a host can be one node of a job alone")
+                why = f"it is the same machine as {self._place.hosts[other]}"
+                outcome.errors[node] = HostError(str(self._place.hosts[node]), why, "a host can be one node of a job alone")
         if self._goods.gpus_per_node:
             fit = [node for node in self._nodes if node not in outcome.errors]
             reserved = for_each(fit, lambda node: self._reserve(node, self._visits.session(self._place, node)), self._stop)

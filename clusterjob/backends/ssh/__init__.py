@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob import checks, pack, plans
-from clusterjob.backends import Status, directory
+from clusterjob.backends import FetchLimits, Status, directory
 from clusterjob.backends.ssh import planning, standing
 from clusterjob.backends.ssh.planning import CODE, NAME, SCRIPT, Options
 from clusterjob.backends.ssh.standing import Job, Node
@@ -23,6 +23,7 @@ from clusterjob.checks import Check
 from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.hosts import Host
 from clusterjob.node import candidates, ends, files
+from clusterjob.node.sanitize import sanitize
 from clusterjob.plans import Plan
 from clusterjob.records import Handle, Record
 from clusterjob.spec import JobSpec
@@ -67,13 +68,12 @@ class SshBackend:
 
         spec, options = plan.spec, Options.of(plan.spec)
         place = planning.place_of(spec.to_json(), spec.hosts)
-        code = snapshot.take(spec.workdir, options.sync_limit) if spec.sync else None
-        token = plans.token_file(plan.job_dir)
+        code = snapshot.take(spec.workdir, options.sync_limit, spec.include_secrets) if spec.sync else None
         goods = Consignment(
             job_id=plan.job_id,
             files=(
                 *((file.path.name, file.mode, file.data) for file in plan.files),
-                (token.name, 0o600, token.read_bytes()),
+                *plans.carried_elsewhere(plan.job_dir),
             ),
             script=SCRIPT,
             environments=tuple(dict(command.env) for command in plan.commands),
@@ -89,6 +89,7 @@ class SshBackend:
         )
         data: dict[str, Any] = place.to_json()
         if code is not None:
+            code.keep(plan.job_dir)
             data["code"] = {
                 "digest": code.digest,
                 "files": code.files,
@@ -145,23 +146,45 @@ class SshBackend:
         Raises:
             ClusterJobError: hosts are not reached; what runs there ends when its agents miss the others.
         """
+        for record in records:
+            self._end(record, interrupt=False)
+
+    def interrupt(self, record: Record) -> bool:
+        """Have every agent interrupt its workers and stop them after the job's grace.
+
+        Returns at once; False where no worker runs yet, so that the job can only be cancelled.
+
+        Raises:
+            ClusterJobError: hosts are not reached; what runs there ends when its agents miss the others.
+        """
+        if directory.progress(record.job_dir)[0] is None:
+            return False
+        self._end(record, interrupt=True)
+        return True
+
+    def _end(self, record: Record, *, interrupt: bool) -> None:
         from clusterjob.ssh.pool import complaint, for_each
 
-        for record in records:
-            ends.cancel(record.job_dir)
-            place, grace = self._job(record).place, float(record.spec.get("grace", 3.0))
+        ends.cancel(record.job_dir)
+        place, grace = self._job(record).place, float(record.spec.get("grace", 3.0))
 
-            def work(node: int, record: Record = record, place: Any = place, grace: float = grace) -> None:
-                session = self._visits().session(place, node)
-                session.ask("cancel", job=record.job_id, node=node, grace=grace, timeout=grace + _CANCEL_PATIENCE)
+        def work(node: int) -> None:
+            session = self._visits().session(place, node)
+            session.ask("cancel", job=record.job_id, node=node, grace=grace, interrupt=interrupt, timeout=grace + _CANCEL_PATIENCE)
 
-            outcome = for_each(range(len(place.hosts)), work)
-            if outcome.errors:
-                message, hint = complaint(outcome.errors, len(place.hosts))
-                raise ClusterJobError(f"{message} (job {record.job_id})", hint or "its agents end there when they miss the others")
+        outcome = for_each(range(len(place.hosts)), work)
+        if outcome.errors:
+            message, hint = complaint(outcome.errors, len(place.hosts))
+            raise ClusterJobError(f"{message} (job {record.job_id})", hint or "its agents end there when they miss the others")
 
     def fetch(
-        self, record: Record, paths: Sequence[str], target: Path, nodes: Sequence[int] | None, may_replace: Callable[[list[str]], bool]
+        self,
+        record: Record,
+        paths: Sequence[str],
+        target: Path,
+        nodes: Sequence[int] | None,
+        may_replace: Callable[[list[str]], bool],
+        limits: FetchLimits,
     ) -> list[Fetched]:
         """Bring results from hosts; see `clusterjob.jobs.fetch`.
 
@@ -172,7 +195,6 @@ class SshBackend:
         from clusterjob.ssh.pool import complaint, for_each
 
         place = self._job(record).place
-        workdir = CODE if record.spec.get("sync", True) else str(record.spec["workdir"])
         asked = range(len(place.hosts)) if nodes is None else nodes
         alone = threading.Lock()
 
@@ -182,7 +204,8 @@ class SshBackend:
 
         def work(node: int) -> Fetched:
             folder = target if len(asked) == 1 else target / f"node{node}"
-            return Fetch(self._visits().session(place, node), record.job_id, workdir, folder, one_at_a_time).run(paths)
+            request = directory.fetch_request(record, paths, folder, one_at_a_time, limits)
+            return Fetch(self._visits().session(place, node), request).run()
 
         outcome = for_each(asked, work)
         if outcome.errors:
@@ -268,4 +291,4 @@ class SshBackend:
 
 def _warn(text: str) -> None:
     """Say a line to the user: the library's own logger shows warnings on stderr unless a program wants them elsewhere."""
-    logging.getLogger("clusterjob").warning("clusterjob: %s", text)
+    logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))

@@ -18,7 +18,7 @@ from clusterjob.spec import JobSpec
 
 NAME = "ssh"
 SCRIPT = "ssh-node.sh"
-CODE = "code"
+CODE = directory.CODE
 _KNOWN = ("ssh_config", "connect_timeout", "sync_limit", "remote_home", "need_torch")
 
 
@@ -73,6 +73,7 @@ def plan(spec: JobSpec) -> Plan:
             for node, host in enumerate(spec.hosts)
         ),
         notes=tuple(notes),
+        sends_code=spec.sync,
     )
 
 

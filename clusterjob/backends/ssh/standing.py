@@ -10,7 +10,7 @@ from typing import Any
 
 from clusterjob.backends import Status, directory
 from clusterjob.errors import HostError
-from clusterjob.node import ends, files
+from clusterjob.node import ends
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.records import Record
 
@@ -40,7 +40,7 @@ class Job:
 def status(record: Record, job: Job) -> Status:
     """Return how a job stands, by the newest answers of its hosts."""
     job_dir = record.job_dir
-    told = _verdict(files.read_json(job_dir / "result.json"))
+    told = ends.read_result(job_dir)
     if told is not None:
         return directory.ended(told)
     started_at, restarts, waiting = directory.progress(job_dir)
@@ -63,7 +63,7 @@ def status(record: Record, job: Job) -> Status:
         others = next((str(end["reason"]) for end in ends.written(job_dir) if end.get("reason")), "they ended without a verdict")
         text = f"{lead.error.message}; the other nodes have ended: {others}"
         verdict = directory.end_without_lead(job_dir, started_at, restarts, text)
-        return directory.ended(replace(verdict, reason=text) if verdict.state is JobState.LOST else verdict)
+        return _guessed(replace(verdict, reason=text) if verdict.state is JobState.LOST else verdict)
     if any(alive):
         return Status(JobState.RUNNING, "node 0 has ended; the others are ending", None, started_at, restarts)
     if record.handle is None:
@@ -72,20 +72,21 @@ def status(record: Record, job: Job) -> Status:
         why = "its directory is gone from its hosts"
     else:
         why = "its agents ended without a verdict: they were killed, or the hosts were restarted"
-    return directory.ended(directory.end_without_lead(job_dir, started_at, restarts, why))
+    verdict = directory.end_without_lead(job_dir, started_at, restarts, why)
+    return _guessed(verdict) if errors else directory.ended(verdict)
+
+
+def _guessed(verdict: Verdict) -> Status:
+    """Return the status of a job whose end some host may know better: LOST until that host is reached."""
+    return replace(directory.ended(verdict), provisional=verdict.state is JobState.LOST)
 
 
 def _verdict_of_members(job_dir: Path) -> Verdict | None:
     """Return the lead's verdict as another node wrote it down, where node 0's own word has not come through."""
     for end in ends.written(job_dir):
         if end.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED) and "exit_code" in end and "restarts" in end:
-            return _verdict(end)
+            try:
+                return Verdict.from_json(end)
+            except ValueError:
+                continue  # what a host has sent is no verdict
     return None
-
-
-def _verdict(data: Any) -> Verdict | None:
-    """Return a verdict that a host has sent; None for what is none."""
-    try:
-        return Verdict.from_json(data) if data is not None else None
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None

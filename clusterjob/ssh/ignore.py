@@ -1,0 +1,200 @@
+"""Patterns of .gitignore as git reads them, in time that grows with their length and no faster.
+
+Each pattern becomes one regular expression over bytes without nested retries: what follows a ``*`` is matched where it is first found, and
+that choice is final, which loses no match. A pattern such as ``*a*a*a*a`` would else try every way to share a name out (hours).
+Source: gitignore(5), git's wildmatch.c.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_CLASSES = {
+    name: set(re.findall(rb"(?s)" + kind, bytes(range(128))))
+    for name, kind in {
+        b"alnum": rb"[0-9A-Za-z]", b"alpha": rb"[A-Za-z]", b"blank": rb"[ \t]", b"cntrl": rb"[\x00-\x1f\x7f]", b"digit": rb"[0-9]",
+        b"graph": rb"[!-~]", b"lower": rb"[a-z]", b"print": rb"[ -~]", b"punct": rb"[!-/:-@\[-`{-~]", b"space": rb"[ \t\n\r\f\v]",
+        b"upper": rb"[A-Z]", b"xdigit": rb"[0-9A-Fa-f]",
+    }.items()
+}  # fmt: skip
+_MOST_BYTES = 4096  # of one line: Linux has no longer path
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One line.
+
+    Attributes:
+        regex: matches a path relative to the file's directory, or a name.
+        includes: whether it takes back what an earlier line left out (``!``).
+        directories: whether it names directories alone.
+        names: whether it is matched against the last part of a path, at any depth.
+    """
+
+    regex: re.Pattern[bytes]
+    includes: bool
+    directories: bool
+    names: bool
+
+
+class Patterns:
+    """The lines of one file.
+
+    Args:
+        lines: as they stand there.
+    """
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._patterns = [pattern for line in lines if (pattern := _pattern(line)) is not None][::-1]
+
+    def verdict(self, path: str, *, is_directory: bool) -> bool | None:
+        """Return whether the last line that names this very path leaves it out; None if no line names it.
+
+        Args:
+            path: relative to the directory of the file, with slashes.
+            is_directory: whether it is one.
+        """
+        whole = os.fsencode(path)
+        name = whole.rpartition(b"/")[2]
+        for pattern in self._patterns:
+            if (is_directory or not pattern.directories) and pattern.regex.fullmatch(name if pattern.names else whole):
+                return not pattern.includes
+        return None
+
+
+def _pattern(line: bytes) -> Pattern | None:
+    line = line.removesuffix(b"\n").removesuffix(b"\r")
+    while line.endswith(b" ") and not _is_escaped(line, len(line) - 1):
+        line = line[:-1]
+    includes = line.startswith(b"!")
+    line = line[includes:]
+    directories = line.endswith(b"/")
+    line = line.removesuffix(b"/")
+    if not line or (line.startswith(b"#") and not includes) or len(line) > _MOST_BYTES:
+        return None
+    names = b"/" not in line
+    expression = _segment(line) if names else _path(line.removeprefix(b"/"))
+    if expression is None:  # a bracket or a backslash at its end: git takes such a line for one that matches nothing
+        return None
+    return Pattern(re.compile(expression, re.DOTALL), includes, directories, names)
+
+
+def _is_escaped(line: bytes, at: int) -> bool:
+    before = line[:at]
+    return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
+
+
+def _path(line: bytes) -> bytes | None:
+    """Return the expression of a pattern with slashes: runs of segments between ``**``, each found where it first is."""
+    segments = _split(line)
+    runs: list[list[bytes]] = [[]]
+    for index, segment in enumerate(segments):
+        is_any_depth = len(segment) > 1 and not segment.strip(b"*")
+        read = b".+" if is_any_depth else _segment(segment)  # at the end: what is below, not the directory itself
+        if is_any_depth and index < len(segments) - 1:
+            runs.append([])
+        elif read is None:
+            return None
+        else:
+            runs[-1].append(read)
+    first, *others = [b"/".join(run) for run in runs]
+    whole = first + b"/" if first and others else first
+    for index, run in enumerate(others, 1):
+        if index == len(others):
+            whole += b"(?:[^/]+/)*?" + run
+        elif run:
+            whole += _found_first(b"(?:[^/]+/)*?" + run + b"/")
+    return whole
+
+
+def _split(line: bytes) -> list[bytes]:
+    """Return the parts of a pattern between its slashes; one in brackets is no such slash."""
+    parts, begin, at = [], 0, 0
+    while at < len(line):
+        character, end = line[at : at + 1], at + 1
+        if character == b"[" and (found := _bracket(line, at)) is not None:
+            end = found[1]
+        elif character == b"\\":
+            end = at + 2
+        elif character == b"/":
+            parts.append(line[begin:at])
+            begin = end
+        at = end
+    return [*parts, line[begin:]]
+
+
+def _segment(text: bytes) -> bytes | None:
+    """Return the expression of a pattern without slashes; None if it is broken."""
+    runs: list[bytes] = [b""]
+    at = 0
+    while at < len(text):
+        character, end = text[at : at + 1], at + 1
+        if character == b"*":
+            if runs[-1] or len(runs) == 1:
+                runs.append(b"")
+        elif character == b"[":
+            found = _bracket(text, at)
+            if found is None:
+                return None
+            runs[-1] += found[0]
+            end = found[1]
+        elif character == b"\\":
+            end = at + 2
+            if end > len(text):
+                return None
+            runs[-1] += re.escape(text[at + 1 : end])
+        else:
+            runs[-1] += b"[^/]" if character == b"?" else re.escape(character)
+        at = end
+    first, *others = runs
+    for run in others[:-1]:
+        first += _found_first(b"[^/]*?" + run)
+    return first + b"[^/]*" + others[-1] if others else first  # the last is of one length: there is one place for it
+
+
+def _found_first(expression: bytes) -> bytes:
+    """Return an expression that matches where another first does, and tries no other place (an atomic group, which Python 3.10 lacks)."""
+    name = b"g%d" % next(_numbers)
+    return b"(?=(?P<" + name + b">" + expression + b"))(?P=" + name + b")"
+
+
+def _bracket(text: bytes, begin: int) -> tuple[bytes, int] | None:
+    """Return the expression of a set such as ``[!a-z]``, and where it ends; None if it is not closed."""
+    at = begin + 1
+    negated = text[at : at + 1] in (b"!", b"^")
+    at += negated
+    chosen: set[bytes] = set()
+    before, is_first = b"", True
+    while (character := text[at : at + 1]) != b"]" or is_first:
+        is_first, at = False, at + 1
+        named = re.match(rb"\[:(\w*):\]", text[at - 1 :])
+        if named:
+            if named[1] not in _CLASSES:
+                return None
+            chosen |= _CLASSES[named[1]]
+            before, at = b"", at - 1 + named.end()
+            continue
+        if character == b"-" and before and text[at : at + 1] not in (b"]", b""):
+            at += text[at : at + 1] == b"\\"
+            chosen |= {bytes([code]) for code in range(before[0], text[at : at + 1][0] + 1)} if text[at : at + 1] else set()
+            before, at = b"", at + 1
+            continue
+        if character == b"\\":
+            character, at = text[at : at + 1], at + 1
+        if not character:
+            return None
+        chosen.add(character)
+        before = character
+    if negated:
+        chosen = {bytes([code]) for code in range(256)} - chosen
+    chosen -= {b"/"}
+    return (b"[" + b"".join(map(_in_set, sorted(chosen))) + b"]" if chosen else b"(?!)"), at + 1
+
+
+def _in_set(character: bytes) -> bytes:
+    return b"\\x%02x" % character[0]
