@@ -44,6 +44,7 @@ class Status:
         started_at: when its workers first started, RFC 3339, UTC; None before.
         restarts: how often they were started again.
         handle: where the job turned out to be, if its record did not say.
+        provisional: whether the verdict is a guess, as hosts that know the end were not reached.
     """
 
     state: JobState
@@ -52,6 +53,23 @@ class Status:
     started_at: str | None = None
     restarts: int = 0
     handle: Handle | None = None
+    provisional: bool = False
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """How much one host may send when results are fetched.
+
+    Attributes:
+        files: files, directories and links at the paths that are asked for.
+        size: bytes of the files that have to be brought.
+    """
+
+    files: int = 100_000
+    size: int = 50 << 30
+
+
+FETCH_LIMITS = FetchLimits()
 
 
 class Backend(Protocol):
@@ -85,7 +103,13 @@ class Fetcher(Protocol):
     """What a backend can do whose jobs work on disks that are not this machine's."""
 
     def fetch(
-        self, record: Record, paths: Sequence[str], target: Path, nodes: Sequence[int] | None, may_replace: Callable[[list[str]], bool]
+        self,
+        record: Record,
+        paths: Sequence[str],
+        target: Path,
+        nodes: Sequence[int] | None,
+        may_replace: Callable[[list[str]], bool],
+        limits: FetchLimits,
     ) -> list[Fetched]:
         """Bring results from the job's hosts; see `clusterjob.jobs.fetch`."""
 
@@ -100,6 +124,31 @@ class Examiner(Protocol):
         Raises:
             UsageError: the job makes no sense on this cluster.
         """
+
+
+@runtime_checkable
+class Interrupter(Protocol):
+    """What a backend can do whose agents hear of Ctrl-C: interrupt workers (SIGINT) before it cancels."""
+
+    def interrupt(self, record: Record) -> bool:
+        """Have the workers interrupted, and stopped after the job's grace; returns at once.
+
+        False where the job can only be cancelled: no agent runs workers of it yet.
+        """
+
+
+@runtime_checkable
+class Foreground(Protocol):
+    """What a backend can do whose jobs run beside the caller: give rank 0 its stdin, a terminal included.
+
+    Attributes:
+        stdin: the descriptor that becomes rank 0's stdin in jobs that are submitted from now on; None for an empty one.
+    """
+
+    stdin: int | None
+
+    def interrupt_prompt(self, record: Record) -> bool:
+        """Interrupt the worker that waits for input from this process's terminal; return whether there is one."""
 
 
 class _Names(Sequence[str]):

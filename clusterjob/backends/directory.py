@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob import arrays, pack, plans
 from clusterjob.arrays import Array
-from clusterjob.backends import Status
+from clusterjob.backends import FetchLimits, Status
 from clusterjob.checks import Finding, ok
 from clusterjob.errors import ClusterJobError, SpecError
-from clusterjob.node import ends
+from clusterjob.node import ends, files, private
 from clusterjob.node.events import now, read_events
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
@@ -22,6 +23,10 @@ from clusterjob.records import Record, home
 from clusterjob.render import sh_line
 from clusterjob.spec import JobSpec
 
+if TYPE_CHECKING:
+    from clusterjob.ssh.fetch import Request
+
+CODE = "code"  # where hosts have the working directory that was sent, in the job's own
 SWEEP = "sweep.args"  # each element's arguments, in a job's directory
 
 
@@ -46,8 +51,11 @@ def refuse_hosts(spec: JobSpec, name: str) -> None:
     """
     if spec.hosts:
         raise SpecError(f"the {name} cluster takes no hosts", "--cluster ssh does")
-    if spec.gpus or (not spec.sync and not spec.login):
-        raise SpecError(f"the {name} cluster knows no {'--gpus' if spec.gpus else '--no-sync'}", "it is for hosts: --cluster ssh")
+    if spec.gpus:
+        count = spec.gpus if spec.gpus.isdigit() else "N" if spec.gpus == "auto" else len(spec.gpus.split(","))
+        raise SpecError(f"--gpus {spec.gpus} lists cards, which the {name} cluster cannot choose", f"did you mean --gpus-per-node {count}?")
+    if not spec.sync and not spec.login:
+        raise SpecError(f"the {name} cluster knows no --no-sync", "it is for hosts: --cluster ssh")
 
 
 def refuse_queue(spec: JobSpec, cluster: str, hint: str = "it needs a queue: --cluster slurm") -> None:
@@ -61,6 +69,11 @@ def refuse_queue(spec: JobSpec, cluster: str, hint: str = "it needs a queue: --c
     Raises:
         SpecError: the job asks for an array, a dependency, a container or another of a queue's.
     """
+    if spec.resources.gpu_type:
+        wanted = f"--gpus-per-node {spec.resources.gpu_type}:{spec.resources.gpus_per_node}"
+        raise SpecError(
+            f"{wanted}: the {cluster} cluster cannot choose GPUs by their type", f"--gpus-per-node {spec.resources.gpus_per_node}"
+        )
     for flag in ("container", "array", "sweep", "after", "requeue", "signal_before", "login"):
         if getattr(spec, flag):
             raise SpecError(f"the {cluster} cluster has no --{flag.replace('_', '-')}", hint)
@@ -135,12 +148,38 @@ def progress(job_dir: Path) -> tuple[str | None, int, str]:
     for event in read_events(job_dir / "events.jsonl"):
         kind = event.get("event")
         if kind == "started":
-            started_at, restarts, waiting = started_at or event.get("time"), int(event.get("restart", 0)), ""
+            at, restart = event.get("time"), event.get("restart")
+            started_at = started_at or (at if isinstance(at, str) else now())
+            restarts, waiting = restart if type(restart) is int else 0, ""
         elif kind == "waiting":
-            waiting = f"waiting for node {', '.join(map(str, event.get('missing', [])))}"
+            missing = event.get("missing")
+            waiting = f"waiting for node {', '.join(map(str, missing))}" if isinstance(missing, list) else ""
         elif kind == "exec":
             waiting = str(event.get("why", ""))
     return started_at, restarts, waiting
+
+
+def fetch_request(
+    record: Record, paths: Sequence[str], target: Path, may_replace: Callable[[list[str]], bool], limits: FetchLimits
+) -> Request:
+    """Return what is to be fetched of a job from one host; see `clusterjob.jobs.fetch`."""
+    from clusterjob.ssh.fetch import Request
+    from clusterjob.ssh.snapshot import sent_digests
+
+    synced, workdir = record.spec.get("sync", True), str(record.spec["workdir"])
+    place = target.resolve()
+    job_dir = record.job_dir if record.index is None else record.job_dir.parent.parent
+    return Request(
+        record.whole_id,
+        CODE if synced else workdir,
+        paths,
+        target,
+        may_replace,
+        limits.files,
+        limits.size,
+        sent_digests(job_dir) if synced and place == Path(workdir).resolve() else {},
+        home() / "fetched" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json",
+    )
 
 
 def nothing_to_fetch(record: Record) -> ClusterJobError:
@@ -153,7 +192,7 @@ def wish_to_cancel(record: Record) -> None:
     """Note the wish that a job end; an element of an array that has not begun gets its directory for that."""
     if record.index is not None and record.job_dir.parent.parent.is_dir():
         try:
-            record.job_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private.make(record.job_dir)
         except OSError:
             pass  # a full disk costs the note alone
     ends.cancel(record.job_dir)
@@ -179,4 +218,6 @@ def end_without_lead(job_dir: Path, started_at: str | None, restarts: int, other
             return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
     if not job_dir.exists() and (isinstance(otherwise, str) or otherwise.state is JobState.LOST):
         return Verdict(JobState.LOST, 1, f"its directory {job_dir} is gone", **common)
-    return otherwise if isinstance(otherwise, Verdict) else Verdict(JobState.LOST, 1, otherwise, **common)
+    if isinstance(otherwise, Verdict):
+        return otherwise
+    return Verdict(JobState.LOST, 1, "; ".join(filter(None, (otherwise, files.why_full(job_dir)))), **common)

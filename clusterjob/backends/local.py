@@ -7,9 +7,11 @@ A job is detached: its agents live in sessions of their own and need nobody. Whi
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ from clusterjob import checks, gpus
 from clusterjob.backends import Status, directory
 from clusterjob.checks import Check
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
-from clusterjob.node import contract, ends, files, groups, processes
+from clusterjob.node import contract, ends, groups, private, processes
 from clusterjob.node.logs import node_directory
-from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.node.verdict import JobState
 from clusterjob.plans import Plan, PlannedCommand
 from clusterjob.records import Handle, Record
 from clusterjob.render import render
@@ -37,14 +39,20 @@ class LocalBackend:
 
     def __init__(self) -> None:
         self._lifelines: dict[str, list[int]] = {}
+        self.stdin: int | None = None
 
     def plan(self, spec: JobSpec) -> Plan:
         """Return what submitting the job would do.
 
         Raises:
-            SpecError: there are too few GPUs and `require_gpus` is set, or an option that this backend does not know.
+            SpecError: there is no such interpreter, there are too few GPUs and `require_gpus` is set, or an option that this backend
+                does not know.
             TemplateError: the user's template cannot be rendered.
         """
+        _check_interpreter(spec)
+        return self._plan(spec)
+
+    def _plan(self, spec: JobSpec) -> Plan:
         directory.refuse_hosts(spec, NAME)
         if spec.options:
             raise SpecError(f"the local cluster knows no option {next(iter(spec.options))!r}", "it is one of Slurm's: --cluster slurm")
@@ -85,8 +93,10 @@ class LocalBackend:
         try:
             for command in plan.commands:
                 folder = node_directory(plan.job_dir, command.node_rank)
-                folder.mkdir(mode=0o700, parents=True)
-                pid, lifeline = _start(command, folder / "agent.log")
+                private.make(folder)
+                pid, lifeline = _start(
+                    command, folder / "agent.log", {secret.name for secret in plan.spec.secret}, None if command.node_rank else self.stdin
+                )
                 lifelines.append(lifeline)
                 agents.append({"node_rank": command.node_rank, "pid": pid, "ticks": processes.start_ticks(pid) or 0})
         except OSError as error:
@@ -136,12 +146,38 @@ class LocalBackend:
         self._cut(record.job_id)
         groups.end([agent["pid"] for agent in _live_agents(record)], float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE)
 
+    def interrupt_prompt(self, record: Record) -> bool:
+        """Interrupt the worker that waits for input from this process's terminal; return whether there is one."""
+        readers = [reader for agent in _live_agents(record) if (reader := processes.terminal_reader(agent["pid"])) is not None]
+        return any(processes.send_signal(reader, signal.SIGINT) for reader in readers)
+
+    def interrupt(self, record: Record) -> bool:
+        """Have every agent interrupt its workers, as Ctrl-C does, and stop them after the job's grace."""
+        ends.cancel(record.job_dir)
+        for agent in _live_agents(record):
+            groups.signal_group(agent["pid"], signal.SIGINT)
+        return True
+
     def examine(self, spec: JobSpec) -> Iterator[Check]:
         """Yield what is found of this machine's fitness for a job."""
         from clusterjob.backends.here import Machine
 
-        job = checks.Look("job", lambda: directory.plannable(self.plan, spec))
+        job = checks.Look("job", lambda: directory.plannable(self._plan, spec))  # the interpreter is a check of its own
         return checks.examine([job, *Machine(spec).looks()])
+
+
+def _check_interpreter(spec: JobSpec) -> None:
+    """Refuse an interpreter that is not here, unless setup lines or a template of the user's own may bring it.
+
+    Raises:
+        SpecError: the script would not find it.
+    """
+    if spec.setup or spec.template is not None:
+        return
+    path = spec.env.get("PATH", os.environ.get("PATH"))
+    wanted = os.path.join(spec.workdir, spec.python) if os.sep in spec.python else spec.python
+    if shutil.which(wanted, path=path) is None:
+        raise SpecError(f"there is no interpreter {spec.python}", "--python names one: a path, or a command of PATH")
 
 
 def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
@@ -162,22 +198,40 @@ def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
     return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, [f"{short}: a rehearsal, with the workers on the CPU and gloo", *notes]
 
 
-def _start(command: PlannedCommand, log: Path) -> tuple[int, int]:
-    """Start one agent in a session of its own; return its pid and the write end of its lifeline."""
+def _start(command: PlannedCommand, log: Path, hidden: Collection[str], stdin: int | None) -> tuple[int, int]:
+    """Start one agent in a session of its own; return its pid and the write end of its lifeline.
+
+    Args:
+        command: what starts it.
+        log: where it writes.
+        hidden: variables of this process that its script does not see; the agent reads them from a file.
+        stdin: what becomes rank 0's stdin; the agent's own is its lifeline.
+    """
     inherited = {
-        name: value for name, value in os.environ.items() if name not in contract.LAUNCH_VARIABLES and not name.startswith("CLUSTERJOB_")
+        name: value
+        for name, value in os.environ.items()
+        if name not in contract.LAUNCH_VARIABLES and name not in hidden and not name.startswith("CLUSTERJOB_")
     }
+    lent = [] if stdin is None else [os.dup(stdin)]  # 0 itself is the lifeline's number
+    told = {contract.STDIN_FD: str(lent[0])} if lent else {}
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     try:
         with log.open("ab") as output:
             process = subprocess.Popen(
-                command.argv, stdin=read_end, stdout=output, stderr=output, env=inherited | dict(command.env), start_new_session=True
+                command.argv,
+                stdin=read_end,
+                stdout=output,
+                stderr=output,
+                env=inherited | dict(command.env) | told,
+                pass_fds=lent,
+                start_new_session=True,
             )
     except BaseException:
         os.close(write_end)
         raise
     finally:
-        os.close(read_end)
+        for descriptor in (read_end, *lent):
+            os.close(descriptor)
     process.returncode = 0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
     return process.pid, write_end
 
@@ -204,9 +258,9 @@ def _host(record: Record) -> str:
 
 def _status(record: Record) -> Status:
     alive = bool(_live_agents(record))  # before the result is read: what is dead by now has written its end
-    result = files.read_json(record.job_dir / "result.json")
-    if result is not None:
-        return directory.ended(Verdict.from_json(result))
+    verdict = ends.read_result(record.job_dir)
+    if verdict is not None:
+        return directory.ended(verdict)
     started_at, restarts, waiting = directory.progress(record.job_dir)
     if alive and not record.job_dir.exists():
         return Status(JobState.UNKNOWN, f"its directory {record.job_dir} is gone while its agents run")

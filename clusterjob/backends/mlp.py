@@ -83,6 +83,7 @@ class MlpBackend(PlatformBackend):
             files=(*directory.common_files(spec, job_dir), *files, directory.script_file(job_dir / _SCRIPT, script)),
             commands=() if missing else tuple(_command(path) for path in tasks),
             notes=_notes(spec, missing),
+            sends_code=spec.sync and not missing,
             array={"indices": list(array.indices), "pieces": [0]} if array else None,
         )
 
@@ -118,7 +119,9 @@ class MlpBackend(PlatformBackend):
         confs = []
         for index in plan.array["indices"] if plan.array else (None,):
             text = planned[_task_file(plan.job_dir, index)].text()
-            fields = task.with_secrets(text, given, token, os.environ)
+            fields = task.with_secrets(
+                text, given, token, os.environ, {secret.name: secret.value(os.environ) for secret in plan.spec.secret}
+            )
             full = render("mlp-task.yaml.j2", {"job_id": plan.job_id, "task": fields})
             confs.append((fields["TaskName"], full.encode()))
         limit = parse_size(options.values["sync_limit"]) if "sync_limit" in options.values else snapshot.LIMIT

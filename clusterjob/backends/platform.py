@@ -17,7 +17,7 @@ from clusterjob.backends import Status, directory
 from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
 from clusterjob.node import ends, files
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.plans import Plan, token_file
+from clusterjob.plans import Plan, secrets_file, token_file
 from clusterjob.platforms import Instance, Platform, Task, standing, upload
 from clusterjob.platforms.standing import Known, Retries, Seen
 from clusterjob.platforms.stream import Stream
@@ -126,7 +126,8 @@ class PlatformBackend(ABC):
             raise
         finally:
             path.unlink(missing_ok=True)
-        token_file(plan.job_dir).unlink(missing_ok=True)  # the platform has it, and nobody here needs it
+        for path in (token_file(plan.job_dir), secrets_file(plan.job_dir)):
+            path.unlink(missing_ok=True)  # the platform has them, and nobody here needs them
         names = [plan.job_id] if plan.array else ids
         return Handle(self.NAME, names[0], {"ids": names, "account": dict(self.account_of(plan.spec.options)), "at": at})
 

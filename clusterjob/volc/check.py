@@ -34,7 +34,7 @@ FLAGS: Mapping[str, Sequence[str]] = {
     "logs": ("task", "instance", "lines"),
     "cancel": ("id",),
 }
-_DOCS = "docs/mlp.md says what to check first"
+_DOCS = "https://www.volcengine.com/docs/6459 is the platform's documentation"
 _CONFIGURE = "`volc configure` asks for keys and region; so do VOLC_AK, VOLC_SK and VOLC_REGION"
 _SLOW = 10.0  # seconds for an answer
 
@@ -257,7 +257,10 @@ def _command() -> Iterator[Finding]:
 
 
 def _first_task() -> Iterator[Finding]:
-    yield unknown("whether the queue has room, the image starts and its nodes meet, only a task can tell", _DOCS)
+    yield unknown(
+        "whether the queue has room, the image starts and its nodes meet, only a task can tell",
+        "a first one: `clusterjob run -- hostname`, with the same options",
+    )
 
 
 def _is_help(answer: Answer) -> bool:

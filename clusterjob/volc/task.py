@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from clusterjob.errors import SpecError, SubmitError
@@ -257,6 +258,7 @@ def _limits(spec: JobSpec, options: Options) -> dict[str, Any]:
 def _environment(spec: JobSpec, options: Options, index: int | None) -> list[dict[str, Any]]:
     """Return the variables that are not in the entry script: secrets, without their values, and which element this is."""
     names = [contract.TOKEN, *(name for name in options.secrets if _VARIABLE.fullmatch(name) and "." not in name)]
+    names += [secret.name for secret in spec.secret if secret.name not in names]
     both = next((name for name in names if name in spec.env), None)
     if both is not None:
         raise SpecError(f"{both} is a secret and has a value in --env too", "leave it out of one")
@@ -336,14 +338,17 @@ def how_to_name(missing: Sequence[str], options: Mapping[str, str]) -> str:
     return f"--gpus-per-node finds a flavor in the profile's table flavors; {by_hand}" if has_table else by_hand
 
 
-def with_secrets(planned: str, options: Mapping[str, str], token: str, environ: Mapping[str, str]) -> dict[str, Any]:
+def with_secrets(
+    planned: str, options: Mapping[str, str], token: str, environ: Mapping[str, str], more: Mapping[str, bytes] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return a planned task with its secrets.
 
     Args:
         planned: the task as YAML.
         options: the job's.
         token: the job's own secret.
-        environ: where the others are taken from.
+        environ: where those of the option ``secrets`` are taken from.
+        more: those of ``--secret``, by name.
 
     Raises:
         SubmitError: a secret is not there, or is no text.
@@ -360,6 +365,11 @@ def with_secrets(planned: str, options: Mapping[str, str], token: str, environ: 
         except UnicodeEncodeError:  # said here: whoever writes the YAML would show the value
             raise SubmitError(f"the secret {target} holds bytes that are no UTF-8, which YAML cannot carry", f"look at {source}") from None
         values[target] = environ[source]
+    for name, secret in more.items():
+        try:
+            values[name] = secret.decode()
+        except UnicodeDecodeError:
+            raise SubmitError(f"--secret {name}: its value holds bytes that are no UTF-8, which YAML cannot carry") from None
     for entry in task["Envs"]:
         if entry.get("IsPrivate"):
             entry["Value"] = values[entry["Name"]]
