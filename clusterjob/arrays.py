@@ -117,8 +117,12 @@ def _axis(item: str) -> tuple[str, list[str]]:
         (row,) = csv.reader([text], strict=True)
     except (csv.Error, ValueError):
         raise SpecError(f"--sweep {item!r}: the values are not a list", 'values hold a comma in double quotes: mix="a,b",c') from None
+    if text and re.search(r"(?:^|,)(?:,|$)", re.sub(r'"(?:[^"]|"")*"', "quoted", text)):
+        raise SpecError(f"--sweep {item!r}: a value is empty", f'take the comma away, or write "" for an empty value: \'{name}="",a\'')
     choices: list[str] = []
     for word in row:
+        if dots := re.fullmatch(r"(-?\d+)\.{2,3}(-?\d+)", word, re.ASCII):
+            raise SpecError(f"--sweep {item!r}: {word!r} is no range of indices", f"did you mean {name}={dots[1]}-{dots[2]}?")
         match = _RANGE.fullmatch(word)
         choices += map(str, indices(word, f"--sweep {item!r}")) if match and match[2] else [word]
         _check_count(len(choices))
@@ -159,6 +163,6 @@ def pieces(array: Array, largest: int) -> list[Piece]:
 
 def ranges_text(indices: Sequence[int]) -> str:
     """Return ascending indices as a cluster takes them: ``0-3,7``."""
-    from clusterjob.node.logs import ranges
+    from clusterjob.node.folding import ranges
 
     return ",".join(ranges(list(indices)))

@@ -83,7 +83,7 @@ class Look:
     name: str
     find: Callable[[], Iterable[Finding]]
     needs: tuple[str, ...] = ()
-    hint: str = "docs/troubleshooting.md says what each check looks at"
+    hint: str = ""
 
 
 def examine(looks: Iterable[Look]) -> Iterator[Check]:

@@ -74,7 +74,7 @@ def start(answer: Answer, mode: str) -> Finding:
         return ok("forked from one process that has imported torch")
     if mode == "fork":
         return failed(f"--start fork is impossible: {why}", "--start auto takes exec then")
-    return warning(f"by exec, each importing torch for itself: {why}", "docs/troubleshooting.md has a section on fork and exec")
+    return warning(f"by exec, each importing torch for itself: {why}", "--start exec asks for that, and this line is ok then")
 
 
 def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) -> Finding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import PlannedFile
 from clusterjob.records import Record, Records
 from clusterjob.settings import SETTINGS, read_setting
+from clusterjob.trust import Use
 from clusterjob.worker import call
 
 _DISTANT = ("ssh", "mlp")  # backends whose jobs write into directories of other machines
@@ -109,6 +110,8 @@ def map(function: Callable[..., Any], values: Iterable[Any], **settings: Any) ->
 
 
 def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -> list[Record]:
+    if not callable(calls[0][0]):
+        raise UsageError(f"{calls[0][0]!r} is not a function", "a script is started by the command `clusterjob submit SCRIPT`")
     values = dict(given)
     cluster = values.pop("cluster", None)
     at_once = values.pop("array", "") if many else ""
@@ -116,11 +119,12 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
         if key not in SETTINGS or key in ("sweep", "array"):
             near = difflib.get_close_matches(key, SETTINGS, 1)
             raise UsageError(
-                f"a function's job has no setting {key!r}", f"did you mean {near[0]}?" if near else "docs/configuration.md lists them"
+                f"a function's job has no setting {key!r}",
+                f"did you mean {near[0]}?" if near else "`clusterjob submit --help` lists them, as options",
             )
     flags = {key: read_setting(key, value, f"{key}={value!r}") for key, value in values.items() if value is not None}
     flags.setdefault("name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>"))
-    settings = jobs.settle(flags, cluster, Path.cwd())
+    settings = jobs.settle(flags, cluster, Path.cwd(), Use(sources=tuple(_sources(calls[0][0]))))
     if settings.backend in _DISTANT or settings.values.get("login"):
         # Their results would be pickles that other machines have made, read here.
         raise UsageError(f"a function's results do not come back from the cluster {settings.cluster!r}", "submit a script there")
@@ -129,6 +133,15 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
         return [record for payload in payloads for record in _start({}, settings, [payload])]
     array = {"array": f"0-{len(calls) - 1}{at_once}"} if many else {}
     return _start(array, settings, payloads)
+
+
+def _sources(function: Callable[..., Any]) -> Iterator[Path]:
+    """Yield what asks for a job: the running script, else the directory of an interactive session; and the function's file."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    yield Path(main) if main else Path.cwd()
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        yield Path(code.co_filename)
 
 
 def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> list[Record]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import os
 import shutil
 import sys
@@ -11,40 +14,85 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob import backends, config, hosts, pack, plans
-from clusterjob.backends import Backend, Status
+from clusterjob import backends, config, hosts, pack, plans, secret_values
+from clusterjob.backends import FETCH_LIMITS, Backend, FetchLimits, Foreground, Interrupter, Status
 from clusterjob.backends.directory import nothing_to_fetch
 from clusterjob.checks import Check
-from clusterjob.errors import ClusterJobError, PlaceError, SpecError, SubmitInDoubtError, UsageError
-from clusterjob.node import ends, environments, events, processes
+from clusterjob.errors import AmbiguousId, ClusterJobError, PlaceError, RecordError, SpecError, SubmitInDoubtError, UsageError
+from clusterjob.listing import Listing, Row, row_of
+from clusterjob.node import ends, environments, events, files, private, processes
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.plans import Plan
-from clusterjob.records import Handle, Record, Records
+from clusterjob.records import Handle, Record, Records, home, secure_home
 from clusterjob.spec import JobSpec, Resources
+from clusterjob.trust import LOOK, Use
 
 if TYPE_CHECKING:
     from clusterjob.ssh.fetch import Fetched
 
 NAMED_OPTIONS = ("account", "partition", "nodelist", "exclude", "reservation")  # --set's most common, with names of their own
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two looks at a job that is waited for
+_ARRAY = "an array"  # in the place of a state: each element has its own
 _LONGEST_PAUSE_OF_MANY = 1.0  # ... at the directories of many
 
 
-def settle(flags: Mapping[str, Any], cluster: str | None, directory: Path) -> config.Settings:
+def settle(flags: Mapping[str, Any], cluster: str | None, directory: Path, use: Use = LOOK) -> config.Settings:
     """Return the settings that hold for a job submitted from a directory.
+
+    Args:
+        flags: what the command line gave.
+        cluster: what --cluster named, or None.
+        directory: the working directory.
+        use: what is about to happen with the settings; by default nothing is executed.
 
     Raises:
         PlaceError: this is the inside of a job, and no cluster was named.
+        Untrusted: a project's file would execute something, and the user has not trusted it.
     """
+    if isinstance(flags.get("env"), list):
+        flags = {**flags, "env": [_with_value(item) for item in flags["env"]]}
     named = "hosts" in flags or "hostfile" in flags or any(os.environ.get(f"CLUSTERJOB_{key}") for key in ("HOSTS", "HOSTFILE"))
     has_hosts = named or bool(hosts.of_platform(os.environ))
     has_login = "login" in flags or bool(os.environ.get("CLUSTERJOB_LOGIN"))
     if cluster is None and not has_hosts and not has_login:
         _refuse_inside_a_job()
-    preferred = "slurm" if has_login else "ssh" if has_hosts else backends.preferred()
-    return config.resolve(flags, cluster, os.environ, directory, backends.names(), preferred)
+    preferred = (lambda: "slurm") if has_login else (lambda: "ssh") if has_hosts else backends.preferred
+    settings = config.resolve(flags, cluster, os.environ, directory, backends.names(), preferred, use)
+    return _with_kept_ssh_config(settings) if use.program is not None or use.sources else settings
+
+
+def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
+    """Return the settings of a job that is submitted with a copy of the project's ssh configuration, if there is one.
+
+    `status` and others read it later, when the project may hold what the user has never run or trusted.
+    """
+    options = settings.values.get("set", {})
+    named = options.get("ssh_config")
+    if not isinstance(named, config.OfProject):
+        return settings
+    try:
+        content = Path(named).expanduser().read_bytes()
+    except (OSError, RuntimeError):  # the backend names it
+        return settings
+    secure_home()
+    kept = home() / "ssh_configs" / hashlib.sha256(content).hexdigest()[:32]
+    try:
+        private.make(kept.parent)
+        files.write_atomic(kept, content)
+    except OSError as error:
+        raise RecordError(f"{kept} cannot be written: {error.strerror}", "CLUSTERJOB_HOME names another place for jobs") from error
+    return replace(settings, values={**settings.values, "set": {**options, "ssh_config": str(kept)}})
+
+
+def _with_value(item: str) -> str:
+    """Return an item of ``--env`` with its value: NAME alone is this environment's variable."""
+    if "=" in item:
+        return item
+    if item not in os.environ:
+        raise SpecError(f"--env {item}: it is not set here", f"--env {item}=VALUE gives it a value")
+    return f"{item}={os.environ[item]}"
 
 
 def _refuse_inside_a_job() -> None:
@@ -73,14 +121,16 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     values = dict(settings.values)
     if values.get("gpus", "auto") != "auto":
         values.setdefault("gpus_per_node", len(values["gpus"].split(",")))
-    gpus_per_node = values.get("gpus_per_node")
+    gpu_type, gpus_per_node = _gpus(values.get("gpus_per_node"))
     options = values.pop("set", {}) | {key: values.pop(key) for key in NAMED_OPTIONS if key in values}
     chosen = _hosts(values, settings.backend, directory)
     slots = max((host.slots or 1 for host in chosen), default=1)
     resources = Resources(
-        nodes=values.pop("nodes", len(chosen) or 1), gpus_per_node=values.pop("gpus_per_node", None),
+        nodes=values.pop("nodes", len(chosen) or 1), gpus_per_node=gpus_per_node,
         cpus_per_task=values.pop("cpus_per_task", None), mem=values.pop("mem", None), time_limit=values.pop("time", None),
+        gpu_type=gpu_type,
     )  # fmt: skip
+    values.pop("gpus_per_node", None)
     workdir = directory / values.pop("workdir", "")
     if "template" in values:
         values["template"] = directory / values["template"]
@@ -96,6 +146,12 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         options=options,
         **values,
     )
+
+
+def _gpus(asked: int | str | None) -> tuple[str, int | None]:
+    """Return the type and the number of GPUs that are asked for as ``8`` or ``a100:8``."""
+    gpu_type, _, count = asked.rpartition(":") if isinstance(asked, str) else ("", "", asked)
+    return gpu_type, None if count is None else int(count)
 
 
 def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts.Host, ...]:
@@ -129,7 +185,7 @@ def default_python(environ: Mapping[str, str]) -> str:
     return sys.executable
 
 
-def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
+def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) -> Record:
     """Carry out a plan and return the job's record.
 
     The intent is on disk before the backend is asked, and nothing of a job that could not start is left.
@@ -138,22 +194,30 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
         plan: what `Backend.plan` returned.
         cluster: the cluster's name, for the record.
         detach: whether the job may live on without this process.
+        stdin: the descriptor that becomes rank 0's stdin, where the backend's jobs run beside this process; None for an empty one.
 
     Raises:
         ClusterJobError: the job's directory or record cannot be written, or the backend cannot start it.
     """
+    secure_home()
     records = Records()
     backend = _backend(plan.backend)
-    plans.write_files(plan)
-    for file in plan.files:
-        if file.path.name == pack.NAME:
-            pack.keep(file.data, pack.cache_directory())
+    if plan.job_dir.exists():
+        raise RecordError(f"the job directory {plan.job_dir} cannot be made: File exists", "submit again: the job gets another id")
+    _remove_leftovers(records)
+    values = secret_values.packed(plan.spec.secret, os.environ)
     record = Record(
         plan.job_id, plan.spec.name, cluster, plan.backend, plan.job_dir, plan.spec.resources.nodes, events.now(), plan.spec.to_json(),
         submitter=processes.ProcessIdentity.of_this_process(), array=plan.array,
     )  # fmt: skip
     try:
-        records.save(record)
+        records.save(record)  # first: a submit that is killed leaves no directory that belongs to no job
+        plans.write_files(plan, values)
+        for file in plan.files:
+            if file.path.name == pack.NAME:
+                pack.keep(file.data, pack.cache_directory())
+        if isinstance(backend, Foreground):
+            backend.stdin = stdin
         handle = backend.submit(plan)
         try:
             record = records.with_handle(record, handle)
@@ -167,12 +231,29 @@ def submit(plan: Plan, cluster: str, *, detach: bool) -> Record:
         ends.cancel(plan.job_dir)  # wherever it was broken off: for whoever asks after it, and whatever of it may still start
         raise
     except ClusterJobError:
-        records.remove(plan.job_id)
         shutil.rmtree(plan.job_dir, ignore_errors=True)
+        records.remove(plan.job_id)
         raise
     if detach and record.handle is not None:
         backend.detach(record.handle)
     return record
+
+
+def _remove_leftovers(records: Records) -> None:
+    """Remove what killed submits have left: parts of records, and old directories without a record in which nothing was started."""
+    files.remove_leftovers(records.directory)
+    try:
+        found = [Path(entry) for entry in os.scandir(home() / "jobs")]
+    except OSError:
+        return
+    known = {entry.name.removesuffix(".json") for entry in records.entries()}
+    for job_dir in found:
+        if job_dir.name in known or any((job_dir / "logs").glob("*")) or any((job_dir / "ends").glob("*")):
+            continue
+        # A job that waits in a queue looks the same, and NFS may list the records as they were before it.
+        with contextlib.suppress(OSError):
+            if files.is_old(job_dir) and not records.has(job_dir.name):
+                shutil.rmtree(job_dir, ignore_errors=True)
 
 
 _loaded: dict[str, Backend] = {}
@@ -187,7 +268,14 @@ def _backend(name: str) -> Backend:
 
 def plan(spec: JobSpec, settings: config.Settings) -> Plan:
     """Return what submitting a job would do; runs no command and contacts nothing."""
-    return _backend(settings.backend).plan(spec)
+    plan = _backend(settings.backend).plan(spec)
+    secret_values.packed(spec.secret, os.environ)  # each has a value, or the job is refused here
+    wrong = spec.syntax_error()  # by this Python: the job's own may be a newer one
+    return (
+        replace(plan, notes=(*plan.notes, f"{wrong} (as Python {sys.version_info.major}.{sys.version_info.minor} reads it)"))
+        if wrong
+        else plan
+    )
 
 
 def examine(settings: config.Settings, directory: Path) -> Iterator[Check]:
@@ -217,25 +305,74 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     found: dict[str, Status] = {}
     asked: dict[str, list[Record]] = {}
     for record in wanted:
-        if record.end is not None:
-            found[record.job_id] = _from_end(Verdict.from_json(record.end))
+        if record.end is not None and not record.may_be_corrected:
+            found[record.job_id] = _from_end(Verdict.from_json(record.end))  # `Record.from_json` has checked it
         else:
             asked.setdefault(record.backend, []).append(record)
     for name, group in asked.items():
-        found |= _backend(name).status(group)
+        found |= _ask(name, group)
     pairs = []
     arrays: dict[str, Handle] = {}
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
+        if record.end is not None and (status.provisional or status.state is JobState.UNKNOWN):
+            status = _from_end(Verdict.from_json(record.end))  # nothing better is known
         if status.handle is not None and record.handle is None and record.index is None:
             record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job, and where it is
         elif status.handle is not None and record.handle is None:
             arrays[record.whole_id] = status.handle
-        news = record.end is None and status.verdict is not None and status.state.final
-        pairs.append((records.with_end(record, status.verdict.to_json()) if news and status.verdict else record, status))
+        if status.verdict is not None and status.state.final and status.verdict.to_json() != record.end:
+            record = records.with_end(record, status.verdict.to_json(), provisional=status.provisional)  # noqa: PLW2901
+        pairs.append((record, status))
     for whole_id, handle in arrays.items():
         records.with_handle(records.find(whole_id), replace(handle, id=handle.data["ids"][0]))
     return pairs
+
+
+def with_states(error: AmbiguousId) -> AmbiguousId:
+    """Return the error with the state of each of the first jobs in its hint, as far as they can be asked."""
+    records = Records()
+    try:
+        shown = [records.find(job_id) for job_id in error.ids[:5]]
+        known = {record.whole_id: str(status.state) for record, status in statuses([one for one in shown if one.array is None])}
+    except ClusterJobError:
+        return error
+    more = f" and {len(error.ids) - len(shown)} more: `clusterjob list` shows them" if len(error.ids) > len(shown) else ""
+    error.hint = f"it could be {', '.join(f'{one.job_id} ({known.get(one.job_id, _ARRAY)})' for one in shown)}{more}"
+    return error
+
+
+def _ask(name: str, group: Sequence[Record]) -> dict[str, Status]:
+    """Ask one backend for its jobs. What is wrong with one record or directory makes that job UNKNOWN, and no other."""
+    try:
+        backend = _backend(name)
+    except ClusterJobError as error:  # a backend of a package that is gone
+        return {record.job_id: Status(JobState.UNKNOWN, error.message) for record in group}
+    try:
+        return backend.status(group)
+    except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if len(group) > 1:
+            return {job_id: status for record in group for job_id, status in _ask(name, [record]).items()}
+        what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return {group[0].job_id: Status(JobState.UNKNOWN, f"its record or its directory {group[0].job_dir} cannot be read ({what})")}
+
+
+def unended() -> list[tuple[Record, Status]]:
+    """Return how the jobs stand that have not ended, the oldest first."""
+    found = Listing(Records())
+    pairs = [(record, status) for record, status in statuses(found.open) if not status.state.final]
+    return sorted(pairs, key=lambda pair: _place_in_list(row_of(*pair)))
+
+
+def listing() -> tuple[list[Row], list[str]]:
+    """Return a row for each job, the oldest first, an array's elements together; and the records that cannot be read."""
+    found = Listing(Records())
+    rows = found.rows + [row_of(record, status) for record, status in statuses(found.open)]
+    return sorted(rows, key=_place_in_list), found.broken
+
+
+def _place_in_list(row: Row) -> tuple[str, str, int]:
+    return row.submitted_at, row.array_id or row.job_id, int(row.job_id.rpartition("_")[2]) if row.array_id else 0
 
 
 def _from_end(verdict: Verdict) -> Status:
@@ -253,7 +390,12 @@ def collect(record: Record) -> None:
 
 
 def fetch(
-    record: Record, paths: Sequence[str], target: Path, nodes: Sequence[int] | None, may_replace: Callable[[list[str]], bool]
+    record: Record,
+    paths: Sequence[str],
+    target: Path,
+    nodes: Sequence[int] | None,
+    may_replace: Callable[[list[str]], bool],
+    limits: FetchLimits = FETCH_LIMITS,
 ) -> list[Fetched]:
     """Bring results of a job from its hosts: only what has changed.
 
@@ -262,7 +404,8 @@ def fetch(
         paths: files and directories, relative to its working directory.
         target: where to; several hosts get a directory each, ``node<k>``.
         nodes: from which; None for all.
-        may_replace: asked whether files that are newer here may be replaced: all of them, or none.
+        may_replace: asked whether files that have changed here may be replaced: all of them, or none.
+        limits: how much each host may send.
 
     Raises:
         ClusterJobError: its working directory is no other machine's; a host is not reached or has nothing at a path.
@@ -272,7 +415,7 @@ def fetch(
         raise nothing_to_fetch(record)
     if nodes is not None and not all(node < record.nodes for node in nodes):
         raise UsageError(f"job {record.job_id} has no node {max(nodes)}", f"its nodes are 0 to {record.nodes - 1}")
-    return backend.fetch(record, paths, target, nodes, may_replace)
+    return backend.fetch(record, paths, target, nodes, may_replace, limits)
 
 
 def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
@@ -287,9 +430,21 @@ def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
     return done
 
 
+def interrupt_prompt(record: Record) -> bool:
+    """Interrupt the worker that waits for input from this process's terminal, as at a debugger's prompt; return whether there is one."""
+    backend = _backend(record.backend)
+    return isinstance(backend, Foreground) and backend.interrupt_prompt(record)
+
+
+def interrupt(record: Record) -> bool:
+    """Have a job's workers interrupted, as Ctrl-C does; return False where it can only be cancelled."""
+    backend = _backend(record.backend)
+    return isinstance(backend, Interrupter) and record.array is None and backend.interrupt(record)
+
+
 def follow(
     record: Record,
-    show: Callable[[list[Line]], None],
+    show: Callable[[Iterable[list[Line]]], None],
     progress: Callable[[Status], None],
     reader: LogReader | None = None,
     *,
@@ -299,7 +454,7 @@ def follow(
 
     Args:
         record: the job.
-        show: takes the new lines, in order.
+        show: takes the new lines of one look, in order, as pieces of little memory; an empty piece where a line without an end has grown.
         progress: told how the job stands at each look.
         reader: where the lines come from; it may have read some already, or take one worker's alone.
         logs: whether the logs are wanted at all; fetching them from afar costs something.
@@ -310,13 +465,14 @@ def follow(
         now = status(record)
         if logs:
             collect(record)
-        lines = reader.finish() if now.verdict is not None else reader.read()
-        if lines:
-            show(lines)
+        batches = reader.batches(end=now.verdict is not None)
+        first = next(batches, None)
+        if first is not None:
+            show(itertools.chain([first], batches))
         if now.verdict is not None:
             return now.verdict
         progress(now)
-        pause = _FIRST_PAUSE if lines else min(_LONGEST_PAUSE, pause * 1.3)
+        pause = _FIRST_PAUSE if first is not None else min(_LONGEST_PAUSE, pause * 1.3)
         time.sleep(pause)
 
 

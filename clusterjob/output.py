@@ -7,16 +7,20 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import Status
 from clusterjob.checks import Check, CheckState
 from clusterjob.config import Settings
-from clusterjob.node.logs import Line, fold
-from clusterjob.node.verdict import JobState
-from clusterjob.records import Record
+from clusterjob.listing import Row
+from clusterjob.node.folding import Folded, Folder, label
+from clusterjob.node.live_lines import LiveLines
+from clusterjob.node.logs import LONGEST, Line
+from clusterjob.node.sanitize import escape_json, sanitize
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.records import Record, home
 from clusterjob.units import show_size
 
 if TYPE_CHECKING:
@@ -25,16 +29,29 @@ if TYPE_CHECKING:
     from clusterjob.ssh.survey import HostReport
 
 SCHEMA = 1
+_live = LiveLines()  # of the job that is followed: whatever else is printed takes them away
+
+
+def clear_live_lines() -> None:
+    """Take away the lines without an end that a terminal shows."""
+    _live.clear()
 
 
 def print_json(value: dict[str, Any]) -> None:
     """Print a value on stdout with its schema number."""
-    print(json.dumps({"schema": SCHEMA, **value}, ensure_ascii=False, indent=1))
+    print(escape_json(json.dumps({"schema": SCHEMA, **value}, ensure_ascii=False, indent=1)))
 
 
 def say(text: str) -> None:
     """Print a line on stderr, where everything goes that is not a result."""
-    print(f"clusterjob: {text}", file=sys.stderr, flush=True)
+    _live.clear()
+    print(f"clusterjob: {sanitize(text)}", file=sys.stderr, flush=True)
+
+
+def say_end(record: Record, verdict: Verdict) -> None:
+    """Print on stderr how a job has ended, with the last lines of its root cause."""
+    _live.clear()
+    print(sanitize(f"clusterjob: job {record.job_id} {verdict.text()}", lines=True), file=sys.stderr, flush=True)
 
 
 def job_json(record: Record, status: Status) -> dict[str, Any]:
@@ -61,26 +78,32 @@ def job_json(record: Record, status: Status) -> dict[str, Any]:
     }
 
 
-def print_jobs(pairs: Sequence[tuple[Record, Status]], *, together: bool = False) -> None:
+def print_jobs(jobs: Sequence[Row], *, together: bool = False) -> None:
     """Print jobs as a table on stdout, one a line.
 
     Args:
-        pairs: the jobs and how they stand.
+        jobs: the jobs; an array's elements stand together.
         together: give an array one line, with how many of its elements are in which state.
     """
     rows = [("ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON")]
-    for job_id, group in itertools.groupby(pairs, lambda pair: _listed_id(pair[0], together=together)):
+    for listed_id, group in itertools.groupby(jobs, lambda row: (together and row.array_id) or row.job_id):
         members = list(group)
-        record, status = members[0]
-        state, code, reason = str(status.state), "" if status.verdict is None else str(status.verdict.exit_code), status.reason
-        if record.index is not None and together:
-            counts = Counter(str(now.state) for _, now in members)
-            state = ",".join(counts) if len(counts) == 1 else "MIXED"
-            code = next((str(now.verdict.exit_code) for _, now in members if now.verdict is not None and now.verdict.exit_code), code)
-            reason = ", ".join(f"{count} {name}" for name, count in counts.items())
-        when = record.submitted_at[:19].replace("T", " ")
-        rows.append((job_id, state, code, str(record.nodes), record.cluster, when, reason.partition("\n")[0]))
+        row = members[0] if listed_id == members[0].job_id else _whole_array(listed_id, members)
+        rows.append((*row[:5], row.submitted_at[:19].replace("T", " "), row.reason))
     print_table(rows)
+
+
+def _whole_array(array_id: str, elements: Sequence[Row]) -> Row:
+    counts = Counter(row.state for row in elements)
+    code = next((row.exit_code for row in elements if row.exit_code not in ("", "0")), elements[0].exit_code)
+    reason = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return elements[0]._replace(job_id=array_id, state=next(iter(counts)) if len(counts) == 1 else "MIXED", exit_code=code, reason=reason)
+
+
+def print_broken(names: Sequence[str]) -> None:
+    """Say which records cannot be read: the jobs that they were of are not listed."""
+    for name in names:
+        say(f"the record {home() / 'records' / name} cannot be read: its job is not listed")
 
 
 def _listed_id(record: Record, *, together: bool) -> str:
@@ -90,7 +113,7 @@ def _listed_id(record: Record, *, together: bool) -> str:
 def print_end(record: Record, status: Status) -> None:
     """Say how one of several jobs has ended."""
     if status.verdict is not None:
-        say(f"job {record.job_id} {status.verdict.text()}")
+        say_end(record, status.verdict)
 
 
 def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
@@ -106,9 +129,10 @@ def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns; the last one is not padded, so that nothing is cut and no line ends in blanks."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    columns = [[sanitize(cell) for cell in column] for column in zip(*rows, strict=True)]
+    widths = [len(max(column, key=len)) for column in columns]
+    padded = ([cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True))
+    print("\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True)))
 
 
 def print_hosts(reports: Sequence[HostReport]) -> None:
@@ -124,9 +148,9 @@ def print_hosts(reports: Sequence[HostReport]) -> None:
 
 def print_check(check: Check) -> None:
     """Print one line of an examination, at once; what to do about it stands below."""
-    print(f"{check.state!s:<7}  {check.name:<12}  {check.words}", flush=True)
+    print(f"{check.state!s:<7}  {check.name:<12}  {sanitize(check.words)}", flush=True)
     if check.hint and check.state is not CheckState.OK:
-        print(f"{'':<7}  {'':<12}  hint: {check.hint}", flush=True)
+        print(f"{'':<7}  {'':<12}  hint: {sanitize(check.hint)}", flush=True)
 
 
 class LogPrinter:
@@ -134,18 +158,48 @@ class LogPrinter:
 
     Args:
         world_is_one: a job of one worker needs no labels, so that its output can be piped on.
+        raw: print the bytes as the workers wrote them, without labels, and lines that are alike each for itself.
     """
 
-    def __init__(self, *, world_is_one: bool) -> None:
+    def __init__(self, *, world_is_one: bool, raw: bool = False) -> None:
         self._plain = world_is_one
+        self._raw = raw
 
-    def show(self, lines: list[Line]) -> None:
-        """Print lines; those that many ranks wrote alike as one."""
-        for line in fold(lines):
-            text = line.text if self._plain else f"[{line.label}] {line.text}"
-            print(text, file=sys.stdout if line.stream == "out" else sys.stderr)
+    def show(self, batches: Iterable[list[Line]], open_lines: Callable[[], Sequence[Line]]) -> None:
+        """Print what one look has found. Below it a terminal shows lines that have no end yet, which are asked for last."""
+        self.show_all(batches)
+        if not self._raw and _live.has_terminal:
+            _live.show([self._labelled(label(line), line.text) for line in open_lines()])
+
+    def show_all(self, batches: Iterable[list[Line]]) -> None:
+        """Print lines; those that many ranks wrote alike within a moment as one."""
+        folder = Folder()
+        for lines in batches:
+            if self._raw:
+                for line in lines:
+                    self._pass_through(line)
+            elif self._plain:  # nobody else writes
+                self._print(Folded("", line.stream, line.text, line.ended) for line in lines)
+            else:
+                self._print(folder.add(lines))
+        self._print(folder.flush())
+
+    def _print(self, lines: Iterable[Folded]) -> None:
+        for line in lines:
+            _live.clear()
+            end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""  # a part of one line
+            stream = sys.stdout if line.stream == "out" else sys.stderr
+            stream.write(self._labelled(line.label, sanitize(line.text, colours=True)) + end)
         sys.stdout.flush()
         sys.stderr.flush()
+
+    def _labelled(self, whose: str, text: str) -> str:
+        return text if self._plain else f"[{whose}] {text}"
+
+    def _pass_through(self, line: Line) -> None:
+        stream = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
+        stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
+        stream.flush()
 
 
 class Progress:
@@ -176,9 +230,11 @@ class Progress:
         if self._spinner is None:
             from rich.console import Console
 
-            self._spinner = Console(stderr=True).status(text)
+            self._spinner = Console(stderr=True).status("")
             self._spinner.start()
-        self._spinner.update(text)
+        from rich.text import Text
+
+        self._spinner.update(Text(sanitize(text)))  # Text: in a plain string rich would read [/x] as markup
 
     def stop(self) -> None:
         """Take the moving line away."""
@@ -191,7 +247,7 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
     """Print how jobs failed, after their table."""
     for record, status in pairs:
         if status.verdict is not None and status.state is not JobState.SUCCEEDED:
-            print(f"\n{record.job_id} {status.verdict.text()}\n  logs: {record.job_dir / 'logs'}")
+            print(sanitize(f"\n{record.job_id} {status.verdict.text()}\n  logs: {record.job_dir / 'logs'}", lines=True))
 
 
 def settings_json(settings: Settings) -> dict[str, Any]:
@@ -205,7 +261,7 @@ def settings_json(settings: Settings) -> dict[str, Any]:
 
 def print_settings(settings: Settings) -> None:
     """Print settings, each with where it was written."""
-    print(f"cluster: {settings.cluster}   backend: {settings.backend}")
+    print(sanitize(f"cluster: {settings.cluster}   backend: {settings.backend}"))
     rows = [(key, str(value), settings.origins[key]) for key, value in settings.values.items()]
     if rows:
         print_table([("SETTING", "VALUE", "FROM"), *rows])

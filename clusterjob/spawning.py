@@ -18,9 +18,11 @@ from typing import Any
 
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract, devices, files
-from clusterjob.node.logs import LogReader, fold
+from clusterjob.node.folding import fold
+from clusterjob.node.logs import LogReader
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.node.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 from clusterjob.worker import call
 
@@ -60,6 +62,8 @@ def spawn(
         PlaceError: this is one process of a job already, or one of several nodes.
         ClusterJobError: the call cannot be pickled.
     """
+    if not callable(function):
+        raise UsageError(f"{function!r} is not a function", "a script is started by the command `clusterjob run SCRIPT`")
     environ = _environment(gpus)
     count = _count(nprocs, gpus, environ)
     paths = [os.path.abspath(entry) for entry in sys.path]
@@ -154,7 +158,7 @@ def _wait_or_kill(agent: subprocess.Popen[bytes]) -> None:
 def _show(reader: LogReader, *, last: bool = False) -> None:
     for line in fold(reader.finish() if last else reader.read()):
         stream = sys.stdout if line.stream == "out" else sys.stderr
-        print(f"[{line.label}] {line.text}", file=stream, flush=True)
+        print(f"[{line.label}] {sanitize(line.text, colours=True)}", file=stream, flush=True)
 
 
 def _last_words(job_dir: Path) -> str:

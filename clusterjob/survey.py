@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob import config, hosts, pack
 from clusterjob.errors import HostError, SpecError
 from clusterjob.hosts import Host
+from clusterjob.node.sanitize import sanitize
 
 if TYPE_CHECKING:
     from clusterjob.ssh.survey import HostReport
@@ -68,7 +69,7 @@ class Trusted:
     news: bool
 
 
-def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str | None) -> Trusted:
+def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str | None, compared: bool) -> Trusted:
     """Record a host's key as trusted.
 
     Args:
@@ -76,9 +77,10 @@ def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str
         host: the host.
         replace: whether another key that is known may be replaced.
         expected: the fingerprint that it has to have; None for any.
+        compared: whether somebody sees the fingerprint; without, a new key is recorded only if it is the expected one.
 
     Raises:
-        HostError: it is not reached, its key is revoked or not the expected one, or another one is known.
+        HostError: it is not reached, its key is revoked or not the expected one, another one is known, or nobody has compared it.
     """
     from clusterjob.ssh import connect, keys
     from clusterjob.ssh.keys import KnownHosts, Standing
@@ -91,6 +93,7 @@ def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str
         key = connect.host_key(target, pool.reach, pool.through(target))
     finally:
         pool.close()
+    connect.refuse_revoked(target, key)
     shown = keys.fingerprint(key.blob)
     if expected is not None and expected.removeprefix("SHA256:").rstrip("=") != shown.removeprefix("SHA256:"):
         raise HostError(str(host), f"its key is {key.kind} {shown}, not {expected}", "this may be another machine: do not trust it")
@@ -103,6 +106,9 @@ def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str
         raise HostError(str(host), why, "--replace puts this one in its place, if that is meant")
     if standing is Standing.KNOWN:
         return Trusted(str(host), key.kind, shown, place_of_it.rpartition(":")[0], news=False)
+    if expected is None and not compared:
+        why = f"its key is {key.kind} {shown}, and without a terminal nobody compares it with the host's own"
+        raise HostError(str(host), why, f"`clusterjob hosts trust {host} --fingerprint SHA256:...` with what the host's owner says")
     if standing is Standing.CHANGED:
         for file in target.known_hosts:
             try:
@@ -122,4 +128,4 @@ def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
 
 
 def _warn(text: str) -> None:
-    logging.getLogger("clusterjob").warning("clusterjob: %s", text)
+    logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))

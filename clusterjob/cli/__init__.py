@@ -11,7 +11,7 @@ import typer
 
 from clusterjob import __version__
 from clusterjob.cli import hosts, inspect, manage, start
-from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError
 
 app = typer.Typer(
     name="clusterjob",
@@ -60,18 +60,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         code = app(args=None if argv is None else list(argv), standalone_mode=False)
+    except AmbiguousId as error:
+        from clusterjob import jobs
+
+        return _complain(jobs.with_states(error))
     except ClusterJobError as error:
         return _complain(error)
     except typer.Abort:
         return 130
     except typer.TyperException as error:  # what the parser itself refuses
-        text = str(error.format_message()) if hasattr(error, "format_message") else str(error)
-        return _complain(UsageError(text.rstrip(".") or "nothing to do", "--help lists what there is"))
+        return _complain(_refusal(error))
     except BrokenPipeError as error:
         return _nowhere_to_write(error)
     except OSError as error:
         return _complain(ClusterJobError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"))
     return code if isinstance(code, int) else 0
+
+
+def _refusal(error: typer.TyperException) -> UsageError:
+    """Return what the parser refuses as an error of ours, with the option that was probably meant."""
+    unknown, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+    if type(error).__name__ == "NoSuchOption" and context is not None:
+        from clusterjob.cli.suggestions import suggest
+
+        known = [word for param in context.command.params for word in (*param.opts, *param.secondary_opts)]
+        return UsageError(f"there is no option {unknown}", suggest(unknown, known))
+    text = str(error.format_message()) if hasattr(error, "format_message") else str(error)
+    return UsageError(text.rstrip(".") or "nothing to do")
 
 
 def _nowhere_to_write(error: OSError) -> int:
@@ -83,11 +98,15 @@ def _nowhere_to_write(error: OSError) -> int:
 
 
 def _complain(error: ClusterJobError) -> int:
-    print(f"clusterjob: error: {error.message}", file=sys.stderr)
+    from clusterjob.node.sanitize import sanitize
+
+    print(f"clusterjob: error: {sanitize(error.message)}", file=sys.stderr)
+    for line in error.lines if isinstance(error, Untrusted) else ():
+        print(f"  {sanitize(line)}", file=sys.stderr)
     if error.hint:
-        print(f"  hint: {error.hint}", file=sys.stderr)
+        print(f"  hint: {sanitize(error.hint)}", file=sys.stderr)
     if _verbose and error.__cause__ is not None:
         import traceback
 
-        traceback.print_exception(error.__cause__)
+        print(sanitize("".join(traceback.format_exception(error.__cause__)), lines=True), end="", file=sys.stderr)
     return error.exit_code

@@ -61,14 +61,16 @@ def trust(
 ) -> int:
     """Show the key of a host and record it as trusted.
 
-    It goes into the first file of ssh's UserKnownHostsFile, so ssh trusts it too.
+    It goes into the first file of ssh's UserKnownHostsFile, so ssh trusts it too. Without a terminal --fingerprint is needed.
     """
+    import sys
+
     from clusterjob import output, survey
     from clusterjob.hosts import parse_hosts
 
     settings = _settings(cluster, {"set": options})
     for one in parse_hosts(",".join(host)):
-        done = survey.trust(settings, one, replace=replace, expected=fingerprint)
+        done = survey.trust(settings, one, replace=replace, expected=fingerprint, compared=sys.stdin.isatty())
         where = f"{'recorded' if done.news else 'known already'} in {done.path}" if done.path else "not remembered"
         output.say(f"{done.host}: {done.kind} {done.fingerprint}, {where}")
     return 0
@@ -80,28 +82,35 @@ def fetch(
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="Where to; default: here.")] = ".",
     node: Annotated[int | None, typer.Option("--node", min=0, metavar="N", help="From this node; default: 0.")] = None,
     every: Annotated[bool, typer.Option("--all", help="From every host, each into DIR/node<k>.")] = False,  # noqa: FBT002
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are newer here.")] = False,  # noqa: FBT002
+    force: Annotated[bool, typer.Option("--force", help="Replace files that have changed here.")] = False,  # noqa: FBT002
+    max_files: Annotated[
+        int, typer.Option("--max-files", min=1, metavar="N", help="Most files that a host may send (default: 100000).")
+    ] = 100_000,
+    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="Most bytes that a host may send (default: 50G).")] = "50G",
 ) -> int:
     """Bring results back from the hosts of a job: what has changed.
 
-    Files that are newer here are not replaced without asking; ends with 1 if some were left.
+    Files that have changed here are not replaced without asking; ends with 1 if some were left.
     """
     from pathlib import Path
 
     from clusterjob import jobs, output
+    from clusterjob.backends import FetchLimits
     from clusterjob.errors import UsageError
     from clusterjob.records import Records
+    from clusterjob.units import parse_size
 
     if every and node is not None:
         raise UsageError("there are both --all and --node", "one of them says from where")
     nodes = None if every else [node or 0]
-    done = jobs.fetch(Records().find(job_id), paths or ["."], Path(to), nodes, lambda names: force or _agree(names))
+    limits = FetchLimits(max_files, parse_size(max_size))
+    done = jobs.fetch(Records().find(job_id), paths or ["."], Path(to), nodes, lambda names: force or _agree(names), limits)
     for one in done:
         output.say(f"{one.host}: {len(one.written)} written, {one.unchanged} unchanged")
         for text in one.passed_over:
             output.say(f"{one.host}: passed over {text}")
         for path in one.kept:
-            output.say(f"{one.host}: {path} is newer here, and was left (--force replaces it)")
+            output.say(f"{one.host}: {path} has changed here, or is code that was sent, and was left (--force replaces it)")
     return 1 if any(one.kept for one in done) else 0
 
 
@@ -111,8 +120,10 @@ def _agree(names: list[str]) -> bool:
 
     if not sys.stdin.isatty():
         return False
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return typer.confirm(f"{shown}: newer here than on the host. Replace?", err=True)
+    from clusterjob.node.sanitize import sanitize
+
+    shown = ", ".join(map(sanitize, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return typer.confirm(f"{shown}: changed here, or code that was sent. Replace by the host's?", err=True)
 
 
 def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:
@@ -120,6 +131,7 @@ def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:
     from pathlib import Path
 
     from clusterjob import backends, config
+    from clusterjob.trust import Use
 
     given = {key: value for key, value in flags.items() if value is not None and value != []}
-    return config.resolve(given, cluster, os.environ, Path.cwd(), backends.names(), "ssh")
+    return config.resolve(given, cluster, os.environ, Path.cwd(), backends.names(), lambda: "ssh", Use())

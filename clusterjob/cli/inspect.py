@@ -1,4 +1,4 @@
-"""The commands that show what clusterjob sees: env (this process's place in a job), config (settings), doctor (is a cluster fit)."""
+"""The commands env (this process's place in a job), config (settings), trust (a project's configuration) and doctor (checks)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command("env")(env)
     app.command("config")(config)
+    app.command("trust")(trust)
     app.command("doctor")(with_job_options(doctor))
 
 
@@ -39,11 +40,45 @@ def config(
     from clusterjob import backends, output
     from clusterjob.config import resolve
 
-    settings = resolve({}, cluster, os.environ, Path.cwd(), backends.names(), backends.preferred())
+    settings = resolve({}, cluster, os.environ, Path.cwd(), backends.names(), backends.preferred)
     if as_json:
         output.print_json(output.settings_json(settings))
     else:
         output.print_settings(settings)
+    return 0
+
+
+def trust(
+    path: Annotated[str, typer.Argument(metavar="[PATH]", help="A configuration file, or a directory in its project.")] = ".",
+    yes: Annotated[bool, typer.Option("--yes", help="Trust it without asking.")] = False,  # noqa: FBT002
+) -> int:
+    """Show what a project's configuration file executes, and trust it.
+
+    Trust ends when the content of the file changes, or of the ssh configuration, template or host file that it names.
+    """
+    import sys
+    from pathlib import Path
+
+    from clusterjob import config, output
+    from clusterjob import trust as trusted
+    from clusterjob.errors import UsageError
+    from clusterjob.node.sanitize import sanitize
+
+    file = config.project_file(Path(path))
+    if trusted.is_trusted(file.path, file.data):
+        output.say(f"{file.path} is trusted already")
+        return 0
+    lines = trusted.lines_of(file.data)
+    output.say(f"{file.path} executes or follows {len(lines)} line{'' if len(lines) == 1 else 's'}")
+    for line in lines:
+        print(f"  {sanitize(line.text())}", file=sys.stderr)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError(f"{file.path} is not trusted: there is no terminal to ask", "--yes trusts it without asking")
+        if not typer.confirm("Trust it?", err=True):
+            return 1
+    trusted.record(file.path, file.data)
+    output.say(f"{file.path} is trusted")
     return 0
 
 
@@ -56,10 +91,11 @@ def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
 
     from clusterjob import jobs, output
     from clusterjob.checks import CheckState
+    from clusterjob.trust import Use
 
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = jobs.settle(flags_given(flags), cluster, directory)
+    settings = jobs.settle(flags_given(flags), cluster, directory, Use())
     done = []
     for check in jobs.examine(settings, directory):
         done.append(check)

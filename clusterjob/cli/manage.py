@@ -29,19 +29,17 @@ def register(app: typer.Typer) -> None:
 def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002
     """Show how jobs stand."""
     from clusterjob import jobs, output
+    from clusterjob.listing import row_of
     from clusterjob.records import Records
 
     records = Records()
-    wanted = [records.find(text) for text in ids] if ids else records.all()
-    pairs = jobs.statuses(wanted)
-    if not ids:
-        pairs = [(record, now) for record, now in pairs if not now.state.final]
+    pairs = jobs.statuses([records.find(text) for text in ids]) if ids else jobs.unended()
     if as_json:
         output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
     elif not pairs:
         output.say("no job is running; `clusterjob list` shows those that have ended")
     else:
-        output.print_jobs(pairs, together=not ids)
+        output.print_jobs([row_of(record, now) for record, now in pairs], together=not ids)
         if ids:
             output.print_verdicts(pairs)
     return 0
@@ -52,11 +50,12 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
     from clusterjob import jobs, output
     from clusterjob.records import Records
 
-    pairs = jobs.statuses(Records().all())
     if as_json:
-        output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
+        output.print_json({"jobs": [output.job_json(record, now) for record, now in jobs.statuses(Records().all())]})
     else:
-        output.print_jobs(pairs, together=True)
+        rows, broken = jobs.listing()
+        output.print_jobs(rows, together=True)
+        output.print_broken(broken)
     return 0
 
 
@@ -80,7 +79,7 @@ def wait(job_id: Id) -> int:
             output.say(f"job {record.job_id}: {status.reason}")
 
     verdict = jobs.wait(record, say_trouble)
-    output.say(f"job {record.job_id} {verdict.text()}")
+    output.say_end(record, verdict)
     return verdict.exit_code
 
 
@@ -100,6 +99,7 @@ def logs(
     rank: Annotated[int | None, typer.Option("--rank", min=0, metavar="N", help="Only this worker's lines.")] = None,
     node: Annotated[int | None, typer.Option("--node", min=0, metavar="N", help="Only this node's lines.")] = None,
     tail: Annotated[int | None, typer.Option("--tail", min=0, metavar="N", help="Only the last N lines of what is there.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The workers' bytes as they are: no labels, terminal escapes too.")] = False,  # noqa: FBT002
 ) -> int:
     """Show the workers' output, all ranks in the order of time.
 
@@ -108,7 +108,7 @@ def logs(
     from clusterjob.cli import watch
     from clusterjob.records import Records
 
-    job = watch.Watch(Records().find(job_id), rank, node)
+    job = watch.Watch(Records().find(job_id), rank, node, raw=raw)
     if tail is not None or not follow:
         job.so_far(tail)
     return job.to_the_end() if follow else 0

@@ -30,7 +30,14 @@ def _job_options(
         Text, typer.Option("--time", metavar="LIMIT", help="Time limit: 90s, 30m, 2h, HH:MM:SS; a bare number is minutes.")
     ] = None,
     name: Annotated[Text, typer.Option("--name", metavar="NAME", help="Default: the script's.")] = None,
-    env: Annotated[list[str] | None, typer.Option("--env", metavar="K=V", help="A variable for the workers; repeatable.")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="K=V", help="A public variable for the workers; K alone copies its value from here; repeatable."),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="K[=FILE]", help="A secret variable: its value here, or FILE's content; never shown; repeatable."),
+    ] = None,
     workdir: Annotated[Text, typer.Option("--workdir", metavar="DIR", help="Where the workers start; default: here.")] = None,
     python: Annotated[Text, typer.Option("--python", metavar="PATH", help="The interpreter; default: the active environment's.")] = None,
     setup: Annotated[
@@ -38,7 +45,9 @@ def _job_options(
     ] = None,
     max_restarts: Annotated[Text, typer.Option("--max-restarts", metavar="N", help="Restarts of the workers after a failure.")] = None,
     start: Annotated[Text, typer.Option("--start", metavar="MODE", help="fork (torch imported once a node), exec, or auto.")] = None,
-    launcher: Annotated[Text, typer.Option("--launcher", metavar="WHO", help="agent (ours) or torchrun.")] = None,
+    launcher: Annotated[
+        Text, typer.Option("--launcher", metavar="WHO", help="Who starts the workers: agent (ours), torchrun, or srun (Slurm alone).")
+    ] = None,
     require_gpus: Annotated[
         bool | None, typer.Option("--require-gpus/--no-require-gpus", help="Too few GPUs: an error, not a rehearsal.")
     ] = None,
@@ -50,6 +59,10 @@ def _job_options(
     gpus: Annotated[Text, typer.Option("--gpus", metavar="LIST", help="Which cards of each host: 0,1,4, or auto for idle ones.")] = None,
     sync: Annotated[
         bool | None, typer.Option("--sync/--no-sync", help="Send the working directory to the hosts, or use what a shared disk has.")
+    ] = None,
+    include_secrets: Annotated[
+        bool | None,
+        typer.Option("--include-secrets/--no-include-secrets", help="Send files that look like secrets too, such as .env (default: no)."),
     ] = None,
     account: Annotated[Text, typer.Option("--account", metavar="NAME", help="Who pays for the job.")] = None,
     partition: Annotated[Text, typer.Option("--partition", metavar="NAME", help="Slurm's partition.")] = None,

@@ -35,18 +35,42 @@ def submit(
 
     The id stands alone on stdout.
     """
-    from clusterjob import jobs, output
+    from clusterjob import output
 
-    plan, cluster = _plan(ctx, flags)
+    plan, cluster = _plan(ctx, flags, dry=dry_run)
     if dry_run:
         return _print_plan(plan, as_json=as_json)
     _print_notes(plan)
-    record = jobs.submit(plan, cluster, detach=True)
+    record = _submit(plan, cluster, detach=True)
     if as_json:
         output.print_json({"id": record.job_id, "cluster": cluster, "backend": record.backend, "job_dir": str(record.job_dir)})
     else:
         _print_id(record.job_id)
     return _watch(record).to_the_end() if follow else 0
+
+
+def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) -> Record:
+    from clusterjob import jobs, output
+
+    try:
+        return jobs.submit(plan, cluster, detach=detach, stdin=stdin)
+    except KeyboardInterrupt:
+        output.say(f"interrupted: job {plan.job_id} is cancelled")
+        raise
+
+
+def _own_stdin() -> int | None:
+    """Return the descriptor of this command's stdin; None where it is closed, or a terminal that belongs to another command now."""
+    import os
+
+    try:
+        os.fstat(0)
+    except OSError:
+        return None
+    try:
+        return 0 if os.tcgetpgrp(0) == os.getpgrp() else None
+    except OSError:  # no terminal, or not this session's
+        return 0
 
 
 def _print_id(job_id: str) -> None:
@@ -61,27 +85,40 @@ def _print_id(job_id: str) -> None:
 def run(ctx: typer.Context, **flags: Any) -> int:
     """Start a job, show its output, end with its exit code.
 
-    Ctrl-C cancels the job. If this command is killed, the job ends too.
+    Ctrl-C interrupts the workers, which have --grace to save and end; a second one stops them.
+    At a prompt of rank 0, such as pdb's, it interrupts the prompt alone.
+    If this command is killed, a job of the local cluster ends too; any other goes on.
     """
     from clusterjob import jobs, output
 
     plan, cluster = _plan(ctx, flags)
     _print_notes(plan)
-    record = jobs.submit(plan, cluster, detach=False)
+    record = _submit(plan, cluster, detach=False, stdin=_own_stdin())
     watch = None
+    while True:
+        try:
+            watch = watch or _watch(record)
+            return watch.to_the_end()
+        except KeyboardInterrupt:
+            if not jobs.interrupt_prompt(record):
+                break
+    watch = watch or _watch(record)
     try:
-        watch = _watch(record)
-        return watch.to_the_end()
+        if jobs.interrupt(record):
+            output.say(f"interrupting {record.job_id}; Ctrl-C again stops it at once")
+            watch.to_the_end()
+            return 130
     except KeyboardInterrupt:
-        output.say(f"cancelling {record.job_id}")
-        jobs.cancel([record])
-        (watch or _watch(record)).to_the_end()
-        return 130
+        pass
+    output.say(f"cancelling {record.job_id}")
+    jobs.cancel([record])
+    watch.to_the_end()
+    return 130
 
 
 def render(ctx: typer.Context, as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
     """Print each file and command that submit would carry out."""
-    plan, _ = _plan(ctx, flags)
+    plan, _ = _plan(ctx, flags, dry=True)
     return _print_plan(plan, as_json=as_json)
 
 
@@ -95,26 +132,27 @@ def launch(ctx: typer.Context) -> int:
     return main(ctx.args)
 
 
-def _plan(ctx: typer.Context, flags: dict[str, Any]) -> tuple[Plan, str]:
+def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tuple[Plan, str]:
     from pathlib import Path
 
-    from clusterjob import jobs
+    from clusterjob import jobs, trust
 
     program = program_of(ctx)
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = jobs.settle(flags_given(flags), cluster, directory)
+    settings = jobs.settle(flags_given(flags), cluster, directory, trust.LOOK if dry else trust.Use(program=program))
     spec = jobs.make_spec(program, settings, directory)
     return jobs.plan(spec, settings), settings.cluster
 
 
 def _print_plan(plan: Plan, *, as_json: bool) -> int:
     from clusterjob import output
+    from clusterjob.node.sanitize import sanitize
 
     if as_json:
         output.print_json(plan.to_json())
     else:
-        print(plan.text())
+        print(sanitize(plan.text(), lines=True))
         _print_notes(plan)
     return 0
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
+from collections.abc import Iterable
 
 from clusterjob import jobs
 from clusterjob.errors import UsageError
 from clusterjob.node.logs import Line, LogReader
+from clusterjob.node.sanitize import sanitize
 from clusterjob.node.verdict import JobState
-from clusterjob.output import LogPrinter, Progress, print_end, say
+from clusterjob.output import LogPrinter, Progress, clear_live_lines, print_end, say_end
 from clusterjob.records import Record
 
 
@@ -19,27 +22,34 @@ class Watch:
         record: the job.
         rank: only this worker's lines.
         node: only this node's lines.
+        raw: show the bytes as they were written.
     """
 
-    def __init__(self, record: Record, rank: int | None = None, node: int | None = None) -> None:
+    def __init__(self, record: Record, rank: int | None = None, node: int | None = None, *, raw: bool = False) -> None:
         if record.array is not None:
             first = f"{record.job_id}_{record.array['indices'][0]}"
             raise UsageError(f"job {record.job_id} is an array: each element has its own output", f"name one, such as {first}")
         self._record = record
-        self._reader = LogReader(record.job_dir, rank=rank, node=node)
+        self._reader = LogReader(record.job_dir, rank=rank, node=node, raw=raw)
         # Where the nodes of a platform count the workers, nobody here knows how many there are.
         world_size = None if record.spec.get("nproc_open") else record.nodes * int(record.spec.get("nproc_per_node", 1))
         for label, index, count in (("rank", rank, world_size), ("node", node, record.nodes)):
             if index is not None and count is not None and index >= count:
                 raise UsageError(f"job {record.job_id} has no {label} {index}", f"its {label}s are 0 to {count - 1}")
-        self._printer = LogPrinter(world_is_one=world_size == 1)
+        self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
         self._progress = Progress()
 
     def so_far(self, tail: int | None) -> None:
         """Show what is there, or the last `tail` lines of it."""
         jobs.collect(self._record)
-        lines = self._reader.finish()
-        self._printer.show(lines if tail is None else lines[len(lines) - min(tail, len(lines)) :])
+        if tail is None:
+            self._printer.show_all(self._reader.batches(end=True))
+            return
+        self._reader.skip_to_tail(tail)
+        last: deque[Line] = deque(maxlen=tail)
+        for lines in self._reader.batches(end=True):
+            last.extend(lines)
+        self._printer.show_all([list(last)])
 
     def to_the_end(self) -> int:
         """Show the output until the job ends, then the verdict on stderr; return the job's exit code."""
@@ -47,14 +57,15 @@ class Watch:
             verdict = jobs.follow(self._record, self._show, self._progress.update, self._reader)
         finally:
             self._progress.stop()
-        say(f"job {self._record.job_id} {verdict.text()}")
+            clear_live_lines()
+        say_end(self._record, verdict)
         if verdict.state is not JobState.SUCCEEDED:
-            print(f"  logs: {self._record.job_dir / 'logs'}", file=sys.stderr)
+            print(sanitize(f"  logs: {self._record.job_dir / 'logs'}"), file=sys.stderr)
         return verdict.exit_code
 
-    def _show(self, lines: list[Line]) -> None:
+    def _show(self, batches: Iterable[list[Line]]) -> None:
         self._progress.stop()  # a moving line takes stdout for itself
-        self._printer.show(lines)
+        self._printer.show(batches, self._reader.open_lines)
 
 
 class WatchArray:

@@ -1,0 +1,54 @@
+"""Suggest what to write in the place of an unknown option: a typing error, or a spelling of torchrun, sbatch, mpirun or accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# Options of other launchers, with the option of ours that means the same.
+_OURS = {
+    "--nnodes": "--nodes", "-N": "--nodes", "--num-nodes": "--nodes", "--num-machines": "--nodes",
+    "--nproc": "--nproc-per-node", "-n": "--nproc-per-node", "--np": "--nproc-per-node", "--ntasks": "--nproc-per-node",
+    "--ntasks-per-node": "--nproc-per-node", "--num-processes": "--nproc-per-node", "--num-gpus": "--gpus-per-node",
+    "-G": "--gpus-per-node", "--gpus-per-task": "--gpus-per-node", "-c": "--cpus-per-task", "-t": "--time", "--timeout": "--time",
+    "-J": "--name", "--job-name": "--name", "-D": "--workdir", "--chdir": "--workdir", "-p": "--partition", "-A": "--account",
+    "-w": "--nodelist", "-x": "--exclude", "-a": "--array", "-d": "--after", "--dependency": "--after", "-H": "--hosts",
+    "--host": "--hosts", "--export": "--env", "--signal": "--signal-before", "-r": "--max-restarts", "-l": "--login",
+}  # fmt: skip
+_SBATCH_LETTERS = {"-q": "qos", "-C": "constraint", "-L": "licenses", "-M": "clusters", "-b": "begin", "-m": "distribution"}
+# What torchrun has to be told, and the agents find out.
+_FOUND_OUT = (
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--standalone",
+)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return a hint for an option that a command does not have; empty where none helps.
+
+    Args:
+        word: the option as it was written, without its value.
+        known: the options that the command has.
+    """
+    options = set(known)
+    spelled = word.replace("_", "-") if word.startswith("--") else word
+    ours = spelled if spelled in options else _OURS.get(spelled, "")
+    if ours in options:
+        return f"did you mean {ours}?"
+    if "--set" in options:
+        if spelled in _FOUND_OUT:
+            return "leave it out: the nodes of a job find each other"
+        from clusterjob.slurm import flags
+
+        name = _SBATCH_LETTERS.get(spelled, spelled[2:] if spelled.startswith("--") else "")
+        if name in flags.KNOWN:
+            return f"it is an option of sbatch: --set {name}=VALUE"
+    import difflib
+
+    near = difflib.get_close_matches(spelled, sorted(options), 1, 0.7)
+    return f"did you mean {near[0]}?" if near else ""
