@@ -1,0 +1,203 @@
+"""The table of compatibility cases: scripts in the patterns that people use, and what has to come of each under clusterjob.
+
+torchrun's outcomes are in expected.json, which ``python tests/compat/compat_record.py [ID...]`` records.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from compat_runs import Case
+
+FORK, EXEC, BOTH = ("fork",), ("exec",), ("fork", "exec")
+HANGS = (
+    "torchrun makes every process a client of its own store, also where the script means another; here a process is a client of ours only"
+)
+ENDS = "what a rank has started ends with the job; torchrun leaves it running (docs/troubleshooting.md)"
+AGAIN = "torchrun's store keeps the addresses of the workers before a restart; here each restart has a store of its own"
+INNER = "a torchrun inside of torchrun, on two nodes, waits for ever; here the inner one meets at the job's store"
+
+
+def _script(name: str, *arguments: str, **more: object) -> Case:
+    """Return the case of a script that is started by its path."""
+    return Case(str(more.pop("id", Path(name).stem)), (name, *arguments), **more)  # type: ignore[arg-type]
+
+
+CASES = [
+    # -- how the group ends ------------------------------------------------------------------------------------------
+    _script("ddp_in_function.py", quick=BOTH),
+    _script("ddp_in_function.py", id="ddp_in_function-2-nodes", nodes=2),
+    _script("ddp_freed_first.py"),
+    _script("ddp_never_destroyed.py", quick=FORK),
+    _script("ddp_at_module_level.py", "--max_iters=3", "--learning_rate=0.1"),
+    _script("groups_of_ranks.py", nproc=4),
+    _script("groups_in_turn.py", differs=("code", "out"), why=AGAIN, out=("round 0: 1.0\nround 1: 3.0\nround 2: 5.0\n",) * 2),
+    _script("two_backends.py"),
+    # -- where the ranks meet ------------------------------------------------------------------------------------------
+    _script(
+        "spawn_own_port.py",
+        "{port}",
+        nproc=1,
+        differs=("code", "files", "out"),
+        why=HANGS,
+        out=("both children have ended\n",),
+        files=("child0.txt", "child1.txt"),
+    ),
+    _script(
+        "processes_own_port.py",
+        "{port}",
+        nproc=1,
+        differs=("code", "files", "out"),
+        why=HANGS,
+        out=("[0, 0]\n",),
+        files=("child0.txt", "child1.txt"),
+    ),
+    _script("sets_master_port.py", "{port}", differs=("code", "files", "out"), why=HANGS, out=("rank 0 of 2\n", "rank 1 of 2\n"), files=()),
+    _script(
+        "tcp_url.py", "{port}", quick=FORK, differs=("code", "files", "out"), why=HANGS, out=("rank 0 of 2\n", "rank 1 of 2\n"), files=()
+    ),
+    _script("file_url.py"),
+    _script("own_store.py", "{port}"),
+    _script("job_store_keys.py"),
+    _script(
+        "imagenet_spawn.py",
+        "--multiprocessing-distributed",
+        "--dist-url",
+        "tcp://127.0.0.1:{port}",
+        nproc=1,
+        differs=("code", "files", "out"),
+        why=HANGS,
+        out=("trained\n",),
+        files=("checkpoint.pth.tar",),
+    ),
+    _script("detectron_launch.py", nproc=1, differs=("code", "files", "out"), why=HANGS, out=("done\n",), files=("log0.txt", "log1.txt")),
+    _script("fairseq_main.py"),
+    # -- init_distributed_mode and its kin -----------------------------------------------------------------------------
+    _script("init_mode_dino.py", "--output_dir", "checkpoints"),
+    _script("init_mode_mae.py", quick=FORK),
+    _script("init_mode_torchvision.py"),
+    _script("init_device_timm.py"),
+    _script("init_megatron.py", nproc=2, nodes=2),
+    _script("local_rank_argument.py", "--deepspeed_config", "ds.json"),
+    _script("main_process_first.py"),
+    _script("accelerate_loop.py", needs=("accelerate",)),
+    _script("lightning_fit.py", needs=("lightning",)),
+    _script("fabric_loop.py", needs=("lightning",)),
+    _script("hydra_app.py", "optimizer.lr=0.5", needs=("hydra",)),
+    _script("hydra_error.py", "optimizer.lr=0.5", code=1, says=r"rank 1.*\n?.*ValueError: no dataset for lr 0\.5", needs=("hydra",)),
+    # -- errors, signals, ends -----------------------------------------------------------------------------------------
+    _script("record_decorator.py", code=1, says="rank 1.*RuntimeError: loss is not finite"),
+    _script("interrupt_saves.py", send=signal.SIGINT, code=130, quick=FORK),
+    _script("terminate_saves.py", send=signal.SIGTERM, code=-15),
+    _script("usr1_checkpoints.py"),
+    _script("atexit_writes.py"),
+    _script("thread_outlives_main.py"),
+    _script("daemon_thread.py"),
+    _script("os_exit.py"),
+    _script("os_exit_code.py", code=7, says="rank 1.*exited with code 7"),
+    _script("os_fork.py"),
+    _script("child_left_behind.py", differs=("left",), why=ENDS),
+    _script("service_left_behind.py", differs=("left",), why=ENDS),
+    _script("service_with_atexit.py"),
+    _script("early_zero.py", code=1, says=r"rank 1 .*ended with exit code 0 .*rank 0 was in all_reduce"),
+    _script(
+        "early_zero.py", id="early_zero-3-ranks", nproc=3, code=1, says=r"rank 1 .*ended with exit code 0 .*ranks 0, 2 were in all_reduce"
+    ),
+    _script("early_one.py", code=1, says="rank 1"),
+    _script("early_signal.py", code=137, says="rank 1.*SIGKILL", quick=FORK),
+    _script("early_before_init.py", code=1, says="rank 1.*FileNotFoundError: data/train.bin"),
+    _script("zero_before_init.py", code=1, says=r"rank 1 .*ended with exit code 0 .*rank 0 was in"),
+    _script("early_in_init.py", code=1, says="rank 1"),
+    _script("after_destroy.py", code=1, says="rank 1.*KeyError: 'accuracy'"),
+    _script("zero_after_destroy.py"),
+    _script("mismatched_shapes.py", code=1, says="rank"),
+    _script("mismatched_order.py", code=1, says="rank"),
+    _script("mismatched_detail.py", code=1, says="rank"),
+    _script("uneven_join.py"),
+    _script("monitored_barrier.py", code=1, says="rank 0"),
+    _script("caught_peer_loss.py"),
+    _script("exit_message.py", code=1, says=r"FAILED: rank 1[\s\S]*Unable to locate sufficient 2 gpus"),
+    _script("missing_module.py", code=1, says="ModuleNotFoundError: No module named 'no_such_package_anywhere'"),
+    _script("exit_hook.py", code=1, says=r"FAILED: rank 1[\s\S]*OverflowError: gradient norm inf"),
+    # -- input and output ----------------------------------------------------------------------------------------------
+    _script("breakpoint_continue.py", nproc=1, stdin="p loss\nc\n", quick=FORK),
+    _script("input_prompt.py", nproc=1, stdin="y\n"),
+    _script("stdin_ends.py", stdin=""),
+    _script("tqdm_bar.py", needs=("tqdm",)),
+    _script("rich_output.py", needs=("rich",)),
+    _script("logging_both.py", "--epochs", "3", quick=FORK),
+    _script("warnings_and_colours.py"),
+    _script("large_output.py"),
+    # -- data --------------------------------------------------------------------------------------------------------
+    _script("loader.py", "--context", "fork", id="loader-fork"),
+    _script("loader.py", "--context", "spawn", "--workers", "1", "--epochs", "1", id="loader-spawn"),
+    _script("loader.py", "--context", "forkserver", "--workers", "1", "--epochs", "1", id="loader-forkserver"),
+    _script("loader.py", "--context", "fork", "--persistent", id="loader-persistent", quick=FORK),
+    _script(
+        "loader_error.py", code=1, says="rank 1.*ValueError: (Caught ValueError in DataLoader worker process 0|image file is truncated)"
+    ),
+    _script("webdataset_loader.py", needs=("webdataset",)),
+    _script("sampler_epochs.py"),
+    _script("unseeded.py"),
+    # -- what torch has ------------------------------------------------------------------------------------------------
+    _script("compiled.py", "aot_eager", id="compiled-aot_eager"),
+    _script("compiled.py", "inductor", id="compiled-inductor", limit=300),
+    _script("fsdp2.py"),
+    _script("dtensor_tp.py"),
+    _script("dcp_checkpoint.py"),
+    _script("dcp_async.py"),
+    _script("rpc_server.py"),
+    _script("pipelining.py"),
+    _script("object_collectives.py"),
+    _script("checkpoint_barrier.py"),
+    _script(
+        "snapshot_resume.py",
+        restarts=1,
+        quick=FORK,
+        differs=("code", "out", "files"),
+        why=AGAIN,
+        out=("epoch 0 after 0 restarts\nepoch 1 after 0 restarts\nepoch 2 after 1 restarts\n",) * 2,
+        files=("snapshot.pt",),
+    ),
+    _script("zero_optimizer.py"),
+    _script("hogwild.py", nproc=1),
+    _script("tensorboard_writer.py", needs=("tensorboard",)),
+    _script("join_thread_collective.py"),
+    _script("async_handles.py"),
+    # -- how a program is started --------------------------------------------------------------------------------------
+    _script("environment.py", nproc=2, nodes=2, quick=FORK),
+    _script("arguments.py", "--nodes", "3", "-x", "two words", "", "--", "-m", "ünïcode"),
+    _script("relative_paths.py"),
+    _script("./relative_paths.py", id="relative_paths-dot"),
+    _script("sub/train_siblings.py"),
+    Case("module", ("-m", "project.train", "--lr", "1"), quick=FORK),
+    Case("package", ("-m", "project")),
+    _script("objects_of_main.py", quick=FORK),
+    _script("threads.py"),
+    Case("shell_python", ("--", "bash", "shell_python.sh", "a", "b c")),
+    Case("shell_torchrun", ("--", "bash", "shell_torchrun.sh", "x"), nproc=1),
+    Case(
+        "shell_torchrun-2-nodes",
+        ("--", "bash", "shell_torchrun.sh", "x"),
+        nproc=1,
+        nodes=2,
+        differs=("code", "files", "out"),
+        why=INNER,
+        out=("", ""),
+        files=("rank0.txt", "rank1.txt", "rank2.txt", "rank3.txt"),
+    ),
+    Case("shell_accelerate", ("--", "bash", "shell_accelerate.sh", "x"), nproc=1, needs=("accelerate",)),
+    Case(
+        "shell_accelerate-2-nodes",
+        ("--", "bash", "shell_accelerate.sh", "x"),
+        nproc=1,
+        nodes=2,
+        code=1,
+        says="rank 0.*ConnectionError: Tried to launch distributed communication",
+        differs=("code",),
+        why="accelerate refuses a port that somebody listens on: clusterjob names it and ends, torchrun's second node waits",
+        needs=("accelerate",),
+    ),
+    _script("notebook_runs.py", needs=("nbclient", "ipykernel")),
+]

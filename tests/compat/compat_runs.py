@@ -1,0 +1,293 @@
+"""Run one script of the compatibility table under torchrun or under clusterjob, and say what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import environment, free_port
+from procs import command_line, kill_one_by_one, own_marked
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+EXPECTED = Path(__file__).resolve().parent / "expected.json"
+HUNG = 20.0  # seconds after which a run of torchrun that is known to hang is stopped; it needs 4
+_LEFT = 3.0  # seconds that processes may take to be gone after their launcher
+_SHOWN = 2000  # characters of output that are recorded; of more there is a digest
+
+
+@dataclass(frozen=True)
+class Case:
+    """One script, how it is started and what has to come of it under clusterjob.
+
+    Attributes:
+        id: name of the case: the script's, with a variant after it where there are several.
+        program: the script and its arguments, or ``-m`` and a module, or ``--`` and a command; ``{port}`` is a free port.
+        nproc, nodes: the size of the run.
+        code: exit code under clusterjob.
+        says: regular expression that clusterjob's stderr has to match.
+        differs: fields of `Outcome` in which torchrun and clusterjob do not agree; `why` says which of them is right.
+        why: the documented decision behind `differs`.
+        out, files, left: what clusterjob's ranks print, and what is left, where that is named in `differs`.
+        quick: starts (``fork``, ``exec``) that are part of the normal run; the others are slow.
+        needs: modules without which the case is skipped.
+        stdin: text on the launcher's standard input; None for /dev/null.
+        send: signal to the launcher's process group once each rank has made its file ``ready<rank>``.
+        restarts: --max-restarts.
+        limit: seconds within which it has to end under clusterjob.
+    """
+
+    id: str
+    program: tuple[str, ...]
+    nproc: int = 2
+    nodes: int = 1
+    code: int = 0
+    says: str = ""
+    differs: tuple[str, ...] = ()
+    why: str = ""
+    out: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    stdin: str | None = None
+    send: int | None = None
+    restarts: int = 0
+    limit: float = 90.0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.nproc * self.nodes
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """How its workers may be started: a command is no Python program, so there is nothing to fork."""
+        return ("exec",) if self.program[0] == "--" else ("fork", "exec")
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        code: exit code of the launcher; None when the run hung and was stopped.
+        out: stdout of each rank, by rank.
+        files: what was written, by its name: text, or ``binary``.
+        left: last argument of each process that outlived its launcher.
+        shown, err: the launcher's own stdout and stderr; not recorded.
+        seconds: wall time; not recorded.
+    """
+
+    code: int | None
+    out: list[str]
+    files: dict[str, str]
+    left: list[str]
+    shown: str = ""
+    err: str = ""
+    seconds: float = 0.0
+    ranks_err: list[str] = field(default_factory=list)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what is kept in expected.json."""
+        return {name: value for name, value in asdict(self).items() if name in ("code", "out", "files", "left")}
+
+
+def under_clusterjob(case: Case, directory: Path, start: str, options: Iterable[str] = (), home: Path | None = None) -> Outcome:
+    """Run a case with ``clusterjob run``.
+
+    Args:
+        case: what to run.
+        directory: an empty directory for the run.
+        start: ``fork`` or ``exec``.
+        options: further options of ``run``; the local cluster is meant unless they name another.
+        home: CLUSTERJOB_HOME; one in `directory` by default.
+    """
+    home = home or directory / "home"
+    words = [sys.executable, "-m", "clusterjob", "run", "--nodes", str(case.nodes), "--nproc-per-node", str(case.nproc)]
+    words += ["--start", start, "--python", sys.executable, "--max-restarts", str(case.restarts)]
+    words += list(options) or ["--cluster", "local"]
+    work = _work(directory)
+    before = set(_jobs(home))
+    keep = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    run = _run([[*words, *_words(case)]], case, work, {"CLUSTERJOB_HOME": str(home), **keep}, case.limit)
+    run.files = _files(work)
+    for job in set(_jobs(home)) - before:
+        run.out = [_text(job, f"logs/node*/rank{rank}.*out", work) for rank in range(case.world_size)]
+        run.ranks_err = [_text(job, f"logs/node*/rank{rank}.*err", work) for rank in range(case.world_size)]
+    return run
+
+
+def under_torchrun(case: Case, directory: Path, limit: float | None = None) -> Outcome:
+    """Run a case with torchrun, one on each node; the arguments are those of `under_clusterjob`."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.nproc), "--max-restarts", str(case.restarts)]
+    words += ["--redirects", "3"]
+    work = _work(directory)
+    program = _words(case)
+    if program[0] == "--":
+        program[0] = "--no-python"
+    commands = []
+    port = str(free_port())
+    for node in range(case.nodes):
+        logs = ["--log-dir", str(directory / f"torchrun{node}")]
+        meet = ["--standalone"]
+        if case.nodes > 1:
+            meet = ["--nnodes", str(case.nodes), "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", port]
+        commands.append([*words, *logs, *meet, *program])
+    run = _run(commands, case, work, {}, limit or case.limit)
+    run.files = _files(work)
+    ranks = [(directory / f"torchrun{rank // case.nproc}", rank % case.nproc) for rank in range(case.world_size)]
+    run.out = [_text(logs, f"*/attempt_*/{local}/stdout.log", work) for logs, local in ranks]
+    run.ranks_err = [_text(logs, f"*/attempt_*/{local}/stderr.log", work) for logs, local in ranks]
+    return run
+
+
+def differences(case: Case, torchrun: Mapping[str, Any], ours: Outcome) -> list[str]:
+    """Return a line for each way in which a run under clusterjob is not what the table and torchrun's record say."""
+    found = []
+    if ours.code != case.code:
+        found.append(f"exit code {ours.code} in the place of {case.code}")
+    if "code" not in case.differs and (torchrun["code"] == 0) != (case.code == 0):
+        found.append(f"torchrun ends with {torchrun['code']}, clusterjob with {case.code}, and nothing says why")
+    if case.says and not re.search(case.says, ours.err):
+        found.append(f"stderr does not match {case.says!r}")
+    out = list(case.out) if "out" in case.differs else torchrun["out"]
+    if case.code == 0 and ours.out != out:
+        found.append(f"stdout of the ranks: {ours.out} in the place of {out}")
+    if "files" in case.differs:
+        if sorted(ours.files) != sorted(case.files):
+            found.append(f"files: {sorted(ours.files)} in the place of {sorted(case.files)}")
+    elif ours.files != torchrun["files"]:
+        found.append(f"files: {ours.files} in the place of {torchrun['files']}")
+    left = list(case.left) if "left" in case.differs else torchrun["left"]
+    if ours.left != left:
+        found.append(f"processes left: {ours.left} in the place of {left}")
+    return found
+
+
+def skip_without(case: Case) -> None:
+    """Skip a case whose package is not installed."""
+    for name in case.needs:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: tools/setup.sh does that")
+
+
+def expected() -> dict[str, dict[str, Any]]:
+    """Return torchrun's recorded outcomes by the case's id."""
+    return json.loads(EXPECTED.read_text())
+
+
+def _words(case: Case) -> list[str]:
+    return [word.replace("{port}", str(free_port())) for word in case.program]
+
+
+def _work(directory: Path) -> Path:
+    return Path(shutil.copytree(SCRIPTS, directory / "work", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def _jobs(home: Path) -> list[Path]:
+    return sorted((home / "jobs").glob("*")) if home.exists() else []
+
+
+def _run(commands: list[list[str]], case: Case, work: Path, extra: Mapping[str, str], limit: float) -> Outcome:
+    binaries = os.path.dirname(sys.executable)
+    variables = environment(work.parent, {"PATH": f"{binaries}:{os.environ['PATH']}", **extra})
+    stdout, stderr = work.parent / "stdout.txt", work.parent / "stderr.txt"
+    begin = time.monotonic()
+    with stdout.open("wb") as out, stderr.open("wb") as err, contextlib.ExitStack() as stack:
+        stdin: Any = subprocess.DEVNULL
+        if case.stdin is not None:
+            stdin = stack.enter_context(tempfile.TemporaryFile(dir=work.parent))
+            stdin.write(case.stdin.encode())
+            stdin.seek(0)
+        started = [
+            subprocess.Popen(words, cwd=work, env=variables, stdin=stdin, stdout=out, stderr=err, start_new_session=True)
+            for words in commands
+        ]
+        end = begin + limit
+        if case.send is not None:
+            _send(case, started, work, end)
+        codes: list[int | None] = []
+        for process in started:
+            try:
+                codes.append(process.wait(max(0.1, end - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+        seconds = time.monotonic() - begin
+        if None in codes:
+            _stop(started)
+        left = _left(wait=None not in codes)
+    code = None if None in codes else max(codes, key=lambda value: abs(value or 0))
+    shown = _shorten(stdout.read_bytes())
+    return Outcome(code, [], {}, left, shown, stderr.read_text(errors="replace"), seconds)
+
+
+def _send(case: Case, started: list[subprocess.Popen[bytes]], work: Path, end: float) -> None:
+    """Signal the launchers as a terminal does, once all ranks are ready."""
+    while not all((work / f"ready{rank}").exists() for rank in range(case.world_size)):
+        if time.monotonic() > end or all(process.poll() is not None for process in started):
+            return
+        time.sleep(0.02)
+    for process in started:
+        assert case.send is not None
+        os.killpg(process.pid, case.send)
+
+
+def _stop(started: list[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        process.terminate()
+    end = time.monotonic() + 5
+    while own_marked() and time.monotonic() < end:
+        time.sleep(0.05)
+        for process in started:
+            process.poll()
+    kill_one_by_one(own_marked())
+    for process in started:
+        process.wait(10)
+
+
+def _left(*, wait: bool) -> list[str]:
+    end = time.monotonic() + _LEFT
+    while (pids := own_marked()) and wait and time.monotonic() < end:
+        time.sleep(0.02)
+    names = sorted(command_line(pid).rpartition(" ")[2] for pid in pids)
+    kill_one_by_one(pids)
+    return names
+
+
+def _files(work: Path) -> dict[str, str]:
+    """Return what a run has written, by its path; what was there before is left out."""
+    found = {}
+    for path in sorted(work.rglob("*")):
+        name = str(path.relative_to(work))
+        if path.is_dir() or "__pycache__" in name or (SCRIPTS / name).exists():
+            continue
+        text = path.read_bytes()
+        found[name] = text.decode() if path.suffix in (".txt", ".json") or ".rank" in path.suffix else "binary"
+    return found
+
+
+def _text(directory: Path, pattern: str, work: Path) -> str:
+    """Return the text of the files that match, one after another, without the run's own path."""
+    data = b"".join(path.read_bytes() for path in sorted(directory.glob(pattern)))
+    return _shorten(data.replace(str(work).encode(), b"WORK"))
+
+
+def _shorten(data: bytes) -> str:
+    """Return output as text; a digest of it where it is long."""
+    if len(data) > _SHOWN:
+        return f"{len(data)} bytes, sha256 {sha256(data).hexdigest()}"
+    return data.decode(errors="backslashreplace")

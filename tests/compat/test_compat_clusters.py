@@ -1,0 +1,61 @@
+"""The same scripts under Slurm, with each of the three launchers, and on hosts over SSH."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from compat_cases import CASES
+from compat_runs import Case, Outcome, expected, skip_without, under_clusterjob
+from slurm_cluster import SlurmCluster
+from sshworld import World
+
+pytestmark = pytest.mark.slow
+BY_ID = {case.id: case for case in CASES}
+# One of each kind: DDP to its end, a place of its own, a module, processes of a loader, a rank that is killed.
+ON_SLURM = ["ddp_in_function-2-nodes", "init_mode_dino", "module", "loader-persistent", "early_signal"]
+ON_HOSTS = ["ddp_in_function-2-nodes", "environment", "train_siblings", "loader-spawn", "early_signal"]
+_LABEL = re.compile(r"^\[[^\]]*\] ", re.MULTILINE)
+
+
+def shown(outcome: Outcome) -> set[str]:
+    """Return the lines of a run's output without the ranks in front of them: lines that are alike may be folded."""
+    return set(_LABEL.sub("", outcome.shown).splitlines())
+
+
+def recorded(case: Case) -> set[str]:
+    """Return the lines that torchrun's ranks wrote."""
+    return {line for text in expected()[case.id]["out"] for line in text.splitlines()}
+
+
+@pytest.mark.parametrize("launcher", ["agent", "torchrun", "srun"])
+@pytest.mark.parametrize("name", ON_SLURM)
+def test_a_script_runs_under_slurm_as_under_torchrun(slurm: SlurmCluster, tmp_path: Path, name: str, launcher: str) -> None:
+    case = BY_ID[name]
+    skip_without(case)
+    options = ("--cluster", "slurm", "--launcher", launcher)
+    ours = under_clusterjob(case, tmp_path, "fork", options, Path(os.environ["CLUSTERJOB_HOME"]))
+    assert (ours.code == 0) == (case.code == 0), ours.err
+    assert sorted(ours.files) == sorted(expected()[name]["files"])
+    assert ours.left == []
+    if case.code == 0:
+        assert shown(ours) == recorded(case)
+    elif launcher != "srun":
+        assert re.search(case.says, ours.err), ours.err
+
+
+@pytest.mark.parametrize("name", ON_HOSTS)
+def test_a_script_runs_on_hosts_as_under_torchrun(world: World, tmp_path: Path, name: str) -> None:
+    case = BY_ID[name]
+    skip_without(case)
+    hosts = "gpu1" if case.nodes == 1 else "gpu[1-2]"
+    options = ("--hosts", hosts, "--set", f"ssh_config={world.config}", "--set", "connect_timeout=20")
+    ours = under_clusterjob(case, tmp_path, "fork", options, Path(os.environ["CLUSTERJOB_HOME"]))
+    assert ours.code == case.code, ours.err
+    assert ours.left == []
+    if case.code == 0:
+        assert shown(ours) == recorded(case), ours.err
+    else:
+        assert re.search(case.says, ours.err), ours.err
