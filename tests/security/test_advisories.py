@@ -1,0 +1,81 @@
+"""No dependency has a known vulnerability: tools/advisories.toml against pyproject.toml and against what is installed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import clusterjob
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SOURCE = Path(clusterjob.__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(not (SOURCE / "tools" / "advisories.toml").is_file(), reason="not run from a source tree")
+
+
+def read(name: str) -> dict[str, Any]:
+    return tomllib.loads((SOURCE / name).read_text())
+
+
+def advisories() -> dict[str, dict[str, Any]]:
+    return read("tools/advisories.toml")["packages"] if (SOURCE / "tools" / "advisories.toml").is_file() else {}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def closure(name: str) -> set[str]:
+    """Return all that a package needs, as installed here."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        current = waiting.pop()
+        try:
+            listed = requires(current) or []
+        except PackageNotFoundError:
+            continue
+        for requirement in map(Requirement, listed):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                if normal(requirement.name) not in found:
+                    waiting.append(requirement.name)
+                found.add(normal(requirement.name))
+    return found
+
+
+@pytest.mark.parametrize("package", advisories())
+def test_installed_version_has_no_known_vulnerability(package: str) -> None:
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        pytest.skip(f"{package} is not installed")
+    row = advisories()[package]
+    assert Version(installed) >= Version(row["fixed"]), f"{package} {installed}: {', '.join(row['ids'])}, fixed in {row['fixed']}"
+
+
+def test_lower_bounds_exclude_known_vulnerabilities() -> None:
+    bounds = {normal(r.name): r.specifier for r in map(Requirement, read("pyproject.toml")["project"]["dependencies"])}
+    rows = {package: row for package, row in advisories().items() if package in bounds}
+    assert {"jinja2", "paramiko", "pyyaml"} <= rows.keys()
+    for package, row in rows.items():
+        lowest = [Version(s.version) for s in bounds[package] if s.operator == ">="]
+        assert lowest, f"{package} has no lower bound"
+        assert max(lowest) >= Version(row["fixed"]), f"{package}{bounds[package]} admits {', '.join(row['ids'])}"
+
+
+def test_advisories_are_of_packages_that_clusterjob_needs() -> None:
+    """A row of a package that is needed no more is to be removed; each names its identifiers."""
+    needed = closure("clusterjob") | {"torch"}
+    assert advisories().keys() <= needed
+    assert all(re.fullmatch(r"(CVE|GHSA|PYSEC)-[\w-]+", name) for row in advisories().values() for name in row["ids"])

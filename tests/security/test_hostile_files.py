@@ -1,0 +1,180 @@
+"""Records, verdicts, events, timelines and platform logs of any content: none ends a command, and none hides another job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzzing import JSON, changed, fuzz
+from hypothesis import strategies as st
+from procs import PATIENCE
+
+from clusterjob import jobs
+from clusterjob.backends import directory
+from clusterjob.node import ends, logs
+from clusterjob.node.events import read_events
+from clusterjob.node.logs import LogReader
+from clusterjob.node.verdict import Failure, JobState, Verdict
+from clusterjob.platforms.stream import Stream
+from clusterjob.records import Handle, Record, Records
+
+VERDICT = Verdict(
+    JobState.FAILED, 3, "rank 1: boom", Failure(1, 1, 0, "h", 3, None, "boom", ("a", "b")), (Failure(0, 0, 0, "h", 1, None, "x"),)
+)
+HANDLE = Handle("local", "good-222222", {"agents": [{"node_rank": 0, "pid": 1, "ticks": 2}], "boot_id": "b", "host": "h", "job_dir": "/x"})
+RECORD = Record(
+    "x-222222", "x", "local", "local", Path("/nowhere/x-222222"), 2, "2026-01-01T00:00:00.000Z", {"nproc_per_node": 2, "env": {"A": "b"}},
+    HANDLE, end=VERDICT.to_json(), array={"indices": [0, 1], "pieces": [0]}, index=3,
+)  # fmt: skip
+
+
+def listed() -> list[str]:
+    return [row.job_id for row in jobs.listing()[0]]
+
+
+# -- any content -------------------------------------------------------------------------------------------------------
+
+
+@fuzz(data=changed(VERDICT.to_json()) | JSON)
+def test_a_verdict_of_any_content_is_one_or_a_value_error(data: object) -> None:
+    try:
+        verdict = Verdict.from_json(data)
+    except ValueError:
+        return
+    assert verdict.text()
+    assert (verdict.exit_code == 0) == (verdict.state is JobState.SUCCEEDED)
+    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+
+
+@fuzz(data=changed(json.loads(json.dumps(RECORD.to_json()))) | JSON)
+def test_a_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object) -> None:
+    records = Records()
+    if not records.entries():
+        records.save(Record("good-222222", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, HANDLE))
+    (records.directory / "x-222222.json").write_text(json.dumps(data))
+    for name in ("x-222222_0", "x-222222_1"):
+        (records.directory / f"{name}.json").unlink(missing_ok=True)
+    assert "good-222222" in listed()
+    assert "good-222222" in [record.job_id for record, _ in jobs.statuses(records.all())]
+
+
+@fuzz(data=changed(VERDICT.to_json() | {"node_rank": 0, "host": "h"}) | JSON, refusal=st.binary(max_size=40))
+def test_a_job_directory_of_any_content_gives_a_status(tmp_path: Path, data: object, refusal: bytes) -> None:
+    (tmp_path / "ends").mkdir(exist_ok=True)
+    for path in (tmp_path / "result.json", tmp_path / "ends" / "node0.json"):
+        path.write_text(json.dumps(data))
+    (tmp_path / "ends" / "node1.refused").write_bytes(refusal)
+    (tmp_path / "ends" / "node².refused").write_bytes(refusal)
+    record = Record("x-222222", "x", "local", "local", tmp_path, 2, "2026-01-01T00:00:00.000Z", {}, HANDLE)
+    ((_, status),) = jobs.statuses([record])
+    assert status.state.final or status.state in (JobState.PREEMPTED, JobState.UNKNOWN)
+    ends.has_result(tmp_path, 0)
+
+
+EVENTS = st.sampled_from(["started", "waiting", "exec", "warned", "ended", 1, None])
+EVENT = st.fixed_dictionaries({"event": EVENTS}, optional=dict.fromkeys(("time", "restart", "missing", "why"), JSON))
+
+
+@fuzz(events=st.lists(EVENT | JSON, max_size=6), garbage=st.binary(max_size=20))
+def test_events_of_any_content_tell_what_they_can(tmp_path: Path, events: list[object], garbage: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + garbage)
+    started_at, restarts, waiting = directory.progress(tmp_path)
+    assert (started_at is None or isinstance(started_at, str), type(restarts), type(waiting)) == (True, int, str)
+
+
+NAMES = st.sampled_from(["rank0.out", "rank1.err", "rank" + "9" * 400 + ".out", "../../x", "rank0.attempt1.restart2.out", "timeline"])
+NOTE = st.builds("{}.{:03} {} {}".format, st.integers(0, 10**40), st.integers(0, 999), NAMES, st.integers(0, 10**18 - 1)).map(str.encode)
+
+
+@fuzz(notes=st.lists(NOTE | st.binary(max_size=30), max_size=8), data=st.binary(max_size=60))
+def test_a_timeline_of_any_content_costs_no_line(tmp_path: Path, notes: list[bytes], data: bytes) -> None:
+    folder = logs.node_directory(tmp_path, 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "timeline").write_bytes(b"\n".join(notes))
+    (folder / "rank0.out").write_bytes(data)
+    reader = LogReader(tmp_path)
+    lines = reader.read() + reader.finish()
+    assert len(lines) == data.count(b"\n") + (data != b"" and not data.endswith(b"\n"))
+
+
+LABEL = st.sampled_from(["0", "0-3", "0-999999999", "node0", "0-1024,0-1024,5-9", "3,1", ""])
+LINE = st.one_of(
+    st.builds("{}@{}.0 [{}]{}{} {}".format, st.integers(0, 10**12), st.integers(0, 10**12), LABEL, st.sampled_from(["", "!"]),
+              st.sampled_from(["", "+"]), st.text(max_size=10)),
+    st.builds("{} clusterjob-verdict {}".format, st.integers(1, 99), (changed(VERDICT.to_json()) | JSON).map(json.dumps)),
+    st.builds("clusterjob-refused {} {}".format, st.integers(0, 999), st.text(max_size=10)),
+    st.text(max_size=30),
+)  # fmt: skip
+
+
+@fuzz(lines=st.lists(LINE, max_size=5))
+def test_platform_logs_of_any_content_are_taken(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    job_dir = tmp_path_factory.mktemp("job")
+    stream = Stream(job_dir, 0)
+    stream.take([line.replace("\n", " ") for line in lines])
+    assert stream.next_number >= 1
+    assert stream.verdict is None or stream.verdict.text()
+    assert len(os.listdir(job_dir / "logs" / "node0")) <= 2100 if lines else True
+    ends.refusals(job_dir)
+    LogReader(job_dir).read()
+
+
+@fuzz(state=changed({"sizes": {"rank0.out": 3}, "attempts": {"0": {"next": 3, "known": ["a"], "missing": [[1, 2]]}}}) | JSON)
+def test_a_note_of_any_content_beside_platform_logs_starts_again(tmp_path_factory: pytest.TempPathFactory, state: object) -> None:
+    job_dir = tmp_path_factory.mktemp("job")
+    (job_dir / "logs" / "node0").mkdir(parents=True)
+    (job_dir / "logs" / "node0" / "stream.json").write_text(json.dumps(state))
+    Stream(job_dir, 0).take(["1@1.0 [0] hello", "2 [0] you"])
+
+
+# -- any size, any kind ------------------------------------------------------------------------------------------------
+
+
+def test_a_result_that_is_a_pipe_or_too_large_is_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "result.json")
+    assert ends.read_result(tmp_path) is None
+    (tmp_path / "result.json").unlink()
+    with (tmp_path / "result.json").open("wb") as stream:
+        stream.truncate(1 << 40)  # sparse
+    assert ends.read_result(tmp_path) is None
+
+
+def test_an_endless_event_is_passed_over_in_little_memory(tmp_path: Path) -> None:
+    with (tmp_path / "events.jsonl").open("wb") as stream:
+        stream.write(b'{"event": "started", "time": "t"}\n' + b"x" * (64 << 20) + b'\n{"event": "exec", "why": "w"}\n')
+    program = f"""
+import resource, sys
+from pathlib import Path
+from clusterjob.backends.directory import progress
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(progress(Path({str(tmp_path)!r})))
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "KiB"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.stdout, done.returncode) == ("('t', 0, 'w')\n", 0), done.stderr
+    assert [event["event"] for event in read_events(tmp_path / "events.jsonl")] == ["started", "exec"]
+
+
+def test_a_broken_record_is_named_and_the_others_are_listed(tmp_path: Path) -> None:
+    records = Records()
+    records.save(Record("good-222222", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, HANDLE))
+    records.save(Record("gone-222222", "x", "local", "of-another-package", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, HANDLE))
+    bare = Handle("local", "bare-222222", {})
+    records.save(Record("bare-222222", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, bare))
+    (records.directory / "bad-222222.json").write_text('{"schema": 1, "nodes": "many"}')
+    (records.directory / "dir-222222.json").mkdir()
+    for command in (["list"], ["list", "--json"], ["status", "--json"]):
+        done = subprocess.run([sys.executable, "-m", "clusterjob", *command], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        if command == ["list"]:
+            assert "bad-222222.json" in done.stderr
+            assert "dir-222222.json" in done.stderr
+            assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
+                ["bare-222222", "UNKNOWN"], ["gone-222222", "UNKNOWN"], ["good-222222", "UNKNOWN"],
+            ]  # fmt: skip

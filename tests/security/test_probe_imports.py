@@ -1,0 +1,47 @@
+"""No probe of `doctor` imports a module from the working directory, which may be a cloned repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from doctoring import doctor, light_torch
+from sshworld import python_without_torch
+
+from clusterjob.node.visit import check
+
+MODULES = ("json", "torch", "importlib", "site", "warnings", "contextlib", "signal", "clusterjob")
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a working directory whose modules leave a mark when they are imported."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in MODULES:
+        (clone / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n")
+    monkeypatch.chdir(clone)
+    return clone
+
+
+@pytest.mark.parametrize("more", ["", ":", ":."])
+def test_doctor_in_a_clone_imports_none_of_its_modules(clone: Path, tmp_path: Path, more: str) -> None:
+    python, library = str(python_without_torch(tmp_path)), light_torch(tmp_path / "lib")
+    words = ("--cluster", "local", "--python", python, "--env", f"PYTHONPATH={library}{more}", "--workdir", str(clone))
+    found = doctor(*words, cwd="/")  # `python -m clusterjob`, as the tests start it, would itself look in the clone first
+    assert (found.state("interpreter"), found.state("torch")) == ("ok", "ok")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_probe_of_an_interpreter_finds_torch_but_not_in_the_clone(clone: Path, tmp_path: Path) -> None:
+    python = str(python_without_torch(tmp_path))
+    request = {"python": python, "setup": [], "workdir": str(clone), "torch": True}
+    (trouble,) = check.interpreter(Path("/"), request)["troubles"]
+    assert "no torch" in trouble
+    os.environ["PYTHONPATH"], before = str(light_torch(tmp_path / "lib")), os.environ["PYTHONPATH"]
+    try:
+        assert check.interpreter(Path("/"), request)["troubles"] == []
+    finally:
+        os.environ["PYTHONPATH"] = before
+    assert not (tmp_path / "executed").exists()

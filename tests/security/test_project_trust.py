@@ -1,0 +1,463 @@
+"""A foreign clusterjob.toml executes nothing until its program is run or the user trusts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from procs import PATIENCE
+
+from clusterjob import trust
+from clusterjob.config import find_files, project_file, resolve
+from clusterjob.errors import ConfigError, Untrusted
+from clusterjob.node.program import Program
+from clusterjob.settings import SETTINGS
+
+NOBODY = 65534
+BACKENDS = ("local", "slurm", "ssh", "mlp")
+CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
+
+
+class Clone:
+    """A cloned repository whose configuration leaves a mark where it is executed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.mark = root.parent / "executed"
+        root.mkdir()
+        (root / "train.py").write_text("print('trained')\n")
+        (root / "pkg").mkdir()
+        (root / "pkg" / "__main__.py").write_text("print('trained')\n")
+        (root / "run.sh").write_text("#!/bin/sh\necho trained\n")
+        (root / "run.sh").chmod(0o755)
+        (root / "ssh_config").write_text(f"Match exec \"touch '{self.mark}'\"\nHost *\nHostName 127.0.0.1\nPort 1\n")
+        self.config("[defaults]\nmax_restarts = 1\n" + f"setup = [{json.dumps(f'touch {self.mark}')}]\n" + self.profile())
+
+    def profile(self) -> str:
+        return "[clusters.hpc]\nbackend = 'ssh'\nhosts = 'evil'\n[clusters.hpc.set]\nssh_config = 'ssh_config'\nconnect_timeout = 2\n"
+
+    def config(self, text: str) -> Path:
+        path = self.root / "clusterjob.toml"
+        path.write_text(text)
+        return path
+
+    def call(self, *words: str, cwd: Path | None = None, stdin: int = subprocess.DEVNULL) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*CLUSTERJOB, *words], cwd=cwd or self.root, capture_output=True, text=True, stdin=stdin, timeout=PATIENCE, check=False
+        )
+
+    @property
+    def executed(self) -> bool:
+        return self.mark.exists()
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path / "clone")
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text("print('mine')\n")
+    return path
+
+
+def refused(done: subprocess.CompletedProcess[str], *lines: str) -> None:
+    assert (done.returncode, done.stdout) == (2, ""), done
+    first, *shown, hint = done.stderr.splitlines()
+    assert first.startswith("clusterjob: error: ")
+    assert "is not trusted, and this command would execute or follow" in first
+    assert [line for line in lines if f"  {line}" not in shown] == []
+    assert "`clusterjob trust " in hint
+
+
+# -- (a) who could have written it ----------------------------------------------------------------------------------------------
+
+
+def of_nobody(clone: Clone) -> str:
+    os.chown(clone.root / "clusterjob.toml", NOBODY, NOBODY)
+    return "it belongs to nobody (uid 65534)"
+
+
+def linked_by_nobody(clone: Clone) -> str:
+    path = clone.root / "clusterjob.toml"
+    path.rename(clone.root.parent / "other.toml")
+    path.symlink_to(clone.root.parent / "other.toml")
+    os.lchown(path, NOBODY, NOBODY)
+    return "it belongs to nobody (uid 65534)"
+
+
+def writable(clone: Clone) -> str:
+    (clone.root / "clusterjob.toml").chmod(0o666)
+    return "everyone can write to it (mode 0666)"
+
+
+def in_a_writable_directory(clone: Clone) -> str:
+    clone.root.chmod(0o777)
+    return f"{clone.root}: everyone can write to it (mode 0777)"
+
+
+def in_a_directory_of_nobody(clone: Clone) -> str:
+    os.chown(clone.root, NOBODY, NOBODY)
+    return f"{clone.root}: it belongs to nobody (uid 65534)"
+
+
+def below_a_writable_top(clone: Clone) -> str:
+    (clone.root.parent / ".git").mkdir()
+    clone.root.parent.chmod(0o777)
+    return f"{clone.root.parent}: everyone can write to it (mode 0777)"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "spoil", [of_nobody, linked_by_nobody, writable, in_a_writable_directory, in_a_directory_of_nobody, below_a_writable_top]
+)
+def test_a_file_that_another_user_could_have_written_is_ignored_with_one_line(clone: Clone, spoil: Callable[[Clone], str]) -> None:
+    why = spoil(clone)
+    done = clone.call("run", "--cluster", "local", "train.py")
+    assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
+    assert done.stderr.splitlines()[0] == f"clusterjob: {clone.root / 'clusterjob.toml'} is ignored: {why}"
+    assert not clone.executed
+    assert resolve({}, "local", {}, clone.root, BACKENDS).values == {}
+    done = clone.call("trust", "--yes")
+    assert done.returncode == 2
+    assert f"is ignored: {why}" in done.stderr
+
+
+@needs_root
+def test_broken_files_of_others_above_are_passed_over(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    for name, text in (("clusterjob.toml", "[[["), ("pyproject.toml", "[tool.clusterjob]\n[[[")):
+        (tmp_path / name).write_text(text)
+        os.chown(tmp_path / name, NOBODY, NOBODY)
+    (tmp_path / "work").mkdir()
+    assert find_files(tmp_path / "work") == []
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'clusterjob-notes'\n")
+    assert find_files(tmp_path / "work") == []
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["clusterjob.toml", "pyproject.toml"])
+@pytest.mark.parametrize("kind", ["unreadable", "nested", "huge", "link"])
+def test_a_hostile_file_of_another_user_above_breaks_no_command(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        shared = Path(folder)
+        shared.chmod(0o1777)
+        (shared / "work").mkdir()
+        (shared / "closed").mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(shared / "config"))
+        if kind == "link":
+            (shared / "closed" / name).write_text("")
+            (shared / name).symlink_to(shared / "closed" / name)
+        else:
+            (shared / name).write_text("[tool.clusterjob]\n" + "x = " + "[" * 100_000)
+            (shared / name).chmod(0o600 if kind == "unreadable" else 0o644)
+            os.chown(shared / name, 12345, 12345)
+        if kind == "huge":
+            os.truncate(shared / name, 100 << 30)
+        if kind != "link":
+            assert find_files(shared / "work") == []
+        os.seteuid(NOBODY)
+        try:
+            assert find_files(shared / "work") == []
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", ["clusterjob.toml", "pyproject.toml"])
+def test_a_file_that_is_nested_too_deeply_is_an_error_of_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("[tool.clusterjob]\nx = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        find_files(tmp_path)
+
+
+def test_a_file_of_the_user_in_a_sticky_directory_is_obeyed(clone: Clone) -> None:
+    clone.root.chmod(0o1777)
+    assert resolve({}, "local", {}, clone.root, BACKENDS).values["max_restarts"] == 1
+
+
+# -- (b) who runs a program of a project trusts it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [("train.py",), ("-m", "pkg"), ("--", "./run.sh"), ("--", "sh", "run.sh"), ("--", sys.executable, "-m", "pkg")]
+)
+def test_a_program_of_the_project_runs_without_a_question(clone: Clone, words: tuple[str, ...]) -> None:
+    done = clone.call("run", "--cluster", "local", *words)
+    assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
+    assert clone.executed
+
+
+@pytest.mark.parametrize(
+    ("program", "inside"),
+    [
+        (Program("script", "train.py"), True),
+        (Program("script", "../mine.py"), False),
+        (Program("script", "/bin/true"), False),
+        (Program("module", "anything"), True),
+        (Program("command", "true"), False),
+        (Program("command", "cat", ("README.md",)), False),
+        (Program("command", "sh", ("-c", "./run.sh; true")), False),
+        (Program("command", "torchrun", ("--nproc-per-node", "2", "train.py")), True),
+        (Program("command", "/usr/bin/env", ("python", "pkg/../train.py")), True),
+        (Program("command", "cat", ("run.sh",)), False),
+        (Program("command", "grep", ("foo", "train.py")), False),
+        (Program("command", "python", ("../mine.py", "train.py")), False),
+        (Program("command", "python", ("-c", "pass", "train.py")), False),
+        (Program("command", "torchrun", ("--nproc-per-node", "2", "../mine.py", "train.py")), False),
+        (Program("command", "python", ("-m", "torch.distributed.run", "--standalone", "train.py")), True),
+        (Program("command", "accelerate", ("launch", "train.py")), True),
+    ],
+)
+def test_which_programs_belong_to_a_project(clone: Clone, program: Program, inside: bool) -> None:
+    (clone.root / "README.md").write_text("")
+    (clone.root / "2").write_text("")
+    (clone.root.parent / "mine.py").write_text("")
+    use = trust.Use(program=program)
+    if inside:
+        assert resolve({}, "local", {}, clone.root, BACKENDS, use=use).values["setup"]
+    else:
+        with pytest.raises(Untrusted):
+            resolve({}, "local", {}, clone.root, BACKENDS, use=use)
+
+
+@pytest.mark.parametrize("words", [("script", "../mine/train.py"), ("command", "sh", ("../mine/train.py",)), ("module", "train")])
+def test_a_workdir_of_the_file_makes_no_foreign_program_its_own(clone: Clone, words: tuple[str, ...]) -> None:
+    for place in (clone.root.parent / "mine", clone.root / "a" / "mine"):
+        place.mkdir(parents=True)
+        (place / "train.py").write_text("")
+    clone.config("[defaults]\nworkdir = 'a/b'\nsetup = ['evil']\n")
+    (clone.root / "a" / "b").mkdir()
+    program = Program(*words)  # type: ignore[arg-type]
+    if program.kind == "module":
+        assert resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program)).values["setup"]
+        clone.config("[defaults]\nworkdir = '../mine'\nsetup = ['evil']\n")
+    with pytest.raises(Untrusted):
+        resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program))
+
+
+@pytest.mark.parametrize("program", [Program("script", "x.py"), Program("command", "torchrun", ("x.py",))])
+def test_a_program_in_the_files_workdir_is_of_the_project(clone: Clone, program: Program) -> None:
+    (clone.root / "src").mkdir()
+    (clone.root / "src" / "x.py").write_text("")
+    clone.config("[defaults]\nworkdir = 'src'\n")
+    assert resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program)).values["workdir"] == clone.root / "src"
+
+
+def test_a_script_below_the_file_is_of_the_project_from_every_directory(clone: Clone) -> None:
+    (clone.root / "sub").mkdir()
+    done = clone.call("submit", "--cluster", "local", "--follow", "../train.py", cwd=clone.root / "sub")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "trained"), done.stderr
+
+
+# -- (c) all else needs trust -----------------------------------------------------------------------------------------------------
+
+
+def test_a_program_elsewhere_is_refused_until_the_file_is_trusted(clone: Clone, outside: Path) -> None:
+    words = ("run", "--cluster", "local", str(outside))
+    refused(clone.call(*words), f'[defaults] setup = ["touch {clone.mark}"]')
+    assert not clone.executed
+    assert clone.call("trust", "--yes").returncode == 0
+    done = clone.call(*words)
+    assert (done.returncode, done.stdout.strip()) == (0, "mine"), done.stderr
+    assert clone.executed
+
+
+def test_doctor_and_hosts_are_refused_until_the_file_is_trusted(clone: Clone) -> None:
+    setup = f'[defaults] setup = ["touch {clone.mark}"]'
+    hpc = '[clusters.hpc] set = {"ssh_config": "ssh_config", "connect_timeout": 2}'
+    refused(clone.call("doctor", "--cluster", "local"), setup)
+    refused(clone.call("doctor", "--cluster", "hpc"), setup, hpc, '[clusters.hpc] hosts = "evil"', '[clusters.hpc] backend = "ssh"')
+    refused(clone.call("hosts", "--cluster", "hpc"), setup, hpc, '[clusters.hpc] hosts = "evil"')
+    refused(clone.call("hosts", "trust", "evil", "--cluster", "hpc", "--fingerprint", "SHA256:x"), hpc)
+    assert not clone.executed
+    assert clone.call("trust", "--yes").returncode == 0
+    done = clone.call("hosts", "--cluster", "hpc")
+    assert done.returncode == 1
+    assert "evil" in done.stdout
+    assert clone.executed
+
+
+def test_fetch_and_env_take_nothing_from_the_file(clone: Clone) -> None:
+    assert clone.call("env").returncode in (0, 1)
+    done = clone.call("fetch", "no-such-job")
+    assert (done.returncode, "no job" in done.stderr) == (2, True)
+    assert not clone.executed
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("cluster = 'hpc'\n[clusters.hpc]\nbackend = 'mlp'\n", ['cluster = "hpc"', '[clusters.hpc] backend = "mlp"']),
+        ("cluster = 'slurm'\n[defaults]\nlogin = 'evil'\n", ['cluster = "slurm"', '[defaults] login = "evil"']),
+        ("[defaults]\nenv = {LD_PRELOAD = './evil.so'}\n", ['[defaults] env = {"LD_PRELOAD": "./evil.so"}']),
+        ("[defaults]\npython = './evil'\n", ['[defaults] python = "./evil"']),
+        ("[defaults]\ncontainer = 'evil.sif'\n", ['[defaults] container = "evil.sif"']),
+        ("[defaults]\nworkdir = 'sub'\n", ['[defaults] workdir = "sub"']),
+        ("[defaults]\ntemplate = 'evil.j2'\n", ['[defaults] template = "evil.j2"']),
+        ("[defaults]\nsweep = 'config=evil'\n", ['[defaults] sweep = "config=evil"']),
+        ('[defaults]\nname = "\\u001b]0;x"\nsetup = "a\\u202eb\\nc"\n', ['[defaults] setup = "a\\u202eb\\nc"']),
+        ("cluster = 'slurm'\n[defaults]\nnodes = 2\npartition = 'gpu'\ntime = '1h'\n[clusters.slurm]\nmem = '1G'\n", []),
+    ],
+)
+def test_what_executes_or_redirects(clone: Clone, text: str, lines: list[str]) -> None:
+    clone.config(text)
+    if not lines:
+        resolve({}, None, {}, clone.root, BACKENDS, use=trust.Use())
+        return
+    with pytest.raises(Untrusted) as caught:
+        resolve({}, None, {}, clone.root, BACKENDS, use=trust.Use())
+    assert sorted(caught.value.lines) == sorted(lines)
+    assert {line.text() for line in trust.lines_of(find_files(clone.root)[-1].data)} >= set(lines) - {'cluster = "slurm"'}
+
+
+def test_what_a_stronger_layer_replaces_is_not_asked_about(clone: Clone) -> None:
+    clone.config("[defaults]\npython = './evil'\n")
+    assert resolve({"python": "python3"}, "local", {}, clone.root, BACKENDS, use=trust.Use()).values["python"] == "python3"
+
+
+def test_every_setting_is_judged() -> None:
+    """A new setting needs trust until somebody has decided that it is harmless."""
+    assert sorted(SETTINGS.keys() - trust.HARMLESS) == sorted(
+        {"env", "workdir", "python", "setup", "template", "set", "hosts", "hostfile", "login", "container", "sweep"}
+        | ({"include_secrets", "secret"} & SETTINGS.keys())
+    )
+    assert SETTINGS.keys() >= trust.HARMLESS
+
+
+def test_the_users_own_configuration_needs_no_trust(tmp_path: Path) -> None:
+    own = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text("cluster = 'hpc'\n[defaults]\nsetup = 'true'\n[clusters.hpc]\nbackend = 'ssh'\nhosts = 'a'\n")
+    assert resolve({}, None, {}, tmp_path, BACKENDS, use=trust.Use()).values["setup"] == ("true",)
+
+
+# -- clusterjob trust ---------------------------------------------------------------------------------------------------------------
+
+
+def test_trust_ends_with_the_content_of_the_file_and_of_the_files_it_names(clone: Clone, outside: Path) -> None:
+    words = ("run", "--cluster", "local", str(outside))
+    for change in (
+        lambda: None,
+        lambda: clone.config((clone.root / "clusterjob.toml").read_text().replace("max_restarts = 1", "max_restarts = 2")),
+        lambda: (clone.root / "ssh_config").write_text("ProxyCommand evil\n"),
+    ):
+        change()
+        assert clone.call(*words).returncode == 2
+        assert clone.call("trust", str(clone.root / "clusterjob.toml"), "--yes").returncode == 0
+        assert clone.call(*words).returncode == 0
+    (clone.root / "clusterjob.toml").write_text((clone.root / "clusterjob.toml").read_text() + "# a comment changes nothing\n")
+    assert clone.call(*words).returncode == 0
+
+
+@pytest.mark.parametrize("options", ["['ssh_config=ssh_config']", "{ssh_config = 'ssh_config'}"])
+def test_trust_ends_with_the_ssh_configuration_in_each_form_of_set(clone: Clone, options: str) -> None:
+    path = clone.config(f"[defaults]\nset = {options}\n")
+    trust.record(path, project_file(path).data)
+    assert trust.is_trusted(path, project_file(path).data)
+    (clone.root / "ssh_config").write_text("ProxyCommand evil\n")
+    assert not trust.is_trusted(path, project_file(path).data)
+
+
+def test_trust_is_of_one_path_alone(clone: Clone, tmp_path: Path) -> None:
+    assert clone.call("trust", "--yes").returncode == 0
+    other = Clone(tmp_path / "other")
+    other.config((clone.root / "clusterjob.toml").read_text())
+    refused(other.call("doctor", "--cluster", "local"))
+
+
+def test_without_a_terminal_trust_needs_yes_and_shows_the_lines(clone: Clone) -> None:
+    done = clone.call("trust")
+    assert done.returncode == 2
+    assert f'  [defaults] setup = ["touch {clone.mark}"]\n' in done.stderr
+    assert "--yes" in done.stderr
+    refused(clone.call("doctor", "--cluster", "local"))
+
+
+@pytest.mark.parametrize(("answer", "code"), [("n\n", 1), ("y\n", 0)])
+def test_on_a_terminal_trust_asks(clone: Clone, answer: str, code: int) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, answer.encode())
+        assert clone.call("trust", stdin=theirs).returncode == code
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (clone.call("doctor", "--cluster", "hpc").returncode == 2) is (code == 1)
+
+
+def test_the_record_is_the_users_alone(clone: Clone) -> None:
+    before = os.umask(0)
+    try:
+        assert clone.call("trust", "--yes").returncode == 0
+    finally:
+        os.umask(before)
+    place = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "trusted.json"
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+    file = find_files(clone.root)[-1]
+    assert trust.is_trusted(file.path, file.data)
+    place.chmod(0o666)
+    assert not trust.is_trusted(file.path, file.data), "others could have written it"
+
+
+def test_paths_that_cannot_be_trusted(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    for name in ("", "pyproject.toml", "nowhere.toml"):
+        done = subprocess.run([*CLUSTERJOB, "trust", str(tmp_path / name), "--yes"], capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done
+        assert done.stderr.startswith("clusterjob: error: ")
+
+
+# -- (d) commands that execute nothing ---------------------------------------------------------------------------------------------
+
+
+def test_reading_commands_execute_nothing_of_a_project(clone: Clone) -> None:
+    (clone.root / "evil.j2").write_text(f"{{{{ cycler.__init__.__globals__.os.system('touch {clone.mark}') }}}}")
+    (clone.root / "fake-python").write_text(f"#!/bin/sh\ntouch {clone.mark}\n")
+    (clone.root / "fake-python").chmod(0o755)
+    text = f"[defaults]\nsetup = 'touch {clone.mark}'\npython = './fake-python'\nenv = {{LD_PRELOAD = './evil.so'}}\n"
+    clone.config(f"cluster = 'hpc'\n{text}{clone.profile()}")
+    for words in (["submit", "--dry-run", "train.py"], ["render", "train.py"], ["render", "--cluster", "local", "--", "true"],
+                  ["config"], ["config", "--json"], ["status"], ["list"], ["--help"], ["trust"]):  # fmt: skip
+        done = clone.call(*words)
+        assert done.returncode == (2 if words == ["trust"] else 0), done
+    assert clone.call("render", "--template", "evil.j2", "train.py").returncode == 2
+    assert not clone.executed
+
+
+def test_a_function_of_a_script_in_the_project_asks_nothing_and_one_elsewhere_does(clone: Clone, tmp_path: Path) -> None:
+    text = """\
+        import clusterjob
+
+        def work():
+            return 7
+
+        if __name__ == "__main__":
+            print(clusterjob.submit(work, cluster="local").result())
+        """
+    for place in (clone.root, tmp_path):
+        (place / "ask.py").write_text(textwrap.dedent(text))
+    inside = subprocess.run([sys.executable, "ask.py"], cwd=clone.root, capture_output=True, text=True, check=False)
+    assert (inside.returncode, inside.stdout) == (0, "7\n"), inside.stderr
+    clone.mark.unlink()
+    elsewhere = subprocess.run([sys.executable, str(tmp_path / "ask.py")], cwd=clone.root, capture_output=True, text=True, check=False)
+    assert elsewhere.returncode == 1
+    assert "Untrusted" in elsewhere.stderr
+    assert not clone.executed
+
+
+def test_trust_of_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        project_file(tmp_path)

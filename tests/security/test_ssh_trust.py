@@ -1,0 +1,135 @@
+"""Which hosts are trusted over SSH: revoked keys, keys that nobody has compared, user names that are commands; with real servers."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from procs import PATIENCE
+from sshsite import Site
+from sshworld import World, sh
+
+from clusterjob.errors import HostError
+from clusterjob.hosts import Host
+from clusterjob.ssh.connect import Reach
+from clusterjob.ssh.pool import Pool
+
+
+@pytest.fixture
+def pool(world: World) -> Iterator[Pool]:
+    pool = Pool(Reach(10.0, ssh_config=world.config))
+    yield pool
+    pool.close()
+
+
+def refusal(pool: Pool, host: str) -> str:
+    with pytest.raises(HostError) as caught:
+        pool.connection(Host(host))
+    return caught.value.message
+
+
+@pytest.fixture(params=["list", "krl"])
+def revoked(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Path:
+    """Revoke the key of gpu1, in both forms that RevokedHostKeys takes."""
+    listed = tmp_path / "revoked.pub"
+    listed.write_text(f"# compromised\n\n{world.hosts['gpu1'].public_key} gpu1\n")
+    if request.param == "krl":
+        sh("ssh-keygen", "-q", "-k", "-f", tmp_path / "krl", listed)
+        listed = tmp_path / "krl"
+    world.write_config(RevokedHostKeys=str(listed))
+    return listed
+
+
+def test_host_with_revoked_key_is_refused(pool: Pool, revoked: Path) -> None:
+    assert refusal(pool, "gpu1") == f"gpu1: its key is revoked ({revoked})"
+    assert pool.connection(Host("gpu2")).run("true")[0] == 0
+
+
+def test_revoked_key_is_refused_also_without_strict_checking(world: World, pool: Pool, revoked: Path) -> None:
+    world.write_config(RevokedHostKeys=str(revoked), StrictHostKeyChecking="no")
+    assert "is revoked" in refusal(pool, "gpu1")
+
+
+def test_revoked_key_is_never_recorded(site: Site, revoked: Path) -> None:
+    site.world.known_hosts.write_text("")
+    host = site.world.hosts["gpu1"]
+    words = ["hosts", "trust", "gpu1", "--set", f"ssh_config={site.world.config}", "--fingerprint", host.fingerprint]
+    process = site.command(*words, stdin=subprocess.DEVNULL)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, "is revoked" in err) == (1, True)
+    assert site.world.known_hosts.read_text() == ""
+
+
+def test_certificate_of_revoked_authority_is_refused(world: World, pool: Pool, tmp_path: Path) -> None:
+    sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "ca")
+    authority = " ".join(Path(f"{tmp_path}/ca.pub").read_text().split()[:2])
+    host = world.hosts["gpu3"]
+    sh("ssh-keygen", "-q", "-s", tmp_path / "ca", "-I", "gpu3", "-h", "-n", "10.77.0.3", host.directory / "host_key.pub")
+    world.known_hosts.write_text(f"@cert-authority * {authority}\n")
+    host.stop()
+    host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
+    try:
+        assert pool.connection(Host("gpu3")).run("true")[0] == 0
+        (tmp_path / "revoked").write_text(f"{authority}\n")
+        sh("ssh-keygen", "-q", "-k", "-f", tmp_path / "krl", "-s", tmp_path / "ca.pub", host.directory / "host_key-cert.pub")
+        for file in ("revoked", "krl"):
+            world.write_config(RevokedHostKeys=str(tmp_path / file))
+            fresh = Pool(Reach(10.0, ssh_config=world.config))
+            assert refusal(fresh, "gpu3") == f"gpu3: its key is revoked ({tmp_path / file})"
+            fresh.close()
+    finally:
+        pool.close()
+        host.stop()
+        (host.directory / "host_key-cert.pub").unlink()
+        host.start()
+
+
+@pytest.mark.parametrize("content", [None, b"SSHKRL\n\0nonsense"])
+def test_file_of_revoked_keys_that_cannot_be_read_refuses_every_host(world: World, pool: Pool, tmp_path: Path, content: bytes) -> None:
+    if content is not None:
+        (tmp_path / "revoked").write_bytes(content)
+    world.write_config(RevokedHostKeys=str(tmp_path / "revoked"))
+    assert "cannot" in refusal(pool, "gpu2")
+
+
+def test_key_that_nobody_compared_is_not_recorded(site: Site) -> None:
+    world = site.world
+    world.known_hosts.write_text("")
+    words = ["hosts", "trust", "gpu1", "--set", f"ssh_config={world.config}"]
+    process = site.command(*words, stdin=subprocess.DEVNULL)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert world.hosts["gpu1"].fingerprint in err
+    assert "--fingerprint" in err
+    assert world.known_hosts.read_text() == ""
+
+
+def test_key_is_recorded_on_a_terminal(site: Site) -> None:
+    world = site.world
+    world.known_hosts.write_text("")
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "clusterjob", "hosts", "trust", "gpu1", "--set", f"ssh_config={world.config}"]
+    done = subprocess.run(words, cwd=site.directory, stdin=theirs, capture_output=True, timeout=PATIENCE, check=False)
+    for handle in (ours, theirs):
+        os.close(handle)
+    assert done.returncode == 0, done.stderr
+    assert world.hosts["gpu1"].public_key in world.known_hosts.read_text()
+
+
+@pytest.mark.parametrize("user", ["$(touch${IFS}$M)", "`touch${IFS}$M`", "root;touch${IFS}$M;", "a|touch${IFS}$M", "a&touch${IFS}$M&"])
+def test_user_name_that_is_a_command_is_refused_before_a_proxy_command_holds_it(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str
+) -> None:
+    site.world.write_config("Match host gpu1\n  ProxyCommand echo %r; nc %h %p\n")
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("M", str(mark))
+    words = ["hosts", "--hosts", f"{user}@gpu1", "--set", f"ssh_config={site.world.config}"]
+    process = site.command(*words, stdin=subprocess.DEVNULL)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2, err
+    assert not mark.exists()

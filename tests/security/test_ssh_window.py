@@ -1,0 +1,80 @@
+"""A host that sends more than SSH's window allows is hung up on; what has come of it stays small."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import paramiko
+import pytest
+from procs import wait_until
+from sshworld import require, sh
+
+from clusterjob.ssh.config import Target
+from clusterjob.ssh.connect import Connection, Reach, connect
+
+
+class Greedy(paramiko.ServerInterface):
+    """Lets everybody in, and answers each command with data without end, whatever the client's window is."""
+
+    def __init__(self, stderr: bool) -> None:
+        self._stderr = stderr
+        self.threads: list[threading.Thread] = []
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        return paramiko.AUTH_SUCCESSFUL
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return paramiko.OPEN_SUCCEEDED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        self.threads.append(threading.Thread(target=self._flood, args=(channel,)))
+        self.threads[-1].start()
+        return True
+
+    def _flood(self, channel: paramiko.Channel) -> None:
+        send = channel.send_stderr if self._stderr else channel.send
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                channel.out_window_size = 1 << 40
+                send(b"x" * 30000)
+
+
+@pytest.fixture(params=[False, True], ids=["stdout", "stderr"])
+def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connection]:
+    require()
+    for name in ("host", "user"):
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name)
+    greedy = Greedy(request.param)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server: list[paramiko.Transport] = []
+
+    def serve() -> None:
+        sock, _ = listener.accept()
+        server.append(paramiko.Transport(sock))
+        server[0].add_server_key(paramiko.Ed25519Key(filename=str(tmp_path / "host")))
+        server[0].start_server(server=greedy)
+
+    accepting = threading.Thread(target=serve)
+    accepting.start()
+    target = Target("gpu1", "127.0.0.1", listener.getsockname()[1], "root", identities=(tmp_path / "user",), strict="no")
+    made = connect(target, Reach(20.0))
+    yield made
+    made.close()
+    accepting.join()
+    server[0].close()
+    for thread in greedy.threads:
+        thread.join()
+    listener.close()
+
+
+def test_host_that_ignores_the_window_is_hung_up_on(connection: Connection) -> None:
+    channel = connection.execute("anything")  # of which nothing is read
+    wait_until(lambda: not connection.alive, 60, "the end of the connection")
+    assert len(channel.in_buffer) + len(channel.in_stderr_buffer) < 8 << 20

@@ -1,0 +1,73 @@
+"""A template of a cloned repository executes no Python, not even in a dry run, and cannot write without end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from procs import PATIENCE
+
+from clusterjob.errors import TemplateError
+from clusterjob.render import render
+
+ESCAPES = [
+    "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
+    "{{ cycler.__init__.__globals__['os'].popen('touch MARK').read()|sh }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__()|sh_words }}",
+    "{{ joiner.__init__.__globals__.__builtins__.open('MARK', 'w') }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ (setup|attr('append')).__self__.__class__ }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(cycler)|sh }}",
+    "{% set f = range.__init__.__globals__ %}{{ f|sh }}",
+]
+HUGE = [
+    "{{ ('a' * 10**10)|sh }}",
+    "{{ ('%99999999999d' % 1)|sh }}",
+    "{{ 10 ** (10 ** 10) }}",
+    "{{ ([1] * 10**10)|sh_words }}",
+    "{% for a in range(90000) %}{% for b in range(90000) %}{{ 1 }}{% endfor %}{% endfor %}",
+]
+HARMLESS = [
+    ("{{ ('=' * 20)|verbatim }}", "=" * 20),
+    ("{{ ('%s-%03d' % ('a', 7))|sh }}", "a-007"),
+    ("{{ 64 * 1024 * 1024 * 1024 }} {{ 2 ** 40 }} {{ 7 % 4 }}", f"{64 << 30} {2**40} 3"),
+    ("{{ setup|map('upper')|join(';')|verbatim }}", "ONE;TWO"),
+]
+VALUES = {"setup": ["one", "two"]}
+
+
+def template(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.sh.j2"
+    path.write_text(text.replace("MARK", str(tmp_path / "executed")))
+    return path
+
+
+@pytest.mark.parametrize("text", ESCAPES)
+def test_a_template_reaches_no_python(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TemplateError):
+        render(template(tmp_path, text), VALUES)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("text", HUGE)
+def test_a_template_writes_no_huge_script(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TemplateError, match=r"more than|longer than"):
+        render(template(tmp_path, text), VALUES)
+
+
+@pytest.mark.parametrize(("text", "written"), HARMLESS)
+def test_ordinary_templates_are_rendered_as_before(tmp_path: Path, text: str, written: str) -> None:
+    assert render(template(tmp_path, text), VALUES) == written
+
+
+def test_a_dry_run_in_a_clone_executes_nothing_of_its_template(tmp_path: Path) -> None:
+    template(tmp_path, ESCAPES[0])
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "clusterjob.toml").write_text('[defaults]\ntemplate = "mine.sh.j2"\n')
+    argv = [sys.executable, "-m", "clusterjob", "submit", "--dry-run", "--cluster", "local", "train.py"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "mine.sh.j2, line 1" in done.stderr
+    assert not (tmp_path / "executed").exists()
