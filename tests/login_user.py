@@ -105,11 +105,13 @@ class Laptop(User):
         self.login.start()
 
     def profile(self, **options: str) -> None:
-        """Write the profile `hpc`."""
+        """Write the profile `hpc` into the user's own configuration, which needs no trust."""
         given = {"ssh_config": str(self.login.config), "connect_timeout": "5", **options}
         pairs = "".join(f'"{key}" = {_toml(value)}\n' for key, value in given.items())
         common = f'backend = "slurm"\nlogin = "login1"\nenv = {{ MEET = {_toml(str(self.meeting))} }}\n'
-        self.path("clusterjob.toml").write_text(f"[clusters.hpc]\n{common}[clusters.hpc.set]\n{pairs}")
+        own = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(f"[clusters.hpc]\n{common}[clusters.hpc.set]\n{pairs}")
 
     def run(self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0) -> subprocess.CompletedProcess[str]:
         return self("run", "--cluster", "hpc", *options, self.script(text), *args, code=code)

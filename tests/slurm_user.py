@@ -118,11 +118,14 @@ class User:
 
     def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
         """Return what is said of a job that is refused, of which nothing may be left."""
-        before = self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout
+        before = self._queued()
         said = self(command, "--cluster", "slurm", *options, self.script("pass"), code=code).stderr
-        assert self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout == before
+        assert self._queued() <= before  # Slurm forgets jobs that ended a while ago
         assert self.left_behind() == []
         return said
+
+    def _queued(self) -> set[str]:
+        return set(self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout.split())
 
     def refused_by_nobody(self) -> str:
         """Return what is said of a job where no Slurm answers."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def hang_up() -> None:
 
 def lines_of(record: Record) -> list[str]:
     shown: list[Line] = []
-    verdict = jobs.follow(record, shown.extend, lambda _: None)
+    verdict = jobs.follow(record, lambda batches: shown.extend(chain.from_iterable(batches)), lambda _: None)
     assert verdict.state.final
     return [f"{line.rank} {line.stream} {line.text}" for line in shown]
 

@@ -65,7 +65,8 @@ def test_a_sweep_is_every_combination_the_last_name_varying_fastest() -> None:
 @pytest.mark.parametrize(
     ("item", "values"),
     [
-        ("a=1", ["1"]), ("a=x,y z,", ["x", "y z", ""]), ('a="1,2",3', ["1,2", "3"]), ('a="say ""hi"""', ['say "hi"']),
+        ("a=1", ["1"]), ('a=x,y z,""', ["x", "y z", ""]), ('a="p,,q",r', ["p,,q", "r"]), ('a="1,2",3', ["1,2", "3"]),
+        ('a="say ""hi"""', ['say "hi"']),
         ("a=b=c", ["b=c"]), ("a=0-6:3,x", ["0", "3", "6", "x"]), ("a=-1,-2", ["-1", "-2"]), ("a=1e-3", ["1e-3"]), ("a.b-c=1", ["1"]),
         ('a="x\ny",z', ["x\ny", "z"]), ("a=$(id),☃", ["$(id)", "☃"]), ("a=2024-01-01", ["2024-01-01"]),
     ],
@@ -82,6 +83,8 @@ def test_the_values_of_a_sweep(item: str, values: list[str]) -> None:
         (["lr"], "is not NAME=VALUES"), (["=1"], "is not NAME=VALUES"), (["1a=2"], "is not NAME=VALUES"), (["a b=2"], "is not NAME=VALUES"),
         (['a="1'], "are not a list"), (["a=1", "a=2"], "names 'a' twice"), (["a=0-999", "b=0-999"], "1000000 elements"),
         (["a=9-1"], "empty range"), (["a="], "gives no value"),
+        (["lr=0.1,"], "a value is empty"), (["lr=,0.1"], "a value is empty"), (["lr=1,,2"], "a value is empty"),
+        (["seed=0..9"], "'0..9' is no range"), (["seed=1,3...5"], "'3...5' is no range"),
     ],
 )  # fmt: skip
 def test_what_is_no_sweep(sweep: list[str], says: str) -> None:

@@ -52,7 +52,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smi]:
     smi = Smi(tmp_path / "smi")
     monkeypatch.setenv("PATH", f"{smi.directory}:{os.environ['PATH']}")
     monkeypatch.setitem(sys.modules, "pynvml", None)  # an interpreter without nvidia-ml-py
-    monkeypatch.setattr(cards, "lock_directory", lambda: smi.directory)
+    monkeypatch.setattr(cards, "lock_directories", lambda: [smi.directory])
     return smi
 
 
@@ -137,7 +137,7 @@ import os, sys
 from clusterjob.node.visit import cards
 from pathlib import Path
 sys.modules["pynvml"] = None
-cards.lock_directory = lambda: Path(sys.argv[1])
+cards.lock_directories = lambda: [Path(sys.argv[1])]
 try:
     held = cards.pick(str(os.getpid()), "auto", 1, {})
     print(held.cards[0].uuid, flush=True)
@@ -168,10 +168,10 @@ def test_a_hold_lasts_as_long_as_a_process_that_inherited_it(smi: Smi) -> None:
     assert names(cards.pick("b", "auto", 4, {})) == ["GPU-0000", "GPU-0001", "GPU-0002", "GPU-0003"]
 
 
-def test_locks_lie_in_a_directory_of_ones_own() -> None:
-    path = cards.lock_directory()
-    assert path.stat().st_mode & 0o777 == 0o700
-    assert path.stat().st_uid == os.getuid()
+def test_locks_lie_in_directories_of_ones_own() -> None:
+    for path in cards.lock_directories():
+        assert path.stat().st_mode & 0o777 == 0o700
+        assert path.stat().st_uid == os.getuid()
 
 
 # -- on hosts --------------------------------------------------------------------------------------------------------------
@@ -198,8 +198,9 @@ def gpu_hosts(site: Site) -> Iterator[dict[str, Smi]]:
     for name in found:
         site.world.hosts[name].stop()
         site.world.hosts[name].start()
-    for path in cards.lock_directory().glob("GPU-[09]00?"):
-        path.unlink()
+    for directory in cards.lock_directories():
+        for path in directory.glob("GPU-[09]00?"):
+            path.unlink()
 
 
 def test_each_host_gives_idle_ones_and_the_next_job_gets_others(site: Site, gpu_hosts: dict[str, Smi]) -> None:

@@ -281,6 +281,7 @@ def test_a_directory_is_no_file(project: Path) -> None:
         ("[defaults]\nbackend = 'local'\n", "[defaults] backend means nothing here", ""),
         ("[clusters.lab]\nbackned = 'local'\n", "[clusters.lab] backned means nothing here", "did you mean backend?"),
         ("cluster = 3\n", "cluster is not a name", ""),
+        ("[cluster.hpc]\nbackend = 'slurm'\n", "[cluster.hpc] is no table of a profile", "write it as [clusters.hpc]"),
         ("defaults = 3\n", "defaults is not a table", "[defaults]"),
         ("clusters = 3\n", "clusters is not a table", "[clusters]"),
         ("clusters.lab = 3\n", "[clusters] lab is not a table", ""),

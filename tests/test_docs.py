@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -141,6 +142,23 @@ def test_the_tree_is_that_of_the_package() -> None:
             assert len(line.split()) > 1, f"{name} has no description"
             files.add("".join(folders[:depth]) + name)
     assert files == {path.relative_to(ROOT).as_posix() for path in (ROOT / "clusterjob").rglob("*.py")}
+
+
+def test_texts_of_the_package_name_no_file_that_a_wheel_lacks() -> None:
+    named = []
+    for path in (ROOT / "clusterjob").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, described)}
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if (
+                isinstance(text, str)
+                and text not in docstrings
+                and re.search(r"(?<![\w/])(docs|examples|tools|tests)/|[A-Z]{4,}\.md\b", text)
+            ):
+                named.append(f"{path.name}: {text}")
+    assert not named
 
 
 def test_links_from_page_to_page_lead_somewhere() -> None:

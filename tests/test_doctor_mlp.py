@@ -43,7 +43,9 @@ class Clinic:
         for old, new in replaced:
             assert old in text
             text = text.replace(old, new)
-        (self.directory / "clusterjob.toml").write_text(text)
+        own = Path(self.env["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"  # the user's own, which needs no trust
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(text)
 
     def __call__(self, *words: str, **env: str | None) -> Diagnosis:
         environ = {name: value for name, value in {**self.env, **env}.items() if value is not None}

@@ -21,9 +21,9 @@ from procs import PATIENCE, kill_one_by_one, own_marked, wait_until
 import clusterjob
 from clusterjob import jobs
 from clusterjob.errors import RecordError
-from clusterjob.node import files
+from clusterjob.node import ends, files
 from clusterjob.node.program import Program
-from clusterjob.node.verdict import JobState
+from clusterjob.node.verdict import Failure, JobState, Verdict
 from clusterjob.records import Handle, Record, Records
 
 PAGE = 4096  # bytes; a tmpfs counts in pages
@@ -251,19 +251,94 @@ def test_a_disk_that_others_fill_and_empty_again_costs_a_job_nothing(mount: Moun
     assert sorted(run(work, "logs", "--rank", "1", job_id).stdout.splitlines()) == ["[1] after", "[1] before"]
 
 
-def test_a_verdict_that_cannot_be_written_is_no_success(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = mount("size=1m")
+LEAVING = """
+import os, sys, time
+open("up" + os.environ["RANK"], "w").close()
+while not os.path.exists("leave"):
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+time.sleep(1000)
+"""
+FAULTS = {"full": "size=2m", "no inodes": "size=2m,nr_inodes=100", "read-only": "size=2m"}
+
+
+@pytest.mark.parametrize("verb", ["submit", "run"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_verdict_survives_a_broken_disk(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch, fault: str, verb: str) -> None:
+    """Rank 1 ends with 3 once nothing can be written any more."""
+    disk = mount(FAULTS[fault])
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
-    (work / "script.py").write_text("import os, time\nopen('up', 'w').close()\nwhile not os.path.exists('leave'):\n    time.sleep(0.01)\n")
-    job_id = run(work, "submit", "script.py").stdout.strip()
-    wait_until((work / "up").exists, PATIENCE)
-    fill(disk, 0)
+    (work / "script.py").write_text(LEAVING)
+    options = ("--nodes", "2", "script.py")
+    if verb == "submit":
+        job_id = run(work, "submit", *options).stdout.strip()
+        follow = [sys.executable, "-m", "clusterjob", "wait", job_id]
+    else:
+        follow = [sys.executable, "-m", "clusterjob", "run", *options]
+    with (work / "out").open("wb") as out:
+        following = subprocess.Popen(follow, cwd=work, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    wait_until(lambda: (work / "up0").exists() and (work / "up1").exists(), PATIENCE)
+    break_disk(disk, fault)
     (work / "leave").touch()
+    try:
+        assert following.wait(PATIENCE) == 3, (work / "out").read_text()
+        said = (work / "out").read_text()
+        assert "FAILED: rank 1 " in said
+        assert ("Read-only file system" in said) == (fault == "read-only")
+        wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
+    finally:
+        if fault == "read-only":
+            subprocess.run(["umount", "-l", str(disk)], check=True)
+    [job] = json.loads(run(work, "list", "--json").stdout)["jobs"]
+    assert (job["state"], job["exit_code"]) == ("FAILED", 3)
+    ends._aside(Path(job["job_dir"])).unlink(missing_ok=True)
+    assert list(disk.rglob(".*.reserve")) == [] or fault == "read-only"
+
+
+def break_disk(disk: Path, fault: str) -> None:
+    """Leave no byte, no inode, or no right to write."""
+    if fault == "full":
+        fill(disk, 0)
+    elif fault == "no inodes":
+        with contextlib.suppress(OSError):
+            for number in range(1000):
+                (disk / f"filler{number}").touch()
+    else:  # files of the workers are open for writing, so it cannot be remounted: it is mounted once more, read-only, on itself
+        for words in (["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)]):
+            subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+def test_lost_job_on_a_full_disk_says_so(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = mount("size=2m")
+    monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
+    (work / "script.py").write_text(LEAVING)
+    job_id = run(work, "submit", "script.py").stdout.strip()
+    wait_until((work / "up0").exists, PATIENCE)
+    for path in disk.rglob(".*.reserve"):
+        path.unlink()
+    fill(disk, 0)
+    kill_one_by_one(own_marked())
     done = run(work, "wait", job_id)
     assert done.returncode == 1
     assert "LOST" in done.stderr
-    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
-    assert run(work, "list").returncode == 0
+    assert f"the disk of {disk / 'jobs' / job_id} is full" in done.stderr
+
+
+def test_large_verdict_fits_into_what_is_reserved(mount: Mount) -> None:
+    disk = mount("size=256k")
+    (disk / "ends").mkdir()
+    ends.reserve(disk, 0)
+    fill(disk, 0)
+    many = tuple(Failure(rank, rank, 0, "h", 1, None, "x" * 200) for rank in range(1, 500))
+    failure = Failure(0, 0, 0, "h", 7, None, "m" * 9000, ("l" * 3000,) * 30)
+    ends.write_result(disk, Verdict(JobState.FAILED, 7, "r" * 9000, failure, many))
+    ends.write(disk, 0, {"state": "FAILED", "reason": "x"})
+    found = ends.read_result(disk)
+    assert found is not None
+    assert found.failure is not None
+    assert (found.exit_code, found.failure.rank, len(found.failure.last_lines)) == (7, 0, 20)
+    assert [end["reason"] for end in ends.written(disk)] == ["x"]
 
 
 def test_cancel_works_on_a_full_disk(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

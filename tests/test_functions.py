@@ -143,6 +143,10 @@ def test_functions_of_main_travel_and_find_the_modules_beside_them(tmp_path: Pat
 def test_what_cannot_be_is_said_before_anything_starts() -> None:
     with pytest.raises(UsageError, match="no setting 'gpus_pr_node'"):
         clusterjob.submit(abs, 1, gpus_pr_node=2)
+    for start in (clusterjob.submit, clusterjob.spawn, lambda text: clusterjob.map(text, [1])):
+        with pytest.raises(UsageError, match=r"'train.py' is not a function") as caught:
+            start("train.py")
+        assert "SCRIPT" in caught.value.hint
     with pytest.raises(UsageError, match="nodes"):
         clusterjob.submit(abs, 1, nodes="many")
     with pytest.raises(UsageError, match="do not come back from the cluster 'ssh'"):

@@ -897,16 +897,18 @@ def test_a_restart_has_a_fresh_store(new_job: NewJob, how: str) -> None:
 @pytest.mark.parametrize(("node", "number"), [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP)])
 def test_a_signal_to_any_agent_cancels_the_job_everywhere(new_job: NewJob, node: int, number: signal.Signals) -> None:
     job = new_job(2)
-    script = job.script("""
+    script = job.script(
+        """
         import os, pathlib, signal, sys, time
         rank = os.environ["RANK"]
         def save(number, frame):
             pathlib.Path(f"saved{rank}").touch()
             sys.exit(0)
-        signal.signal(signal.SIGTERM, save)
+        signal.signal(signal.SIGINT if NUMBER == signal.SIGINT else signal.SIGTERM, save)
         pathlib.Path(f"up{rank}").touch()
         time.sleep(1000)
-    """)
+    """.replace("NUMBER", str(int(number)))
+    )
     job.start_all(script)
     job.wait_for("up0", "up1")
     job.agents[node].send_signal(number)
@@ -918,6 +920,30 @@ def test_a_signal_to_any_agent_cancels_the_job_everywhere(new_job: NewJob, node:
     assert job.path("saved1").exists()
     assert [job.end_of(rank)["state"] for rank in (0, 1)] == ["CANCELLED", "CANCELLED"]
     assert not own_marked()
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_after_an_interrupt_waits_for_no_worker(new_job: NewJob, second: signal.Signals) -> None:
+    job = new_job(2)
+    script = job.script("""
+        import os, pathlib, signal, time
+        rank = os.environ["RANK"]
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda *_: pathlib.Path(f"interrupted{rank}").touch())
+        pathlib.Path(f"up{rank}").touch()
+        while True:
+            time.sleep(0.05)
+    """)
+    job.start_all("--grace", "1000", script)
+    job.wait_for("up0", "up1")
+    job.agents[1].send_signal(signal.SIGINT)
+    job.agents[1].send_signal(signal.SIGINT)  # the same keystroke, passed on by a command in between
+    job.wait_for("interrupted0", "interrupted1")
+    assert [agent.poll() for agent in job.agents] == [None, None]
+    time.sleep(0.6)  # or it would be the same keystroke
+    job.agents[1].send_signal(second)
+    assert job.wait() == [143, 143]
+    assert job.result["state"] == "CANCELLED"
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -39,7 +39,8 @@ def test_a_list_keeps_its_parts() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", " , ", "a[1-2", "a]1", "a[x]", "a[2-1]", "a[1-99999]", "-oProxyCommand=x", "a:0", "a:99999", "a:b", "me@", "@a", "a;b", "a$(b)",
-     "-l@a", "a/b", "a\nb c'd", "user@-a", "n[1-99][1-99]", "a[[1]]", "ü:1:2x"],
+     "-l@a", "a/b", "a\nb c'd", "user@-a", "$(id)@a", "`id`@a",
+     "a;b@c", "a|b@c", "a&b@c", "a>b@c", "a*@c", "{a}@c", "$HOME@c", "a(b)@c", "~root@c", "#a@b", "n[1-99][1-99]", "a[[1]]", "ü:1:2x"],
 )  # fmt: skip
 def test_what_is_no_list(text: str) -> None:
     with pytest.raises(SpecError) as caught:
@@ -80,6 +81,15 @@ def write(directory: Path, text: str) -> Path:
 )
 def test_host_files(tmp_path: Path, text: str, wanted: list[tuple[str, int | None]]) -> None:
     assert [(str(host), host.slots) for host in read_hostfile(write(tmp_path, text))] == wanted
+
+
+@pytest.mark.parametrize("text", ["gpu1:8", "me@gpu1:1", "gpu1:22,gpu2:128"])
+def test_number_of_workers_is_not_taken_for_a_port(tmp_path: Path, text: str) -> None:
+    """Hydra and Horovod write it so."""
+    for parse in (parse_hosts, lambda text: read_hostfile(write(tmp_path, text))):
+        with pytest.raises(SpecError, match=r"'(me@)?gpu\d:\d+' means port \d+ of gpu\d") as caught:
+            parse(text)
+        assert "slots=" in caught.value.hint
 
 
 @pytest.mark.parametrize("line", ["gpu2 slots", "gpu2 slots=x", "gpu2 8", "gpu2 slots=0", "gpu2 slots=-1", "[", "gpu2;rm"])

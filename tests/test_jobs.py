@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +201,13 @@ def test_a_job_is_followed_to_its_verdict(make_plan: MakePlan) -> None:
     record = jobs.submit(make_plan("print('one')\nprint('two')\nraise SystemExit(3)\n"), "local", detach=True)
     lines: list[Line] = []
     looks: list[Status] = []
-    verdict = jobs.follow(record, lines.extend, looks.append)
+    verdict = jobs.follow(record, lambda batches: lines.extend(chain.from_iterable(batches)), looks.append)
     assert [(line.rank, line.stream, line.text) for line in lines] == [(0, "out", "one"), (0, "out", "two")]
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 3)
     assert all(not look.state.final for look in looks)
     lines.clear()
-    assert jobs.follow(Records().find(record.job_id), lines.extend, looks.append) == verdict, "and again, on another day"
+    again = jobs.follow(Records().find(record.job_id), lambda batches: lines.extend(chain.from_iterable(batches)), looks.append)
+    assert again == verdict, "and again, on another day"
     assert [line.text for line in lines] == ["one", "two"]
     assert jobs.wait(record) == verdict
 

@@ -175,6 +175,44 @@ def test_a_second_end_of_the_same_worker_changes_nothing() -> None:
     assert judge.consequences() == ()
 
 
+OWN_CONNECTION = (
+    "Traceback (most recent call last):",
+    '  File "/venv/lib/python3.11/site-packages/torch/distributed/elastic/multiprocessing/errors/__init__.py", line 355, in wrapper',
+    '  File "/home/me/data.py", line 12, in download',
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+)
+ALL_REDUCE = (
+    "Traceback (most recent call last):",
+    '  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83, in wrapper',
+    '  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3008, in all_reduce',
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234",
+)
+NCCL_ABORT = ("  what():  [PG ID 0 Rank 2] NCCL communicator was aborted on rank 2.",)
+
+
+def test_rank_that_ended_with_zero_is_not_blamed_for_a_lost_connection_of_the_script() -> None:
+    judge = Judge()
+    judge.note_exit(failure(0, code=0), 10.0)
+    lost = replace(failure(1, effect=True, message=OWN_CONNECTION[-1]), last_lines=OWN_CONNECTION)
+    judge.hear(lost, 610.0, exited=True)
+    assert judge.root() == lost
+    assert judge.consequences() == ()
+
+
+@pytest.mark.parametrize(("lines", "where"), [(ALL_REDUCE, "all_reduce"), (NCCL_ABORT, "a collective")])
+def test_rank_that_ended_with_zero_is_blamed_where_torch_lost_it(lines: tuple[str, ...], where: str) -> None:
+    judge = Judge()
+    judge.note_exit(failure(0, code=0), 10.0)
+    own = replace(failure(1, effect=True, message=OWN_CONNECTION[-1]), last_lines=OWN_CONNECTION)
+    judge.hear(own, 10.5, exited=True)
+    judge.hear(replace(failure(2, effect=True), last_lines=lines), 10.6, exited=True)
+    root = judge.root()
+    assert root is not None
+    assert (root.rank, root.kind) == (0, "early_exit")
+    assert root.message == f"ended with exit code 0 0.5 s before; rank 2 was in {where}"
+    assert len(judge.consequences()) == 2
+
+
 heard = st.tuples(
     st.integers(0, 3), st.integers(0, 2), st.floats(0, 100, allow_nan=False), st.booleans(), st.booleans()
 )  # node, local rank, time, effect, exited

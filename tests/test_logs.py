@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node import logs
-from clusterjob.node.logs import Folded, Line, LogReader, Timeline, fold, last_lines, ranges
+from clusterjob.node.folding import Folded, fold, ranges
+from clusterjob.node.logs import Line, LogReader, Timeline, last_lines
 
 
 class Node:

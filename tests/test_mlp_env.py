@@ -102,7 +102,10 @@ def test_both_indices_agree_about_node_0(own: str, rack: str) -> None:
         ({"MLP_WORKER_NUM": "three"}, "MLP_WORKER_NUM='three' is not a whole number"),
         ({"MLP_WORKER_RACK_RANK_INDEX": "3"}, "node_rank is 3, outside 0..2"),
         ({"MLP_WORKER_0_PORT": "99999"}, "master_port is 99999"),
-        ({"MLP_WORKER_0_PRIMARY_HOST": "localhost"}, "which each of the 3 nodes is itself"),
+        (
+            {"MLP_WORKER_0_PRIMARY_HOST": "localhost"},
+            "which each of the 3 nodes is itself (master_addr); node 0's own address in the network works",
+        ),
         ({"MLP_WORKER_0_PRIMARY_HOST": "a; rm -rf /"}, "is no host"),
         ({"MLP_WORKER_ALL_PRIMARY_HOSTS": "10.0.0.1"}, "lists 1 hosts, MLP_WORKER_NUM is 3"),
         ({"MLP_MPI_HOSTS": "10.0.0.1,10.0.0.2,10.0.0.3"}, "runs its entry command on worker 0 alone, and there are 3 hosts"),
@@ -152,3 +155,25 @@ def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: P
     assert asyncio.run(meet()) == (
         "node 2 on h2 (pid 7) is counted by MLP_ROLE_INDEX, node 0 by MLP_WORKER_RACK_RANK_INDEX: all nodes have to use the same index"
     )
+
+
+@pytest.mark.parametrize(
+    ("stale", "names"),
+    [
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK"),
+        ({"LOCAL_RANK": "0", "RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK, RANK, WORLD_SIZE"),
+    ],
+)
+def test_stale_variables_of_a_process_beside_a_complete_set_are_named(stale: dict[str, str], names: str) -> None:
+    finding = detect(NODE | stale)
+    assert (finding.source, finding.place) == ("env", None)
+    verb = "say" if "," in names else "says"
+    assert (
+        finding.conflicts[0]
+        == f"{names} {verb} that this is a process of a job, and the variables of mlp give a node's place: unset {names}"
+    )
+    assert detect(without("MLP_WORKER_NUM") | stale).conflicts[0] == ("RANK" if "," not in names else "MASTER_ADDR") + " is not set" + (
+        " (rank)" if "," not in names else " (master_addr)"
+    )
+    worker = {"LOCAL_RANK": "0", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert detect(NODE | worker).conflicts == ()  # a launcher's own processes on such a node

@@ -56,6 +56,7 @@ def variables(nodes: list[Machine], index: int, gpus: int, *, six: bool = False)
     """Return what the platform sets on one node."""
     hosts = [machine.address6 if six else machine.address for machine in nodes]
     own = {"MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": str(index), "MLP_WORKER_NUM": str(len(nodes)), "MLP_WORKER_GPU": str(gpus)}
+    own["CLUSTERJOB_TOKEN"] = "secret"  # a private variable of the task
     own |= {f"MLP_WORKER_{number}_HOST": f"'{host}'" for number, host in enumerate(hosts)}
     return own | {"MLP_WORKER_0_PORT": "2222", "MLP_WORKER_ALL_HOSTS": ",".join(hosts), "MLP_HOST": hosts[index]}
 

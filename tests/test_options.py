@@ -89,6 +89,7 @@ def test_no_program_is_a_usage_error_with_a_hint(words: list[str]) -> None:
         ["--no-such-option"],
         ["--no-such-option=3"],
         ["-x"],
+        ["--nnodes", "2"],
         ["--nproc", "2"],  # no abbreviations: a later option might make them ambiguous
         ["--nproc-per-node"],
         ["--lifeline=yes"],
@@ -126,6 +127,20 @@ def test_any_words_are_options_or_a_usage_error(words: list[str]) -> None:
     except UsageError:
         return
     assert parse(options.arguments()) == options
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("--nnodes=2", "CLUSTERJOB_NNODES"), ("--node_rank", "CLUSTERJOB_NODE_RANK"), ("--master-addr", "CLUSTERJOB_MASTER_ADDR"),
+        ("--nproc_per_node", "did you mean --nproc-per-node?"), ("--xyzzy=3", "clusterjob launch --help"),
+    ],
+)  # fmt: skip
+def test_unknown_option_of_launch_names_what_says_the_same(word: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse([word, "1", "train.py"])
+    assert caught.value.message == f"there is no option {word.partition('=')[0]}"
+    assert hint in caught.value.hint
 
 
 # -- and back ------------------------------------------------------------------------------------------------------------------

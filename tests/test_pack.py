@@ -115,8 +115,8 @@ def test_it_is_small() -> None:
     assert size < pack.LIMIT == 150_000
 
 
-def test_it_holds_the_whole_package_and_nothing_else() -> None:
-    """All of it, so that it may shadow an installed one of another version; sources alone."""
+def test_it_holds_what_a_job_needs_and_nothing_else() -> None:
+    """All but what only submits jobs elsewhere; sources alone."""
     with zipfile.ZipFile(io.BytesIO(pack.node_zip())) as archive:
         assert archive.testzip() is None
         names = set(archive.namelist())
@@ -125,32 +125,32 @@ def test_it_holds_the_whole_package_and_nothing_else() -> None:
     assert not set(block) & set(texts)
     texts |= {name: text.encode() for name, text in block.items()}
     modules = {f"clusterjob/{path.relative_to(PACKAGE).as_posix()}": path for path in PACKAGE.rglob("*.py")}
+    modules = {name: path for name, path in modules.items() if not name.removeprefix("clusterjob/").startswith(pack.LEFT_OUT)}
     assert set(texts) == {"__main__.py", *modules}
-    assert any(name.startswith("clusterjob/cli/") for name in block)
+    assert {"clusterjob/functions.py", "clusterjob/jobs.py", "clusterjob/backends/local.py"} < set(block)
     texts["clusterjob/__init__.py"] = texts["clusterjob/__init__.py"].removesuffix(pack._INSTALL.encode())
     for name, path in modules.items():
         told, packed = ast.parse(path.read_text()), ast.parse(texts[name])
-        kept = "clusterjob/cli/" in name
-        assert told_away(told, annotations=kept) == told_away(packed, annotations=kept), name
+        assert told_away(told) == told_away(packed), name
         assert [node.lineno for node in statements(told)] == [node.lineno for node in statements(packed)], name
     assert b"# " not in texts["clusterjob/node/agent.py"]
     assert b" -> " not in texts["clusterjob/node/agent.py"]
     assert b"    state: JobState" in texts["clusterjob/node/verdict.py"]  # a dataclass is made of its annotations
-    assert "Start a job and print its id" in texts["clusterjob/cli/start.py"].decode()
     assert texts["__main__.py"] == (PACKAGE / "node" / "zip_main.py").read_bytes()
 
 
 def test_all_of_it_is_there_for_whoever_asks_in_a_job(zip_file: Path, tmp_path: Path) -> None:
-    """With nothing else installed but what it stands on; its code has its file, its lines and its place."""
+    """Its code has its file, its lines and its place; what it leaves out is the installed package's."""
     code = """
 import inspect, sys
 import clusterjob
 assert "bz2" not in sys.modules
-import clusterjob.slurm.flags as flags, clusterjob.cli.options, clusterjob.backends
+import clusterjob.units as units, clusterjob.slurm.flags, clusterjob.cli.options, clusterjob.backends.ssh
 from clusterjob import JobSpec
-print(flags.__file__, flags.__spec__.origin, inspect.getsource(flags.clock).splitlines()[0])
+print(units.__file__, units.__spec__.origin, inspect.getsource(units.show_size).splitlines()[0])
+print(clusterjob.slurm.flags.__file__, clusterjob.backends.ssh.__file__, clusterjob.backends.__file__)
 try:
-    flags.split_after("")
+    units.parse_size("x")
 except Exception as error:
     import traceback
     print(traceback.extract_tb(error.__traceback__)[-1].line)
@@ -160,23 +160,44 @@ assert importlib.util.find_spec("clusterjob.nothing") is None
     environ = {**CLEAN, "PYTHONPATH": str(zip_file)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    file = f"{zip_file}/clusterjob/slurm/flags.py"
-    assert done.stdout.splitlines()[0] == f"{file} {file} def clock(seconds):"
-    assert done.stdout.splitlines()[1].startswith("raise SpecError(")
+    file = f"{zip_file}/clusterjob/units.py"
+    assert done.stdout.splitlines()[0] == f"{file} {file} def show_size(size):"
+    left_out = [f"{PACKAGE}/slurm/flags.py", f"{PACKAGE}/backends/ssh/__init__.py"]
+    assert done.stdout.splitlines()[1].split() == [*left_out, f"{zip_file}/clusterjob/backends/__init__.py"]
+    assert done.stdout.splitlines()[2].startswith("raise SpecError(")
     command = [sys.executable, "-m", "clusterjob", "submit", "--help"]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "Start a job and print its id" in done.stdout, done.stderr
 
 
-def told_away(tree: ast.Module, *, annotations: bool) -> str:
-    """Return a module without docstrings and, unless they are kept, without functions' annotations."""
+@pytest.mark.parametrize("version", ["0.0.9", None])
+def test_installed_package_of_another_version_is_refused(zip_file: Path, tmp_path: Path, version: str | None) -> None:
+    """Its modules and those of the zip would not fit; where there is none, there is nothing to submit with."""
+    if version is not None:
+        (tmp_path / "site" / "clusterjob" / "cli").mkdir(parents=True)
+        (tmp_path / "site" / "clusterjob" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+        (tmp_path / "site" / "clusterjob" / "cli" / "__init__.py").touch()
+    environ = {**CLEAN, "PYTHONPATH": f"{zip_file}:{tmp_path / 'site'}"}
+    asked = [sys.executable, "-S", "-c", "from clusterjob import submit, spawn, JobSpec; import clusterjob.cli"]
+    done = subprocess.run(asked, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    if version is None:
+        assert last == "ModuleNotFoundError: No module named 'clusterjob.cli'"
+    else:
+        assert last.startswith(
+            f"ImportError: this job came with clusterjob {clusterjob.__version__}, and {tmp_path}/site/clusterjob/__init__.py"
+        )
+
+
+def told_away(tree: ast.Module) -> str:
+    """Return a module without docstrings and functions' annotations."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
             body[0].value.value = ""
-        if isinstance(node, ast.arg) and not annotations:
+        if isinstance(node, ast.arg):
             node.annotation = None
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not annotations:
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             node.returns = None
     return ast.dump(tree, include_attributes=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT, finish, run, script, start, told
 from namespaces import machines, why_not
+from procs import Job
 
 from clusterjob.node import contract, paddle
 from clusterjob.node.contract import World
@@ -123,9 +125,27 @@ SHOW = """
 """
 
 
+def with_paddle(directory: Path) -> str:
+    """Return a PYTHONPATH on which the agents find a PaddlePaddle; nobody imports it."""
+    (directory / "installed" / "paddle").mkdir(parents=True)
+    (directory / "installed" / "paddle" / "__init__.py").touch()
+    return f"{ROOT}:{directory / 'installed'}"
+
+
+def test_the_list_of_all_endpoints_is_sent_where_there_is_a_paddle_alone(new_job: Callable[..., Job]) -> None:
+    """It is as long as the job, and would go to each node of it."""
+    job = new_job(2)
+    script = job.script("import os; print('PADDLE_MASTER' in os.environ, 'PADDLE_TRAINER_ENDPOINTS' in os.environ)")
+    job.start(0, script)
+    job.start(1, "--", sys.executable, "-S", script)
+    assert job.wait() == [0, 0]
+    assert [job.log(node, f"rank{node}.out") for node in (0, 1)] == ["True False\n", "True True\n"]
+
+
 def test_workers_of_several_nodes_find_them_and_no_conflict(tmp_path: Path) -> None:
     script(tmp_path, SHOW)
     inherited = {"PADDLE_MASTER": "elsewhere:1", "PADDLE_TRAINER_ID": "7", "CLUSTERJOB_HOME": str(tmp_path / "home")}
+    inherited["PYTHONPATH"] = with_paddle(tmp_path)
     ran = run([*LOCAL, "--nodes", "2", "--nproc-per-node", "2", "train.py"], tmp_path, inherited)
     assert ran.code == 0, ran.out + ran.err
     ranks = told(tmp_path, 4)
@@ -148,7 +168,13 @@ def test_endpoints_are_the_addresses_by_which_the_nodes_reach_each_other(tmp_pat
         pytest.skip(why)
     path = script(tmp_path, SHOW)
     with machines(2) as nodes:
-        common = {"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_MASTER_ADDR": nodes[0].address, "CLUSTERJOB_NPROC_PER_NODE": "1"}
+        common = {
+            "CLUSTERJOB_NNODES": "2",
+            "CLUSTERJOB_MASTER_ADDR": nodes[0].address,
+            "CLUSTERJOB_NPROC_PER_NODE": "1",
+            "CLUSTERJOB_TOKEN": "s",
+            "PYTHONPATH": with_paddle(tmp_path),
+        }
         started = []
         for index, machine in enumerate(nodes):
             (tmp_path / str(index)).mkdir()

@@ -14,8 +14,10 @@ import pytest
 from procs import PATIENCE
 
 from clusterjob.errors import JobNotFound, RecordError
+from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.records import Handle, Record, Records, home
 
+END = Verdict(JobState.LOST, 1, "gone").to_json()
 HANDLE = Handle("local", "x", {"agents": [{"pid": 1}], "name": "☃"})
 
 
@@ -32,7 +34,7 @@ def records(tmp_path: Path) -> Records:
 
 
 def test_what_was_saved_is_found(records: Records) -> None:
-    for saved in (record("a-222222"), record("b-222222", handle=HANDLE), record("c-222222", handle=HANDLE, end={"state": "LOST"})):
+    for saved in (record("a-222222"), record("b-222222", handle=HANDLE), record("c-222222", handle=HANDLE, end=END)):
         records.save(saved)
         assert records.find(saved.job_id) == saved
         assert Record.from_json(json.loads(json.dumps(saved.to_json()))) == saved
@@ -70,7 +72,7 @@ def test_an_id_may_be_shortened_as_long_as_it_is_clear(records: Records) -> None
     assert records.find("eval-222222").job_id == "eval-222222", "a whole id is clear, even where another begins so"
     with pytest.raises(JobNotFound, match="'train' is the beginning of 2 jobs") as caught:
         records.find("train")
-    assert caught.value.hint == "it could be train-222222, train-233333"
+    assert caught.value.hint == "it could be train-233333, train-222222"
     assert caught.value.exit_code == 2
     for text in ("", "222222", "../records/train-222222", "train-222222.json", "."):
         with pytest.raises(JobNotFound):
@@ -89,8 +91,8 @@ def test_a_handle_and_an_end_are_added(records: Records) -> None:
     records.save(saved)
     saved = records.with_handle(saved, HANDLE)
     assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE)
-    saved = records.with_end(saved, {"state": "SUCCEEDED"})
-    assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE, end={"state": "SUCCEEDED"})
+    saved = records.with_end(saved, END)
+    assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE, end=END)
 
 
 def test_a_record_can_be_forgotten_twice(records: Records) -> None:
@@ -142,7 +144,7 @@ def test_a_record_that_cannot_be_read_is_said(records: Records, tmp_path: Path) 
 def test_an_end_that_cannot_be_noted_costs_the_note_alone(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     blocked = Records(tmp_path / "file")
-    assert blocked.with_end(record("x"), {"state": "LOST"}).end == {"state": "LOST"}
+    assert blocked.with_end(record("x"), END).end == END
 
 
 def test_writers_at_the_same_time_leave_a_whole_record(records: Records, tmp_path: Path) -> None:
@@ -150,6 +152,7 @@ def test_writers_at_the_same_time_leave_a_whole_record(records: Records, tmp_pat
     writer = f"""
 import sys
 from pathlib import Path
+from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.records import Record, Records
 records = Records(Path({str(tmp_path / "records")!r}))
 mark = sys.argv[1]

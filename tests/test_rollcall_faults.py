@@ -115,7 +115,12 @@ def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: 
 @pytest.mark.slow
 def test_an_agent_names_an_address_that_swallows_all_while_it_tries(tmp_path: Path) -> None:
     with beside_a_swallower() as machine:
-        environ = {"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_NODE_RANK": "1", "CLUSTERJOB_MASTER_ADDR": "10.77.0.9"}
+        environ = {
+            "CLUSTERJOB_NNODES": "2",
+            "CLUSTERJOB_NODE_RANK": "1",
+            "CLUSTERJOB_MASTER_ADDR": "10.77.0.9",
+            "CLUSTERJOB_TOKEN": "secret",
+        }
         argv = [sys.executable, "-m", "clusterjob", "launch", "--join-timeout", "6", "--nproc-per-node", "1", script(tmp_path, INIT)]
         ended = finish(start(machine.command(*argv), tmp_path, environ))
     assert ended.code == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import time
 
 import pytest
 from procs import nothing_left, wait_until
@@ -25,15 +27,10 @@ def told(out: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
 def test_two_nodes_run_one_job(user: User, launcher: str) -> None:
     options = ("--nodes", "2", "--gpus-per-node", "8", "--nproc-per-node", "2", "--exclude", "n1", "--launcher", launcher)
-    if launcher == "srun":  # it is the script's own business then where the others are
-        text = TELL.replace('"RANK"', '"SLURM_PROCID"').replace('"LOCAL_RANK"', '"SLURM_LOCALID"').replace('"WORLD_SIZE"', '"SLURM_NTASKS"')
-        ranks = told(user.run(text, *options).stdout)
-        seen = [(one["SLURM_PROCID"], one["SLURM_LOCALID"], one["SLURM_NTASKS"], one["SLURMD_NODENAME"]) for one in ranks]
-    else:
-        ranks = told(user.run(TELL, *options).stdout)
-        seen = [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["SLURMD_NODENAME"]) for one in ranks]
-        assert {one["MASTER_ADDR"] for one in ranks} == {"127.0.0.2"}  # NodeAddr of n2, whose name does not resolve
-        assert [one["GROUP_RANK"] for one in ranks] == ["0", "0", "1", "1"]
+    ranks = told(user.run(TELL, *options).stdout)
+    seen = [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["SLURMD_NODENAME"]) for one in ranks]
+    assert {one["MASTER_ADDR"] for one in ranks} == {"127.0.0.2"}  # NodeAddr of n2, whose name does not resolve
+    assert [one["GROUP_RANK"] for one in ranks] == ["0", "0", "1", "1"]
     assert seen == [("0", "0", "4", "n2"), ("1", "1", "4", "n2"), ("2", "0", "4", "n3"), ("3", "1", "4", "n3")]
     assert {one["CUDA_VISIBLE_DEVICES"] for one in ranks} == {"0,1,2,3,4,5,6,7"}  # each rank sees its peers' GPUs too
     [job] = user.jobs()
@@ -143,6 +140,61 @@ def test_run_cancels_at_ctrl_c(user: User) -> None:
     nothing_left(PROMPT)
 
 
+SAVER = """
+    import os, pathlib, time
+    rank = os.environ["RANK"]
+    try:
+        print("up", flush=True)
+        pathlib.Path(f"up{rank}").touch()
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        time.sleep(1)
+        pathlib.Path(f"saved{rank}").touch()
+"""
+
+
+def test_every_rank_saves_in_except_keyboard_interrupt_of_run_on_slurm(user: User) -> None:
+    command = user.start("run", "--cluster", "slurm", "--nodes", "2", "--grace", "60", user.script(SAVER))
+    wait_until(lambda: user.said(command)[0].count("up") >= 1, PROMPT)  # shown: it follows the job
+    user.wait_for("up0", "up1")
+    command.send_signal(signal.SIGINT)
+    assert command.wait(PROMPT) == 130, user.said(command)
+    user.wait_for("saved0", "saved1", timeout=0.1)
+    [job] = user.jobs()
+    assert (job["state"], job["reason"]) == ("CANCELLED", "cancelled")
+    user.slurm.wait_for_job(job["backend_id"])
+    nothing_left(PROMPT)
+
+
+def test_a_second_ctrl_c_of_run_stops_workers_on_slurm_that_take_long(user: User) -> None:
+    text = """
+        import pathlib, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda *_: pathlib.Path("interrupted").touch())
+        print("up", flush=True)
+        while True:
+            time.sleep(0.05)
+    """
+    command = user.start("run", "--cluster", "slurm", "--grace", "1000", user.script(text))
+    wait_until(lambda: "up" in user.said(command)[0], PROMPT)
+    command.send_signal(signal.SIGINT)
+    user.wait_for("interrupted")
+    time.sleep(0.6)  # or it would be the same keystroke
+    command.send_signal(signal.SIGINT)
+    assert command.wait(PROMPT) == 130, user.said(command)
+    nothing_left(PROMPT)
+
+
+def test_ctrl_c_of_run_cancels_a_job_that_waits_on_slurm(user: User) -> None:
+    command = user.start("run", "--cluster", "slurm", "--set", "hold=true", user.script(SAVER))
+    wait_until(user.jobs, PROMPT)
+    wait_until(lambda: user.slurm.job(user.jobs()[0]["backend_id"] or 0), PROMPT)
+    command.send_signal(signal.SIGINT)
+    assert command.wait(PROMPT) == 130, user.said(command)
+    assert "interrupting" not in user.said(command)[1]
+    assert user.jobs()[0]["state"] == "CANCELLED"
+
+
 def test_a_plain_scancel_of_a_job_that_waits(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     user.slurm.run("scancel", user.slurm_id(job_id))
@@ -199,3 +251,61 @@ def test_clusterjob_chooses_slurm_where_it_is(user: User) -> None:
         assert json.loads(user("config", "--json").stdout)["backend"] == "local"
     finally:
         user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
+
+
+def test_job_of_a_script_with_a_name_of_any_letters_is_found_by_its_comment(user_of_either: User) -> None:
+    user = user_of_either
+    job_id = user("submit", user.script(SLEEPER, "обучение.py")).stdout.strip()
+    assert job_id.startswith("обучение-")
+    user.wait_for("up0")
+    record = user.home / "records" / f"{job_id}.json"
+    noted = json.loads(record.read_text())
+    record.write_text(json.dumps(noted | {"handle": None, "submitter": None}))  # as after a submit that was killed
+    assert user.job(job_id)["state"] == "RUNNING"
+    user("cancel", job_id)
+    wait_until(lambda: user.job(job_id)["state"] == "CANCELLED", PROMPT, "the end of the job")
+
+
+def test_resources_in_slurm_s_own_words(user: User) -> None:
+    """A type of GPU, all memory, GPUs by --gres, and cores for all workers of a node that is shared with nobody else's jobs."""
+    options = ("--set", "hold=true", "--gpus-per-node", "a100:2")
+    typed = user.slurm_job(user.submit(SLEEPER, *options, "--mem", "0"))
+    assert "gres:gpu:a100:2" in typed["TresPerNode"]
+    assert "mem=62.50G" in typed["TRES"] or typed["MinMemoryNode"] == "0"
+    by_gres = user.slurm_job(user.submit(SLEEPER, *options, "--set", "gres=gpu:a100:2"))
+    assert "gres:gpu:a100:2" in by_gres["TresPerNode"]
+    shared = user.slurm_job(user.submit(SLEEPER, "--set", "hold=true", "--set", "exclusive=user", "--nproc-per-node", "4"))
+    assert (shared["NumCPUs"], shared["CPUs/Task"]) == ("4", "4")
+    said = user("submit", "--cluster", "slurm", "--nodes", "2", "--set", "gpus=4", "--set", "hold=true", user.script(SLEEPER)).stderr
+    assert "--set gpus=4: Slurm may divide them unevenly among 2 nodes; --gpus-per-node 2 gives each as many" in said
+    refused = user("submit", "--cluster", "local", "--gpus-per-node", "a100:2", user.script(SLEEPER), code=2).stderr
+    assert "the local cluster cannot choose GPUs by their type" in refused
+
+
+COMMANDS = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")
+
+
+def test_slurm_whose_configuration_lies_elsewhere_is_the_default(user: User) -> None:
+    """As where it is compiled in, or fetched: no variable and no usual file says that there is a Slurm. Here wrappers know it."""
+    conf = str(user.slurm.conf)
+    for name in COMMANDS:
+        user.command_first_on_path(name, f'export SLURM_CONF={conf}\necho "$@" >> "$NOTES"\nexec "$REAL" "$@"\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SLURM_CONF")
+        job_id = user("submit", "--set", "hold=true", user.script("pass")).stdout.strip()
+        assert user.job(job_id)["backend"] == "slurm"
+        pings = user.directory.parent / "notes-scontrol"
+        assert pings.read_text().count("ping") == 1
+        user("render", "--cluster", "local", user.script("pass"))
+        user("list")
+        user("--help")
+        assert pings.read_text().count("ping") == 1
+    user("cancel", job_id)
+
+
+@pytest.mark.parametrize("scontrol", ["sleep 600", "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1"])
+def test_sbatch_without_a_slurm_is_no_cluster(user: User, scontrol: str) -> None:
+    user.command_first_on_path("scontrol", f"exec {scontrol}\n" if scontrol.startswith("sleep") else f"{scontrol}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SLURM_CONF")
+        assert "sbatch --parsable" not in user("render", user.script("pass"), timeout=PROMPT).stdout

@@ -24,7 +24,7 @@ def spec(tmp_path: Path) -> Any:
     (tmp_path / "train.py").touch()
 
     def make(**fields: Any) -> JobSpec:
-        names = ("nodes", "gpus_per_node", "cpus_per_task", "mem", "time_limit")
+        names = ("nodes", "gpus_per_node", "gpu_type", "cpus_per_task", "mem", "time_limit")
         resources = Resources(**{name: fields.pop(name) for name in names if name in fields})
         return JobSpec(Program("script", "train.py"), tmp_path, resources=resources, **fields)
 
@@ -63,6 +63,7 @@ def test_an_option_that_no_sbatch_documents_may_be_a_plug_in_s(name: str) -> Non
         ("output", "/x", "--set output does not go through", "the job's own logs"),
         ("signal", "TERM@60", "--set signal does not go through", "--signal-before"),
         ("array", "0-3", "--set array does not go through", "--array"),
+        ("requeue", "true", "--set requeue does not go through", "--requeue"),
         ("qos", "", "--set qos needs a value", "--set qos=VALUE"),
         ("qos", "a\nb", "holds a line break", ""),
         ("hold", "maybe", "it is a switch", "true or false"),
@@ -89,6 +90,20 @@ def test_an_option_that_cannot_be_meant(name: str, value: str, says: str, hint: 
         ({"nodes": 2, "nproc_per_node": 8, "launcher": "srun"}, "--nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=1"),
         ({"options": {"exclusive": "true"}, "nproc_per_node": 8}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
         ({"options": {"exclusive": "no"}, "nproc_per_node": 8}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8"),
+        ({"options": {"exclusive": "user"}, "nproc_per_node": 4}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4"),
+        ({"options": {"--exclusive": ""}, "nproc_per_node": 4}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
+        ({"options": {"cpus_per_gpu": "4"}, "gpus_per_node": 2},
+         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --gpus-per-node=2"),
+        ({"options": {"tres-per-task": "cpu=8,gres/gpu=1"}, "nproc_per_node": 4}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
+        ({"options": {"tres_per_task": "cpu:8"}, "launcher": "srun"}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
+        ({"options": {"tres-per-task": "gres/gpu:2"}}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
+        ({"gpus_per_node": 2, "gpu_type": "a100", "mem": 0},
+         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=a100:2 --mem=0"),
+        ({"gpus_per_node": 2, "options": {"gres": "gpu:2"}}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
+        ({"gpus_per_node": 3, "options": {"gres": "shard:1,gpu:a100:2(S:0),gpu"}},
+         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
+        ({"gpus_per_node": 2, "options": {"gres": "shard:2"}},
+         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=2"),
         ({"gpus_per_node": 0}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
         ({"gpus_per_node": 8, "mem": 1024**3 + 1, "time_limit": 90061},
          "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=8 --mem=1025M --time=1-01:01:01"),
@@ -96,6 +111,43 @@ def test_an_option_that_cannot_be_meant(name: str, value: str, says: str, hint: 
 )  # fmt: skip
 def test_the_shape_of_a_job(spec: Any, fields: dict[str, Any], words: str) -> None:
     assert flags.shape(spec(**fields)) == words.split()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"gpus_per_node": 2, "options": {"gres": "gpu:4"}}, "--gpus-per-node 2 and --set gres=gpu:4 ask for different GPUs"),
+        ({"gpus_per_node": 2, "gpu_type": "a100", "options": {"gres": "gpu:h100:2"}}, "--gpus-per-node a100:2 and --set gres=gpu:h100:2"),
+        ({"cpus_per_task": 2, "options": {"tres-per-task": "cpu=4"}}, "--cpus-per-task 2 and --set tres-per-task=cpu=4 both give cores"),
+    ],
+)
+def test_two_options_for_the_same_thing_are_refused(spec: Any, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        flags.shape(spec(**fields))
+    assert says in caught.value.message
+    assert caught.value.hint == "leave one of them out"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, ["--no-requeue"]),
+        ({"requeue": True}, ["--requeue"]),
+        ({"options": {"requeue": "expedite"}}, ["--requeue=expedite"]),
+        ({"requeue": True, "options": {"requeue": "expedite"}}, ["--requeue=expedite"]),
+    ],
+)
+def test_requeue_is_said_once(spec: Any, fields: dict[str, Any], words: list[str]) -> None:
+    """26.05 has a value for it, which only --set can give; this Slurm has none, so nothing is submitted."""
+    job = spec(**fields)
+    assert [*flags.requeue(job), *flags.options(job.options)[0]] == words
+
+
+def test_uneven_gpus_are_said(spec: Any) -> None:
+    [note] = flags.notes(spec(nodes=2, options={"gpus": "a100:4"}))
+    assert "--set gpus=a100:4: Slurm may divide them unevenly among 2 nodes; --gpus-per-node 2" in note
+    assert "--gpus-per-node N" in flags.notes(spec(nodes=2, options={"gpus": "3"}))[0]
+    assert flags.notes(spec(options={"gpus": "4"})) == flags.notes(spec(nodes=2, gpus_per_node=2, options={"gpus": "4"})) == []
 
 
 @given(st.integers(1, 10**8))

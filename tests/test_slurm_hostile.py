@@ -101,7 +101,8 @@ def test_a_home_of_jobs_with_all_that_slurm_would_expand(user: User, tmp_path: P
     user.patch.setenv("CLUSTERJOB_HOME", str(home))
     user.home = home
     out = user.run(WITNESS, "--nodes", "2").stdout
-    assert out.startswith("[0-1] ")
+    labels = {line.partition("]")[0] for line in out.splitlines()}
+    assert labels in ({"[0-1"}, {"[0", "[1"}), "folded where both lines came within one look, which depends on the machine's load"
     job_id = user.submit("print('element')", "--array", "1")
     user("wait", job_id)
     assert user.output(f"{job_id}_1") == "element\n"

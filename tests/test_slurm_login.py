@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import stat
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,24 @@ def test_another_process_asks_follows_and_cancels(laptop: Laptop) -> None:
     assert laptop.slurm.wait_for_job(laptop.slurm_id(job_id))["JobState"] in ("CANCELLED", "FAILED")
     nothing_left(PROMPT)
     assert "had ended already" in laptop("cancel", job_id).stderr
+
+
+def test_ctrl_c_of_run_interrupts_the_workers_behind_a_login_host(laptop: Laptop) -> None:
+    text = """
+        import pathlib, time
+        try:
+            print("up", flush=True)
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            time.sleep(1)
+            print("saved", flush=True)
+    """
+    command = laptop.start("run", "--cluster", "hpc", "--grace", "60", laptop.script(text))
+    wait_until(lambda: "up" in laptop.said(command)[0], PROMPT)
+    command.send_signal(signal.SIGINT)
+    assert command.wait(PROMPT) == 130, laptop.said(command)
+    assert laptop.said(command)[0] == "up\nsaved\n"
+    nothing_left(PROMPT)
 
 
 def test_run_is_attached_and_leaves_the_job_when_it_is_killed(laptop: Laptop) -> None:

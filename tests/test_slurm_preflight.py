@@ -67,14 +67,15 @@ def test_a_job_whose_nodes_are_busy_is_taken(user: User) -> None:
 
 @pytest.mark.parametrize("state", ["DRAIN", "DOWN"])
 def test_a_job_whose_nodes_are_away_just_now_is_taken_and_one_without_nodes_is_not(user: User, state: str) -> None:
-    user.slurm.run("scontrol", "update", "NodeName=n[2-4]", f"State={state}", "Reason=test")
-    assert "node configuration is not available" in user.refused("--nodes", "5")
-    named = user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]")
-    assert user.job(named)["state"] == "PENDING"
-    many = user.submit(SLEEPER, "--nodes", "2")
-    assert user.job(many)["state"] == "PENDING"
-    user("cancel", named, many)
-    user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=RESUME", check=False)
+    with user.slurm.configured(ReturnToService=0):  # else a node that is DOWN comes back when its slurmd registers
+        user.slurm.run("scontrol", "update", "NodeName=n[2-4]", f"State={state}", "Reason=test")
+        assert "node configuration is not available" in user.refused("--nodes", "5")
+        named = user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]")
+        assert user.job(named)["state"] == "PENDING"
+        many = user.submit(SLEEPER, "--nodes", "2")
+        assert user.job(many)["state"] == "PENDING"
+        user("cancel", named, many)
+        user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=RESUME", check=False)
 
 
 @pytest.mark.slow
@@ -96,3 +97,41 @@ def test_no_configuration_no_controller_and_no_slurm(user: User) -> None:
         said = user.refused_by_nobody()
     assert "sbatch cannot be run: No such file or directory" in said
     assert "on PATH" in said
+
+
+def test_time_limit_of_a_partition_that_others_have_chosen_is_slurm_s_to_judge(user: User) -> None:
+    """The default partition allows 30 minutes; SBATCH_PARTITION, a template's #SBATCH line or a plug-in choose the one with an hour."""
+    user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=30")
+    try:
+        for options in ((), ("--partition", "main")):
+            assert "above that of the partition main: 0-00:30:00" in user.refused("--time", "45m", *options)
+        template = user.path("own.sh.j2")
+        template.write_text('#!/bin/bash\n#SBATCH --partition=small\n{% include "slurm.sh.j2" %}\n')
+        routed = [user.submit(SLEEPER, "--time", "45m", "--set", "hold=true", "--template", template.name)]
+        user.patch.setenv("SBATCH_PARTITION", "small")
+        routed.append(user.submit(SLEEPER, "--time", "45m", "--set", "hold=true"))
+        assert [user.slurm_job(job_id)["Partition"] for job_id in routed] == ["small", "small"]
+    finally:
+        user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
+
+
+@pytest.mark.slow
+def test_time_limit_of_a_partition_that_a_plug_in_chooses_is_slurm_s_to_judge(user: User) -> None:
+    script = user.slurm.conf.parent / "job_submit.lua"
+    script.write_text(
+        "function slurm_job_submit(job, parts, uid)\n  job.partition = 'small'\n  return slurm.SUCCESS\nend\n"
+        "function slurm_job_modify(job, record, parts, uid)\n  return slurm.SUCCESS\nend\nreturn slurm.SUCCESS\n"
+    )
+    with user.slurm.configured(JobSubmitPlugins="lua"):
+        user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=30")
+        job_id = user.submit(SLEEPER, "--time", "45m", "--set", "hold=true")
+        assert user.slurm_job(job_id)["Partition"] == "small"
+        user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
+
+
+def test_nodes_that_are_away_in_a_partition_that_others_have_chosen(user: User) -> None:
+    user.slurm.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
+    user.patch.setenv("SBATCH_PARTITION", "small")
+    job_id = user.submit(SLEEPER)
+    assert user.job(job_id)["state"] == "PENDING"
+    user.slurm.run("scontrol", "update", "NodeName=n1", "State=RESUME", check=False)

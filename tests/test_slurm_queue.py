@@ -17,7 +17,7 @@ from slurm_user import GUEST, PROMPT, SLEEPER, User
 from clusterjob.node import files
 from clusterjob.slurm import queue
 from clusterjob.slurm.client import Client
-from clusterjob.slurm.queue import INTERVAL, Queue, Row, by_comment, snapshot_of
+from clusterjob.slurm.queue import INTERVAL, Queue, Row, rows_of, split
 
 COUNT = 'date +%s.%N >> "$NOTES"\nexec "$REAL" "$@"\n'
 
@@ -30,20 +30,23 @@ def times_of(notes: Path) -> list[float]:
 
 
 def test_rows() -> None:
-    snapshot = snapshot_of(
-        "7|N/A|7|RUNNING|None|2026-11-20T09:16:57|clusterjob:a-222222\n"
-        "8|3|11|PENDING|JobHeldUser|N/A|clusterjob:b-222222 my own | words|\n"
-        "8|N/A|8|PENDING|Resources|N/A|(null)\n"
-        "a line that a comment has broken\n"
-        "9|N/A|9|PENDING\n"
-    )
+    """As squeue prints them: a mark after each field, a line break after each row, and anything within a name or a comment."""
+    printed = [
+        ("7", "N/A", "7", "RUNNING", "None", "0", "1795325346", "a", "/h/jobs/a-222222", "clusterjob:a-222222"),
+        ("8", "3", "11", "PENDING", "JobHeldUser", "N/A", "1795325346", "b|\n9", "/h/jobs/b-222222", "clusterjob:b-222222 my own | words|"),
+        ("8", "N/A", "8", "PENDING", "Resources", "N/A", "?", "", "/h/jobs/c-222222", "(null)"),
+    ]
+    text = "".join("".join(f"{field}<mark>" for field in row) + "\n" for row in printed) + "9<mark>N/A<mark>cut"
+    snapshot = queue._snapshot({"rows": split(text, "<mark>")})
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(0))
     assert snapshot.rows == {
-        "7": Row("7", "RUNNING", "", "2026-11-20T09:16:57", "clusterjob:a-222222"),
-        "8_3": Row("8_3", "PENDING", "JobHeldUser", "", "clusterjob:b-222222 my own | words|"),
-        "8": Row("8", "PENDING", "Resources", "", "(null)"),
+        "7": Row("7", "RUNNING", "", start, "clusterjob:a-222222", "a", "/h/jobs/a-222222", 1795325346.0),
+        "8_3": Row("8_3", "PENDING", "JobHeldUser", "", "clusterjob:b-222222 my own | words|", "b|\n9", "/h/jobs/b-222222", 1795325346.0),
+        "8": Row("8", "PENDING", "Resources", "", "(null)", "", "/h/jobs/c-222222", 0.0),
     }
-    assert [row.key for row in by_comment(snapshot, "clusterjob:b-222222")] == ["8_3"]
-    assert by_comment(snapshot, "clusterjob:a-22222") == []
+    assert [row.key for row in rows_of(snapshot, "b-222222")] == ["8_3"]
+    assert [row.key for row in rows_of(snapshot, "c-222222")] == ["8"]  # its comment was changed
+    assert rows_of(snapshot, "a-22222") == rows_of(snapshot, "-222222") == []
     assert snapshot.rows["8_3"].base == "8"
     assert snapshot.rows["8_3"].waiting
     assert snapshot.rows["7"].active
@@ -62,7 +65,7 @@ def test_a_state_that_is_an_end(state: str) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no time pass for a queue, however long Slurm's commands take."""
     moment = time.time()
-    monkeypatch.setattr(queue, "time", SimpleNamespace(time=lambda: moment, monotonic=time.monotonic, sleep=time.sleep))
+    monkeypatch.setattr(queue, "time", SimpleNamespace(**vars(time) | {"time": lambda: moment}))
 
 
 class Watched:
@@ -168,12 +171,12 @@ def test_a_broken_snapshot_is_made_anew(slurm: SlurmCluster, tmp_path: Path) -> 
 
 
 def test_another_job_s_name_and_comment_forge_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
-    name = "x\n99|N/A|99|COMPLETED|None|N/A|clusterjob:mine"
-    job = slurm.submit("--hold", "--output=/dev/null", f"--job-name={name}", "--comment=\udcff | \udcfe", script="true")
+    forged = "|".join(["x\n999999", "N/A", "999999", "COMPLETED", "None", "N/A", "0", "x", "/jobs/mine", "clusterjob:mine", "\n"])
+    job = slurm.submit("--hold", "--output=/dev/null", f"--job-name={forged}", "--comment=\udcff | \udcfe", script="true")
     rows = Queue(Client(), tmp_path).look().rows
     assert str(job) in rows
-    assert "99" not in rows
-    assert by_comment(Queue(Client(), tmp_path).look(), "clusterjob:mine") == []
+    assert "999999" not in rows
+    assert rows_of(Queue(Client(), tmp_path).look(), "mine") == []
     assert Queue(Client(), tmp_path).look().rows == rows
 
 

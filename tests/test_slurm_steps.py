@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import Run, run, script, told
 from slurm_cluster import SlurmCluster
+from slurm_user import User
 
 MEET = """
     import json
@@ -54,7 +56,7 @@ def test_tasks_alone_on_their_nodes_meet(slurm: SlurmCluster, tmp_path: Path) ->
 
 
 def test_an_agent_on_each_node(slurm: SlurmCluster, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "clusterjob", "launch", "--nproc-per-node", "2"]
+    launch = ["env", "CLUSTERJOB_TOKEN=secret", sys.executable, "-m", "clusterjob", "launch", "--nproc-per-node", "2"]
     ran = srun(slurm, tmp_path, "-N2", "--ntasks-per-node=1", *launch, script(tmp_path, MEET))
     assert ran.code == 0, ran.err
     assert told(tmp_path, 4) == [[rank % 2, 2, 4, rank // 2, 2, "clusterjob", 10.0] for rank in range(4)]
@@ -91,3 +93,46 @@ def test_a_shell_in_an_allocation_is_no_step(slurm: SlurmCluster, tmp_path: Path
     ran = srun(slurm, tmp_path, "-N2", "-n2", *ENV, tool="salloc")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["level"] == "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_srun_launcher_runs_plain_env_scripts_and_bootstrap(user: User, tasks: int) -> None:
+    """As in dino's and mae's init_distributed_mode: nothing but torch's own variables. A script with bootstrap is Slurm's still."""
+    user.patch.setenv("CLUSTERJOB_PYTHON", sys.executable)
+    plain = """
+        import os, torch, torch.distributed as dist
+        from datetime import timedelta
+        rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        print("total", int(total.item()), rank, local, os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_WORLD_SIZE"])
+        dist.barrier()
+        dist.destroy_process_group()
+    """
+    options = ("--nodes", "2", "--nproc-per-node", str(tasks), "--launcher", "srun")
+    out = user.run(plain, *options).stdout
+    total = sum(range(1, 2 * tasks + 1))
+    expected = [f"total {total} {node * tasks + local} {local} {tasks} 2" for node in range(2) for local in range(tasks)]
+    assert sorted(line.partition("] ")[2] for line in out.splitlines() if "total" in line) == sorted(expected)
+    (user.directory / "meet.py").write_text(textwrap.dedent(MEET))
+    user("run", "--cluster", "slurm", *options, "meet.py")
+    assert [rank[-2:] for rank in told(user.directory, 2 * tasks)] == [["slurm", float(total)]] * (2 * tasks)
+
+
+def test_task_keeps_what_the_user_says_of_the_meeting_point(user: User) -> None:
+    text = """
+        import os
+        print(*(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK")))
+        os.execvp("env", ["env", "-u", "CLUSTERJOB_TASK_RANK", "true"])
+    """
+    said = user.run(text, "--launcher", "srun", "--setup", "export MASTER_ADDR=localhost MASTER_PORT=29511").stdout
+    assert "localhost 29511 0" in said
+
+
+def test_module_in_the_working_directory_is_not_taken_for_ours(user: User) -> None:
+    user.path("clone").mkdir()
+    for name in ("clusterjob.py", "os.py", "dataclasses.py"):
+        user.path(f"clone/{name}").write_text("raise SystemExit('imported from the working directory')\n")
+    assert "fine" in user("run", "--cluster", "slurm", "--launcher", "srun", "--workdir", "clone", "--", "echo", "fine").stdout

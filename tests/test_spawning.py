@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, environment, finish, free_port, run, script, start
+from launching import PATIENCE, finish, free_port, run, script, start
 from procs import nothing_left, own_marked, wait_until
 
 import clusterjob
@@ -344,34 +343,3 @@ def test_two_groups_of_one_parent_at_once_are_refused(tmp_path: Path) -> None:
     ran = run([sys.executable, script(tmp_path, code)], tmp_path)
     assert ran.code == 0, ran.err
     assert "two groups at once need addresses" in ran.out
-
-
-def test_a_sign_of_another_user_is_not_followed(tmp_path: Path) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    code = """
-    import os, socket, sys, time
-    os.setuid(65534)
-    sign = socket.socket(socket.AF_UNIX)
-    sign.bind("\\0" + sys.argv[1] + "4242")
-    sign.listen(8)
-    print("there", flush=True)
-    sys.stdin.read()
-    """
-    from clusterjob.worker import siblings, speaker
-
-    prefix = f"clusterjob-{os.urandom(16).hex()}-"
-    path = script(tmp_path, code)
-    with subprocess.Popen(
-        [sys.executable, "-c", path.read_text(), prefix],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(tmp_path),
-    ) as stranger:
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "there\n"
-        assert siblings._found(prefix) == [4242]
-        assert not speaker.is_ours(f"\0{prefix}4242")
-        assert stranger.stdin is not None
-        stranger.stdin.close()

@@ -38,7 +38,7 @@ def refused(workdir: Path, program: Program = SCRIPT, **fields: Any) -> SpecErro
     ("fields", "label"),
     [
         ({"nodes": 0}, "nodes is 0"), ({"nodes": -1}, "nodes is -1"), ({"gpus_per_node": -1}, "gpus per node is -1"),
-        ({"cpus_per_task": 0}, "cpus per task is 0"), ({"mem": 0}, "memory is 0"), ({"time_limit": 0}, "time limit is 0"),
+        ({"cpus_per_task": 0}, "cpus per task is 0"), ({"mem": -1}, "memory is -1"), ({"time_limit": 0}, "time limit is 0"),
     ],
 )  # fmt: skip
 def test_resources_below_their_least_are_refused(fields: dict[str, int], label: str) -> None:
@@ -152,7 +152,14 @@ def test_a_spec_is_frozen_and_plain_data(workdir: Path) -> None:
     data = json.loads(json.dumps(spec.to_json()))
     assert data["program"] == {"kind": "script", "target": "train.py", "args": []}
     assert (data["name"], data["workdir"], data["env"], data["template"]) == ("train", str(workdir), {"A": "b"}, None)
-    assert data["resources"] == {"nodes": 2, "gpus_per_node": None, "cpus_per_task": None, "mem": 1 << 30, "time_limit": None}
+    assert data["resources"] == {
+        "nodes": 2,
+        "gpus_per_node": None,
+        "cpus_per_task": None,
+        "mem": 1 << 30,
+        "time_limit": None,
+        "gpu_type": "",
+    }
     assert replace(spec, name="x").name == "x"
 
 

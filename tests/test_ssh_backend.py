@@ -129,7 +129,30 @@ def test_ctrl_c_in_run_cancels_everywhere(site: Site) -> None:
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=PATIENCE)
     assert run.returncode == 130, err
-    assert not site.running()
+    wait_until(lambda: not site.running(), PATIENCE, "the end of the agents")
+
+
+def test_every_rank_saves_in_except_keyboard_interrupt_of_run_over_ssh(site: Site) -> None:
+    script = """
+        import time
+        try:
+            print("up", flush=True)
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            time.sleep(1)
+            print("saved", flush=True)
+    """
+    run = site.command("run", *site.options(), "--grace", "60", site.script(script))
+    assert run.stdout is not None
+    shown = run.stdout.readline()
+    while "[0-1]" not in shown and shown.count("up") < 2:
+        shown += run.stdout.readline()
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 130, err
+    assert "[0-1] saved" in out or out.count("saved") == 2
+    assert "CANCELLED" in err
+    wait_until(lambda: not site.running(), PATIENCE, "the end of the agents")
 
 
 def test_a_run_that_is_killed_leaves_the_job_running_and_reachable(site: Site) -> None:
@@ -286,10 +309,10 @@ def test_hosts_that_do_not_answer_are_named_beside_those_that_do(site: Site) -> 
     assert wrong.startswith("  wrong: its key has changed: it shows ssh-ed25519 SHA256:")
 
 
-def test_a_host_that_is_listed_twice_or_under_another_name(site: Site) -> None:
+def test_a_machine_that_has_two_names(site: Site) -> None:
     site.world.write_config("Host other\n  HostName 10.77.0.1\n  HostKeyAlias 10.77.0.1\n")
-    error = site.refused(hosts="gpu1,gpu2,other,gpu2")
-    assert error.message.splitlines()[1:] == ["  other: it is the same machine as gpu1", "  gpu2: it is listed twice"]
+    error = site.refused(hosts="gpu1,gpu2,other")
+    assert "other: it is the same machine as gpu1" in error.message
 
 
 def test_no_python(site: Site) -> None:

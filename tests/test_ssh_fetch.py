@@ -121,7 +121,7 @@ def test_the_command(site: Site, record: Record, target: Path) -> None:
     process = site.command("fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
-    assert "runs/rank0.txt is newer here, and was left" in err
+    assert "runs/rank0.txt has changed here" in err
 
 
 def test_a_node_that_is_not_there(record: Record, target: Path) -> None:
@@ -168,6 +168,11 @@ def run(site: Site, *words: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def trust(site: Site, host: str, *more: str) -> tuple[int, str, str]:
+    option = ("--set", f"ssh_config={site.world.config}")
+    return run(site, "hosts", "trust", host, *option, "--fingerprint", site.world.hosts[host].fingerprint, *more)
+
+
 def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:
     option = ("--set", f"ssh_config={site.world.config}")
     code, out, err = run(site, "hosts", "--hosts", "gpu1,nowhere.invalid", *option, "--python", site.python, "--json")
@@ -188,7 +193,7 @@ def test_a_host_is_trusted_and_then_used(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("# mine\n")
     option = ("--set", f"ssh_config={world.config}")
-    code, out, err = run(site, "hosts", "trust", "gpu1", *option)
+    code, out, err = trust(site, "gpu1")
     assert (code, out) == (0, "")
     assert world.hosts["gpu1"].fingerprint in err
     assert world.known_hosts.read_text() == f"# mine\n10.77.0.1 {world.hosts['gpu1'].public_key}\n"
@@ -200,12 +205,11 @@ def test_a_host_is_trusted_and_then_used(site: Site) -> None:
 def test_a_host_behind_a_bastion_is_trusted_one_after_the_other(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("")
-    option = ("--set", f"ssh_config={world.config}")
-    code, _, err = run(site, "hosts", "trust", "inner1", *option)
+    code, _, err = trust(site, "inner1")
     assert code == 1
     assert "bastion: its key is unknown" in err
-    assert run(site, "hosts", "trust", "bastion", *option)[0] == 0
-    assert run(site, "hosts", "trust", "inner1", *option)[0] == 0
+    assert trust(site, "bastion")[0] == 0
+    assert trust(site, "inner1")[0] == 0
     assert f"10.78.0.1 {world.hosts['inner1'].public_key}" in world.known_hosts.read_text()
 
 
@@ -223,18 +227,16 @@ def test_a_changed_key_is_replaced_only_when_that_is_said(site: Site) -> None:
     world: World = site.world
     other = f"10.77.0.1 {world.hosts['gpu2'].public_key}\n"
     world.known_hosts.write_text(other)
-    option = ("--set", f"ssh_config={world.config}")
-    code, _, err = run(site, "hosts", "trust", "gpu1", *option)
+    code, _, err = trust(site, "gpu1")
     assert (code, "--replace" in err) == (1, True)
     assert world.known_hosts.read_text() == other
-    assert run(site, "hosts", "trust", "gpu1", "--replace", *option)[0] == 0
+    assert trust(site, "gpu1", "--replace")[0] == 0
     assert world.known_hosts.read_text() == f"10.77.0.1 {world.hosts['gpu1'].public_key}\n"
 
 
 def test_a_revoked_key_is_never_trusted(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text(f"@revoked * {world.hosts['gpu1'].public_key}\n")
-    option = ("--set", f"ssh_config={world.config}")
     for words in ([], ["--replace"]):
-        code, _, err = run(site, "hosts", "trust", "gpu1", *option, *words)
+        code, _, err = trust(site, "gpu1", *words)
         assert (code, "is revoked" in err) == (1, True)

@@ -60,7 +60,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
         ".git/config": "", "sub/.git": "",
     })  # fmt: skip
     assert paths(tmp_path) == [
-        ".clusterjobignore", ".gitignore", "keep.log", "local", "sub/.git", "sub/.gitignore", "sub/data/small", "wanted.log",
+        ".clusterjobignore", ".gitignore", "keep.log", "local", "sub/.gitignore", "sub/data/small", "wanted.log",
     ]  # fmt: skip
 
 

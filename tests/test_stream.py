@@ -19,7 +19,8 @@ from launching import finish, start
 
 from clusterjob.errors import ClusterJobError
 from clusterjob.node import ends, files, numbered
-from clusterjob.node.logs import Folded, Line, LogReader, ranges
+from clusterjob.node.folding import Folded, ranges
+from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.verdict import Failure, JobState, Verdict
 from clusterjob.platforms.stream import Stream
 

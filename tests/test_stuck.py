@@ -195,12 +195,12 @@ def test_what_was_asked_before_does_not_count_for_a_later_roll_call() -> None:
 
 def test_effects_wait_for_the_answer_and_causes_do_not() -> None:
     judge = Judge()
-    judge.await_cause(100.0)
+    judge.await_cause(100.0, "missing")
     judge.hear(GAVE_UP, 10.0, exited=True)
     assert judge.stop_due() == 100.0
-    judge.await_cause(0.0)
+    judge.await_cause(0.0, "missing")
     assert 10.0 < judge.stop_due() < 10.0 + EXIT_PATIENCE
-    judge.await_cause(100.0)
+    judge.await_cause(100.0, "missing")
     judge.hear(STUCK, 11.0, exited=True)
     assert judge.stop_due() == 0.0
     assert judge.root() == STUCK

@@ -72,10 +72,6 @@ def test_durations(text: str, seconds: int) -> None:
     [
         "soon",
         "",
-        "0",
-        "0s",
-        "0:00:00",
-        "0.4s",
         "-1m",
         "1:60:00",
         "1:00:60",
@@ -94,6 +90,12 @@ def test_what_is_no_duration_is_refused_with_its_text(text: str) -> None:
         parse_duration(text)
     assert repr(text) in caught.value.message
     assert "HH:MM:SS" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["0", "0s", "0:00:00", "0.4s", "0d0h"])
+def test_duration_of_nothing_is_refused_as_one(text: str) -> None:
+    with pytest.raises(SpecError, match=f"'{text}': a duration must be positive"):
+        parse_duration(text)
 
 
 @given(st.integers(1, 10**6), st.sampled_from("KMGT"), st.sampled_from(["", "B", "iB"]))

@@ -9,19 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.verdict import SCHEMA, Failure, JobState, Verdict, is_peer_loss, last_exception
+from clusterjob.node.verdict import SCHEMA, Failure, JobState, Verdict, is_peer_loss, last_exception, without_library_warnings
 
 FAILURE = Failure(3, 1, 1, "gpu7", 137, "SIGKILL", "was killed by SIGKILL", ("one", "two"))
 NODE_FAILURE = Failure(None, None, 2, "gpu9", 1, None, "the agent was lost")
 
 text = st.text(st.characters())
+numbers = st.integers(0, 2**31 - 1)
 failures = st.builds(
-    Failure, rank=st.none() | st.integers(0), local_rank=st.none() | st.integers(0), node_rank=st.integers(0), host=text,
+    Failure, rank=st.none() | numbers, local_rank=st.none() | numbers, node_rank=numbers, host=text,
     exit_code=st.integers(0, 255), signal=st.none() | text, message=text,
     last_lines=st.lists(text, max_size=3).map(tuple), effect=st.booleans(),
 )  # fmt: skip
+ends = st.sampled_from([state for state in JobState if state.final or state is JobState.PREEMPTED])
 verdicts = st.builds(
-    Verdict, state=st.sampled_from(JobState), exit_code=st.integers(0, 255), reason=text, failure=st.none() | failures,
+    lambda state, code, **rest: Verdict(state, 0 if state is JobState.SUCCEEDED else code, **rest), state=ends, code=st.integers(1, 255),
+    reason=text, failure=st.none() | failures,
     consequences=st.lists(failures, max_size=3).map(tuple), restarts=st.integers(0, 99), attempt=st.integers(0, 99),
     started_at=st.none() | text, ended_at=st.none() | text,
 )  # fmt: skip
@@ -42,6 +45,11 @@ def test_a_verdict_survives_json(verdict: Verdict) -> None:
 
 @given(failures)
 def test_a_failure_survives_json(failure: Failure) -> None:
+    assert Failure.from_json(json.loads(json.dumps(failure.to_json()))) == failure
+
+
+def test_the_kind_of_a_failure_survives_json() -> None:
+    failure = Failure(1, 0, 1, "gpu7", 0, None, "it ended first", kind="early_exit")
     assert Failure.from_json(json.loads(json.dumps(failure.to_json()))) == failure
 
 
@@ -89,14 +97,25 @@ def test_the_text_of_a_success_is_one_word() -> None:
 
 
 def test_the_text_of_a_failure_names_cause_last_lines_and_consequences() -> None:
-    others = (dataclasses.replace(FAILURE, rank=0), NODE_FAILURE)
+    effect = dataclasses.replace(FAILURE, rank=0, effect=True)
+    own = [dataclasses.replace(FAILURE, rank=rank, message="ValueError: boom") for rank in (4, 5)]
+    others = (effect, own[0], dataclasses.replace(NODE_FAILURE, message="it is on fire"), own[1], dataclasses.replace(effect, rank=2))
     assert Verdict(JobState.FAILED, 137, f"{FAILURE.who}: {FAILURE.message}", FAILURE, others, restarts=3).text().splitlines() == [
         "FAILED after 3 restarts: rank 3 (node 1, local rank 1, host gpu7): was killed by SIGKILL",
         "  the last lines of its stderr:",
         "  | one",
         "  | two",
-        "  failed after it, as a consequence: 0, node 2",
+        "  failed after it, as a consequence: 0, 2",
+        "  failed too, for a reason of its own: 4, 5: ValueError: boom",
+        "  failed too, for a reason of its own: node 2: it is on fire",
     ]
+
+
+def test_text_of_a_verdict_shows_few_of_many_reasons() -> None:
+    others = tuple(dataclasses.replace(FAILURE, rank=rank, message=f"ValueError: {rank}") for rank in range(100))
+    lines = Verdict(JobState.FAILED, 137, "boom", FAILURE, others).text().splitlines()
+    assert [line for line in lines if "reason" in line][-1] == "  and 95 more reasons"
+    assert len(lines) < 12
 
 
 def test_the_text_of_a_cancelled_job_is_its_reason() -> None:
@@ -121,6 +140,8 @@ def test_every_verdict_has_a_text_that_begins_with_its_state(verdict: Verdict) -
         "recvValue failed on SocketImpl(fd=8): failed to recv, got 0 bytes",
         "sendBytes failed on SocketImpl(fd=3): Broken pipe",
         "RuntimeError: NCCL communicator was aborted on rank 0.",
+        "torch.distributed.DistStoreError: wait timeout after 4000ms, keys: /default_pg/0//cpu//0/1",
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
     ],
 )
 def test_what_only_tells_of_a_lost_peer(words: str) -> None:
@@ -144,3 +165,33 @@ def test_the_hint_below_an_error_of_ours_is_not_the_error() -> None:
     lines = ["Traceback (most recent call last):", "  ...", "clusterjob.errors.GangError: boom", "hint: do that"]
     assert last_exception(lines) == "clusterjob.errors.GangError: boom"
     assert last_exception(["hint: do that"]) is None
+
+
+def test_the_exception_is_that_of_the_last_traceback_whatever_is_written_after_it() -> None:
+    first = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "KeyError: 'a'", ""]
+    second = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "a.py", line 2, in <module>', "[rank1]: ValueError: boom"]
+    assert last_exception([*first, *second, "more of the message", "Set the environment variable HYDRA_FULL_ERROR=1"]) == "ValueError: boom"
+    assert last_exception([*first, "Traceback (most recent call last):", "  cut short"]) is None
+
+
+def test_the_exception_of_a_process_of_a_loader_is_found_below_its_original_traceback() -> None:
+    lines = [
+        "    raise exception",
+        "ValueError: Caught ValueError in DataLoader worker process 0.",
+        "Original Traceback (most recent call last):",
+    ]
+    assert last_exception([*lines, '  File "train.py", line 9, in __getitem__', "ValueError: image file is truncated", ""]) == (
+        "ValueError: image file is truncated"
+    )
+
+
+def test_warnings_of_torchs_libraries_are_no_last_lines_where_there_are_others() -> None:
+    warnings = [
+        "[W1122 05:56:20.930705543 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3",
+        "[rank1]:[W1122 05:56:21.930705543 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=3): Broken pipe",
+        "Exception raised from sendBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:653 (most recent call first):",
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in libc10.so)",
+    ]
+    error = "[rank1]:[E1122 05:56:21.930705543 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout"
+    assert without_library_warnings(["ValueError: boom", *warnings, error]) == ("ValueError: boom", error)
+    assert without_library_warnings(warnings) == tuple(warnings)

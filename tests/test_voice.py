@@ -55,6 +55,24 @@ def test_words_and_output_are_shown_in_order_the_last_line_without_an_end_includ
     assert [line.split(" x")[0] for line in out.splitlines()] == ["[0] line 0", "[0] line 1", "[0] line 2", "[0] no end of line"]
 
 
+def test_lines_that_ranks_write_alike_in_one_look_are_one(tmp_path: Path) -> None:
+    program = """
+from pathlib import Path
+from clusterjob.node.logs import LogReader, Timeline
+from clusterjob.node.voice import Voice
+directory = Path("logs/node0")
+directory.mkdir(parents=True)
+for rank in range(4):
+    (directory / f"rank{rank}.out").write_text("ready\\n")
+Timeline(directory).note()
+voice = Voice(LogReader(Path("."), node=0))
+voice.show()
+voice.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0-3] ready\n", "")
+
+
 def test_output_that_nobody_wants_stays_in_its_files(tmp_path: Path) -> None:
     agent = talk(tmp_path, "3", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert agent.communicate(timeout=PATIENCE)[0] == ""

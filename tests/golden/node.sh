@@ -52,4 +52,6 @@ source "$HOME/venv/bin/activate"  # a comment
 CLUSTERJOB_DOING='there is no interpreter /opt/py thon/bin/python3'
 command -v -- '/opt/py thon/bin/python3' > /dev/null || refuse 127 "$CLUSTERJOB_DOING"
 export PYTHONPATH="$CLUSTERJOB_JOB_DIR/clusterjob-node.pyz${PYTHONPATH:+:$PYTHONPATH}"
+CLUSTERJOB_SECRETS_FILE=${CLUSTERJOB_TOKEN_FILE%/*}/secrets
+[ ! -e "$CLUSTERJOB_SECRETS_FILE" ] || export CLUSTERJOB_SECRETS_FILE
 exec '/opt/py thon/bin/python3' "$CLUSTERJOB_JOB_DIR/clusterjob-node.pyz" --nproc-per-node 4 --lifeline --no-echo train.py --lr 0.1 'a b' ''

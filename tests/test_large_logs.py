@@ -1,0 +1,129 @@
+"""Logs of any size in little memory: read whole, from their end, or as bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from procs import PATIENCE
+
+from clusterjob.node import logs
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.records import Handle, Record, Records
+
+MIB = 1 << 20
+LIMIT = 50 * MIB
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """Return the log directory of a job of one worker that has ended; its id is x-222222."""
+    folder = logs.node_directory(tmp_path, 0)
+    folder.mkdir(parents=True)
+    handle = Handle("local", "x-222222", {"agents": [], "boot_id": "b", "host": os.uname().nodename})
+    end, at = Verdict(JobState.SUCCEEDED, 0).to_json(), "2026-01-01T00:00:00.000Z"
+    Records().save(Record("x-222222", "x", "local", "local", tmp_path, 1, at, {"nproc_per_node": 1}, handle, end=end))
+    return folder
+
+
+# A process counts the memory of the one that it was forked from: this test's own is larger than what is measured.
+MEASURE = """
+import resource, subprocess, sys
+with open(sys.argv[1], "wb") as out:
+    code = subprocess.run(sys.argv[2:], stdout=out).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)
+sys.exit(code)
+"""
+
+
+def show(tmp_path: Path, *args: str) -> tuple[bytes, int]:
+    """Run ``logs``; return the output, or a digest where it is long, and the most memory that it took (bytes)."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", MEASURE, str(out), sys.executable, "-m", "clusterjob", "logs", "x-222222", *args]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE * 3, check=True)
+    data = out.read_bytes()
+    return (data if len(data) < 4096 else hashlib.sha256(data).digest()), int(done.stdout)
+
+
+def write(path: Path, piece: bytes, count: int) -> bytes:
+    """Write a piece many times; return the digest of the whole."""
+    digest = hashlib.sha256()
+    with path.open("wb") as stream:
+        for _ in range(count):
+            stream.write(piece)
+            digest.update(piece)
+    return digest.digest()
+
+
+def note(folder: Path) -> None:
+    logs.Timeline(folder).note()
+
+
+@pytest.mark.parametrize("size", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_tail_of_a_large_log_takes_little_memory(job: Path, tmp_path: Path, size: int) -> None:
+    write(job / "rank0.out", b"x" * 99 + b"\n", size * MIB // 100)
+    with (job / "rank0.out").open("ab") as stream:
+        stream.write(b"one\ntwo\nthree")
+    note(job)
+    assert show(tmp_path, "--tail", "1")[0] == b"three\n"
+    out, memory = show(tmp_path, "--tail", "2")
+    assert out == b"two\nthree\n"
+    assert memory < LIMIT
+
+
+@pytest.mark.parametrize("size", [20, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("option", [(), ("--raw",)])
+def test_one_line_of_any_length_passes_in_little_memory(job: Path, tmp_path: Path, size: int, option: tuple[str, ...]) -> None:
+    piece = b"abcdefgh" * (MIB // 8)
+    digest = write(job / "rank0.out", piece, size)
+    with (job / "rank0.out").open("ab") as stream:
+        stream.write(b"\n")
+    note(job)
+    expected = hashlib.sha256()
+    for _ in range(size):
+        expected.update(piece)
+    assert expected.digest() == digest
+    expected.update(b"\n")
+    out, memory = show(tmp_path, *option)
+    assert out == expected.digest()
+    assert memory < LIMIT + 20 * MIB
+
+
+def test_a_progress_bar_of_many_updates_takes_little_memory(job: Path, tmp_path: Path) -> None:
+    write(job / "rank0.out", b"\r%s" % (b"#" * 98), 20 * MIB // 99)
+    note(job)
+    out, memory = show(tmp_path)
+    assert out == b"#" * 98 + b"\n"
+    assert memory < LIMIT
+
+
+@pytest.mark.slow
+def test_a_large_log_is_shown_whole_in_little_memory(job: Path, tmp_path: Path) -> None:
+    digest = write(job / "rank0.out", b"".join(b"line %d of many that are alike\n" % number for number in range(1000)), 2000)
+    note(job)
+    out, memory = show(tmp_path)
+    assert out == digest
+    assert memory < LIMIT + 20 * MIB
+
+
+@pytest.mark.parametrize("tail", range(6))
+def test_tail_is_the_end_of_what_is_shown_without_it(job: Path, tmp_path: Path, tail: int) -> None:
+    for number in range(4):
+        for rank in (0, 1):
+            with (job / f"rank{rank}.out").open("ab") as stream:
+                stream.write(b"%d of %d\n" % (number, rank))
+            note(job)
+    whole = show(tmp_path)[0].splitlines()
+    assert show(tmp_path, "--tail", str(tail))[0].splitlines() == whole[len(whole) - tail :]
+
+
+def test_raw_passes_bytes_through(job: Path, tmp_path: Path) -> None:
+    data = b"\x1b[31mred\x1b[0m\x1b]0;title\x07\r\n10%\r20%\r\n\xff\xfe\x00\n\xe2\x98\x83 no end"
+    (job / "rank0.out").write_bytes(data)
+    note(job)
+    assert show(tmp_path, "--raw")[0] == data
+    assert show(tmp_path, "--raw", "--tail", "1")[0] == b"\xe2\x98\x83 no end"

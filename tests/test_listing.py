@@ -1,0 +1,87 @@
+"""`list` of many jobs: rows of ended ones come from a cache, and are right whatever has changed since."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from clusterjob import jobs
+from clusterjob.listing import Listing
+from clusterjob.node import events
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.records import Handle, Record, Records
+
+ENDED = Verdict(JobState.FAILED, 3, "rank 1: boom\nmore").to_json()
+CACHE = ".ended.json"
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    records = Records()
+    for number in range(100):
+        save(records, tmp_path, f"job-{number:06}", end=ENDED)
+    return records
+
+
+def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Record:
+    handle = Handle("local", job_id, {"agents": [], "boot_id": "b", "host": os.uname().nodename})
+    record = Record(job_id, "x", "local", "local", job_dir, 1, f"2026-01-01T00:00:00.{job_id[-3:]}Z", {}, handle, **fields)
+    records.save(record)
+    return record
+
+
+def test_rows_of_ended_jobs_come_from_the_cache(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, broken = jobs.listing()
+    assert (len(rows), broken) == (100, [])
+    assert rows[7][:5] == ("job-000007", "FAILED", "3", "1", "local")
+    assert rows[7].reason == "rank 1: boom"
+    monkeypatch.setattr(Records, "read", lambda *_: pytest.fail("a record was read"))
+    assert jobs.listing() == (rows, [])
+
+
+def test_a_record_that_was_replaced_is_read_again(records: Records, tmp_path: Path) -> None:
+    jobs.listing()
+    save(records, tmp_path, "job-000007", end=Verdict(JobState.SUCCEEDED, 0).to_json())
+    records.remove("job-000008")
+    save(records, tmp_path, "new-000500")
+    rows = {row.job_id: row for row in jobs.listing()[0]}
+    assert len(rows) == 100
+    assert rows["job-000007"].state == "SUCCEEDED"
+    assert rows["new-000500"].state == "LOST"
+    assert "job-000008" not in rows
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": 1}', '{"schema": 1, "rows": {"job-000001": [1]}}', '{"schema": 1, "rows": 7}'])
+def test_a_cache_of_any_content_is_made_again(records: Records, content: str) -> None:
+    rows, _ = jobs.listing()
+    (records.directory / CACHE).write_text(content)
+    assert jobs.listing()[0] == rows
+    assert len(json.loads((records.directory / CACHE).read_bytes())["rows"]) == 100
+
+
+def test_elements_of_an_array_are_listed_wherever_their_ends_are(records: Records, tmp_path: Path) -> None:
+    array = save(records, tmp_path, "arr-000900", array={"indices": [0, 1, 10], "pieces": [0]})
+    records.save(array.element(1).__class__(**{**vars(array.element(1)), "end": ENDED, "handle": array.handle}))
+    for _ in range(2):
+        found = Listing(records)
+        assert sorted(row.job_id for row in found.rows if row.array_id) == ["arr-000900_1"]
+        assert [record.job_id for record in found.open] == ["arr-000900_0", "arr-000900_10"]
+        Listing(records)
+
+
+def test_end_that_was_guessed_is_asked_for_again(records: Records, tmp_path: Path) -> None:
+    guess = Verdict(JobState.LOST, 1, "gpu1 is not reached", ended_at=events.now()).to_json()
+    save(records, tmp_path, "job-000007", end=guess, provisional=True)
+    assert len(Listing(records).open) == 1
+    (tmp_path / "result.json").write_text(json.dumps(Verdict(JobState.SUCCEEDED, 0).to_json()))
+    assert {row.job_id: row.state for row in jobs.listing()[0]}["job-000007"] == "SUCCEEDED"
+    assert Listing(records).open == []
+
+
+def test_guess_of_long_ago_is_an_end(records: Records, tmp_path: Path) -> None:
+    guess = Verdict(JobState.LOST, 1, "gpu1 is not reached", ended_at="2026-01-01T00:00:00Z").to_json()
+    save(records, tmp_path, "job-000007", end=guess, provisional=True)
+    assert Listing(records).open == []

@@ -1,0 +1,105 @@
+"""Submits that are killed: the next one removes what they left, and nothing that is another's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from procs import PATIENCE, wait_until
+
+from clusterjob import jobs
+from clusterjob.node import files
+from clusterjob.records import Records
+
+CLUSTERJOB = (sys.executable, "-m", "clusterjob")
+
+
+def submit(work: Path) -> str:
+    done = subprocess.run([*CLUSTERJOB, "submit", "train.py"], cwd=work, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def settle(work: Path, job_id: str) -> None:
+    assert subprocess.run([*CLUSTERJOB, "wait", job_id], cwd=work, capture_output=True, timeout=PATIENCE, check=False).returncode == 0
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    return tmp_path
+
+
+def test_next_submit_removes_what_killed_submits_left(work: Path) -> None:
+    """SIGKILL at the first write into each place, by a limit on the size of files that a signal follows."""
+    home = Path(os.environ["CLUSTERJOB_HOME"])
+    killed = 0
+    for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
+        process = subprocess.Popen([*CLUSTERJOB, "submit", "train.py"], cwd=work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = set(os.listdir(home / "records")) if (home / "records").exists() else set()
+        wait_until(
+            lambda process=process, before=before: (
+                process.poll() is not None or ((home / "records").exists() and set(os.listdir(home / "records")) - before)
+            ),
+            PATIENCE,
+        )
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait(PATIENCE) == -signal.SIGKILL
+    assert killed
+    (home / "records" / f".x-222222.json.abcdefgh.{os.uname().nodename}.999999999").touch()
+    (home / "jobs" / "x-222222" / "logs").mkdir(parents=True)
+    os.utime(home / "jobs" / "x-222222", (time.time() - 4000,) * 2)
+    settle(work, submit(work))
+    records = os.listdir(home / "records")
+    assert [name for name in records if name.startswith(".")] == []
+    assert sorted(os.listdir(home / "jobs")) == sorted(
+        name.removesuffix(".json") for name in records if (home / "jobs" / name.removesuffix(".json")).exists()
+    )
+    listed = subprocess.run([*CLUSTERJOB, "list"], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert "PENDING" not in listed.stdout
+
+
+def test_next_submit_leaves_what_others_write_or_wrote(work: Path) -> None:
+    home = Path(os.environ["CLUSTERJOB_HOME"])
+    (home / "records").mkdir(parents=True)
+    own = f".a.json.abcdefgh.{os.uname().nodename}.{os.getpid()}"
+    others = [own, ".a.json.abcdefgh.another-host.1", ".ended.json", ".notes"]
+    for name in others:
+        (home / "records" / name).touch()
+    (home / "jobs" / "old-222222" / "logs" / "node0").mkdir(parents=True)
+    os.utime(home / "jobs" / "old-222222", (time.time() - 4000,) * 2)
+    (home / "jobs" / "fresh-222222" / "logs").mkdir(parents=True)
+    settle(work, submit(work))
+    assert sorted(name for name in os.listdir(home / "records") if name.startswith(".")) == sorted(others)
+    assert (home / "jobs" / "old-222222").is_dir()
+    assert (home / "jobs" / "fresh-222222").is_dir()
+
+
+def test_directory_whose_record_is_not_listed_yet_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing on NFS may be older than the record of a job that waits in a queue."""
+    home = Path(os.environ["CLUSTERJOB_HOME"])
+    records = Records()
+    records.directory.mkdir(parents=True)
+    (records.directory / "queued-222222.json").touch()
+    for name in ("queued-222222", "gone-222222"):
+        (home / "jobs" / name / "logs").mkdir(parents=True)
+        os.utime(home / "jobs" / name, (time.time() - 4000,) * 2)
+    monkeypatch.setattr(Records, "entries", lambda _: [])
+    jobs._remove_leftovers(records)
+    assert os.listdir(home / "jobs") == ["queued-222222"]
+
+
+def test_leftovers_of_another_host_are_removed_after_an_hour(tmp_path: Path) -> None:
+    path = tmp_path / ".a.json.abcdefgh.another-host.1"
+    path.touch()
+    files.remove_leftovers(tmp_path)
+    assert path.exists()
+    os.utime(path, (time.time() - 4000,) * 2)
+    files.remove_leftovers(tmp_path)
+    assert not path.exists()

@@ -1,0 +1,142 @@
+"""Progress bars on a real terminal: one line per rank that changes in place, while the job runs."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from terminals import Terminal, show
+
+from clusterjob import output
+from clusterjob.cli.watch import Watch
+from clusterjob.node.live_lines import LiveLines
+from clusterjob.node.logs import LogReader, Timeline, node_directory
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.records import Record
+
+CLUSTERJOB = (sys.executable, "-m", "clusterjob")
+BAR = """
+import os, sys, time
+rank = os.environ["RANK"]
+for percent in range(0, 101, 10):
+    sys.stderr.write(f"\\r{percent:3}%|{'#' * (percent // 10):10}| rank {rank}")
+    sys.stderr.flush()
+    if percent == 50:
+        print("half of", rank, flush=True)
+    while percent == 70 and not os.path.exists("go"):
+        time.sleep(0.01)
+print("over", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("verb", ["run", "launch"])
+def test_bars_of_two_ranks_are_shown_while_they_run(tmp_path: Path, verb: str) -> None:
+    (tmp_path / "train.py").write_text(BAR)
+    with Terminal([*CLUSTERJOB, verb, "--nproc-per-node", "2", "train.py"], cwd=tmp_path) as terminal:
+        for rank in (b"0", b"1"):
+            terminal.read_until(b"[%s]  70%%|#######   | rank %s" % (rank, rank))
+        (tmp_path / "go").touch()
+        assert terminal.finish() == 0
+    final = rendered(terminal.shown.decode())
+    assert [line for line in final if "70%" in line] == [], "a bar's old states are taken away"
+    for rank in "01":
+        assert f"[{rank}] 100%|##########| rank {rank}over" in final
+        assert f"[{rank}] half of {rank}" in final
+
+
+def rendered(text: str) -> list[str]:
+    """Return what a terminal shows in the end, of what our moving lines use: CR, LF, cursor up, erase below."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\r":
+            column = 0
+        elif token.endswith("A"):
+            row -= int(token[2:-1] or 1)
+        elif token.endswith("J"):
+            lines[row:] = [lines[row][:column]]
+        elif token.endswith("K"):
+            lines[row] = "" if token == "\x1b[2K" else lines[row][:column]
+        elif not token.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            column += len(token)
+    return lines
+
+
+def test_a_prompt_without_an_end_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\nsys.stdout.write('name? ')\nsys.stdout.flush()\nwhile not os.path.exists('go'):\n    time.sleep(0.01)\n"
+    )
+    with Terminal([*CLUSTERJOB, "run", "train.py"], cwd=tmp_path) as terminal:
+        terminal.read_until(b"name? ")
+        (tmp_path / "go").touch()
+        assert terminal.finish() == 0
+
+
+@pytest.mark.parametrize("columns", [10, 40])
+def test_lines_are_cut_to_the_terminal_and_many_are_counted(columns: int) -> None:
+    program = """
+from clusterjob.node.live_lines import LiveLines
+live = LiveLines()
+live.show([f"{number} \\x1b]0;title\\x07" + "\\u4e2d" * 50 for number in range(30)])
+print("=", flush=True)
+live.show(["again"])
+live.clear()
+"""
+    code, text = show([sys.executable, "-c", program], columns=columns, rows=8)
+    assert code == 0, text
+    first = text.partition("=")[0].splitlines()
+    assert len(first) == 7
+    assert first[-1].startswith("... and 2")
+    assert all(sum(2 if character == "\u4e2d" else 1 for character in line) < columns for line in first[:-1])
+    assert "\x1b]" not in text
+    assert rendered(text)[-1] == ""
+
+
+def test_a_pipe_gets_no_moving_lines(tmp_path: Path) -> None:
+    import subprocess
+
+    (tmp_path / "go").touch()
+    (tmp_path / "train.py").write_text(BAR)
+    command = [*CLUSTERJOB, "run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "70%" not in done.stderr
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_watch_folds_lines_of_all_ranks_and_asks_for_open_lines_once_a_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    directory = node_directory(tmp_path, 0)
+    directory.mkdir(parents=True)
+    for rank in range(4):
+        (directory / f"rank{rank}.out").write_text("ready\n")
+    Timeline(directory).note()
+    end = Verdict(JobState.SUCCEEDED, 0).to_json()
+    record = Record("job-000001", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00Z", {"nproc_per_node": 4}, end=end)
+    asked: list[LogReader] = []
+    monkeypatch.setattr(LogReader, "open_lines", lambda reader: asked.append(reader) or [])
+    monkeypatch.setattr(output, "_live", LiveLines())
+    monkeypatch.setattr(LiveLines, "has_terminal", terminal)
+    assert Watch(record).to_the_end() == 0
+    assert capsys.readouterr().out == "[0-3] ready\n"
+    assert len(asked) == terminal
+
+
+def test_terminal_that_closes_ends_moving_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with open(theirs, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        live = LiveLines()
+        assert live.has_terminal
+        os.close(ours)
+        live.show(["10%"])
+        assert not live.has_terminal

@@ -1,0 +1,112 @@
+"""A worker that the kernel kills for want of memory is reported so: real cgroups with a limit, and the kernel's own count."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from procs import PATIENCE, wait_until
+
+LIMIT = 200 << 20
+# Rank 1 writes to more memory than there is, itself or in a child; or is killed by somebody else.
+TAKES = """
+    import os, signal, sys, time
+    def take():
+        memory = bytearray(400 << 20)
+        for place in range(0, len(memory), 4096):
+            memory[place] = 1
+    if os.environ["RANK"] == "1":
+        if sys.argv[1] == "itself":
+            take()
+        elif sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif (child := os.fork()) == 0:
+            take()
+            os._exit(0)
+        else:
+            os.waitpid(child, 0)
+            raise RuntimeError(f"DataLoader worker (pid {child}) is killed by signal: Killed. ")
+    time.sleep(1000)
+"""
+
+
+def own_cgroup() -> tuple[Path, bool] | None:
+    """Return where a cgroup that counts memory can be made, and whether it is of version 2."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return Path(f"/sys/fs/cgroup/memory{path}"), False
+        if not controllers and Path(f"/sys/fs/cgroup{path}/memory.max").exists():
+            return Path(f"/sys/fs/cgroup{path}").parent, True
+    return None
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A cgroup with a limit of 200 MiB."""
+    found = own_cgroup()
+    if found is None:
+        pytest.skip("no memory controller of cgroups is mounted")
+    parent, unified = found
+    group = parent / f"clusterjob-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text(str(LIMIT))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"a cgroup with a limit cannot be made: {error}; run as root")
+    with contextlib.suppress(OSError):  # where there is no swap, there is no such file
+        (group / ("memory.swap.max" if unified else "memory.memsw.limit_in_bytes")).write_text("0" if unified else str(LIMIT))
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), PATIENCE, "the end of all processes of the cgroup")
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError:  # a zombie is still counted
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("itself", "killed by SIGKILL (out of memory: the kernel killed it, limit 209 MB)"),
+        ("child", "is killed by signal: Killed. (out of memory: the kernel killed it, limit 209 MB)"),
+        ("killed", "killed by SIGKILL\n"),
+    ],
+)
+def test_worker_that_the_kernel_killed_for_memory_is_reported_so(cgroup: Path, tmp_path: Path, how: str, says: str) -> None:
+    (tmp_path / "takes.py").write_text(textwrap.dedent(TAKES))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    run = [
+        sys.executable,
+        "-m",
+        "clusterjob",
+        "run",
+        "--cluster",
+        "local",
+        "--python",
+        str(python),
+        "--nproc-per-node",
+        "2",
+        "takes.py",
+        how,
+    ]
+    argv = ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh", *run]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE, stdin=subprocess.DEVNULL)
+    assert done.returncode == (1 if how == "child" else 137), done.stderr
+    assert says in done.stderr
+    assert "FAILED: rank 1 " in done.stderr

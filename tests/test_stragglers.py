@@ -1,0 +1,54 @@
+"""A rank that still runs when the others have succeeded is named, with what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from procs import PATIENCE, Job, wait_until
+
+from clusterjob.node.gang.stragglers import Stragglers
+
+NewJob = Callable[..., Job]
+
+
+def test_those_that_still_run_are_named_once_all_others_have_ended_for_a_while() -> None:
+    stragglers = Stragglers([0, 2], 4)
+    assert stragglers.due == float("inf")
+    for node_rank, local_rank in ((0, 0), (0, 1), (1, 0)):
+        stragglers.ended(node_rank, local_rank)
+    assert stragglers.due < float("inf")
+    assert stragglers.name() == ("rank 3 still runs; ranks 0-2 ended 10 s ago", {1: [3]})
+    assert stragglers.due == float("inf")
+    stragglers.ended(1, 1)
+    assert stragglers.due == float("inf")
+
+
+def test_several_that_still_run_are_named_by_their_nodes() -> None:
+    stragglers = Stragglers([0, 2, 5], 6)
+    stragglers.ended(1, 1)
+    assert stragglers.name() == ("ranks 0-2, 4-5 still run; rank 3 ended 10 s ago", {0: [0, 1], 1: [2, 4], 2: [5]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fork", "exec"])
+def test_a_rank_that_hangs_at_its_end_is_named_with_its_stack(new_job: NewJob, mode: str) -> None:
+    job = new_job(2)
+    script = job.script("""
+        import os, pathlib, threading
+        def hang():
+            while not pathlib.Path("enough").exists():
+                threading.Event().wait(0.2)
+        if os.environ["RANK"] == "3":
+            hang()
+    """)
+    job.start_all("--start", mode, "--nproc-per-node", "2", script)
+    log = job.dir / "logs" / "node1" / "rank3.err"
+    wait_until(lambda: log.exists() and "still runs" in log.read_text(), PATIENCE + 15)
+    job.path("enough").touch()
+    assert job.wait() == [0, 0]
+    line, *stack = log.read_text().splitlines()
+    assert line.startswith("clusterjob: rank 3 still runs; ranks 0-2 ended 10 s ago; it ")
+    if mode == "fork":
+        assert any("in hang" in each for each in stack)
+    assert log.read_text().count("still runs") == 1
