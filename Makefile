@@ -15,7 +15,7 @@ test: lint slurm mpi sshd  ## everything but the slow fault and scale runs
 	$(BIN)/python -m pytest -m "not slow" $(TWO)
 
 test-slow: $(READY) slurm mpi sshd paddle
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(TWO)
 
 slurm:  ## Debian packages for the tests' own Slurm; a moment when they are there
 	tools/slurm.sh
