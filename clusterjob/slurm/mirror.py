@@ -10,13 +10,17 @@ from typing import Any
 
 from clusterjob.errors import HostError
 from clusterjob.records import Record
-from clusterjob.ssh.mirror import LOG_BYTES, STATUS_BYTES, check_progress, check_volume, contents, keep
+from clusterjob.ssh.mirror import EVENTS, LOG_BYTES, STATUS_BYTES, Volume, check_progress, contents, keep
 
 _AT_ONCE = 500  # jobs of one question
-_MOST_FILES = 10_000  # of one node of a job
-_ALLOWED = re.compile(
-    r"events\.jsonl|result\.json|ends/\w[\w.-]*|logs/slurm\.out|logs/node\d+/\w[\w.-]*", re.ASCII
-)  # what may be written here
+# What may be written here: files that are replaced, and those that grow, by which logs are brought.
+_REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
+_ALWAYS = r"events\.jsonl|logs/slurm\.out"
+_GROWN = {
+    "none": re.compile(_ALWAYS),
+    "last": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*\.err", re.ASCII),
+    "all": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*", re.ASCII),
+}
 
 Ask = Callable[..., tuple[Any, bytes]]
 
@@ -36,6 +40,7 @@ class Mirror:
     def __init__(self, label: str) -> None:
         self._label = label
         self._stamps: dict[str, dict[str, str]] = {}
+        self._volumes: dict[str, Volume] = {}
 
     def look(self, ask: Ask, wanted: Sequence[tuple[Record, bool]]) -> dict[str, bool]:
         """Bring what is new; return for each job whether there is more.
@@ -62,11 +67,11 @@ class Mirror:
                 raise HostError(self._label, f"it answers for {len(found)} jobs where {len(chunk)} are asked for")
             check_progress(self._label, found, data, most)
             parts = contents(self._label, [file for one in found for file in one["files"]], data)
-            for (record, _), had, one in zip(chunk, have, found, strict=True):
-                sizes = {name: value for name, value in had.items() if isinstance(value, int)}
-                check_volume(self._label, sizes, one["files"], _MOST_FILES * record.nodes, record.job_dir)
+            for (record, logs), had, one in zip(chunk, have, found, strict=True):
+                volume = self._volumes.setdefault(record.job_id, Volume(self._label, record.job_dir, record.nodes))
+                volume.check(had, one["files"])
                 for file, content in itertools.islice(parts, len(one["files"])):
-                    self._take(record, had, file, content)
+                    self._take(record, _mode(record, logs=logs), had, file, content)
                 more[record.job_id] = one["more"]
         return more
 
@@ -78,7 +83,7 @@ class Mirror:
             if path.exists():
                 name = str(path.relative_to(record.job_dir))
                 found[name] = stamps.get(name, "")
-        grown = [record.job_dir / "events.jsonl", record.job_dir / "logs" / "slurm.out"]
+        grown = [record.job_dir / EVENTS, record.job_dir / "logs" / "slurm.out"]
         if _mode(record, logs=logs) != "none":
             grown += [path for node in _files_in(record.job_dir / "logs") if node.is_dir() for path in _files_in(node)]
         for path in grown:
@@ -86,10 +91,11 @@ class Mirror:
                 found[str(path.relative_to(record.job_dir))] = path.stat().st_size
         return found
 
-    def _take(self, record: Record, had: dict[str, int | str], file: dict[str, Any], content: bytes) -> None:
+    def _take(self, record: Record, mode: str, had: dict[str, int | str], file: dict[str, Any], content: bytes) -> None:
         name = file["path"]
         one_kind = ("offset" in file) + ("stamp" in file) + bool(file.get("gone")) == 1
-        if not _ALLOWED.fullmatch(name) or not one_kind or ("offset" in file and file["offset"] != had.get(name, 0)):
+        form = _GROWN[mode] if "offset" in file else _REPLACED
+        if not form.fullmatch(name) or not one_kind or ("offset" in file and file["offset"] != had.get(name, 0)):
             raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
         stamps = self._stamps[record.job_id]
         if not file.get("gone"):

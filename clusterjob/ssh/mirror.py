@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Look = dict[str, Any]
 STATUS_BYTES, LOG_BYTES = 1 << 20, MOST  # bytes that are asked for at once: to tell how a job stands; its logs
 MOST_BYTES = 16 << 30  # that the files of one host, or of one job, may have here in all
+MOST_REPLACED = 64 << 20  # bytes of a node's files that are replaced, each time counted; an honest one has 32 KiB, once an attempt
 _HINT = "this host is not to be trusted"
 
 EVENTS, MOST_EVENTS = "events.jsonl", 64 << 20  # which is read as a whole
@@ -41,25 +42,51 @@ def contents(label: str, files: Sequence[dict[str, Any]], data: bytes) -> Iterat
         position += file["size"]
 
 
-def check_volume(label: str, known: Mapping[str, int], files: Sequence[dict[str, Any]], most_files: int, where: Path) -> None:
-    """Refuse files that are too many, or too large in all.
+class Volume:
+    """Counts what a host sends of one job to this process, and refuses what is too much.
 
     Args:
         label: the host, for errors.
-        known: the sizes of the files that are here, by path.
-        files: those that it sends.
-        most_files: how many there may be.
-        where: the directory here.
-
-    Raises:
-        HostError: there are more.
+        job_dir: the job's directory here.
+        nodes: of how many nodes it sends the files.
     """
-    if len(known.keys() | {file["path"] for file in files}) > most_files:
-        raise HostError(label, f"it sends more than {most_files} files of one job", f"what has come lies in {where}")
-    if sum(known.values()) + sum(file["size"] for file in files) > MOST_BYTES:
-        raise HostError(
-            label, f"it sends more than {show_size(MOST_BYTES)} of one job", f"what has come lies in {where}; the rest is there"
-        )
+
+    def __init__(self, label: str, job_dir: Path, nodes: int = 1) -> None:
+        self._label = label
+        self._where = job_dir
+        self._nodes = nodes
+        self._replaced = 0
+
+    def check(self, known: Iterable[str], files: Sequence[dict[str, Any]]) -> None:
+        """Count the files of an answer.
+
+        Args:
+            known: paths of the files that are here.
+            files: those that it sends.
+
+        Raises:
+            HostError: there are too many, they are too large in all, or some come again and again.
+        """
+        names, paths = set(known), {file["path"] for file in files}
+        if len(paths) < len(files):
+            raise HostError(self._label, "it sends a file twice in one answer", _HINT)
+        come = f"what has come lies in {self._where}"
+        if len(names | paths) > MOST_FILES * self._nodes:
+            raise HostError(self._label, f"it sends more than {MOST_FILES * self._nodes} files of one job", come)
+        sent = sum(file["size"] for file in files)
+        if sent and sum(size_of(self._where / name) for name in names) + sent > MOST_BYTES:
+            raise HostError(self._label, f"it sends more than {show_size(MOST_BYTES)} of one job", f"{come}; the rest is there")
+        self._replaced += sum(file["size"] for file in files if "stamp" in file)
+        if self._replaced > (most := MOST_REPLACED * self._nodes):
+            raise HostError(self._label, f"it sends the ends of one job again and again, more than {show_size(most)}", _HINT)
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file; 0 where it is gone."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, most: int) -> None:
@@ -118,9 +145,11 @@ class Mirror:
         self._job_dir = job_dir
         self._node = node
         self._stamps: dict[str, str] = {}
+        self._volume: Volume | None = None
         # What a host may write here: it is not trusted with more.
-        lead = r"events\.jsonl|result\.json|" if node == 0 else ""
-        self._allowed = re.compile(rf"{lead}ends/node{node}\.(?:json|refused)|logs/node{node}/[\w.-]+", re.ASCII)
+        verdict = r"result\.json|" if node == 0 else ""
+        self._replaced = re.compile(rf"{verdict}ends/node{node}\.(?:json|refused)")
+        self._log = re.compile(rf"logs/node{node}/[\w.-]+", re.ASCII)
 
     def look(self, session: Session | Exchange, *, logs: bool) -> Look:
         """Bring what is new; return whether the job is ``known`` there, its agent ``alive``, and whether there is ``more``.
@@ -132,10 +161,11 @@ class Mirror:
         have = {**self._stamps, **sizes}
         answer, data = session.ask("look", job=self._job_id, node=self._node, logs=logs, most=most, have=have)
         check_progress(session.label, [answer], data, most)
-        check_volume(session.label, sizes, answer["files"], MOST_FILES, self._job_dir)
+        self._volume = self._volume or Volume(session.label, self._job_dir)
+        self._volume.check(have, answer["files"])
         for file, content in contents(session.label, answer["files"], data):
             name = file["path"]
-            if not self._allowed.fullmatch(name) or ".." in name or ("offset" in file) == ("stamp" in file):
+            if not self._may_send(file, logs=logs):
                 raise HostError(session.label, f"it sends a file that was not asked for: {name[:80]!r}", _HINT)
             if "offset" in file and file["offset"] != sizes.get(name, 0):
                 raise HostError(session.label, f"it sends a part of a file that was not asked for: {name[:80]!r}", _HINT)
@@ -143,8 +173,16 @@ class Mirror:
         look: Look = answer
         return look
 
+    def _may_send(self, file: dict[str, Any], *, logs: bool) -> bool:
+        """Return whether a file was asked for: whole where it is one that is replaced, else a part of one that grows."""
+        name = file["path"]
+        if "stamp" in file:
+            return "offset" not in file and self._replaced.fullmatch(name) is not None
+        log = logs and self._log.fullmatch(name) is not None and ".." not in name
+        return "offset" in file and (log or (name == EVENTS and self._node == 0))
+
     def _sizes(self, *, logs: bool) -> dict[str, int]:
-        paths = [self._job_dir / "events.jsonl"] if self._node == 0 else []
+        paths = [self._job_dir / EVENTS] if self._node == 0 else []
         folder = node_directory(self._job_dir, self._node)
         if logs and folder.is_dir():
             paths += list(folder.iterdir())

@@ -1,0 +1,97 @@
+"""A hostile host, a real sshd, sends files of a job without end: what it may send, and how much, is bounded."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hostile_host import hostile
+from procs import PATIENCE
+from sshsite import Site
+
+from clusterjob import jobs
+from clusterjob.node.verdict import JobState
+from clusterjob.records import Record
+from clusterjob.ssh import mirror
+
+# Sends 4 MB an answer, and always has more.
+_ENDLESS = """
+round, data = 0, b"x" * (4 << 20)
+def answer(request):
+    global round
+    round += 1
+    files = {files}
+    return {{"known": True, "alive": True, "files": files, "more": True}}, data
+"""
+REPLACED_LOG = _ENDLESS.format(files="""[{"path": "logs/node0/rank0.out", "stamp": str(round), "size": len(data)}]""")
+REPLACED_VERDICT = _ENDLESS.format(files="""[{"path": "result.json", "stamp": str(round), "size": len(data)}]""")
+UNASKED_LOG = _ENDLESS.format(files="""[{"path": "logs/node0/rank0.out", "offset": 0, "size": len(data)}]""")
+# The file grows by 512 bytes only, as each part is of the same place.
+SAME_PART = _ENDLESS.format(
+    files="""[{"path": "logs/node0/rank0.out", "offset": request["have"].get("logs/node0/rank0.out", 0), "size": 512}] * 8192"""
+)
+GROWING_LOG = _ENDLESS.format(
+    files="""[{"path": "logs/node0/rank0.out", "offset": request["have"].get("logs/node0/rank0.out", 0), "size": len(data)}]"""
+)
+AGAIN = "it sends the ends of one job again and again, more than 67.1 MB"
+
+
+@pytest.fixture
+def record(site: Site) -> Record:
+    """Return a job whose end nobody has asked for."""
+    return site.submit("", hosts="gpu1", set={"connect_timeout": "5"})
+
+
+@pytest.fixture
+def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
+    with hostile(site.world.hosts["gpu1"]) as play:
+        yield play
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (REPLACED_LOG, "it sends a file that was not asked for: 'logs/node0/rank0.out'"),
+        (REPLACED_VERDICT, AGAIN),
+        (SAME_PART, "it sends a file twice in one answer"),
+    ],
+    ids=["replaced log", "replaced verdict", "same part"],
+)
+def test_logs_end_where_a_host_sends_the_same_file_without_end(
+    site: Site, record: Record, play: Callable[[str], None], code: str, why: str
+) -> None:
+    play(code)
+    process = site.command("logs", record.job_id, stdin=subprocess.DEVNULL)
+    try:
+        _, err = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in err
+    jobs.collect(record)
+    status = jobs.status(record)
+    assert status.state is JobState.UNKNOWN
+    assert f"gpu1: {why}" in status.reason
+
+
+def test_logs_that_grow_without_end_stop_at_their_bound(
+    record: Record, play: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of 16 GB is lowered here."""
+    monkeypatch.setattr(mirror, "MOST_BYTES", 64 << 20)
+    play(GROWING_LOG)
+    jobs.collect(record)
+    assert sum(path.stat().st_size for path in (record.job_dir / "logs" / "node0").iterdir()) <= 64 << 20
+    status = jobs.status(record)
+    assert (status.state, "gpu1: it sends more than 67.1 MB of one job" in status.reason) == (JobState.UNKNOWN, True)
+
+
+def test_status_takes_no_log_that_it_has_not_asked_for(record: Record, play: Callable[[str], None]) -> None:
+    play(UNASKED_LOG)
+    begin = time.monotonic()
+    status = jobs.status(record)
+    assert "gpu1: it sends a file that was not asked for: 'logs/node0/rank0.out'" in status.reason
+    assert time.monotonic() - begin < PATIENCE
+    assert not (record.job_dir / "logs" / "node0" / "rank0.out").exists()
