@@ -9,13 +9,9 @@ import pytest
 from compat_cases import CASES
 from compat_runs import HUNG, Case, differences, expected, skip_without, under_clusterjob, under_torchrun
 
-# Defects that are known and not mended yet, by case and start; a case that is here is not run.
-OPEN = {("mismatched_detail", "fork"): "the job does not end by itself after the mismatch"}
-
 
 def _marks(case: Case, start: str) -> list[pytest.MarkDecorator]:
-    known = [pytest.mark.xfail(run=False, reason=OPEN[case.id, start])] if (case.id, start) in OPEN else []
-    return known if start in case.quick else [*known, pytest.mark.slow]
+    return [] if start in case.quick else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

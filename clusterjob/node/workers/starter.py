@@ -34,7 +34,7 @@ from clusterjob.node.events import now
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
-from clusterjob.node.workers import hook_directory, torchrun, warm, worker
+from clusterjob.node.workers import early_variables, hook_directory, torchrun, warm, worker
 from clusterjob.node.workers.asking import Asking
 from clusterjob.node.workers.warning import WarningPipe
 
@@ -125,7 +125,8 @@ class Starter:
             return None
         if not options.program.is_python:
             return "a command, not a Python program" if options.start == "fork" else None
-        why = warm.warm_up()
+        why = early_variables.set_in(options.program, os.environ) if options.start == "auto" else None
+        why = why or warm.warm_up()
         self._fork = why is None
         return why
 

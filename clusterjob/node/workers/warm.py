@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from clusterjob.node.workers import hook
+from clusterjob.node.workers import early_variables, hook
 
 # The seed of a fresh process in the versions of torch that have one for all (c10::detail's default_rng_seed_val).
 _TORCH_CONSTANT_SEED = 67280421310721
@@ -82,6 +82,7 @@ def refresh_after_fork() -> None:
         torch.default_generator.seed()  # a torch that draws its first seed would have drawn another in each process
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that followers see a line when it is written
+    early_variables.apply_at_import()
 
 
 def serve_store(host: str, port: int, listener_fd: int) -> NoReturn:

@@ -1,0 +1,186 @@
+"""Environment variables that a script sets before it imports torch, which a forked worker has imported before that."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from clusterjob.node.program import Program
+
+# What torch 2.13, and the libraries that it loads, read while they are imported. More names than needed cost time, fewer are wrong.
+_READ_BY_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TQDM)_\w+|TORCHDYNAMO_EXTENDED_\w+")
+_READ_LATER = re.compile(r"TORCH_(NCCL|FR|GLOO)_\w+|TORCH_HOME|TORCH_EXTENSIONS_DIR|TORCH_CUDA_ARCH_LIST|KMP_DUPLICATE_LIB_OK")
+_READ_AGAIN = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by `_apply`
+_MOST_BYTES = 1 << 20  # of a script that is looked at
+
+
+def matters(name: str) -> bool:
+    """Return whether the import of torch reads this variable."""
+    return _READ_BY_IMPORT.fullmatch(name) is not None and _READ_LATER.fullmatch(name) is None
+
+
+# -- before the fork: what the script's text says ------------------------------------------------------------------------------
+
+
+def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
+    """Return which variable a script sets before it imports torch, and where; None if it sets none that a forked worker cannot apply.
+
+    It reads the statements of the main file alone, outside of functions. `apply_at_import` sees the rest.
+
+    Args:
+        program: what the workers run.
+        environ: the variables that it finds.
+    """
+    try:
+        path = _file_of(program)
+        if not path.is_file():
+            return None  # nor a pipe, which can be read once
+        with path.open("rb") as stream:
+            source = stream.read(_MOST_BYTES)
+        if b"environ" not in source and b"putenv" not in source:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            statements = ast.parse(source).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # the worker shows what is wrong with it
+    for statement in _flat(statements):
+        if _imports_torch(statement):
+            return None
+        for name in _changed_by(statement, environ):
+            if matters(name) and name not in _READ_AGAIN:
+                return f"{path.name} line {statement.lineno} sets {name}, which torch reads while it is imported"
+    return None
+
+
+def _file_of(program: Program) -> Path:
+    if program.kind == "script":
+        return Path(program.target)
+    path = Path(*program.target.split("."))
+    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _flat(statements: Iterable[ast.AST]) -> Iterator[ast.stmt]:
+    """Yield statements in their order, and those inside of compound ones in the place of these; not those of functions and classes."""
+    for statement in statements:
+        if isinstance(statement, ast.If | ast.Try | ast.With | ast.For | ast.While | ast.ExceptHandler):
+            for block in ("body", "handlers", "orelse", "finalbody"):
+                yield from _flat(getattr(statement, block, ()))
+        elif isinstance(statement, ast.stmt):
+            yield statement
+
+
+def _imports_torch(statement: ast.stmt) -> bool:
+    names = [each.name for each in statement.names] if isinstance(statement, ast.Import) else []
+    if isinstance(statement, ast.ImportFrom) and not statement.level:
+        names = [statement.module or ""]
+    return any(name.partition(".")[0] == "torch" for name in names)
+
+
+def _changed_by(statement: ast.stmt, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the variables that a statement sets to another value, or removes."""
+    if isinstance(statement, ast.Assign | ast.Delete | ast.AugAssign):
+        value = _text(getattr(statement, "value", None))
+        for target in [statement.target] if isinstance(statement, ast.AugAssign) else statement.targets:
+            name = _text(target.slice) if isinstance(target, ast.Subscript) and _is_environ(target.value) else None
+            if name is not None and (value is None or environ.get(name) != value):
+                yield name
+    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and isinstance(statement.value.func, ast.Attribute):
+        yield from _changed_by_call(statement.value, statement.value.func, environ)
+
+
+def _changed_by_call(call: ast.Call, function: ast.Attribute, environ: Mapping[str, str]) -> Iterator[str]:
+    method, words = function.attr, [_text(argument) for argument in call.args]
+    if method not in ("putenv", "unsetenv") and not _is_environ(function.value):
+        return
+    if method == "update":
+        tables = [argument for argument in call.args if isinstance(argument, ast.Dict)]
+        given = [(_text(key), each) for table in tables for key, each in zip(table.keys, table.values, strict=True)]
+        given += [(key.arg, key.value) for key in call.keywords]
+        yield from (name for name, value in given if name is not None and (_text(value) is None or environ.get(name) != _text(value)))
+    elif words and words[0] is not None:
+        old = environ.get(words[0])
+        changes = {
+            "putenv": words[-1] is None or words[-1] != old,
+            "setdefault": old is None,
+            "pop": old is not None,
+            "unsetenv": old is not None,
+        }
+        if changes.get(method):
+            yield words[0]
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (isinstance(node, ast.Name) and node.id == "environ")
+
+
+def _text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+# -- after the fork: what the script has set when it imports torch ----------------------------------------------------------------
+
+
+def apply_at_import() -> None:
+    """Have torch look again, once this process imports it, at what has changed by then; say so of what it cannot change any more.
+
+    The modules of torch are taken out of sys.modules until then: the first import of one gives them all back.
+    """
+    if "torch" in sys.modules:
+        names = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]
+        sys.meta_path.insert(0, _Preloaded({name: sys.modules.pop(name) for name in names}, dict(os.environ)))
+
+
+class _Preloaded:
+    """Finds torch as the forkserver has imported it; the protocol of sys.meta_path."""
+
+    def __init__(self, modules: dict[str, ModuleType], before: dict[str, str]) -> None:
+        self._modules, self._before = modules, before
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return where torch is, with a loader that gives the module that is there already; None for all others."""
+        if name != "torch" or self not in sys.meta_path:
+            return None
+        for finder in sys.meta_path:
+            find_spec = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find_spec is None else find_spec(name, path, target)
+            if spec is not None:
+                spec.loader = self  # type: ignore[assignment]
+                return spec
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Give all modules back, and return torch."""
+        sys.meta_path.remove(self)
+        sys.modules.update(self._modules)
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Apply what has changed since the fork."""
+        module.__spec__.loader = module.__loader__  # type: ignore[union-attr]  # this one has done its work
+        changed = [name for name in {**self._before, **os.environ} if matters(name) and self._before.get(name) != os.environ.get(name)]
+        left = [name for name in changed if not _apply(module, name)]
+        if left:
+            text = f"torch was imported before this script set {', '.join(sorted(left))}: use --env NAME=VALUE, or --start exec"
+            print(f"clusterjob: {text}", file=sys.stderr, flush=True)
+
+
+def _apply(torch: Any, name: str) -> bool:
+    """Have torch read one variable again; return whether it can."""
+    if name == "TORCH_DISTRIBUTED_DEBUG" and hasattr(torch.distributed, "set_debug_level_from_env"):
+        torch.distributed.set_debug_level_from_env()
+        return True
+    if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        number = os.environ.get("MKL_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        if number.isascii() and number.isdecimal() and int(number):
+            torch.set_num_threads(int(number))
+            return True
+    return False

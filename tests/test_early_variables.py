@@ -1,0 +1,114 @@
+"""Variables that a script sets before it imports torch count in forked workers too, or the workers are not forked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from procs import WITH_TORCH, Job
+
+from clusterjob.node.program import Program
+from clusterjob.node.workers import early_variables
+
+NewJob = Callable[..., Job]
+GIVEN = {"TORCH_LOGS": "graph", "OMP_NUM_THREADS": "2"}
+
+SETS = {
+    "item": 'import os\nos.environ["PYTORCH_ALLOC_CONF"] = "a:1"\nimport torch',
+    "environ": 'from os import environ\nenviron["PYTORCH_ALLOC_CONF"] = str(1)\nimport torch',
+    "setdefault": 'import os\nos.environ.setdefault("OPENBLAS_NUM_THREADS", "1")\nimport torch',
+    "update": 'import os\nos.environ.update({"MKL_DYNAMIC": "0"})\nimport torch',
+    "keywords": 'import os\nos.environ.update(MKL_DYNAMIC="0")\nimport torch',
+    "putenv": 'import os\nos.putenv("TORCH_CPP_LOG_LEVEL", "INFO")\nimport torch',
+    "removed": 'import os\ndel os.environ["TORCH_LOGS"]\nimport torch',
+    "popped": 'import os\nos.environ.pop("TORCH_LOGS", None)\nimport torch',
+    "another value": 'import os\nos.environ["TORCH_LOGS"] = "recompiles"\nimport torch',
+    "inside": 'import os\nif True:\n  os.environ["TORCH_LOGS"] = ""\n  import torch',
+    "tried": 'import os\ntry:\n  import apex\nexcept ImportError:\n  os.environ["TORCH_LOGS"] = ""\nimport torch.nn',
+    "never imports": 'import os\nos.environ["TORCH_LOGS"] = ""\nimport lightning',
+}
+SETS_NOT = {
+    "after": 'import os\nimport torch\nos.environ["TORCH_LOGS"] = ""',
+    "after an inner import": 'import os\ntry:\n  from torch import nn\nexcept ImportError:\n  pass\nos.environ["TORCH_LOGS"] = ""',
+    "in a function": 'import os\ndef main():\n  os.environ["TORCH_LOGS"] = ""\nimport torch',
+    "the same value": 'import os\nos.environ["TORCH_LOGS"] = "graph"\nimport torch',
+    "has a value": 'import os\nos.environ.setdefault("TORCH_LOGS", "")\nimport torch',
+    "read later": 'import os\nos.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"\nos.environ["CUDA_VISIBLE_DEVICES"] = ""\nimport torch',
+    "read again": 'import os\nos.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch',
+    "of nobody": 'import os\nos.environ["TOKENIZERS_PARALLELISM"] = "false"\nimport torch',
+    "another mapping": 'import os\nconfig = {}\nconfig["TORCH_LOGS"] = os.environ.get("TORCH_LOGS")\nimport torch',
+    "no Python": 'os.environ[',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in SETS.items()])
+def test_a_variable_that_is_set_before_the_import_is_found_in_the_script(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    why = early_variables.set_in(Program("script", str(script)), GIVEN)
+    assert why is not None
+    assert "which torch reads while it is imported" in why
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in SETS_NOT.items()])
+def test_a_variable_that_changes_nothing_is_no_reason(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert early_variables.set_in(Program("script", str(script)), GIVEN) is None
+
+
+def test_modules_are_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "project"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    for name in ("__main__.py", "train.py"):
+        (package / name).write_text(SETS["item"])
+    for module, file in (("project", "__main__.py"), ("project.train", "train.py")):
+        why = early_variables.set_in(Program("module", module), {})
+        assert why == f"{file} line 2 sets PYTORCH_ALLOC_CONF, which torch reads while it is imported"
+    assert early_variables.set_in(Program("module", "elsewhere.train"), {}) is None
+
+
+SCRIPT = """
+    import importlib.util, json, os, sys
+    assert "torch" not in sys.modules
+    assert importlib.util.find_spec("torch").origin.endswith("__init__.py")
+    import own_settings
+    from torch import nn
+    import torch
+    import torch.distributed as dist
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # too late, as in every process
+    import torch.nn.functional
+    assert sys.modules["torch"] is torch and torch.nn is nn and torch.__spec__.loader is torch.__loader__
+    print(json.dumps([dist.get_debug_level().name, torch.get_num_threads()]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_a_worker_has_the_variables_of_before_its_import(new_job: NewJob, start: str) -> None:
+    job = new_job(1)
+    script = job.script(SCRIPT)
+    settings = 'import os\nos.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1", TORCH_SHOW_CPP_STACKTRACES="1")'
+    (Path(script).parent / "own_settings.py").write_text(settings)
+    agent = job.start(0, "--start", start, script, python=WITH_TORCH, env={"OMP_NUM_THREADS": "2"})
+    assert job.wait() == [0], job.stderr(agent)
+    log = job.dir / "logs" / "node0"
+    assert json.loads((log / "rank0.out").read_text()) == ["DETAIL", 1]
+    # What a forked worker cannot make up for is said.
+    assert ("torch was imported before this script set TORCH_SHOW_CPP_STACKTRACES" in (log / "rank0.err").read_text()) is (start == "fork")
+
+
+def test_a_script_that_sets_more_is_started_by_exec(new_job: NewJob) -> None:
+    job = new_job(1)
+    script = job.script("""
+        import os
+        os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"
+        import torch
+    """)
+    agent = job.start(0, script, python=WITH_TORCH)
+    assert job.wait() == [0]
+    why = "script.py line 3 sets TORCH_SHOW_CPP_STACKTRACES, which torch reads while it is imported"
+    assert f"starts its workers by exec: {why}" in job.stderr(agent)
