@@ -524,8 +524,8 @@ def test_what_workers_say_when_they_are_cancelled_is_shown(terminal: Terminal) -
     assert terminal.said(running)[0] == "up\nsaved\n"
 
 
-@pytest.mark.parametrize("start", ["fork", "exec"])
-def test_every_rank_saves_in_except_keyboard_interrupt_of_the_first_ctrl_c(terminal: Terminal, start: str) -> None:
+@pytest.mark.parametrize("how", ["fork", "exec", "shell"])
+def test_every_rank_saves_in_except_keyboard_interrupt_of_the_first_ctrl_c(terminal: Terminal, how: str) -> None:
     script = terminal.script("""
         import os, time
         rank = os.environ["RANK"]
@@ -536,7 +536,9 @@ def test_every_rank_saves_in_except_keyboard_interrupt_of_the_first_ctrl_c(termi
             time.sleep(0.5)
             print("saved", rank)
     """)
-    running = terminal.start("run", "--start", start, "--nodes", "2", "--grace", "60", script)
+    # bash does not pass on a signal; a terminal gives Ctrl-C to each process
+    words = ["--", "bash", "-c", f"{shlex.quote(sys.executable)} -u {script}; exit $?"] if how == "shell" else ["--start", how, script]
+    running = terminal.start("run", "--nodes", "2", "--grace", "60", *words)
     wait_until(lambda: terminal.said(running)[0].count("up") == 2, PATIENCE)
     running.send_signal(signal.SIGINT)
     assert running.wait(PATIENCE) == 130

@@ -307,8 +307,9 @@ class Starter:
             self._warning = None
         due = time.monotonic() + grace
         self._stopping = due if self._stopping is None else min(due, self._stopping)
-        for pid in self._live:
-            processes.send_signal(pid, number)
+        tell_all = number == signal.SIGINT and not self._options.program.is_python  # as a terminal does: a shell passes no signal on
+        below = [child for pid in self._live if tell_all for child in processes.descendants(pid)]
+        self._signal([*self._live, *below], number)
 
     def _pursue_stop(self) -> None:
         if self._stopping is None:
