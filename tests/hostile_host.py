@@ -1,4 +1,4 @@
-"""A host that answers with anything: a real sshd whose ForceCommand plays the other end of the conversation."""
+"""A host that answers with anything, or slowly: a real sshd whose ForceCommand plays, or slows, the other end of the conversation."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ while line := source.readline():
         say(json.dumps({{"size": len(data), **told}}).encode() + b"\\n" + data)
 """
 
+# Runs what the submitter asks for, and passes on what it says as a slow link would.
+_SLOWER = """
+import os, subprocess, time
+asked = subprocess.Popen(["sh", "-c", os.environ["SSH_ORIGINAL_COMMAND"]], stdout=subprocess.PIPE)
+while data := os.read(asked.stdout.fileno(), {rate} // 10):
+    os.write(1, data)
+    time.sleep(0.1)
+"""
+
 
 @contextlib.contextmanager
 def hostile(host: HostOfWorld, play: str = "") -> Iterator[Callable[[str], None]]:
@@ -53,6 +62,22 @@ def hostile(host: HostOfWorld, play: str = "") -> Iterator[Callable[[str], None]
     host.start(ForceCommand=f"{sys.executable} -S {script}")
     try:
         yield change
+    finally:
+        hang_up()
+        host.stop()
+        host.start()
+
+
+@contextlib.contextmanager
+def slow(host: HostOfWorld, rate: int) -> Iterator[None]:
+    """Let an honest host answer at some bytes a second for a while."""
+    script = host.directory / "slower.py"
+    script.write_text(_SLOWER.format(rate=rate))
+    hang_up()
+    host.stop()
+    host.start(ForceCommand=f"{sys.executable} -S {script}")
+    try:
+        yield
     finally:
         hang_up()
         host.stop()

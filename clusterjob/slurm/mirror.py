@@ -10,9 +10,10 @@ from typing import Any
 
 from clusterjob.errors import HostError
 from clusterjob.records import Record
-from clusterjob.ssh.mirror import EVENTS, LOG_BYTES, STATUS_BYTES, Volume, check_progress, contents, keep
+from clusterjob.ssh.mirror import EVENTS, LOG_BYTES, Volume, check_progress, contents, keep
 
 _AT_ONCE = 500  # jobs of one question
+_STATUS_BYTES = 1 << 20  # that are asked for at once, to tell how so many jobs stand
 # What may be written here: files that are replaced, and those that grow, by which logs are brought.
 _REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
 _ALWAYS = r"events\.jsonl|logs/slurm\.out"
@@ -60,8 +61,9 @@ class Mirror:
                 {"job": directory_name(record), "logs": _mode(record, logs=logs), "have": had}
                 for (record, logs), had in zip(chunk, have, strict=True)
             ]
-            most = LOG_BYTES if any(job["logs"] != "none" for job in asked) else STATUS_BYTES
-            answer, data = ask("looks", most=most, jobs=asked)
+            bulk = any(job["logs"] != "none" for job in asked)
+            most = LOG_BYTES if bulk else _STATUS_BYTES
+            answer, data = ask("looks", bulk=bulk, most=most, jobs=asked)
             found = answer["jobs"]
             if len(found) != len(chunk):
                 raise HostError(self._label, f"it answers for {len(found)} jobs where {len(chunk)} are asked for")

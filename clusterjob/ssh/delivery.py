@@ -50,7 +50,7 @@ class Delivery:
         """
         packed = snapshot.packed()
         for _ in range(3):  # a file of the store that turns out to be damaged is sent once more
-            answer = self._ask("land", body=packed, timeout=_SLOW)
+            answer = self._ask("land", bulk=True, body=packed, timeout=_SLOW)
             if not answer["missing"]:
                 return
             self._send(set(answer["missing"]), snapshot)
@@ -74,7 +74,7 @@ class Delivery:
                     self._progress(done, total)
 
             listed = [(entry.value, entry.size) for entry in batch]
-            answer = self._ask("blobs", files=listed, body=pieces(), size=size, timeout=_SLOW)
+            answer = self._ask("blobs", bulk=True, files=listed, body=pieces(), size=size, timeout=_SLOW)
             if answer["wrong"]:
                 raise changed(next(entry for entry in batch if entry.value in answer["wrong"]))
             sent += size

@@ -14,8 +14,9 @@ from clusterjob.errors import HostError
 from clusterjob.schema import SchemaError
 from clusterjob.ssh.answers import HEADER, MOST_ERROR, answer_to
 
-STRIDE = 1 << 18  # bytes: a host that brings (or takes) fewer within its timeout makes no progress
+STRIDE = 1 << 14  # bytes: a host that brings (or takes) fewer within its timeout makes no progress
 _PIECE = 1 << 16
+_MORE_TIME = 3  # times the timeout that an answer which has begun may take, where it is not of any size
 _NONSENSE = "something prints into the conversation (a sitecustomize?), or the host is not to be trusted"
 
 
@@ -43,33 +44,51 @@ class Deadline:
     """The time that a host has: it moves on with every `STRIDE` bytes, so one byte a second does not hold anybody.
 
     Args:
-        seconds: without progress.
+        seconds: until the first byte.
+        stride: seconds for each `STRIDE` bytes after that; None for `seconds`.
         total: seconds in all; None for no such bound.
     """
 
-    def __init__(self, seconds: float, total: float | None = None) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-        self._last = None if total is None else time.monotonic() + total
-        self._moved = 0
+    def __init__(self, seconds: float, stride: float | None = None, total: float | None = None) -> None:
+        self._seconds = seconds
+        self._stride = seconds if stride is None else stride
+        self._total = total
+        begin = time.monotonic()
+        self._end = begin + seconds
+        self._last = None if total is None else begin + total
+        self._moved = self._moved_in_all = 0
 
     def left(self) -> float:
         """Return the seconds that are left.
 
         Raises:
-            TimeoutError: there are none.
+            TimeoutError: there are none; its text says how much has come.
         """
         left = (self._end if self._last is None else min(self._end, self._last)) - time.monotonic()
         if left <= 0:
-            raise TimeoutError
+            raise TimeoutError(self.shortfall())
         return left
 
     def progress(self, count: int) -> None:
         """Note that bytes have come, or have gone."""
+        first = not self._moved_in_all
         self._moved += count
+        self._moved_in_all += count
+        if first or self._moved >= STRIDE:
+            self._seconds = self._stride
+            self._end = time.monotonic() + self._stride
         if self._moved >= STRIDE:
             self._moved = 0
-            self._end = time.monotonic() + self.seconds
+
+    def shortfall(self) -> str:
+        """Return what there was in the time that is over."""
+        if self._last is not None and self._total is not None and self._last <= self._end:
+            seconds, moved = self._total, self._moved_in_all
+        else:
+            seconds, moved = self._seconds, self._moved
+        if moved:
+            return f"only {moved} bytes in {seconds:.3g} s"
+        return f"no more for {seconds:.3g} s" if self._moved_in_all else f"no answer for {seconds:.3g} s"
 
 
 class Exchange:
@@ -97,6 +116,7 @@ class Exchange:
         size: int = 0,
         timeout: float | None = None,
         most_bytes: int | None = None,
+        bulk: bool = False,
         **fields: Any,
     ) -> tuple[Any, bytes]:
         """Ask the host and return its answer: an object and bytes; see `clusterjob.ssh.session.Session.ask`."""
@@ -108,10 +128,11 @@ class Exchange:
             self.send(json.dumps({"op": op, "size": total, **fields}).encode() + b"\n", deadline)
             for piece in pieces:
                 self.send(piece, deadline)
-            answer, data = self._receive(op, Deadline(seconds), most_bytes)
+            longest = None if bulk else seconds + _MORE_TIME * self._timeout
+            answer, data = self._receive(op, Deadline(seconds, min(seconds, self._timeout), longest), most_bytes)
         except TimeoutError as error:
             self._stream.close()
-            raise HostError(self.label, f"no answer for {seconds:g} s") from error
+            raise HostError(self.label, str(error)) from error
         except (SchemaError, ValueError, RecursionError) as error:
             self._stream.close()
             why = f": {error}" if isinstance(error, SchemaError) else ""
@@ -148,7 +169,10 @@ class Exchange:
         rest = memoryview(data)
         while rest:
             self._stream.settimeout(deadline.left())
-            count = self._stream.send(bytes(rest[:_PIECE]))
+            try:
+                count = self._stream.send(bytes(rest[:_PIECE]))
+            except TimeoutError as error:
+                raise TimeoutError(deadline.shortfall()) from error
             if not count:
                 raise EOFError
             deadline.progress(count)
@@ -181,7 +205,10 @@ class Exchange:
 
     def _hear(self, deadline: Deadline) -> None:
         self._stream.settimeout(deadline.left())
-        data = self._stream.recv(_PIECE)
+        try:
+            data = self._stream.recv(_PIECE)
+        except TimeoutError as error:
+            raise TimeoutError(deadline.shortfall()) from error
         if not data:
             raise EOFError
         deadline.progress(len(data))

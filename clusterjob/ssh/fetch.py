@@ -120,7 +120,7 @@ class Fetch:
             paths = list(dict.fromkeys(asked.values()))
             most = _TREE_MARGIN + request.max_files * MOST_ENTRY
             answer, data = self._session.ask(
-                "tree", paths=paths, most=request.max_files, timeout=_SLOW, most_bytes=most, **self._where
+                "tree", bulk=True, paths=paths, most=request.max_files, timeout=_SLOW, most_bytes=most, **self._where
             )  # fmt: skip
             absent = [text for text, path in asked.items() if path in answer["absent"]]
             rows = data.splitlines()
@@ -234,7 +234,7 @@ class Fetch:
         found: dict[str, str] = {}
         for begin in range(0, len(paths), MOST_DIGESTS):
             some = paths[begin : begin + MOST_DIGESTS]
-            answer, _ = self._session.ask("digests", paths=some, timeout=_SLOW, **self._where)
+            answer, _ = self._session.ask("digests", bulk=True, paths=some, timeout=_SLOW, **self._where)
             if len(answer["digests"]) != len(some):
                 raise HostError(self._label, f"it answers with {len(answer['digests'])} digests of {len(some)} files", _HINT)
             found.update(zip(some, answer["digests"], strict=True))
@@ -255,7 +255,7 @@ class Fetch:
 
     def _get(self, parts: list[tuple[str, int, int]]) -> list[bytes]:
         """Return parts of files: (path, offset, length) of each; less where one has become shorter."""
-        answer, data = self._session.ask("get", parts=parts, **self._where)
+        answer, data = self._session.ask("get", bulk=True, parts=parts, **self._where)
         lengths = answer["lengths"]
         fits = len(lengths) == len(parts) and all(length <= most for length, (_, _, most) in zip(lengths, parts, strict=False))
         if not fits or sum(lengths) != len(data):

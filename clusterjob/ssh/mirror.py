@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from clusterjob.ssh.session import Session
 
 Look = dict[str, Any]
-STATUS_BYTES, LOG_BYTES = 1 << 20, MOST  # bytes that are asked for at once: to tell how a job stands; its logs
+STATUS_BYTES, LOG_BYTES = 1 << 18, MOST  # bytes that are asked for at once: to tell how a job stands; its logs
 MOST_BYTES = 16 << 30  # that the files of one host, or of one job, may have here in all
 MOST_REPLACED = 64 << 20  # bytes of a node's files that are replaced, each time counted; an honest one has 32 KiB, once an attempt
 _HINT = "this host is not to be trusted"
@@ -159,7 +159,7 @@ class Mirror:
         """
         sizes, most = self._sizes(logs=logs), LOG_BYTES if logs else STATUS_BYTES
         have = {**self._stamps, **sizes}
-        answer, data = session.ask("look", job=self._job_id, node=self._node, logs=logs, most=most, have=have)
+        answer, data = session.ask("look", bulk=logs, job=self._job_id, node=self._node, logs=logs, most=most, have=have)
         check_progress(session.label, [answer], data, most)
         self._volume = self._volume or Volume(session.label, self._job_dir)
         self._volume.check(have, answer["files"])

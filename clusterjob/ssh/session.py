@@ -123,6 +123,7 @@ class Session:
         size: int = 0,
         timeout: float | None = None,
         most_bytes: int | None = None,
+        bulk: bool = False,
         **fields: Any,
     ) -> tuple[Any, bytes]:
         """Ask the host and return its answer: an object, as `clusterjob.ssh.answers` says, and bytes.
@@ -131,8 +132,9 @@ class Session:
             op: what is asked; `clusterjob.node.visit.serve` knows the words.
             body: bytes that go with it, or pieces of them.
             size: how many, where they come in pieces.
-            timeout: seconds that the host may need for the answer, and for each `clusterjob.ssh.exchange.STRIDE` bytes of it.
+            timeout: seconds until the answer begins; for each `clusterjob.ssh.exchange.STRIDE` bytes of it there is the session's timeout.
             most_bytes: that may come with the answer, where it depends on what is asked.
+            bulk: whether the answer may take as long as its bytes keep coming; any other is bounded in all.
             fields: what else is said.
 
         Raises:
@@ -141,7 +143,7 @@ class Session:
         with self._lock:
             exchange = self._exchange or self._begin()
             try:
-                return exchange.ask(op, body=body, size=size, timeout=timeout, most_bytes=most_bytes, **fields)
+                return exchange.ask(op, body=body, size=size, timeout=timeout, most_bytes=most_bytes, bulk=bulk, **fields)
             except paramiko.SSHException as error:
                 self.close()
                 raise HostError(self.label, f"the connection broke: {error}") from error
@@ -159,7 +161,7 @@ class Session:
         except (TimeoutError, SchemaError) as error:
             channel.close()
             if isinstance(error, TimeoutError):
-                raise HostError(self.label, f"no answer for {self._timeout:g} s") from error
+                raise HostError(self.label, str(error)) from error
             raise HostError(self.label, "its login prints without an end", "look into .bashrc there") from error
         except (OSError, paramiko.SSHException) as error:
             why = self._last_words()
@@ -182,7 +184,7 @@ class Session:
         while True:
             left = _LONGEST_LOGIN * self._timeout - (time.monotonic() - begin)
             try:
-                line = exchange.line(_NOISE, Deadline(self._timeout, left)).decode(errors="replace")
+                line = exchange.line(_NOISE, Deadline(self._timeout, total=left)).decode(errors="replace")
             except EOFError as error:
                 raise HostError(self.label, f"it starts no bash or no {self._python}: {self._last_words() or 'no reason given'}") from error
             if not line.startswith(_WORD):
