@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ def test_ends_come_back_in_the_order_of_their_nodes(job_dir: Path) -> None:
     for node_rank in (10, 2, 0):
         ends.write(job_dir, node_rank, {"state": "FAILED"})
     (job_dir / "ends" / "node3.json").write_text("[1, 2")
-    assert [end["node_rank"] for end in ends.written(job_dir)] == [0, 2, 10]
+    (job_dir / "ends" / "node4.json").write_text('{"node_rank": 0, "state": "SUCCEEDED"}')  # by a host that speaks for another
+    assert [(end["node_rank"], end["state"]) for end in ends.written(job_dir)] == [(0, "FAILED"), (2, "FAILED"), (10, "FAILED")]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,15 @@ def test_a_refusal_is_a_failure_of_its_node(job_dir: Path, text: str, code: int,
     (failure,) = ends.refusals(job_dir)
     assert (failure.rank, failure.node_rank, failure.exit_code, failure.host, failure.message) == (None, 4, code, host, why)
     assert failure.last_lines == ("module: not found",)
+
+
+def test_texts_of_ends_that_hosts_wrote_are_cut(job_dir: Path) -> None:
+    ends.write(job_dir, 0, {"state": "LOST"})
+    (job_dir / "ends" / "node1.json").write_text(json.dumps({"node_rank": 1, "state": "LOST", "reason": "x" * 1_000_000}))
+    (job_dir / "ends" / "node1.refused").write_text(f"1\n{'h' * 100_000}: {'x' * 100_000}")
+    assert [len(end["reason"]) for end in ends.written(job_dir)] == [0, 4000]
+    (refusal,) = ends.refusals(job_dir)
+    assert (len(refusal.host), len(refusal.message)) == (4000, 4000)
 
 
 def test_wishes_are_there_once_they_were_made(job_dir: Path) -> None:

@@ -108,9 +108,14 @@ def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
 
 def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
     """Return the ends of one start of the job that agents wrote, in the order of their nodes."""
-    found = [files.read_json(path) for path in _glob(directory(job_dir), "node*.json")]
-    own = [end for end in found if isinstance(end, dict) and end.get("attempt", 0) == attempt and type(end.get("node_rank")) is int]
-    return sorted(own, key=lambda end: end["node_rank"])
+    found = []
+    for path in _glob(directory(job_dir), "node*.json"):
+        end = files.read_json(path)
+        if not isinstance(end, dict) or end.get("attempt", 0) != attempt or type(end.get("node_rank")) is not int:
+            continue
+        if path.stem == f"node{end['node_rank']}":  # a node speaks for itself alone, whatever its host has written
+            found.append(end | {"reason": str(end.get("reason") or "")[:_SHORT_TEXT]})
+    return sorted(found, key=lambda end: end["node_rank"])
 
 
 def write_result(job_dir: Path, verdict: Verdict) -> None:
@@ -243,7 +248,7 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
         if _NUMBER.fullmatch(number):
             exit_code = int(code) if _NUMBER.fullmatch(code) and 0 < int(code) <= 255 else 1
             last = last_lines(node_directory(job_dir, int(number)) / "agent.log")
-            found.append(Failure(None, None, int(number), host, exit_code, None, why, last))
+            found.append(Failure(None, None, int(number), host[:_SHORT_TEXT], exit_code, None, why[:_SHORT_TEXT], last))
     return sorted(found, key=lambda failure: failure.node_rank)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from clusterjob.backends import Status, directory
 from clusterjob.errors import HostError
 from clusterjob.node import ends
+from clusterjob.node.events import now
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.records import Record
 
@@ -49,21 +49,26 @@ def status(record: Record, job: Job) -> Status:
     being_submitted = record.handle is None and record.submitter is not None and record.submitter.alive()
     if being_submitted:
         return Status(JobState.PENDING, "it is being submitted", None, started_at, restarts)
-    adopted = _verdict_of_members(job_dir)
-    if adopted is not None:
-        return directory.ended(adopted)
+    written = ends.written(job_dir)
+    own = _verdict_in([end for end in written if end["node_rank"] == 0])
+    if own is not None:
+        return directory.ended(own)
     lead = job.nodes[0]
-    if lead.error is None and lead.look is not None:
-        if alive[0]:
-            state = JobState.RUNNING if started_at else JobState.PENDING
-            return Status(state, "; ".join([*errors, *([waiting] if waiting else [])]), None, started_at, restarts)
-    elif any(alive[1:]) or any(node.error is not None or node.look is None for node in job.nodes[1:]) or len(job.nodes) == 1:
+    reached = lead.error is None and lead.look is not None
+    if reached and alive[0]:
+        state = JobState.RUNNING if started_at else JobState.PENDING
+        return Status(state, "; ".join([*errors, *([waiting] if waiting else [])]), None, started_at, restarts)
+    told_others = _verdict_in(written)
+    if told_others is not None and not any(alive[1:]):
+        return directory.ended(told_others) if reached and not errors else _until_reached(told_others)
+    others_unknown = any(node.error is not None or node.look is None for node in job.nodes[1:]) or len(job.nodes) == 1
+    if not reached and (any(alive[1:]) or others_unknown):
         return Status(JobState.UNKNOWN, "; ".join(errors) or "its hosts have not answered yet", None, started_at, restarts)
     if lead.error is not None:
-        others = next((str(end["reason"]) for end in ends.written(job_dir) if end.get("reason")), "they ended without a verdict")
+        others = next((str(end["reason"]) for end in written if end.get("reason")), "they ended without a verdict")
         text = f"{lead.error.message}; the other nodes have ended: {others}"
         verdict = directory.end_without_lead(job_dir, started_at, restarts, text)
-        return _guessed(replace(verdict, reason=text) if verdict.state is JobState.LOST else verdict)
+        return _until_reached(replace(verdict, reason=text) if verdict.state is JobState.LOST else verdict)
     if any(alive):
         return Status(JobState.RUNNING, "node 0 has ended; the others are ending", None, started_at, restarts)
     if record.handle is None:
@@ -81,12 +86,23 @@ def _guessed(verdict: Verdict) -> Status:
     return replace(directory.ended(verdict), provisional=verdict.state is JobState.LOST)
 
 
-def _verdict_of_members(job_dir: Path) -> Verdict | None:
-    """Return the lead's verdict as another node wrote it down, where node 0's own word has not come through."""
-    for end in ends.written(job_dir):
+def _until_reached(verdict: Verdict) -> Status:
+    """Return the status of a job by what some of its hosts say: it holds until the others are reached."""
+    # How long it may be corrected counts from here, not from a time that a host claims.
+    return replace(directory.ended(replace(verdict, ended_at=now())), provisional=True)
+
+
+def _verdict_in(written: Sequence[Mapping[str, Any]]) -> Verdict | None:
+    """Return node 0's verdict as nodes wrote it down; a success only where no node says otherwise."""
+    verdicts = []
+    for end in written:
         if end.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED) and "exit_code" in end and "restarts" in end:
             try:
-                return Verdict.from_json(end)
+                verdicts.append(Verdict.from_json(end))
             except ValueError:
                 continue  # what a host has sent is no verdict
-    return None
+    if not verdicts:
+        return None
+    worst = next((verdict for verdict in verdicts if verdict.state is not JobState.SUCCEEDED), verdicts[0])
+    contradicted = any(end.get("state") != JobState.SUCCEEDED for end in written)
+    return None if worst.state is JobState.SUCCEEDED and contradicted else worst
