@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+
 import pytest
 from slurm_user import SLEEPER, User
 
@@ -127,6 +129,25 @@ def test_time_limit_of_a_partition_that_a_plug_in_chooses_is_slurm_s_to_judge(us
         job_id = user.submit(SLEEPER, "--time", "45m", "--set", "hold=true")
         assert user.slurm_job(job_id)["Partition"] == "small"
         user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
+
+
+@pytest.mark.slow
+def test_time_limit_that_a_quality_of_service_may_exceed_is_slurm_s_to_judge(user_accounted: User) -> None:
+    """The user's default one, and the one that SBATCH_QOS names."""
+    user, name = user_accounted, getpass.getuser()
+    too_long = ("--partition", "small", "--time", "61m", "--set", "hold=true")
+    for words in (
+        ("add", "account", "site"), ("add", "user", name, "account=site"),
+        ("add", "qos", "long", "flags=PartitionTimeLimit"), ("modify", "user", name, "set", "qos=normal,long"),
+    ):  # fmt: skip
+        user.slurm.run("sacctmgr", "--immediate", *words)
+    with user.slurm.configured(AccountingStorageEnforce="associations,limits,qos"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SBATCH_QOS", "long")
+            user.submit(SLEEPER, *too_long)
+        user.slurm.run("sacctmgr", "--immediate", "modify", "user", name, "set", "defaultqos=long")
+        job_id = user.submit(SLEEPER, *too_long)
+        assert (user.slurm_job(job_id)["QOS"], user.slurm_job(job_id)["Reason"]) == ("long", "JobHeldUser")
 
 
 def test_nodes_that_are_away_in_a_partition_that_others_have_chosen(user: User) -> None:

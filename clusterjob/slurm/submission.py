@@ -79,8 +79,9 @@ def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
     """
     seconds, named = spec.resources.time_limit, spec.options.get("partition")
     would_start = _WOULD_START.search(preflight.err)
-    by_others = bool(spec.template or spec.login) or any(os.environ.get(name) for name in ("SBATCH_PARTITION", "SBATCH_QOS"))
-    if seconds is None or would_start is None or "qos" in spec.options or (by_others and named is None):
+    by_others = bool(spec.template or spec.login or os.environ.get("SBATCH_PARTITION"))
+    has_qos = "qos" in spec.options or bool(os.environ.get("SBATCH_QOS"))
+    if seconds is None or would_start is None or has_qos or (by_others and named is None):
         return
     shown = client.run(["scontrol", "--all", "--oneliner", "show", "partition"], patience=_CONFIG_PATIENCE)
     limits: dict[str, int] = {}
@@ -94,17 +95,18 @@ def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
     if would_start["partition"] not in wanted or not limits.keys() >= set(wanted):
         return
     most = max(limits[name] for name in wanted)
-    if -(-seconds // 60) * 60 > most and not _has_submit_plugins(client):
+    if -(-seconds // 60) * 60 > most and not _has_other_rules(client):
         raise SubmitError(
             f"the time limit of {clock(seconds)} is above that of the partition {', '.join(wanted)}: {clock(most)}",
             "`sinfo -o '%P %l'` shows the limit of each partition; a qos that may exceed it has to be named: --set qos=NAME",
         )
 
 
-def _has_submit_plugins(client: Client) -> bool:
-    """Return whether a plug-in may give the job other partitions than those that are named."""
-    shown = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE)
-    return re.search(r"^JobSubmitPlugins\s*=\s*\(null\)\s*$", shown.out, re.MULTILINE) is None
+def _has_other_rules(client: Client) -> bool:
+    """Return whether a plug-in may choose another partition, or the user's default quality of service exceed the limit."""
+    shown = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE).out
+    said = {key.strip(): value.strip() for key, equals, value in (line.partition("=") for line in shown.splitlines()) if equals}
+    return said.get("JobSubmitPlugins") != "(null)" or "qos" in said.get("AccountingStorageEnforce", "").split(",")
 
 
 def _seconds(text: str) -> int:
