@@ -419,15 +419,18 @@ def fetch(
 
 
 def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
-    """Stop jobs, an array's elements all together; for each, whether it was still to be stopped."""
-    done = [(record, not status.state.final) for record, status in statuses(list(wanted))]
+    """Stop jobs, an array's elements all together; for each, whether it was still to be stopped.
+
+    One whose end is only guessed may run: its backend tries again, and notes its try in the job's directory.
+    """
+    pairs = statuses(list(wanted))
     running: dict[str, list[Record]] = {}
-    for record, is_running in done:
-        if is_running:
+    for record, status in pairs:
+        if not status.state.final or record.provisional:
             running.setdefault(record.backend, []).append(record)
     for name, group in running.items():
         _backend(name).cancel(group)
-    return done
+    return [(record, not status.state.final or (record.provisional and ends.cancelled(record.job_dir))) for record, status in pairs]
 
 
 def interrupt_prompt(record: Record) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import slurm_user
@@ -15,6 +17,7 @@ from procs import wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import GUEST, PROMPT, SLEEPER, User, user_of
 
+from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.slurm.client import Client
 from clusterjob.slurm.queue import Queue
 
@@ -103,6 +106,38 @@ def test_job_whose_comment_and_directory_were_changed_is_known_by_name_and_submi
     assert (rows[number].directory, rows[number].comment) == ("/tmp", "x")
     user("cancel", job_id)
     assert (user.slurm.job(number)["JobState"], user.slurm.job(namesake)["JobState"]) == ("CANCELLED", "PENDING")
+
+
+def change_record(user: User, job_id: str, **changes: Any) -> None:
+    path = user.home / "records" / f"{job_id}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    ask_anew(user)
+
+
+def test_job_whose_end_was_guessed_is_cancelled_where_slurm_shows_it(user: User) -> None:
+    job_id = user.submit(SLEEPER, "--set", "hold=true")
+    lost = Verdict(JobState.LOST, 1, "a guess", ended_at="2020-01-01T00:00:00Z").to_json()
+    change_record(user, job_id, end=lost, provisional=True)
+    assert "is cancelled" in user("cancel", job_id).stderr
+    assert user.slurm.job(user.slurm_id(job_id))["JobState"] == "CANCELLED"
+
+
+def test_cancel_spares_another_job_that_got_the_id(user: User) -> None:
+    """Whether the job's end was guessed, or Slurm could not be told when it was cancelled."""
+    job_id = user.submit(SLEEPER, "--set", "hold=true")
+    other = str(user.slurm.submit("--hold", "--output=/dev/null", "--job-name=other", script="true"))
+    own = user.slurm_id(job_id)
+    handle = json.loads((user.home / "records" / f"{job_id}.json").read_text())["handle"]
+    handle = {**handle, "id": other, "data": {**handle["data"], "ids": [other], "at": handle["data"]["at"] - 3600}}
+    lost = Verdict(JobState.LOST, 1, "a guess", ended_at="2020-01-01T00:00:00Z").to_json()
+    change_record(user, job_id, handle=handle, end=lost, provisional=True)
+    assert "had ended already" in user("cancel", job_id).stderr
+    change_record(user, job_id, end=None, provisional=False)
+    (user.home / "jobs" / job_id / "scancel.pending").touch()
+    user("status", job_id)
+    wait_until(lambda: not (user.home / "jobs" / job_id / "scancel.pending").exists(), PROMPT, "the answer of Slurm")
+    assert user.slurm.job(other)["JobState"] == "PENDING"
+    user.slurm.run("scancel", other, own)
 
 
 @pytest.fixture

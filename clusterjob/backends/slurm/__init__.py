@@ -181,12 +181,17 @@ class SlurmBackend:
 
     def _tell(self, client: Client, records: Sequence[Record], snapshot: Snapshot) -> None:
         """Have Slurm cancel what it could not be told of before; whatever it answers, it has been told."""
-        active = {key for key, row in snapshot.rows.items() if row.active}
-        keys = [record.handle.id for record in records if record.handle is not None and record.handle.id in active]
+        keys = [record.handle.id for record in records if record.handle is not None and standing.is_active(snapshot, record, record.handle)]
         if keys and (answer := _scancel(client, keys)) is not None and answer.silent:
             return
         for record in records:
             standing.note_told(record)
+
+    def _may_run(self, record: Record) -> bool:
+        """Return whether a job whose end is guessed may run: Slurm shows it, or does not answer."""
+        snapshot = self._at(standing.cluster_of(record))[1].look(urgent=True)
+        handle = record.handle or standing.adopt(record, snapshot, {})
+        return bool(snapshot.trouble) or (handle is not None and standing.is_active(snapshot, record, handle))
 
     # -- cancelling ----------------------------------------------------------------------------------------------------
 
@@ -243,6 +248,7 @@ class SlurmBackend:
         wanted: dict[Cluster, dict[str, Record]] = {}
         wholes: dict[str, Record] = {}
         distant: dict[Login, list[Record]] = {}
+        records = [record for record in records if record.end is None or self._may_run(record)]
         for record in records:
             directory.wish_to_cancel(record)
             if (login := standing.cluster_of(record).login) is not None:
@@ -251,8 +257,9 @@ class SlurmBackend:
             self._host(login).wish_to_cancel([directory_name(record) for record in group])
         for record in records:
             place = standing.cluster_of(record)
-            handle = record.handle or standing.adopt(record, self._at(place)[1].look(urgent=True), wholes)
-            if handle is not None:
+            snapshot = self._at(place)[1].look(urgent=True)
+            handle = record.handle or standing.adopt(record, snapshot, wholes)
+            if handle is not None and not standing.is_of_another(snapshot, record, handle):
                 wanted.setdefault(place, {})[handle.id] = record
         for place, keys in wanted.items():
             answer = _scancel(self._at(place)[0], list(keys))

@@ -76,6 +76,18 @@ def is_of(row: Row, record: Record, handle: Handle) -> bool:
     return row.name == record.name and abs(row.submitted - at) < _SUBMIT_TIME
 
 
+def is_active(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
+    """Return whether Slurm shows this very job, and it waits or runs."""
+    row = snapshot.rows.get(handle.id)
+    return row is not None and row.active and is_of(row, record, handle)
+
+
+def is_of_another(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
+    """Return whether Slurm has given the job's id to another job, which is not to be cancelled in its place."""
+    row = snapshot.rows.get(handle.id)
+    return row is not None and not is_of(row, record, handle)
+
+
 def adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Handle | None:
     """Return the handle of a job whose submitter could not note it: found by its comment.
 
