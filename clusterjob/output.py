@@ -15,7 +15,7 @@ from clusterjob.backends import Status
 from clusterjob.checks import Check, CheckState
 from clusterjob.config import Settings
 from clusterjob.listing import Row
-from clusterjob.node.folding import Folded, Folder, label
+from clusterjob.node.folding import Folded, Folder, as_text, label
 from clusterjob.node.live_lines import LiveLines
 from clusterjob.node.logs import LONGEST, Line
 from clusterjob.node.sanitize import escape_json, sanitize
@@ -185,13 +185,16 @@ class LogPrinter:
         self._print(folder.flush())
 
     def _print(self, lines: Iterable[Folded]) -> None:
-        for line in lines:
+        for name, text in as_text(lines, self._shown):
             _live.clear()
-            end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""  # a part of one line
-            stream = sys.stdout if line.stream == "out" else sys.stderr
-            stream.write(self._labelled(line.label, sanitize(line.text, colours=True)) + end)
-        sys.stdout.flush()
-        sys.stderr.flush()
+            stream = sys.stdout if name == "out" else sys.stderr
+            stream.write(text)
+            stream.flush()
+
+    def _shown(self, line: Folded) -> str:
+        end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""  # a part of one line
+        text = sanitize(line.text, colours=True)
+        return text + end if self._plain else f"[{line.label}] {text}{end}"
 
     def _labelled(self, whose: str, text: str) -> str:
         return text if self._plain else f"[{whose}] {text}"

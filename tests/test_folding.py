@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from hypothesis import given
@@ -49,6 +50,13 @@ def test_what_is_added_in_pieces_is_folded_as_the_whole() -> None:
     for begin in range(0, len(lines), 7):
         pieces += folder.add(lines[begin : begin + 7])
     assert [*pieces, *folder.flush()] == fold(lines)
+
+
+def test_a_clock_that_was_set_back_loses_and_repeats_no_line() -> None:
+    lines = [at(0, 0, "b"), at(100, 1, "a"), at(0, 1, "b"), at(1, 1, "c")]
+    folder = Folder()
+    found = itertools.islice(itertools.chain(folder.add(lines), folder.flush()), 10)  # of what could go on for ever
+    assert sorted(found) == [Folded("0", "out", "b"), Folded("1", "out", "a"), Folded("1", "out", "b"), Folded("1", "out", "c")]
 
 
 def test_a_folder_holds_back_two_seconds_and_no_more() -> None:

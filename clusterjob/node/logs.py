@@ -81,8 +81,12 @@ def append(path: Path, lines: Sequence[str]) -> None:
 
 
 def _shown(part: bytes) -> str:
+    return _standing(part.decode(errors="replace"))
+
+
+def _standing(text: str) -> str:
     """Return a line as a terminal would leave it: a progress bar rewrites its line, and its last state is left standing."""
-    return part.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    return text.rstrip("\r").rpartition("\r")[2]
 
 
 class Timeline:
@@ -109,7 +113,7 @@ class Timeline:
             pass
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: a large output has millions of them
 class Line:
     """One line of output.
 
@@ -154,8 +158,9 @@ class _File:
             stream.seek(self.offset)
             while self.offset < end and (data := stream.read(min(_PIECE, end - self.offset))):
                 self.offset += len(data)
-                *whole, self.rest = (self.rest + data).split(b"\n")
-                lines = [self._line(part, seconds) for part in whole]
+                whole, found, rest = (self.rest + data).rpartition(b"\n")
+                lines = self._lines(whole, seconds) if found else []
+                self.rest = rest
                 if not self.raw:
                     self.rest = _without_overwritten(self.rest)
                 if len(self.rest) >= LONGEST:
@@ -189,6 +194,14 @@ class _File:
                 begin += at + 1
                 break
             self.offset = begin
+
+    def _lines(self, whole: bytes, seconds: float) -> list[Line]:
+        """Return lines that have an end, without the last one's."""
+        texts = whole.decode(errors="surrogateescape" if self.raw else "replace").split("\n")  # at once: line by line takes much longer
+        if not self.raw and b"\r" in whole:
+            texts = [_standing(text) for text in texts]
+        node_rank, rank, stream = self.node_rank, self.rank, self.stream
+        return [Line(node_rank, rank, stream, text, seconds) for text in texts]
 
     def _line(self, part: bytes, seconds: float, *, ended: bool = True) -> Line:
         text = part.decode(errors="surrogateescape") if self.raw else _shown(part)

@@ -8,9 +8,11 @@ import re
 _SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 _RESET = "\x1b[0m"
-# C0 and C1 controls, marks that reverse the reading order (CVE-2021-42574), other line breaks, halves of a surrogate pair.
-_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\t"}
+# C0 and C1 controls but for the tab, marks that reverse the reading order (CVE-2021-42574), other line breaks, halves of a surrogate pair.
+_CHARACTERS = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_UNSAFE = re.compile(f"[{_CHARACTERS}]")
+_SAFE = re.compile(rf"[^{_CHARACTERS}]*(?:{_SGR.pattern}[^{_CHARACTERS}]*)*")  # but for its colours
+_SHORT = {"\n": "\\n", "\r": "\\r"}
 
 
 def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
@@ -29,6 +31,9 @@ def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
         return "\n".join(sanitize(line, colours=colours) for line in text.split("\n"))
     if not colours:
         return _UNSAFE.sub(_escape, _SGR.sub("", text))
+    if _SAFE.fullmatch(text):  # as most coloured lines are
+        last = text.rfind("\x1b")
+        return text if last < 0 or text.startswith((_RESET, "\x1b[m"), last) else text + _RESET
     shown, end, coloured = [], 0, False
     for match in _SEQUENCE.finditer(text):
         shown.append(_UNSAFE.sub(_escape, text[end : match.start()]))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from clusterjob.node.folding import Folded, Folder, label
+from clusterjob.node.folding import Folded, Folder, as_text, label
 from clusterjob.node.live_lines import LiveLines
 from clusterjob.node.logs import LogReader
 from clusterjob.node.numbered import Writer
@@ -99,9 +99,13 @@ class Voice:
         if self._writer is not None:
             _write(sys.stdout, self._writer.output(list(lines), time.time()))
             return
-        for line in lines:
+        for name, text in as_text(lines, _shown):
             self._live.clear()
-            _write(sys.stdout if line.stream == "out" else sys.stderr, f"[{line.label}] {sanitize(line.text, colours=True)}\n")
+            _write(sys.stdout if name == "out" else sys.stderr, text)
+
+
+def _shown(line: Folded) -> str:
+    return f"[{line.label}] {sanitize(line.text, colours=True)}\n"
 
 
 def _write(stream: TextIO, text: str) -> None:
