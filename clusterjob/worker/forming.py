@@ -30,7 +30,7 @@ class Forming:
     Args:
         store: the corner of the store in which the roll was called.
         worker: this process's place.
-        number: which of this process's groups it is, from 0.
+        number: which of the groups over this store it is, from 0.
         ask: as for `rollcall.call`.
 
     Raises:

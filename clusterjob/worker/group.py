@@ -127,15 +127,16 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     hook = sys.excepthook
     patience = timeout or rollcall.DEFAULT_TIMEOUT
     try:
-        store, started = meeting_store(worker, options, patience, ending.remembered.rounds)
-        corner, ask = SignedStore(dist.PrefixStore("roll", store), ending.remembered.rounds), process.ask_agents(worker.local_rank)
-        roll = rollcall.call(corner, worker, rollcall.own_facts(worker, device, backend), patience, started=started, ask=ask)
-        with Forming(corner, worker, ending.remembered.rounds, ask):
-            dist.init_process_group(store=store, rank=worker.rank, world_size=worker.world_size, **options)
-        if not started:
-            note_joined(store)
+        place = meeting_store(worker, options, patience)
+        corner, ask = SignedStore(dist.PrefixStore("roll", place.store), place.number), process.ask_agents(worker.local_rank)
+        roll = rollcall.call(corner, worker, rollcall.own_facts(worker, device, backend), patience, started=place.served, ask=ask)
+        with Forming(corner, worker, place.number, ask):
+            dist.init_process_group(store=place.store, rank=worker.rank, world_size=worker.world_size, **options)
+        place.note_formed()
+        if not place.served:
+            note_joined(place.store)
             if worker.rank == 0:
-                ending.remembered.hosted = store, worker.world_size
+                ending.remembered.hosted = place.store, worker.world_size
     except RuntimeError as error:  # torch's DistError is one
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise GangError(

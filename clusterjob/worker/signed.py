@@ -20,7 +20,7 @@ class SignedStore:
 
     Args:
         store: the corner.
-        number: which of this process's groups it is for, from 0: what one group has left is none of the next.
+        number: which of the groups over this store it is for, from 0: what one group has left is none of the next.
     """
 
     def __init__(self, store: Any, number: int) -> None:

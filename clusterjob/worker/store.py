@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ _PARTING = 5.0  # seconds that rank 0, once it is through, gives the others to h
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two looks at who has joined
 _BACKLOG = 4096
+_own: dict[tuple[int, str, int], Any] = {}  # stores that this process serves, by its pid and their address
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -32,14 +34,41 @@ class _StrangerError(OSError):
     """What listens at rank 0's port is not torch's store."""
 
 
-def meeting_store(worker: Worker, options: dict[str, Any], patience: float, number: int) -> tuple[Any, bool]:
-    """Return the store over which the processes tell each other their addresses, and whether a launcher's agents serve it.
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of one group tell each other their addresses.
+
+    Attributes:
+        store: the group's corner of torch's store.
+        served: whether a launcher's agents serve the store.
+        number: which of the groups over this store it is, from 0.
+        whole: the store itself.
+        counter: key of the store with the number of the next group of this rank.
+        counted: what is there.
+    """
+
+    store: Any
+    served: bool
+    number: int
+    whole: Any
+    counter: str
+    counted: int
+
+    def note_formed(self) -> None:
+        """Count the group: the next one has another corner, also where other processes form it."""
+        try:
+            self.whole.add(self.counter, self.number + 1 - self.counted)
+        except RuntimeError:
+            pass  # torch's, of a store that is gone
+
+
+def meeting_store(worker: Worker, options: dict[str, Any], patience: float) -> Meeting:
+    """Return the store over which the processes tell each other their addresses.
 
     Args:
         worker: this process's place.
         options: those of the process group to come.
         patience: seconds to wait for rank 0.
-        number: which of this process's groups it is for, from 0.
 
     Raises:
         PlaceError: nothing says where rank 0 could be met.
@@ -50,7 +79,12 @@ def meeting_store(worker: Worker, options: dict[str, Any], patience: float, numb
         raise PlaceError(f"the environment ({worker.topology.source}) names no port on which rank 0 could be met: set MASTER_PORT")
     served = _is_served(worker)
     store = _launchers(worker, {"timeout": options["timeout"]} if "timeout" in options else {}) if served else _open(worker, patience)
-    return _corner(store, number), served
+    # The store counts: of the processes that form this group some may be new, such as the children of one trial of a sweep.
+    # Rank 0 is in each group; a rank that only larger groups have follows it.
+    counter, of_rank_0 = (f"clusterjob/next/{rank}" for rank in (worker.rank, 0))
+    counted = store.add(counter, 0)
+    number = max(counted, store.add(of_rank_0, 0))
+    return Meeting(_corner(store, number), served, number, store, counter, counted)
 
 
 def _open(worker: Worker, timeout: float) -> Any:
@@ -71,21 +105,29 @@ def _open(worker: Worker, timeout: float) -> Any:
     if worker.rank:
         _await_listener(worker, host, port, timeout)
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    address = os.getpid(), host, port
+    if address in _own:
+        _own[address].set_timeout(wait)
+        return _own[address]
+    found = siblings.take_listener(port)
     try:
-        listener = siblings.take_listener(port) or network.listen_at(host, port, _BACKLOG)
+        listener = found or network.listen_at(host, port, _BACKLOG)
     except OSError as error:
         why = f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot listen at {where(host, port)}: {error.strerror or error}"
         hint = "MASTER_PORT names another port" if error.errno == errno.EADDRINUSE else "MASTER_ADDR names rank 0's machine"
         raise GangError(why, hint) from error
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
+    if found is None and torch_changes.is_of_the_agents():
+        _own[address] = store  # a destroyed group is kept there, and its store with it: the port is not free for the next one
+    return store
 
 
 def another_connection(worker: Worker, number: int) -> Any:
-    """Return what `meeting_store` has returned, over a connection of its own.
+    """Return the corner that `meeting_store` has returned, over a connection of its own.
 
     Args:
         worker: this process's place.
-        number: which of this process's groups it is for, from 0.
+        number: which of the groups over this store it is for, from 0.
 
     Raises:
         OSError: it cannot be reached any more.

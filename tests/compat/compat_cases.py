@@ -16,6 +16,7 @@ HANGS = (
 )
 ENDS = "what a rank has started ends with the job; torchrun leaves it running (docs/troubleshooting.md)"
 AGAIN = "torchrun's store keeps the addresses of the workers before a restart; here each restart has a store of its own"
+TURNS = "torchrun's store keeps the addresses of the group before, and the next one waits for them; here each group has keys of its own"
 INNER = "a torchrun inside of torchrun, on two nodes, waits for ever; here the inner one meets at the job's store"
 
 
@@ -58,6 +59,36 @@ CASES = [
         "tcp_url.py", "{port}", quick=FORK, differs=("code", "files", "out"), why=HANGS, out=("rank 0 of 2\n", "rank 1 of 2\n"), files=()
     ),
     _script("file_url.py"),
+    _script("removes_meeting_file.py"),
+    _script("own_hostname.py"),
+    _script(
+        "trials_in_turn.py",
+        nproc=1,
+        quick=FORK,
+        differs=("code", "out"),
+        why=TURNS,
+        out=(
+            (
+                "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\n"
+                "lr 0.2: 2 ranks, bias -1.1820\nchildren: [0]\n"
+                "lr 0.3: 2 ranks, bias -1.4820\nchildren: [0]\n"
+            ),
+        ),
+    ),
+    _script(
+        "trials_in_turn.py",
+        "--context",
+        "spawn",
+        "--world-sizes",
+        "2",
+        "3",
+        id="trials_in_turn-spawn",
+        nproc=1,
+        limit=180,
+        differs=("code", "out"),
+        why=TURNS,
+        out=("lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\nlr 0.2: 3 ranks, bias -1.1820\nchildren: [0, 0]\n",),
+    ),
     _script("own_store.py", "{port}"),
     _script("job_store_keys.py"),
     _script(

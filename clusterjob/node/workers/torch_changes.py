@@ -1,8 +1,8 @@
 """What is changed in torch.distributed, in every Python process of a job that imports it (`hook`). Reads no other file of the package.
 
 1. torch 2.13 deadlocks, or aborts, where a gloo group is freed while a thread of the group still waits for the interpreter:
-   ~ProcessGroupGloo (pthread_join) against ~ThreadLocalState (take_gil). So a group that was destroyed is not freed before
-   another one was formed, and at the end of the process none is.
+   ~ProcessGroupGloo (pthread_join) against ~ThreadLocalState (take_gil). So gloo's part of a group that was destroyed is not
+   freed before another group was formed, and at the end of the process not at all.
 2. Under TORCHELASTIC_USE_AGENT_STORE every rank is a client of a store, also where the script names an address at which
    no agent serves one. So it holds for the agents' own address alone; elsewhere rank 0 serves the store.
 """
@@ -25,18 +25,20 @@ STORE = "CLUSTERJOB_STORE"  # host:port of the store that the agents serve; empt
 _WAITING_NOTICE = 5.0  # seconds after which a process that waits for a store says that nobody listens there
 _CONNECT_TIMEOUT = 2.0
 _GLOO_TIMEOUT = 2.0
-_DESTROYED: list[Any] = []  # process groups that must not be freed yet
-_FORMED: dict[tuple[int, str, int], int] = {}  # groups that this process has formed, by its pid and the store's address
+_DESTROYED: list[Any] = []  # gloo's parts of process groups, which must not be freed yet
+_INHERITED: list[Any] = []  # those of the processes that this one was forked from: their threads are not here
+_FORMING = threading.local()  # .counter: (store, key) in which the group counts that this thread forms; see _apart
 
 
 # -- groups that are freed too early -------------------------------------------------------------------------------------
 
 
 def keep_groups(module: Any) -> None:
-    """Change torch.distributed.distributed_c10d: no group is freed at once when it is destroyed, nor when the process ends."""
+    """Change torch.distributed.distributed_c10d: gloo is not freed at once when a group is destroyed, nor when the process ends."""
     if not hasattr(getattr(module, "_world", None), "pg_map"):
         return  # a torch before 2.1
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_DESTROYED))  # so that the end of the interpreter frees none of them
+    for kept in (_DESTROYED, _INHERITED):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # so that the end of the interpreter frees none of them
     destroy, rendezvous = module.destroy_process_group, module.rendezvous
 
     @functools.wraps(destroy)
@@ -48,38 +50,66 @@ def keep_groups(module: Any) -> None:
             _leave_file(*file)
         return result
 
-    def freeing(form: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(form)
-        def formed(*args: Any, **options: Any) -> Any:
-            earlier = list(_DESTROYED)
-            group = form(*args, **options)
-            # All ranks have met meanwhile, so this process has waited, and the threads of older groups have come to rest.
-            _DESTROYED[:] = [each for each in _DESTROYED if not any(each is old for old in earlier)]
-            return group
-
-        return formed
-
-    def end() -> None:
-        file = _file_of_default_group(module)
-        _keep(module)
-        if file is not None:
-            _leave_file(*file)
-        _wait_for_gloo()
-
     @functools.wraps(rendezvous)
     def rendezvous_apart(*args: Any, **options: Any) -> Any:
-        for store, *place in rendezvous(*args, **options):
-            yield (_apart(store), *place)
+        for store, rank, world_size in rendezvous(*args, **options):
+            yield _apart(store, rank, world_size), rank, world_size
 
     _replace(module, "destroy_process_group", destroy_process_group)
     for name in ("init_process_group", "new_group"):
-        _replace(module, name, freeing(getattr(module, name)))
+        _replace(module, name, _freeing(module, getattr(module, name)))
     module.rendezvous = rendezvous_apart
-    atexit.register(end)
+    atexit.register(_end, module)
+    os.register_at_fork(after_in_child=functools.partial(_inherit, module))
+
+
+def _freeing(module: Any, form: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that forms a group, and then frees those that were destroyed before."""
+
+    @functools.wraps(form)
+    def formed(*args: Any, **options: Any) -> Any:
+        earlier = list(_DESTROYED)
+        _FORMING.counter = None
+        group = form(*args, **options)
+        _count_formed()
+        if group != module.GroupMember.NON_GROUP_MEMBER:  # which has met nobody
+            # The ranks have met meanwhile, so this process has waited, and the threads of older groups have come to rest.
+            _DESTROYED[:] = [each for each in _DESTROYED if not any(each is old for old in earlier)]
+        return group
+
+    return formed
+
+
+def _end(module: Any) -> None:
+    """Leave the groups of a process that ends."""
+    file = _file_of_default_group(module)
+    _keep(module)
+    if file is not None:
+        _leave_file(*file)
+    _wait_for_gloo()
+
+
+def _inherit(module: Any) -> None:
+    """Keep, in a forked child, the groups of its parent: ~ProcessGroupGloo would wait for ever for threads that are not here."""
+    _keep(module)
+    _INHERITED.extend(_DESTROYED)
+    _DESTROYED.clear()
 
 
 def _keep(module: Any) -> None:
-    _DESTROYED.extend(group for group in module._world.pg_map if not any(group is kept for kept in _DESTROYED))
+    for group in module._world.pg_map:
+        _DESTROYED.extend(part for part in _gloo_of(module, group) if not any(part is kept for kept in (*_DESTROYED, *_INHERITED)))
+
+
+def _gloo_of(module: Any, group: Any) -> list[Any]:
+    """Return the backends of a group that have threads of gloo; none of another backend is kept, such as NCCL's with its memory."""
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL each backend is in a wrapper, which has a gloo group of its own.
+    kinds = tuple(getattr(module, name) for name in ("ProcessGroupGloo", "_ProcessGroupWrapper") if hasattr(module, name))
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]
+    except (AttributeError, RuntimeError):
+        return []  # a group that is written in Python
+    return [backend for backend in backends if isinstance(backend, kinds)]
 
 
 def _wait_for_gloo() -> None:
@@ -119,9 +149,12 @@ def _innermost(store: Any) -> Any:
 
 
 def _file_of_default_group(module: Any) -> tuple[Any, int] | None:
-    """Return the FileStore of the default group, and for how many ranks it is; None where there is none."""
+    """Return the FileStore of the default group, and for how many ranks it is; None where nothing is kept that holds it."""
     group = module._world.default_pg
-    store = None if group is None else _innermost(module._world.pg_map[group][1])
+    parts = [] if group is None else _gloo_of(module, group)
+    if not parts or any(part is inherited for part in parts for inherited in _INHERITED):
+        return None
+    store = _innermost(module._world.pg_map[group][1])
     return (store, group.size()) if type(store).__name__ == "FileStore" else None
 
 
@@ -136,16 +169,35 @@ def _leave_file(store: Any, ranks: int) -> None:
         pass  # the script has removed it
 
 
-def _apart(store: Any) -> Any:
-    """Return a store with a prefix of its own for each but the first group that this process forms over it."""
+def _apart(store: Any, rank: int, world_size: int) -> Any:
+    """Return a store with a prefix of its own for each but the first group that is formed over it.
+
+    The store counts: of the processes that form the next group some may be new, such as the children of one trial of a sweep.
+    Groups of several sizes count apart, as a rank that only the larger ones have is not in the others.
+    """
     server = _innermost(store)
     if type(server).__name__ != "TCPStore" or not is_of_the_agents():
         return store
     from torch.distributed import PrefixStore
 
-    address = (os.getpid(), server.host, server.port)
-    number = _FORMED[address] = _FORMED.get(address, -1) + 1
-    return PrefixStore(f"clusterjob/group{number}", store) if number else store
+    counter = f"clusterjob/formed/{world_size}/{rank}"
+    number = store.add(counter, 0)
+    _FORMING.counter = store, counter
+    # The first group has torch's own keys: processes without the hook look for it there.
+    if not number and store.compare_set("clusterjob/first", "", str(world_size)) == str(world_size).encode():
+        return store
+    return PrefixStore(f"clusterjob/group{number}of{world_size}", store)
+
+
+def _count_formed() -> None:
+    """Count the group that this thread has formed, where it has a counter."""
+    counter, _FORMING.counter = _FORMING.counter, None
+    if counter is not None:
+        store, key = counter
+        try:
+            store.add(key, 1)
+        except RuntimeError:
+            pass  # rank 0 served the store itself, and has left
 
 
 def _replace(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
