@@ -47,6 +47,37 @@ def test_pythons_that_load_no_sitecustomize_of_pythonpath_run_without_the_hook(p
     assert (told.returncode, told.stdout, told.stderr) == (0, "0 False\n", "")
 
 
+def interpreter(version: str) -> str:
+    """Return an interpreter of this version; the test is skipped where there is none."""
+    versions = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"  # what it puts on PATH refuses to run
+    found = [*versions.glob(f"{version}.*/bin/python{version}"), *Path("/usr/bin").glob(f"python{version}")]
+    return str(found[0]) if found else pytest.skip(f"there is no Python {version} here")
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.7"])
+@pytest.mark.parametrize("own", ["import sys; sys.from_site = True", "import a_module_that_is_missing", None])
+def test_an_old_python_says_no_more_than_without_the_hook(path: str, version: str, own: str | None) -> None:
+    other, directory = interpreter(version), Path(path.split(os.pathsep)[1])
+    (directory / "sitecustomize.py").unlink()
+    if own is not None:
+        (directory / "sitecustomize.py").write_text(own + "\n")
+    code = "import sys; print(hasattr(sys, 'from_site'))"
+    ended = [python(each, code, "-B", interpreter=other) for each in (path, str(directory))]
+    assert [each.stdout for each in ended] == [f"{own is not None and 'from_site' in own}\n"] * 2
+    assert ended[0].stderr == ended[1].stderr
+
+
+@pytest.mark.parametrize(("version", "installed"), [("2.7", False), ("3.6", False), ("3.7", True)])
+def test_the_hook_is_installed_in_pythons_for_which_its_changes_are_written(path: str, version: str, installed: bool) -> None:
+    other = interpreter(version)
+    code = "import sys; print(any(hasattr(finder, 'of_clusterjob') for finder in sys.meta_path))"
+    assert python(path, code, interpreter=other).stdout == f"{installed}\n"
+    if installed:
+        changes = Path(path.partition(os.pathsep)[0]) / "clusterjob_torch_changes.py"
+        told = python("", f"import runpy; runpy.run_path({str(changes)!r})", interpreter=other)
+        assert (told.returncode, told.stderr) == (0, "")
+
+
 def test_the_hook_of_a_job_inside_another_is_installed_once(path: str, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     inner = hook_directory.variables({"PYTHONPATH": path}, hook_directory.write(tmp_path / "inner"))["PYTHONPATH"]

@@ -1,10 +1,9 @@
 """Starts in every Python process of a job: has torch.distributed changed (`torch_changes`) at the moment when a program imports it.
 
 Forked workers have it from the forkserver. All other Python processes of a job load a copy of this file as ``sitecustomize``
-(`hook_directory`), so it is short, imports the standard library alone, and suits Python 3.7 too.
+(`hook_directory`), so it is short, imports the standard library alone, and suits Python 2.7 and 3.6 too, for which it does nothing:
+types are in comments.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -21,7 +20,8 @@ _CHANGED = {"torch.distributed.distributed_c10d": "keep_groups", "torch.distribu
 _MARK = "_changed_by_clusterjob"
 
 
-def install() -> None:
+def install():
+    # type: () -> None
     """Have torch.distributed changed: now where it is loaded already, else when it is imported. Once is enough."""
     if any(getattr(finder, "of_clusterjob", False) for finder in sys.meta_path):
         return  # of this process's parent, or of the job around this one
@@ -36,37 +36,42 @@ class _Finder:
 
     of_clusterjob = True
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name, path=None, target=None):
+        # type: (str, Any, Any) -> ModuleSpec | None
         """Return where a module is; None for all but those that are to be changed."""
         if name not in _CHANGED:
             return None
         for finder in sys.meta_path:
             find_spec = None if finder is self else getattr(finder, "find_spec", None)  # some have find_module alone
-            spec: ModuleSpec | None = None if find_spec is None else find_spec(name, path, target)
+            spec = None if find_spec is None else find_spec(name, path, target)  # type: ModuleSpec | None
             if spec is not None:
                 _change_after(spec.loader)
                 return spec
         return None
 
 
-def _change_after(loader: Any) -> None:
+def _change_after(loader):
+    # type: (Any) -> None
     execute = loader.exec_module
 
-    def exec_module(module: ModuleType) -> None:
+    def exec_module(module):
+        # type: (ModuleType) -> None
         execute(module)
         _change(module)
 
     loader.exec_module = exec_module
 
 
-def _change(module: ModuleType) -> None:
+def _change(module):
+    # type: (ModuleType) -> None
     changes = _changes()
     if changes is not None and not hasattr(module, _MARK):  # a finder that asks the others may have it changed twice
         setattr(module, _MARK, True)
         getattr(changes, _CHANGED[module.__name__])(module)
 
 
-def _changes() -> Any:
+def _changes():
+    # type: () -> Any
     """Return the module with the changes; None where the job's directory is gone, and the job with it."""
     if __name__ != "sitecustomize":
         from clusterjob.node.workers import torch_changes
@@ -88,19 +93,21 @@ def _changes() -> Any:
     return sys.modules[name]
 
 
-def _run_hidden_sitecustomize() -> None:
+def _run_hidden_sitecustomize():
+    # type: () -> None
     """Import the sitecustomize that this one hides, as Python's site module would have."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     this = sys.modules.pop(__name__)
     try:
         __import__(__name__)
     except ImportError as error:
-        if error.name != __name__:
+        if getattr(error, "name", None) != __name__ and str(error) != "No module named " + __name__:  # Python 2.7's has no name
             raise
         sys.modules[__name__] = this
 
 
 if __name__ == "sitecustomize":
     _HERE = os.path.dirname(os.path.abspath(__file__))
-    install()
+    if sys.version_info >= (3, 7):  # which each torch needs that is changed
+        install()
     _run_hidden_sitecustomize()
