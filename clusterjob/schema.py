@@ -63,12 +63,14 @@ class Integer:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number."""
+    """A finite number, below a bound on both sides of 0."""
+
+    most: float = 1e300
 
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e300:
-            raise _refuse(value, where, "a finite number")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < self.most:
+            raise _refuse(value, where, "a finite number" if self.most >= 1e300 else f"a number below {self.most:g}")
 
 
 @dataclass(frozen=True)

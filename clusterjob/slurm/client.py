@@ -15,6 +15,7 @@ from clusterjob.node.clean import slurm_environment
 
 UNREACHED = -1000  # in the place of an exit code: nobody knows what became of the command
 _PING = 3.0  # seconds for `scontrol ping`, where nobody names a cluster; 0.06 where there is no configuration
+_MOST_WORDS = 2000  # characters of a complaint
 PATIENCE = 60.0  # seconds for one command; a client of Slurm gives up by itself after 10 to 30
 
 # After these words nobody knows whether the controller has taken the job: it may run once it is back.
@@ -49,9 +50,10 @@ class Answer:
 
     @property
     def words(self) -> str:
-        """Its complaint as one line, without the command's name before each."""
-        lines = [re.sub(r"^(?:\w+: (?:error: )?)?(?:allocation failure: )?", "", line).strip() for line in self.err.splitlines()]
-        return "; ".join(dict.fromkeys(line for line in lines if line)) or f"exit code {self.code}"
+        """The beginning of its complaint as one line, without the command's name before each."""
+        begin = self.err[: 4 * _MOST_WORDS].splitlines()
+        lines = [re.sub(r"^(?:\w+: (?:error: )?)?(?:allocation failure: )?", "", line).strip() for line in begin]
+        return "; ".join(dict.fromkeys(line for line in lines if line))[:_MOST_WORDS] or f"exit code {self.code}"
 
     @property
     def silent(self) -> bool:

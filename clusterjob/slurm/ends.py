@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob import arrays
+from clusterjob.errors import SpecError
 from clusterjob.node import ends
 from clusterjob.node.events import now
 from clusterjob.node.logs import last_lines, node_directory, rank_files
@@ -71,7 +72,7 @@ def step_code(job_dir: Path) -> int | None:
             text = path.read_bytes().strip()
         except OSError:  # gone since it was listed
             continue
-        if number.isascii() and number.isdigit() and text.isdigit():
+        if number.isascii() and number.isdigit() and text.isdigit() and len(number) < 10 and len(text) < 10:
             found[int(number)] = int(text)
     return found[max(found)] if found else None
 
@@ -113,15 +114,18 @@ def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
             ended_by_srun |= "Terminating StepId" in line or "Force Terminated" in line
             match = _TASKS_ENDED.fullmatch(line)
             if match is not None:
-                ranks = arrays.indices(match["ranks"], line)[: _MOST_TASKS - len(found)]
+                try:
+                    ranks = arrays.indices(match["ranks"], line)[: _MOST_TASKS - len(found)]
+                except (SpecError, ValueError):
+                    continue  # srun writes no such list
                 found += [_task(job_dir, rank, match["host"], match["how"], code, ended_by_srun=ended_by_srun) for rank in ranks]
     return found
 
 
 def _task(job_dir: Path, rank: int, host: str, how: str, code: int, *, ended_by_srun: bool) -> Failure:
-    exited = re.fullmatch(r"Exited with exit code (\d+)", how)
+    exited = re.fullmatch(r"Exited with exit code (\d{1,3})", how, re.ASCII)
     signal = next((name for text, name in _SIGNALS if how.startswith(text)), None)
-    own = int(exited[1]) if exited else _SIGNAL_CODES.get(signal or "", code)
+    own = min(int(exited[1]), 255) if exited else _SIGNAL_CODES.get(signal or "", code)
     node_rank, local_rank, lines = _rank_lines(job_dir, rank)
     effect = is_peer_loss("\n".join(lines)) or (ended_by_srun and signal in ("SIGKILL", "SIGTERM"))
     message = f"killed by {signal}" if signal else f"exited with code {own}" if exited else how

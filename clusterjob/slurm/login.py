@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import time
@@ -192,7 +193,8 @@ class LoginHost:
                 logging.getLogger("clusterjob").warning("clusterjob: some logs are not here: %s", sanitize(error.message))
             return
         if record.end is not None:
-            whole.touch()
+            with contextlib.suppress(OSError):  # no logs have come, or the disk is full: they are asked for again
+                whole.touch()
 
     def fetch(self, request: Request) -> Fetched:
         """Bring results; see `clusterjob.ssh.fetch.Fetch`."""
@@ -310,8 +312,11 @@ class Errand:
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self._ended:
-            left = 60.0 if end is None else max(0.0, end - time.monotonic())
+            begin = time.monotonic()
+            left = 60.0 if end is None else max(0.0, end - begin)
             self._ask(left, "reap", number=self._number, patience=left)
+            if not self._ended and left > 1.0 and time.monotonic() - begin < left / 2:  # else it would be asked again at once
+                self._end(UNREACHED, "", f"ssh: {self._host.label}: it does not wait for the end of {self.args[0]}")
             if not self._ended and end is not None and time.monotonic() >= end:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self._said
@@ -335,9 +340,11 @@ class Errand:
             return {}
         if "number" in answer:
             self._number = answer["number"]
-        elif "code" in answer:
+        elif "code" in answer and "out" in answer:
             out, err = data[: answer["out"]], data[answer["out"] :]
             self._end(answer["code"], *(text.decode("utf-8", "surrogateescape") for text in (out, err)))
+        elif op != "drop" and "absent" not in answer:
+            self._end(UNREACHED, "", f"ssh: {self._host.label}: it answers nonsense: neither an end of {self.args[0]} nor that it runs")
         found: dict[str, Any] = answer
         return found
 

@@ -32,6 +32,9 @@ _COLUMNS = ("%F", "%K", "%A", "%T", "%r", "%S", "%V", "%j", "%Z", "%k")  # see `
 _EPOCH_TIMES = {"SLURM_TIME_FORMAT": "%s"}
 _ACCOUNTING_FIELDS = "JobID,State,Submit,ExitCode,ReqNodes,NodeList,WorkDir"  # the directory last: it alone may hold a '|'
 
+_MOST_TEXT = 4096  # characters of a field: the longest path
+_MOST_NODES = 1000  # characters of a list of nodes in a reason
+
 _ACTIVE = frozenset({
     "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STOPPED",
     "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "RESV_DEL_HOLD",
@@ -237,14 +240,16 @@ def explained(client: Client, row: Row) -> Row:
     if row.state not in ("NODE_FAIL", "FAILED"):
         return row
     shown = _shown(client, "scontrol", "--all", "--oneliner", "show", "job", row.key)
-    said = {key: value for key, value in re.findall(r"(?:^| )(FailedNode|NodeList|ExitCode)=(\S+)", shown) if value != "(null)"}
+    said = {
+        key: value[:_MOST_NODES] for key, value in re.findall(r"(?:^| )(FailedNode|NodeList|ExitCode)=(\S+)", shown) if value != "(null)"
+    }
     if row.state == "FAILED":
         return replace(row, signal=_signal(said.get("ExitCode", "")))
     nodes = said.get("NodeList", "")
     down = (
         _shown(client, "sinfo", "--all", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail", "--format=%N") if nodes else ""
     )
-    names = said.get("FailedNode") or ",".join(dict.fromkeys(down.split()))  # 22.05 has no FailedNode of a job that ended so
+    names = said.get("FailedNode") or ",".join(dict.fromkeys(down[:_MOST_NODES].split()))  # 22.05 has no FailedNode of a job that ended so
     return replace(row, failed_node=f"node {names}" if names else f"one of {nodes}" if nodes else "")
 
 
@@ -263,7 +268,7 @@ def _shown(client: Client, *argv: str) -> str:
 
 def split(text: str, mark: str) -> list[list[str]]:
     """Return what squeue printed as rows of fields."""
-    fields, size = text.split(mark)[:-1], len(_COLUMNS)
+    fields, size = [field[:_MOST_TEXT] for field in text.split(mark)[:-1]], len(_COLUMNS)
     rows = [fields[begin : begin + size] for begin in range(0, len(fields) - size + 1, size)]
     return [[first.removeprefix("\n"), *others] for first, *others in rows]
 
@@ -277,10 +282,15 @@ def ask(client: Client) -> Snapshot | None:
 
 def _snapshot(stored: dict[str, Any]) -> Snapshot:
     try:
-        rows = [_row(*map(str, row)) for row in stored.get("rows", [])]
+        rows = [_row(*map(str, row)) for row in stored.get("rows", []) if _has_ids(*map(str, row[:3]))]
         return Snapshot(float(stored.get("taken_at", 0.0)), {row.key: row for row in rows}, str(stored.get("trouble", "")))
     except (TypeError, ValueError):
         return Snapshot()
+
+
+def _has_ids(base: str, task: str, own: str) -> bool:
+    """Return whether a row names a job as Slurm does: its ids stand on command lines later."""
+    return _is_number(base) and _is_number(own) and (task == "N/A" or _is_number(task))
 
 
 def _row(
@@ -352,7 +362,7 @@ class Accounting:
         newest: dict[str, int] = {}
         for line in answer.out.split("\n"):
             key, state, submitted, exit_code, size, nodes, directory = [*line.split("|", 6), "", "", "", "", "", "", ""][:7]
-            at = int(submitted) if submitted.isascii() and submitted.isdigit() else 0
+            at = int(submitted) if _is_number(submitted) else 0
             if key in wanted and directory.endswith(wanted[key][1]) and at >= newest.get(key, 0):  # a requeued job has several rows
                 word = state.partition(" ")[0].rstrip("+")
                 node = f"one of {nodes}" if word == "NODE_FAIL" and _are_all(nodes, size) else ""

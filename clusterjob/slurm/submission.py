@@ -111,7 +111,7 @@ def _has_other_rules(client: Client) -> bool:
 
 def _seconds(text: str) -> int:
     """Return a time of Slurm's, [D-]HH:MM:SS; what is none, such as UNLIMITED, is as good as for ever."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text, re.ASCII)
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d\d?):(\d\d?)", text, re.ASCII)
     days, hours, minutes, rest = (int(part or 0) for part in match.groups()) if match else (10**6, 0, 0, 0)
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
@@ -168,5 +168,5 @@ def largest_array(client: Client) -> int | None:
         answer = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE)
     except SubmitError:
         return None
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", answer.out, re.MULTILINE)
+    match = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})\s*$", answer.out, re.MULTILINE)
     return int(match[1]) if match else None

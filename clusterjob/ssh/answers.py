@@ -41,7 +41,7 @@ _FILE = Object(
 _FILES = ListOf(_FILE, MOST_FILES)
 _CHECK = Object(
     {
-        "troubles": _TEXTS, "identity": _TEXT, "reached_at": _TEXT, "host": _TEXT, "home": _PATH, "time": Number(), "python": _TEXT,
+        "troubles": _TEXTS, "identity": _TEXT, "reached_at": _TEXT, "host": _TEXT, "home": _PATH, "time": Number(1e11), "python": _TEXT,
         "torch": Nullable(Flag()), "free": Integer(), "gpus": _TEXTS,
     }
 )  # fmt: skip

@@ -13,14 +13,16 @@ from procs import PATIENCE
 from sshsite import Site
 
 from clusterjob import jobs
+from clusterjob.errors import ClusterJobError
 from clusterjob.node import events
+from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 from clusterjob.plans import new_id
 from clusterjob.records import Handle, Record, Records, home
 from clusterjob.slurm.login import Login
 
 # Plays define `command(argv)`, which returns what Slurm's command says, and `looks(request)`, for the jobs' directories.
-_LOGIN = """
+_LOGIN = r"""
 def command(argv):
     return ""
 def looks(request):
@@ -29,9 +31,24 @@ def answer(request):
     if request["op"] == "looks":
         return looks(request)
     if request["op"] == "run":
-        said = command(request["argv"]).encode()
-        return {"code": 0, "out": len(said)}, said
-    return {}, b""
+        return ran(request["argv"])
+    if request["op"] == "check":
+        return checked(), b""
+    return {"missing": []}, b""
+def ran(argv):
+    said = command(argv).encode()
+    return {"code": 0, "out": len(said)}, said
+def checked():
+    return {
+        "troubles": [], "identity": "x", "reached_at": "10.0.0.1", "host": "gpu1", "home": "/h", "time": time.time(), "python": "3.11.2",
+        "torch": None, "free": 10**10, "gpus": [],
+    }
+# What squeue prints of one job, with the mark that it was told to part the fields by.
+def queue(argv, **changes):
+    mark = argv[-1].removeprefix("--format=%F").partition("%K")[0]
+    fields = dict(base="7", task="N/A", own="7", state="PENDING", reason="Resources", start="N/A", submitted="1", name="train",
+                  directory="/h/jobs/JOB", comment="clusterjob:JOB")
+    return mark.join([*(fields | changes).values(), ""]) + "\n"
 """
 _ENDLESS = """
 round, data = 0, b"x" * (4 << 20)
@@ -53,10 +70,17 @@ GONE_LOG = _ENDLESS.format(
 @pytest.fixture
 def record(site: Site) -> Record:
     """Return a job of a Slurm behind gpu1."""
-    set_ = {"ssh_config": str(site.world.config), "connect_timeout": "5"}
+    set_ = {"ssh_config": str(site.world.config), "connect_timeout": "3"}
     job_id = new_id("train")
     handle = Handle("slurm", "7", {"ids": ["7"], "cluster": None, "at": time.time() - 60, "login": Login.named("gpu1", set_, ()).to_json()})
-    spec: dict[str, Any] = {"login": "gpu1", "options": set_, "setup": [], "nproc_per_node": 1, "workdir": str(site.directory)}
+    spec: dict[str, Any] = {
+        "login": "gpu1",
+        "launcher": "srun",
+        "options": set_,
+        "setup": [],
+        "nproc_per_node": 1,
+        "workdir": str(site.directory),
+    }
     made = Record(job_id, "train", "hpc", "slurm", home() / "jobs" / job_id, 1, events.now(), spec, handle)
     made.job_dir.mkdir(parents=True)
     Records().save(made)
@@ -64,12 +88,12 @@ def record(site: Site) -> Record:
 
 
 @pytest.fixture
-def play(site: Site) -> Iterator[Callable[[str], None]]:
+def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
     with hostile(site.world.hosts["gpu1"], _LOGIN) as change:
 
         def play(code: str) -> None:
             forget()
-            change(_LOGIN + code)
+            change((_LOGIN + code).replace("JOB", record.job_id))
 
         yield play
     forget()
@@ -105,3 +129,127 @@ def test_logs_end_where_a_login_host_sends_without_end(
     jobs.collect(record)
     status = jobs.status(record)
     assert (status.state, f"gpu1: {why}" in status.reason) == (JobState.UNKNOWN, True), status
+
+
+ESCAPES = "\\x1b]52;c;eA==\\x07\\x1b[2J\\u202e"
+RAN = "def ran(argv): return {}, {}"
+# What a login host answers for Slurm, to any command.
+COMMANDS = {
+    "no length of stdout": RAN.format("{'code': 0}", "b''"),
+    "nothing": RAN.format("{}", "b''"),
+    "code of a wrong type": RAN.format("{'code': '0', 'out': 0}", "b''"),
+    "number of a wrong type": RAN.format("{'number': 'x'}", "b''"),
+    "absent": RAN.format(f"{{'absent': '{ESCAPES}' * 900}}", "b''"),
+    "absent with escapes": RAN.format(f"{{'absent': '{ESCAPES}'}}", "b''"),
+    "refused with escapes": RAN.format("{'code': 1, 'out': 0}", f"'{ESCAPES}'.encode() * 1000"),
+    "refused at length": RAN.format("{'code': 1, 'out': 0}", "b'x' * (8 << 20)"),
+    "refused in many lines": RAN.format("{'code': 1, 'out': 0}", "b''.join(b'%d\\n' % line for line in range(200000))"),
+    "no text": RAN.format("{'code': 0, 'out': 4}", "b'\\xff\\x00\\xfe\\n'"),
+    "long number": RAN.format("{'code': 0, 'out': 6000}", "b'9' * 6000"),
+    "escapes in the queue": f"def command(argv): return queue(argv, reason='{ESCAPES}', name='{ESCAPES}', start='{ESCAPES}')",
+    "long reason in the queue": "def command(argv): return queue(argv, reason='x' * 4000000)",
+    "id that is none": "def command(argv): return queue(argv, base='--all', own='--all')",
+    "numbers that are none": """
+def command(argv):
+    return queue(argv, base="²", task="9" * 5000, own="²", start="9" * 11, submitted="9" * 11)
+""",
+    "long numbers of sinfo": """
+def command(argv):
+    return "a|up|1|9{n}|idle|gpu:9{n}\\nb*|up|9{n}|²|idle|gpu:x:9{n}\\nc|up|1|1|idle|gpu:9{n}\\n".replace("{n}", "9" * 6000)
+""",
+    "long numbers of scontrol": """
+def command(argv):
+    return "SLURM_VERSION = {n}.{n}\\nMaxArraySize = {n}\\nPartitionName=a MaxTime={n}:00:00".replace("{n}", "9" * 6000)
+""",
+    "lies of srun": """
+def looks(request):
+    data = b"1\\nsrun: error: n1: tasks 5-3: Exited with exit code 999\\nsrun: error: n1: task " + b"9" * 6000 + b": Killed\\n"
+    files = [{"path": "ends/srun.0", "stamp": "1", "size": 2}, {"path": "logs/slurm.out", "offset": 0, "size": len(data) - 2}]
+    if "logs/slurm.out" in request["jobs"][0]["have"]:
+        files, data = files[:1], data[:2]
+    return {"jobs": [{"known": True, "files": files, "more": False}]}, data
+""",
+    "many rows": "def command(argv): return ''.join(queue(argv, base=str(n), own=str(n)) for n in range(10000))",
+    "endless answer": """
+def ran(argv):
+    while True:
+        say(b"x" * 65536)
+""",
+    "long exit code of srun": """
+def looks(request):
+    data = b"9" * 6000
+    files = [{"path": "ends/srun.0", "stamp": "1", "size": 6000}]
+    return {"jobs": [{"known": True, "files": files, "more": False}]}, data
+""",
+    "a byte a second": """
+def ran(argv):
+    for byte in b'{"size": 5, "code": 0, "out": 5}':
+        say(bytes([byte]))
+        time.sleep(1)
+""",
+    "still running": """
+def answer(request):
+    if request["op"] in ("run", "reap"):
+        return {"number": 1}, b""
+    return looks(request) if request["op"] == "looks" else (checked(), b"")
+""",
+    "clock of another age": """
+def checked(honest=checked):
+    return honest() | {"time": 1e299}
+def command(argv):
+    return "7\\n"
+""",
+}
+
+
+def submit(site: Site, record: Record) -> None:
+    options = [f"{key}={value}" for key, value in record.spec["options"].items()]
+    settings = jobs.settle({"login": "gpu1", "set": options, "python": site.python}, None, site.directory)
+    spec = jobs.make_spec(Program("script", site.script("")), settings, site.directory)
+    jobs.submit(jobs.plan(spec, settings), "hpc", detach=True)
+
+
+def examine(site: Site, record: Record) -> list[str]:
+    options = [f"{key}={value}" for key, value in record.spec["options"].items()]
+    settings = jobs.settle({"login": "gpu1", "set": options, "python": site.python}, None, site.directory)
+    return [str(check) for check in jobs.examine(settings, site.directory)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_login_host_that_lies_for_slurm_is_named_and_breaks_nothing(
+    site: Site, record: Record, play: Callable[[str], None], name: str
+) -> None:
+    """What is asked ends in time, with a status or one error of clusterjob's own, of a length that people read."""
+    play(COMMANDS[name])
+    asked: dict[str, Callable[[], Any]] = {
+        "status": lambda: jobs.status(Records().find(record.job_id)).reason,
+        "cancel": lambda: jobs.cancel([Records().find(record.job_id)]),
+        "logs": lambda: jobs.collect(Records().find(record.job_id)),
+        "doctor": lambda: examine(site, record),
+        "submit": lambda: submit(site, record),
+    }
+    for what, ask in asked.items():
+        forget()
+        begin = time.monotonic()
+        try:
+            said = str(ask())
+        except ClusterJobError as error:
+            said = f"{error.message} {error.hint}"
+        assert time.monotonic() - begin < PATIENCE, what
+        assert len(said) < 6000, what
+
+
+@pytest.mark.parametrize("name", ["escapes in the queue", "refused with escapes", "absent with escapes"])
+def test_texts_of_slurm_behind_a_login_host_are_shown_harmlessly(
+    site: Site, record: Record, play: Callable[[str], None], name: str
+) -> None:
+    play(COMMANDS[name])
+    for words in (["status", record.job_id], ["cancel", record.job_id]):
+        process = site.command(*words, stdin=subprocess.DEVNULL)
+        try:
+            out, err = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+            process.wait()
+        assert "Traceback" not in err
+        assert not {"\x1b", "\x07", "\u202e"} & set(out + err), words

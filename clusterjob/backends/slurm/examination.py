@@ -31,7 +31,7 @@ _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _PATIENCE = 20.0  # seconds: Slurm's commands themselves give up after 10, unless the site says otherwise
 _SLOW = 3.0  # seconds for an answer of the controller
 _OLDEST = (20, 11)  # the first whose srun gives a step what is asked for alone; 22.05 is what this was built on
-_GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)")
+_GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d{1,9})")
 _SHOWN = 8  # partitions that are listed where the job names none
 
 
@@ -271,7 +271,7 @@ def _partitions(text: str) -> dict[str, _Partition]:
     found: dict[str, _Partition] = {}
     for line in text.splitlines():
         cells = line.split("|")
-        if len(cells) != 6:
+        if len(cells) != 6 or not re.fullmatch(r"\d{1,9}", cells[3], re.ASCII):
             continue
         name, availability, limit, count, state, gres = cells
         partition = found.setdefault(name.rstrip("*"), _Partition(name.rstrip("*"), name.endswith("*"), availability, limit))
@@ -283,4 +283,4 @@ def _partitions(text: str) -> dict[str, _Partition]:
 
 def _number(version: str) -> tuple[int, ...]:
     """Return a version's first two numbers, which tell Slurm's releases apart."""
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+    return tuple(map(int, re.findall(r"\d{1,9}", version)[:2]))

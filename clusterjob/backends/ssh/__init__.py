@@ -5,6 +5,7 @@ What the hosts write of a job is mirrored into its directory here whenever someb
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -138,7 +139,8 @@ class SshBackend:
         if absent:
             _warn(f"some logs are not here: {'; '.join(absent)}")
         else:
-            whole.touch()
+            with contextlib.suppress(OSError):  # no logs have come, or the disk is full: they are asked for again
+                whole.touch()
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Have every agent stop its workers; kill the agents that do not within the job's grace.
