@@ -137,10 +137,11 @@ class Folder:
                 continue  # it went with an earlier line of another rank
             places = self._places[line.stream]
             known = places[line.text]
-            if isinstance(known, dict):
+            if isinstance(known, dict) and len(known) > 1:
                 yield from self._together(writer, line, known)
                 continue
-            del places[line.text]
+            if isinstance(known, tuple) or _drop_first(known, writer):
+                del places[line.text]
             writer.lines.popleft()
             writer.shown += 1
             yield Folded(writer.label, line.stream, line.text, line.ended)
@@ -182,19 +183,24 @@ class Folder:
         for each in same:
             each.lines.popleft()
             each.shown += 1
-            numbers = places[each]
-            if isinstance(numbers, int) or len(numbers) == 1:
-                del places[each]
-            else:
-                numbers.popleft()
-        if not places:
-            del by_text[line.text]
+            if _drop_first(places, each):
+                del by_text[line.text]
         return Folded(_label(tuple([each.key for each in same])), line.stream, line.text, line.ended)
 
 
 def _first(places: _Often, writer: _Writer) -> int:
     numbers = places[writer]
     return numbers if isinstance(numbers, int) else numbers[0]
+
+
+def _drop_first(places: _Often, writer: _Writer) -> bool:
+    """Forget a writer's first place; return whether that was the last one of all."""
+    numbers = places[writer]
+    if isinstance(numbers, deque) and len(numbers) > 1:
+        numbers.popleft()
+    else:
+        del places[writer]
+    return not places
 
 
 def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator[tuple[str, str]]:
