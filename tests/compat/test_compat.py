@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +29,8 @@ def test_a_script_runs_under_clusterjob_as_under_torchrun(tmp_path: Path, case: 
 # Where torchrun waits for ever there is nothing to check but that it still does: two of these are enough. Where it does the same as
 # clusterjob, the test above has compared the two already: a few are enough to see that the record is torchrun's.
 HANGS = ("spawn_own_port", "tcp_url")
+# torch 2.13 deadlocks or aborts where a model that gloo has trained is freed after its group: under torchrun these may end in any way.
+FREED_LATE = ("ddp_in_function",)
 RECORDED = [case for case in CASES if case.id in HANGS or ("code" not in case.differs and (case.differs or case.code or case.quick))]
 
 
@@ -39,30 +42,32 @@ def test_torchrun_does_what_is_recorded_of_it(tmp_path: Path, case: Case) -> Non
     if case.id in HANGS:
         assert under_torchrun(case, tmp_path, HUNG).code is None
         return
-    # torch 2.13 aborts or deadlocks now and then where a gloo group is freed at the end of a process.
-    for attempt in range(3):
+    for attempt in range(3 if case.id in FREED_LATE else 1):
         place = tmp_path / f"attempt{attempt}"
         place.mkdir()
         seen = under_torchrun(case, place)
         if seen.code == recorded["code"]:
             break
-    if seen.code is None:
-        pytest.skip("torchrun hung three times: torch's own deadlock, which says nothing of the record")
-    assert seen.code == recorded["code"], seen.err
+    if case.id in FREED_LATE and seen.code != recorded["code"] and (seen.code is None or "SIGABRT" in seen.err):
+        pytest.skip("torchrun hung or aborted three times at the end of this script: torch's own deadlock (docs/torchrun.md)")
+    assert seen.code == recorded["code"], (seen.err, seen.ranks_err)
     if seen.code == 0:
         assert seen.recorded() == recorded
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp_never_destroyed", "module"])
+@pytest.mark.parametrize("name", ["ddp_never_destroyed", "module", "logging_both", "loader-persistent"])
 def test_clusterjob_takes_no_longer_than_torchrun(tmp_path: Path, name: str) -> None:
     [case] = [case for case in CASES if case.id == name]
-    taken: dict[str, list[float]] = {"torchrun": [], "fork": []}
+    taken: dict[str, list[float]] = {"torchrun": [], "fork": [], "exec": []}
     for turn in range(3):
         for launcher, seconds in taken.items():
             place = tmp_path / f"{launcher}{turn}"
             place.mkdir()
             seen = under_torchrun(case, place) if launcher == "torchrun" else under_clusterjob(case, place, launcher)
+            assert seen.code == case.code, (launcher, seen.err, seen.ranks_err)
             seconds.append(seen.seconds)
-    # Half of torchrun's time on a machine that is idle; the bound is what a busy one needs.
-    assert median(taken["fork"]) < median(taken["torchrun"]) * 1.5 + 1, taken
+            shutil.rmtree(place)
+    # Half of torchrun's time, or as much, on a machine that is idle; the bound is what a busy one needs.
+    for start in ("fork", "exec"):
+        assert median(taken[start]) < median(taken["torchrun"]) * 1.5 + 1, taken
