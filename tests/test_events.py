@@ -36,6 +36,15 @@ def test_events_come_back_in_order_with_both_clocks(tmp_path: Path) -> None:
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
 
 
+def test_texts_that_nodes_send_are_cut_so_that_their_event_is_read(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.add("exec", node_rank=1, why="x" * 65_536)
+    log.add("missing", node_rank=1, workers=["\N{SNOWMAN}" * 65_536] * 256)
+    told, missing = read_events(tmp_path / "events.jsonl")
+    assert (len(told["why"]), told["node_rank"]) == (4000, 1)
+    assert {len(text) for text in missing["workers"]} == {1000}
+
+
 @given(
     st.text(st.characters()),
     st.dictionaries(st.sampled_from(["why", "host", "reason"]), st.text(st.characters()) | st.integers() | st.lists(st.text())),

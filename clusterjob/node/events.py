@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST_LINE, _LARGEST_FILE = 1 << 20, 256 << 20  # bytes that are read
+_LONGEST_TEXT, _LONGEST_ITEM = 4000, 1000  # characters of a text, and of one in a list: nodes send up to 256 long ones
 
 
 def now() -> str:
@@ -26,15 +27,22 @@ class EventLog:
         self._path = path
 
     def add(self, event: str, **details: Any) -> str:
-        """Append one event and return its time. A full disk costs the line and not the job."""
+        """Append one event and return its time; long texts are cut. A full disk costs the line and not the job."""
         at = now()
-        line = {"time": at, "monotonic": round(time.monotonic(), 6), "event": event, **details}
+        line = {"time": at, "monotonic": round(time.monotonic(), 6), "event": event}
+        line |= {name: _cut(value) for name, value in details.items()}
         try:
             with self._path.open("a", encoding="utf-8", errors="replace") as stream:
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError:
             pass
         return at
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [item[:_LONGEST_ITEM] if isinstance(item, str) else item for item in value]
+    return value[:_LONGEST_TEXT] if isinstance(value, str) else value
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
