@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,13 @@ def fuzz(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]]
         return pytest.mark.parametrize("examples", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)])(test)
 
     return decorate
+
+
+def emptied(directory: Path) -> Path:
+    """Return a directory for one example, with nothing in it: a numbered one for each of thousands takes minutes to make and to remove."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    return directory
 
 
 @st.composite

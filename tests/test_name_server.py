@@ -78,7 +78,8 @@ def test_an_agent_ends_within_seconds(machine: Machine, tmp_path: Path, node_ran
 
 @pytest.mark.slow
 def test_an_agent_whose_platform_makes_names_as_it_goes_says_so_and_waits(machine: Machine, tmp_path: Path) -> None:
-    ended, _ = launched(machine, tmp_path, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "23456"}, "--join-timeout", "7")
+    places = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "23456", "CLUSTERJOB_TOKEN": "s"}
+    ended, _ = launched(machine, tmp_path, places, "--join-timeout", "7")
     assert ended.code == 1
     lines = [line for line in ended.err.splitlines() if f"node 1 cannot find node 0 at master.example: {SAID}" in line]
     assert " s so far" in lines[0]

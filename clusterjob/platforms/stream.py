@@ -23,6 +23,7 @@ from clusterjob.errors import ClusterJobError
 from clusterjob.node import ends, files, logs, numbered, private
 from clusterjob.node.numbered import Numbered
 from clusterjob.node.verdict import Verdict
+from clusterjob.schema import Integer, ListOf, MapOf, Nullable, Number, Object, Row, Text
 
 _STATE, _LOCK, _OWN, _TIMELINE = "stream.json", "stream.lock", "agent.log", "timeline"
 _OURS = re.compile(r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII)
@@ -30,6 +31,12 @@ _MOST_KNOWN = 2000  # lines without a number that are known again
 _MOST_GAPS = 200  # runs of lines that may still come
 _MOST_FILES = 8192  # of one node, in one process; lines of more workers go to agent.log
 _LONGEST_VERDICT = 32 << 20  # characters
+_NUMBER, _NAMES = Integer(0, 2**53), ListOf(Text())
+_SIZES = MapOf(_NUMBER)
+_NOTE = Object(optional={
+    "next": _NUMBER, "known": _NAMES, "bare": _NUMBER, "missing": ListOf(Row((_NUMBER, _NUMBER))), "open": _NAMES, "seconds": Number(),
+    "verdict": Nullable(Object()), "verdict_part": Text(_LONGEST_VERDICT),
+})  # fmt: skip
 
 
 class Stream:
@@ -189,8 +196,9 @@ class Stream:
     def _state(self) -> dict[str, Any]:
         state: Any = files.read_json(self._directory / _STATE)
         try:
-            sizes = {str(name): int(size) for name, size in state["sizes"].items()}
-            return {"sizes": sizes, "attempts": {key: _Taken.from_json(taken).to_json() for key, taken in state["attempts"].items()}}
+            _SIZES.check(state["sizes"], "sizes")
+            attempts = {key: _Taken.from_json(taken).to_json() for key, taken in state["attempts"].items()}
+            return {"sizes": state["sizes"], "attempts": attempts}
         except (KeyError, TypeError, ValueError, AttributeError):
             return {"sizes": {}, "attempts": {}}  # all is taken again
 
@@ -230,7 +238,17 @@ class _Taken:
 
     @classmethod
     def from_json(cls, data: dict[str, Any] | None) -> _Taken:
-        return cls(**json.loads(json.dumps(data))) if data else cls()
+        """Return what a note says.
+
+        Raises:
+            ValueError, TypeError: it is none.
+        """
+        if not data:
+            return cls()
+        _NOTE.check(data, "the note")
+        if data.get("verdict") is not None:
+            Verdict.from_json(data["verdict"])
+        return cls(**json.loads(json.dumps(data)))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
