@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.errors import ClusterJobError, PlaceError
+from clusterjob.errors import ClusterJobError
 from clusterjob.node import files, private
-from clusterjob.node.topology import expand_hostlist
 from clusterjob.slurm.client import UNREACHED, Answer, Client, Started
 
 COMMENT = "clusterjob:"  # begins the comment of each of our jobs, before the job's own id
@@ -30,7 +29,7 @@ _SLOWEST = 30.0  # ... where nothing changes while jobs are followed
 _FIRST_PATIENCE = 20.0  # for the first look of a process; a controller that is down answers after 10 to 30
 _COLUMNS = ("%F", "%K", "%A", "%T", "%r", "%S", "%V", "%j", "%Z", "%k")  # see `_row`
 _EPOCH_TIMES = {"SLURM_TIME_FORMAT": "%s"}
-_ACCOUNTING_FIELDS = "JobID,State,Submit,ExitCode,ReqNodes,NodeList,WorkDir"  # the directory last: it alone may hold a '|'
+_ACCOUNTING_FIELDS = "JobID,State,Submit,ExitCode,NodeList,WorkDir"  # the directory last: it alone may hold a '|'
 
 _MOST_TEXT = 4096  # characters of a field: the longest path
 _MOST_NODES = 1000  # characters of a list of nodes in a reason
@@ -361,21 +360,13 @@ class Accounting:
         found = {}
         newest: dict[str, int] = {}
         for line in answer.out.split("\n"):
-            key, state, submitted, exit_code, size, nodes, directory = [*line.split("|", 6), "", "", "", "", "", "", ""][:7]
+            key, state, submitted, exit_code, nodes, directory = [*line.split("|", 5), "", "", "", "", "", ""][:6]
             at = int(submitted) if _is_number(submitted) else 0
             if key in wanted and directory.endswith(wanted[key][1]) and at >= newest.get(key, 0):  # a requeued job has several rows
                 word = state.partition(" ")[0].rstrip("+")
-                node = f"one of {nodes}" if word == "NODE_FAIL" and _are_all(nodes, size) else ""
+                node = f"one of {nodes}" if word == "NODE_FAIL" and nodes not in ("", "None assigned") else ""
                 newest[key], found[key] = at, Row(key, word, failed_node=node, signal=_signal(exit_code))
         return found
-
-
-def _are_all(nodes: str, size: str) -> bool:
-    """Return whether accounting names all nodes of a job: while the job completes, those that are left of it come first."""
-    try:
-        return nodes not in ("", "None assigned") and len(expand_hostlist(nodes)) >= int(size)
-    except (PlaceError, ValueError):
-        return False
 
 
 def _bases(keys: Iterable[str]) -> Sequence[str]:
