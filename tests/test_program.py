@@ -566,7 +566,7 @@ def each_rank(job: Job, text: str, count: int = 3) -> list[Any]:
 
 DRAWS = """
     import json, random, sys, uuid, secrets, tempfile
-    warm = "torch" in sys.modules
+    warm = "numpy" in sys.modules  # as torch has imported it; torch itself is shown once the script imports it
     import numpy, torch
     print(json.dumps({
         "random": random.random(), "numpy": numpy.random.rand(), "new": numpy.random.default_rng().random(), "uuid": str(uuid.uuid4()),

@@ -53,12 +53,17 @@ class Listener:
         nonce: what a caller has to send.
 
     Raises:
-        OSError: none is free.
+        OSError: none is free, or this process may open no more files.
     """
 
     def __init__(self, ports: Sequence[int], nonce: str) -> None:
         self._nonce = nonce
-        self._socket = _listen(ports)
+        self._selector = selectors.DefaultSelector()  # here, where the caller sees that it cannot be opened
+        try:
+            self._socket = _listen(ports)
+        except OSError:
+            self._selector.close()
+            raise
         self._socket.setblocking(False)
         self._closed = False
         self.port = int(self._socket.getsockname()[1])
@@ -67,7 +72,7 @@ class Listener:
 
     def _serve(self) -> None:
         peers: dict[socket.socket, tuple[float, bytearray]] = {}  # when each connected, and what it has sent; the oldest first
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             selector.register(self._socket, selectors.EVENT_READ)
 
             def drop(peer: socket.socket) -> None:
