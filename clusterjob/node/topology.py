@@ -6,6 +6,8 @@ process gives a `Worker`. Mixing the two up is the classic bug of distributed la
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from clusterjob.errors import PlaceError
@@ -85,6 +87,19 @@ class Worker:
             raise PlaceError(
                 f"local_rank is {self.local_rank}, outside 0..{self.local_world_size - 1} (local_world_size is {self.local_world_size})"
             )
+
+
+def ranks_by_node(first_ranks: Sequence[int], ranks: Iterable[int]) -> dict[int, list[int]]:
+    """Return ranks by the node that each runs on.
+
+    Args:
+        first_ranks: the rank of each node's first worker.
+        ranks: those that are asked about, each below the world size.
+    """
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(bisect_right(first_ranks, rank) - 1, []).append(rank)
+    return found
 
 
 def expand_hostlist(text: str) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 from clusterjob.node.gang.wire import Message
+from clusterjob.node.topology import ranks_by_node
 from clusterjob.node.verdict import Failure, is_roll_call_end
 
 PATIENCE = 2.0  # seconds for which a verdict waits for the agents' answers
@@ -34,10 +34,7 @@ class Search:
             node_rank: the node of the worker that waits.
             question: its words.
         """
-        by_node: dict[int, list[int]] = {}
-        for rank in question["ranks"]:
-            if rank < self._world_size:
-                by_node.setdefault(bisect_right(self._first_ranks, rank) - 1, []).append(rank)
+        by_node = ranks_by_node(self._first_ranks, (rank for rank in question["ranks"] if rank < self._world_size))
         self._asker = node_rank, int(question["local_rank"])
         if question["final"]:
             self._open = set(by_node)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 
 from clusterjob.node.folding import ranges
+from clusterjob.node.topology import ranks_by_node
 
 AFTER = 10.0  # seconds since the last of the others ended
 
@@ -37,11 +37,8 @@ class Stragglers:
         """Return one line on those that still run, and which they are, by their nodes."""
         self.due = float("inf")
         running = sorted(set(range(self._world_size)) - self._ended)
-        by_node: dict[int, list[int]] = {}
-        for rank in running:
-            by_node.setdefault(bisect_right(self._first_ranks, rank) - 1, []).append(rank)
         still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
-        return f"{still}; {_ranks(sorted(self._ended))} ended {AFTER:.0f} s ago", by_node
+        return f"{still}; {_ranks(sorted(self._ended))} ended {AFTER:.0f} s ago", ranks_by_node(self._first_ranks, running)
 
 
 def _ranks(numbers: list[int]) -> str:
