@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 
-from sshsite import hang_up
+from procs import PATIENCE
+from sshsite import Site, hang_up
 from sshworld import HostOfWorld
 
 # Reads the submitter's script up to the line with the zip's digest, then answers. A play defines `answer(request)`, which returns an
@@ -82,3 +84,14 @@ def slow(host: HostOfWorld, rate: int) -> Iterator[None]:
         hang_up()
         host.stop()
         host.start()
+
+
+def run(site: Site, *words: str) -> tuple[int, str, str]:
+    """Run a command of clusterjob to its end; return its exit code and what it has written to stdout and stderr."""
+    process = site.command(*words, stdin=subprocess.DEVNULL)
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, err

@@ -18,6 +18,15 @@ from typing import Any, TypeVar
 
 MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend keeps those from its agents
 T = TypeVar("T")
+SAVER = """
+    import time
+    try:
+        print("up", flush=True)
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        time.sleep(1)
+        print("saved", flush=True)
+"""
 
 
 def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the condition") -> T:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from login_user import GUEST, Laptop
-from procs import nothing_left, wait_until
+from procs import SAVER, nothing_left, wait_until
 from slurm_user import PROMPT
 
 from clusterjob.errors import HostError
@@ -80,16 +80,7 @@ def test_another_process_asks_follows_and_cancels(laptop: Laptop) -> None:
 
 
 def test_ctrl_c_of_run_interrupts_the_workers_behind_a_login_host(laptop: Laptop) -> None:
-    text = """
-        import pathlib, time
-        try:
-            print("up", flush=True)
-            time.sleep(1000)
-        except KeyboardInterrupt:
-            time.sleep(1)
-            print("saved", flush=True)
-    """
-    command = laptop.start("run", "--cluster", "hpc", "--grace", "60", laptop.script(text))
+    command = laptop.start("run", "--cluster", "hpc", "--grace", "60", laptop.script(SAVER))
     wait_until(lambda: "up" in laptop.said(command)[0], PROMPT)
     command.send_signal(signal.SIGINT)
     assert command.wait(PROMPT) == 130, laptop.said(command)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import command_line, kill_one_by_one, wait_until
+from procs import SAVER, command_line, kill_one_by_one, wait_until
 from sshsite import PATIENCE, SLEEPER, Site, end_of, hang_up, lines_of, wait_for_lines, workers_on
 from sshworld import HostOfWorld, sh
 
@@ -133,16 +133,7 @@ def test_ctrl_c_in_run_cancels_everywhere(site: Site) -> None:
 
 
 def test_every_rank_saves_in_except_keyboard_interrupt_of_run_over_ssh(site: Site) -> None:
-    script = """
-        import time
-        try:
-            print("up", flush=True)
-            time.sleep(1000)
-        except KeyboardInterrupt:
-            time.sleep(1)
-            print("saved", flush=True)
-    """
-    run = site.command("run", *site.options(), "--grace", "60", site.script(script))
+    run = site.command("run", *site.options(), "--grace", "60", site.script(SAVER))
     assert run.stdout is not None
     shown = run.stdout.readline()
     while "[0-1]" not in shown and shown.count("up") < 2:

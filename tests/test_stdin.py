@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ DEBUGGED = """
 """
 
 
-def in_terminal(argv: list[str], directory: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a command in the foreground of a terminal of its own; what it writes goes to files."""
+@contextlib.contextmanager
+def in_terminal(argv: list[str], directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run a command in the foreground of a terminal of its own; what it writes goes to files."""
     leader, follower = pty.openpty()
     takes_it = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
@@ -38,7 +40,12 @@ def in_terminal(argv: list[str], directory: Path) -> tuple[subprocess.Popen[byte
             [sys.executable, "-S", "-c", takes_it, *argv], stdin=follower, stdout=out, stderr=err, cwd=directory, start_new_session=True
         )
     os.close(follower)
-    return process, leader
+    try:
+        yield process, leader
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
@@ -47,28 +54,18 @@ def in_terminal(argv: list[str], directory: Path) -> tuple[subprocess.Popen[byte
 )
 def test_rank_0_reads_the_terminal_and_the_others_nothing(new_job: NewJob, tmp_path: Path, command: list[str], start: str) -> None:
     script = new_job().script(READER)
-    process, leader = in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path)
-    try:
+    with in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path) as (process, leader):
         os.write(leader, b"typed\n")
         assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
     assert sorted((tmp_path / "out").read_text().splitlines()) == ["[0] 0 'typed\\n' True", "[1] 1 '' False"]
 
 
 @pytest.mark.parametrize("command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"])
 def test_breakpoint_of_rank_0_is_used_from_the_terminal(new_job: NewJob, tmp_path: Path, command: list[str]) -> None:
     script = new_job().script(DEBUGGED)
-    process, leader = in_terminal([sys.executable, "-m", *command, script], tmp_path)
-    try:
+    with in_terminal([sys.executable, "-m", *command, script], tmp_path) as (process, leader):
         os.write(leader, b"secret += 1\nc\n")
         assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
     assert "went on with 42" in (tmp_path / "out").read_text()
 
 
@@ -80,22 +77,21 @@ def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
     new_job: NewJob, tmp_path: Path, command: list[str], start: str
 ) -> None:
     script = new_job().script(DEBUGGED)
-    process, leader = in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path)
-    terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
-    out = tmp_path / "out"
-    try:
-        for count in (1, 2):
-            wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
-            os.write(leader, b"\x03")
-            wait_until(lambda count=count: out.read_text().count("--KeyboardInterrupt--") == count or process.poll() is not None, PATIENCE)
-        wait_until(lambda: processes.terminal_reader(process.pid, terminal) or process.poll() is not None, PATIENCE)
-        os.write(leader, b"secret += 1\nc\n")
-        assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-        os.close(leader)
+    with in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path) as (process, leader):
+        terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
+        out = tmp_path / "out"
+        try:
+            for count in (1, 2):
+                wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
+                os.write(leader, b"\x03")
+                wait_until(
+                    lambda count=count: out.read_text().count("--KeyboardInterrupt--") == count or process.poll() is not None, PATIENCE
+                )
+            wait_until(lambda: processes.terminal_reader(process.pid, terminal) or process.poll() is not None, PATIENCE)
+            os.write(leader, b"secret += 1\nc\n")
+            assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
+        finally:
+            os.close(terminal)
     assert "went on with 42" in out.read_text()
     assert "went on with 41" in out.read_text()  # rank 1, which no signal reached
     assert "interrupting" not in (tmp_path / "err").read_text()
@@ -104,17 +100,14 @@ def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
 @pytest.mark.parametrize("command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"])
 def test_ctrl_c_at_input_reaches_rank_0_and_ends_the_job_with_it(new_job: NewJob, tmp_path: Path, command: list[str]) -> None:
     script = new_job().script("input('name? ')")
-    process, leader = in_terminal([sys.executable, "-m", *command, script], tmp_path)
-    terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
-    try:
-        wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
-        os.write(leader, b"\x03")
-        assert process.wait(PATIENCE) == 130, (tmp_path / "err").read_text()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-        os.close(leader)
+    with in_terminal([sys.executable, "-m", *command, script], tmp_path) as (process, leader):
+        terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
+        try:
+            wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
+            os.write(leader, b"\x03")
+            assert process.wait(PATIENCE) == 130, (tmp_path / "err").read_text()
+        finally:
+            os.close(terminal)
     assert "KeyboardInterrupt" in (tmp_path / "err").read_text()
 
 
@@ -128,15 +121,10 @@ def test_a_thread_that_listens_to_the_terminal_is_no_prompt(new_job: NewJob, tmp
         except KeyboardInterrupt:
             print("saved", flush=True)
     """)
-    process, leader = in_terminal([sys.executable, "-m", "clusterjob", "run", script], tmp_path)
-    try:
+    with in_terminal([sys.executable, "-m", "clusterjob", "run", script], tmp_path) as (process, leader):
         wait_until(lambda: "listening" in (tmp_path / "out").read_text(), PATIENCE)
         os.write(leader, b"\x03")
         assert process.wait(PATIENCE) == 130, (tmp_path / "err").read_text()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
     assert "saved" in (tmp_path / "out").read_text()
     assert "interrupting" in (tmp_path / "err").read_text()
 
@@ -155,12 +143,7 @@ def test_rank_0_reads_a_pipe_and_a_detached_job_reads_nothing(new_job: NewJob, t
 def test_a_run_in_the_background_of_a_terminal_takes_no_input(new_job: NewJob, tmp_path: Path) -> None:
     script = new_job().script(READER)
     shell = f"set -m; {sys.executable} -m clusterjob run {script} & wait $!"
-    process, leader = in_terminal(["/bin/bash", "-c", shell], tmp_path)
-    try:
+    with in_terminal(["/bin/bash", "-c", shell], tmp_path) as (process, leader):
         os.write(leader, b"for the shell\n")
         wait_until(lambda: process.poll() is not None, PATIENCE)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
     assert (tmp_path / "out").read_text() == "0 '' False\n"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hostile_host import hostile
+from hostile_host import hostile, run
 from procs import PATIENCE
 from sshsite import Site, end_of
 
@@ -97,12 +97,6 @@ def introduction():
 def record(site: Site) -> Record:
     """Return a job whose end nobody has asked for."""
     return site.submit("", hosts="gpu1", set={"connect_timeout": "2"})
-
-
-def run(site: Site, *words: str) -> tuple[int, str, str]:
-    process = site.command(*words, stdin=subprocess.DEVNULL)
-    out, err = process.communicate(timeout=PATIENCE)
-    return process.returncode, out, err
 
 
 def check(record: Record, name: str, *, seconds: float) -> None:

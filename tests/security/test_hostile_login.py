@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hostile_host import hostile
+from hostile_host import hostile, run
 from procs import PATIENCE
 from sshsite import Site
 
@@ -119,12 +118,7 @@ def test_logs_end_where_a_login_host_sends_without_end(
     site: Site, record: Record, play: Callable[[str], None], code: str, why: str
 ) -> None:
     play(code)
-    process = site.command("logs", record.job_id, stdin=subprocess.DEVNULL)
-    try:
-        _, err = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-        process.wait()
+    _, _, err = run(site, "logs", record.job_id)
     assert "Traceback" not in err
     jobs.collect(record)
     status = jobs.status(record)
@@ -245,11 +239,6 @@ def test_texts_of_slurm_behind_a_login_host_are_shown_harmlessly(
 ) -> None:
     play(COMMANDS[name])
     for words in (["status", record.job_id], ["cancel", record.job_id]):
-        process = site.command(*words, stdin=subprocess.DEVNULL)
-        try:
-            out, err = process.communicate(timeout=PATIENCE)
-        finally:
-            process.kill()
-            process.wait()
+        _, out, err = run(site, *words)
         assert "Traceback" not in err
         assert not {"\x1b", "\x07", "\u202e"} & set(out + err), words

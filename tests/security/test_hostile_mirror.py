@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from hostile_host import hostile
+from hostile_host import hostile, run
 from procs import PATIENCE
 from sshsite import Site
 
@@ -63,12 +62,7 @@ def test_logs_end_where_a_host_sends_the_same_file_without_end(
     site: Site, record: Record, play: Callable[[str], None], code: str, why: str
 ) -> None:
     play(code)
-    process = site.command("logs", record.job_id, stdin=subprocess.DEVNULL)
-    try:
-        _, err = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-        process.wait()
+    _, _, err = run(site, "logs", record.job_id)
     assert "Traceback" not in err
     jobs.collect(record)
     status = jobs.status(record)
