@@ -19,7 +19,7 @@ from clusterjob.backends import FETCH_LIMITS, Backend, FetchLimits, Foreground, 
 from clusterjob.backends.directory import nothing_to_fetch
 from clusterjob.checks import Check
 from clusterjob.errors import AmbiguousId, ClusterJobError, PlaceError, RecordError, SpecError, SubmitInDoubtError, UsageError
-from clusterjob.listing import Listing, Row, row_of
+from clusterjob.listing import Listing, place_in_list, row_of
 from clusterjob.node import ends, environments, events, files, private, processes
 from clusterjob.node.logs import Line, LogReader
 from clusterjob.node.program import Program
@@ -361,18 +361,7 @@ def unended() -> list[tuple[Record, Status]]:
     """Return how the jobs stand that have not ended, the oldest first."""
     found = Listing(Records())
     pairs = [(record, status) for record, status in statuses(found.open) if not status.state.final]
-    return sorted(pairs, key=lambda pair: _place_in_list(row_of(*pair)))
-
-
-def listing() -> tuple[list[Row], list[str]]:
-    """Return a row for each job, the oldest first, an array's elements together; and the records that cannot be read."""
-    found = Listing(Records())
-    rows = found.rows + [row_of(record, status) for record, status in statuses(found.open)]
-    return sorted(rows, key=_place_in_list), found.broken
-
-
-def _place_in_list(row: Row) -> tuple[str, str, int]:
-    return row.submitted_at, row.array_id or row.job_id, int(row.job_id.rpartition("_")[2]) if row.array_id else 0
+    return sorted(pairs, key=lambda pair: place_in_list(row_of(*pair)))
 
 
 def _from_end(verdict: Verdict) -> Status:

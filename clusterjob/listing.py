@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from clusterjob.backends import Status
@@ -61,6 +61,14 @@ class Listing:
         news = sum(self._take(name) for name in self._stamps)
         if news > _MANY or len(self._cached) > len(self._known) + _MANY:
             self._save()
+
+    def with_states(self, states: Iterable[tuple[Record, Status]]) -> list[Row]:
+        """Return a row for each job, the oldest first, an array's elements together.
+
+        Args:
+            states: how the open ones stand.
+        """
+        return sorted([*self.rows, *(row_of(record, status) for record, status in states)], key=place_in_list)
 
     def _take(self, name: str) -> bool:
         """Sort in what the file of this name holds; return whether its row is new to the cache."""
@@ -121,6 +129,11 @@ class Listing:
             files.write_atomic(self._cache_path, json.dumps({"schema": _SCHEMA, "rows": rows}).encode(errors="surrogatepass"))
         except OSError:
             pass  # the next one reads the records again
+
+
+def place_in_list(row: Row) -> tuple[str, str, int]:
+    """Return what rows are sorted by: the oldest first, an array's elements together and in their order."""
+    return row.submitted_at, row.array_id or row.job_id, int(row.job_id.rpartition(SEPARATOR)[2]) if row.array_id else 0
 
 
 def _stamps(records: Records) -> Iterator[tuple[str, Stamp]]:

@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.backends import Status
 from clusterjob.checks import Check, CheckState
-from clusterjob.config import Settings
-from clusterjob.listing import Row
 from clusterjob.node.folding import Folded, Folder, as_text, label
 from clusterjob.node.live_lines import LiveLines
 from clusterjob.node.logs import LONGEST, Line
@@ -26,6 +23,9 @@ from clusterjob.units import show_size
 if TYPE_CHECKING:
     from rich.status import Status as Spinner
 
+    from clusterjob.backends import Status
+    from clusterjob.config import Settings
+    from clusterjob.listing import Row
     from clusterjob.ssh.survey import HostReport
 
 SCHEMA = 1

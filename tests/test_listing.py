@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob import jobs
-from clusterjob.listing import Listing
+from clusterjob.listing import Listing, Row
 from clusterjob.node import events
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.records import Handle, Record, Records
@@ -26,6 +26,11 @@ def records(tmp_path: Path) -> Records:
     return records
 
 
+def listed() -> tuple[list[Row], list[str]]:
+    found = Listing(Records())
+    return found.with_states(jobs.statuses(found.open)), found.broken
+
+
 def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Record:
     handle = Handle("local", job_id, {"agents": [], "boot_id": "b", "host": os.uname().nodename})
     record = Record(job_id, "x", "local", "local", job_dir, 1, f"2026-01-01T00:00:00.{job_id[-3:]}Z", {}, handle, **fields)
@@ -34,20 +39,20 @@ def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Reco
 
 
 def test_rows_of_ended_jobs_come_from_the_cache(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, broken = jobs.listing()
+    rows, broken = listed()
     assert (len(rows), broken) == (100, [])
     assert rows[7][:5] == ("job-000007", "FAILED", "3", "1", "local")
     assert rows[7].reason == "rank 1: boom"
     monkeypatch.setattr(Records, "read", lambda *_: pytest.fail("a record was read"))
-    assert jobs.listing() == (rows, [])
+    assert listed() == (rows, [])
 
 
 def test_a_record_that_was_replaced_is_read_again(records: Records, tmp_path: Path) -> None:
-    jobs.listing()
+    listed()
     save(records, tmp_path, "job-000007", end=Verdict(JobState.SUCCEEDED, 0).to_json())
     records.remove("job-000008")
     save(records, tmp_path, "new-000500")
-    rows = {row.job_id: row for row in jobs.listing()[0]}
+    rows = {row.job_id: row for row in listed()[0]}
     assert len(rows) == 100
     assert rows["job-000007"].state == "SUCCEEDED"
     assert rows["new-000500"].state == "LOST"
@@ -56,9 +61,9 @@ def test_a_record_that_was_replaced_is_read_again(records: Records, tmp_path: Pa
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 1}', '{"schema": 1, "rows": {"job-000001": [1]}}', '{"schema": 1, "rows": 7}'])
 def test_a_cache_of_any_content_is_made_again(records: Records, content: str) -> None:
-    rows, _ = jobs.listing()
+    rows, _ = listed()
     (records.directory / CACHE).write_text(content)
-    assert jobs.listing()[0] == rows
+    assert listed()[0] == rows
     assert len(json.loads((records.directory / CACHE).read_bytes())["rows"]) == 100
 
 
@@ -77,7 +82,7 @@ def test_end_that_was_guessed_is_asked_for_again(records: Records, tmp_path: Pat
     save(records, tmp_path, "job-000007", end=guess, provisional=True)
     assert len(Listing(records).open) == 1
     (tmp_path / "result.json").write_text(json.dumps(Verdict(JobState.SUCCEEDED, 0).to_json()))
-    assert {row.job_id: row.state for row in jobs.listing()[0]}["job-000007"] == "SUCCEEDED"
+    assert {row.job_id: row.state for row in listed()[0]}["job-000007"] == "SUCCEEDED"
     assert Listing(records).open == []
 
 

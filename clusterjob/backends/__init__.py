@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, overload, runtime_checkable
 
-from clusterjob.checks import Check
 from clusterjob.errors import UnknownCluster
-from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.plans import Plan
-from clusterjob.records import Handle, Record
-from clusterjob.spec import JobSpec
 
 if TYPE_CHECKING:
+    from clusterjob.checks import Check
+    from clusterjob.node.verdict import JobState, Verdict
+    from clusterjob.plans import Plan
+    from clusterjob.records import Handle, Record
+    from clusterjob.spec import JobSpec
     from clusterjob.ssh.fetch import Fetched
 
 ENTRY_POINTS = "clusterjob.backends"

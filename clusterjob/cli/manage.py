@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from clusterjob.backends import Status
+    from clusterjob.records import Record
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Job ids, or beginnings of them.")]
@@ -47,15 +48,23 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
 
 def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
     """List all jobs, the oldest first."""
-    from clusterjob import jobs, output
+    from clusterjob import output
+    from clusterjob.listing import Listing
     from clusterjob.records import Records
 
     if as_json:
+        from clusterjob import jobs
+
         output.print_json({"jobs": [output.job_json(record, now) for record, now in jobs.statuses(Records().all())]})
     else:
-        rows, broken = jobs.listing()
-        output.print_jobs(rows, together=True)
-        output.print_broken(broken)
+        found = Listing(Records())
+        states: list[tuple[Record, Status]] = []
+        if found.open:
+            from clusterjob import jobs  # what asks clusters takes long to import
+
+            states = jobs.statuses(found.open)
+        output.print_jobs(found.with_states(states), together=True)
+        output.print_broken(found.broken)
     return 0
 
 

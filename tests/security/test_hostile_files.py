@@ -14,6 +14,7 @@ from procs import PATIENCE
 
 from clusterjob import jobs
 from clusterjob.backends import directory
+from clusterjob.listing import Listing
 from clusterjob.node import ends, logs
 from clusterjob.node.events import read_events
 from clusterjob.node.logs import LogReader
@@ -32,7 +33,8 @@ RECORD = Record(
 
 
 def listed() -> list[str]:
-    return [row.job_id for row in jobs.listing()[0]]
+    found = Listing(Records())
+    return [row.job_id for row in found.with_states(jobs.statuses(found.open))]
 
 
 # -- any content -------------------------------------------------------------------------------------------------------
