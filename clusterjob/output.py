@@ -129,10 +129,9 @@ def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns; the last one is not padded, so that nothing is cut and no line ends in blanks."""
-    columns = [[sanitize(cell) for cell in column] for column in zip(*rows, strict=True)]
-    widths = [len(max(column, key=len)) for column in columns]
-    padded = ([cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True))
-    print("\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True)))
+    shown = [[sanitize(cell) for cell in row] for row in rows]
+    line = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*shown, strict=True))
+    print("\n".join([line.format(*row).rstrip() for row in shown]))
 
 
 def print_hosts(reports: Sequence[HostReport]) -> None:
