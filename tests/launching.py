@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,8 +44,23 @@ class Run:
 def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment that names no job, whose temporary files lie in the test's own directory."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES}
-    own = {"TMPDIR": str(directory), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+    own = {"TMPDIR": _shorter(directory), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
     return keep | own | dict(extra or {})
+
+
+@functools.cache
+def _shorter(directory: Path) -> str:
+    """Return a short path of a directory: a socket's has at most 107 bytes, and multiprocessing makes sockets below TMPDIR."""
+    link = _links() / secrets.token_hex(3)
+    link.symlink_to(directory)
+    return str(link)
+
+
+@functools.cache
+def _links() -> Path:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    atexit.register(shutil.rmtree, folder)
+    return folder
 
 
 def start(argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
