@@ -17,7 +17,8 @@ from pathlib import Path
 from clusterjob.errors import HostError
 from clusterjob.node import files, private
 
-_VERSION_CONTROL = frozenset({".git", ".hg", ".svn"})
+_VERSION_CONTROL = frozenset({".bzr", ".git", ".hg", ".jj", ".svn"})
+_HEAD = "HEAD"  # git obeys the configuration of any directory with such a file and objects: setup.c, is_git_directory
 _HINT = "this host is not to be trusted"
 
 
@@ -34,6 +35,11 @@ class File:
 def is_version_control(path: str) -> bool:
     """Return whether a part of a path is a directory of version control: what lies there may run as a hook."""
     return any(part.casefold() in _VERSION_CONTROL for part in path.split("/"))
+
+
+def is_head(path: str) -> bool:
+    """Return whether a file of this path may make its directory a repository of git."""
+    return posixpath.basename(path).casefold() == _HEAD.casefold()
 
 
 def is_plain(path: str) -> bool:
@@ -65,6 +71,7 @@ class Destination:
         self._notes = notes
         self._new: dict[str, str] = {}
         self._made: list[Path] = []
+        self._repositories: dict[Path, bool] = {}
         noted = files.read_json(notes)
         self._noted = noted if isinstance(noted, dict) else {}
         self._mask = _umask()
@@ -85,9 +92,28 @@ class Destination:
             raise outside from error
         if not above.is_relative_to(self._root):
             raise outside
-        if is_version_control(os.path.relpath(above, self._root)) or is_version_control(path):
+        if is_version_control(os.path.relpath(above, self._root)) or is_version_control(path) or self._repository_with(above):
             raise HostError(self._label, f"it names a file in a directory of version control: {path[:80]!r}", _HINT)
         return place
+
+    def repository_of(self, path: str) -> str:
+        """Return the directory here that holds a path and may be a repository of git; empty if there is none."""
+        try:
+            found = self._repository_with((self._root / path).parent.resolve())
+        except RuntimeError:  # a ring of links, which `place` refuses
+            return ""
+        return "" if found is None else os.path.relpath(found, self._root)
+
+    def _repository_with(self, folder: Path) -> Path | None:
+        """Return the directory that may be a repository: this one, or one above it inside of the target."""
+        while folder.is_relative_to(self._root):
+            if folder not in self._repositories:
+                head = folder / _HEAD
+                self._repositories[folder] = head.is_symlink() or head.is_file()
+            if self._repositories[folder]:
+                return folder
+            folder = folder.parent
+        return None
 
     def was_fetched(self, path: str, digest: str) -> bool:
         """Return whether a file here is as it was fetched last: nobody has changed it."""

@@ -18,7 +18,7 @@ from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.visit.carry import MOST, MOST_DIGESTS, MOST_PARTS
 from clusterjob.schema import SchemaError
 from clusterjob.ssh.answers import ENTRY, MOST_ENTRY
-from clusterjob.ssh.destination import Destination, File, digest, is_plain, is_version_control
+from clusterjob.ssh.destination import Destination, File, digest, is_head, is_plain, is_version_control
 from clusterjob.units import show_size
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ class Fetch:
                 raise HostError(self._label, f"it names a file that was not asked for: {path[:80]!r}", _HINT)
             if is_version_control(path):
                 hidden[_top_of_version_control(path)] = None
+            elif is_head(path) and kind != "dir":
+                self._done.passed_over.append(f"{path}: it would make a repository of git, which is never written")
             else:
                 found[path] = (path, kind, File(path, mode, size, mtime), link)
         self._done.passed_over += [f"{path}: a directory of version control, which is never written" for path in hidden]
@@ -164,6 +166,9 @@ class Fetch:
         """Make directories, then files, then links: no file is written through a link of the host's."""
         fresh: list[File] = []
         differing: list[File] = []
+        own = {path: repository for path, *_ in entries if (repository := destination.repository_of(path))}
+        self._done.passed_over += [f"{each}: a repository of git, which is never written" for each in dict.fromkeys(own.values())]
+        entries = [entry for entry in entries if entry[0] not in own]
         for path, kind, file, _ in entries:
             place = destination.place(path)
             if kind == "dir":

@@ -99,6 +99,33 @@ def test_version_control_is_never_written(site: Site, record: Record, tmp_path: 
     assert not list((tmp_path / "here" / ".git" / "hooks").iterdir())
 
 
+def test_directory_that_would_be_a_repository_runs_nothing(site: Site, record: Record, tmp_path: Path) -> None:
+    config = f'[core]\nbare = false\nworktree = .\nfsmonitor = "touch {tmp_path}/ran; false"\n'
+    files = [
+        file("r/HEAD", "ref: refs/heads/x\n"),
+        file("r/config", config),
+        file("r/objects/x"),
+        file("r/refs/x"),
+        link("s/Head", "refs/x"),
+    ]
+    with hostile(site.world.hosts["gpu1"], sender(*files)):
+        done = fetch(record, tmp_path / "here")
+    assert {text.partition(":")[0] for text in done.passed_over} == {"r/HEAD", "s/Head"}
+    subprocess.run(["git", "status"], cwd=tmp_path / "here" / "r", check=False, capture_output=True)
+    assert not (tmp_path / "ran").exists()
+
+    own = tmp_path / "here" / "own.git"
+    subprocess.run(["git", "init", "--quiet", "--bare", own], check=True)
+    (tmp_path / "here" / "to").symlink_to("own.git")
+    before = (own / "config").read_bytes()
+    with hostile(site.world.hosts["gpu1"], sender(file("own.git/hooks/update"), file("own.git/new"), file("good"), file("to/config"))):
+        done = fetch(record, tmp_path / "here")
+    assert done.written == ["good"]
+    assert done.passed_over == ["own.git: a repository of git, which is never written"]
+    assert (own / "config").read_bytes() == before
+    assert not (own / "new").exists()
+
+
 def test_time_that_a_host_claims_replaces_nothing(site: Site, record: Record) -> None:
     """Neither code that was sent nor a file that is only here; and no file here bears a time of the future."""
     site.path("notes").write_text("mine\n")
