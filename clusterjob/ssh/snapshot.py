@@ -77,16 +77,16 @@ class Snapshot:
         """Return the bytes of all files."""
         return sum(entry.size for entry in self.entries)
 
-    def left_out(self) -> str:
-        """Return one line about what looks like a secret; empty if nothing does."""
-        shown = ", ".join(sanitize(path) for path in self.secrets[:_MOST_NAMED])
-        more = f" and {len(self.secrets) - _MOST_NAMED} more" if len(self.secrets) > _MOST_NAMED else ""
+    def left_out(self, most: int = _MOST_NAMED) -> str:
+        """Return one line about what looks like a secret, with at most so many names; empty if nothing does."""
+        shown = ", ".join(sanitize(path) for path in self.secrets[:most])
+        more = f" and {len(self.secrets) - most} more" if len(self.secrets) > most else ""
         return f"not sent, as it looks like a secret: {shown}{more} (--include-secrets sends it)" if shown else ""
 
     def text(self) -> str:
         """Return the list of files for people: size and path of each, and what was left out."""
         rows = [f"{entry.size:>12} {entry.path}" for entry in self.entries if entry.kind == "file"]
-        return "\n".join([*rows, *([self.left_out()] if self.secrets else [])])
+        return "\n".join([*rows, *([self.left_out(len(self.secrets))] if self.secrets else [])])
 
     def to_json(self) -> dict[str, Any]:
         """Return the list of files as plain data."""

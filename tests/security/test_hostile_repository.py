@@ -203,9 +203,13 @@ def test_a_file_of_too_many_patterns_is_named(tmp_path: Path) -> None:
 SECRETS = {
     ".env": "TOKEN=1", "sub/.env.local": "x", ".ssh/id_rsa": "x", "keys/id_ed25519": "x", "tls.pem": "-----BEGIN PRIVATE KEY-----",
     "odd.key": "x", ".netrc": "x", ".aws/credentials": "x", ".docker/config.json": "x", "deep/secrets.yaml": "x",
+    "prod.env": "x", "ID_RSA": "x", "Server.PEM": "x", "kubeconfig": "x", ".cache/huggingface/token": "x", "main.tfstate": "x",
+    "application_default_credentials.json": "x", "my-serviceaccount.json": "x", ".s3cfg": "x", "rclone.conf": "x",
+    "deploy_key": "-----BEGIN OPENSSH PRIVATE KEY-----", "id_ed25519_github": "-----BEGIN OPENSSH PRIVATE KEY-----",
 }  # fmt: skip
 ORDINARY = {
-    "train.py": "", ".env.example": "", "id_rsa.pub": "", "ca.pem": "-----BEGIN CERTIFICATE-----\n", "config.json": "",
+    "train.py": "", ".env.example": "", "id_rsa.pub": "ssh-rsa AAAA", "id_map.py": "", "huggingface/token.py": "", "environment.yml": "",
+    "ca.pem": "-----BEGIN CERTIFICATE-----\n", "config.json": "",
 }  # fmt: skip
 
 
@@ -213,7 +217,7 @@ def test_what_looks_like_a_secret_is_left_out_and_named_in_one_line(tmp_path: Pa
     fill(tmp_path, **SECRETS, **ORDINARY)
     assert paths(tmp_path) == sorted(ORDINARY)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("clusterjob: not sent, as it looks like a secret: .aws/, .docker/config.json, .env, .netrc, .ssh/, ")
+    assert line.startswith("clusterjob: not sent, as it looks like a secret: .aws/, .cache/huggingface/token, .docker/config.json, .env, ")
     assert line.endswith("(--include-secrets sends it)")
     caplog.clear()
     assert sorted(paths(tmp_path, include_secrets=True)) == sorted({**SECRETS, **ORDINARY})
