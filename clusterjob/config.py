@@ -16,6 +16,7 @@ import difflib
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from clusterjob.node.files import read_regular
 from clusterjob.node.sanitize import sanitize
 from clusterjob.settings import SETTINGS, read_setting
 from clusterjob.trust import Line, Use
+from clusterjob.units import show_size
 
 _TOP_KEYS = ("cluster", "defaults", "clusters")
 _LARGEST = 1 << 20  # bytes of a configuration file
@@ -115,6 +117,8 @@ def resolve(
         for key, value in layer.items():
             read = read_setting(key, value, origin(key))
             read = _below(base, key, read)
+            if table:
+                _check_named_files(origin(key), key, read)
             if table and key == "set" and "ssh_config" in read:
                 read = read | {"ssh_config": OfProject(read["ssh_config"])}
             merge = SETTINGS[key].merge and key in values
@@ -142,6 +146,25 @@ def _below(base: Path, key: str, value: Any) -> Any:
     if key == "secret":
         return tuple(one.beside(base) for one in value)
     return base / value if isinstance(value, Path) else value
+
+
+def _check_named_files(origin: str, key: str, value: Any) -> None:
+    """Refuse a pipe, a device or a huge file that a project's file names: to read it might never end.
+
+    Raises:
+        ConfigError: it names one.
+    """
+    named = [value] if isinstance(value, Path) else [one.file for one in value if one.file is not None] if key == "secret" else []
+    if key == "set" and isinstance(value, dict) and "ssh_config" in value:
+        named = [Path(value["ssh_config"])]
+    for place in named:
+        try:
+            found = place.expanduser().stat()
+        except (OSError, RuntimeError, ValueError):  # who reads it says so
+            continue
+        regular = stat.S_ISREG(found.st_mode) and found.st_size <= trust.LARGEST_NAMED
+        if not regular and not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{origin}: {place} is no regular file of at most {show_size(trust.LARGEST_NAMED)}")
 
 
 def _sent_elsewhere(project: ConfigFile, settings: Settings, chosen_at: str) -> Iterator[Line]:

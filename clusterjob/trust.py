@@ -7,6 +7,7 @@ job elsewhere: that is obeyed for a program of the same project, and for anythin
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -28,6 +29,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 HERE = ("local", "slurm")  # backends that send nothing away from this machine and its cluster
 _NAMED_FILES = ("template", "hostfile")
+LARGEST_NAMED = 4 << 20  # bytes of a file that a project's file names
 _SCRIPTS = (".py", ".sh")
 _INTERPRETERS = re.compile(r"(?:python[0-9.]*|pypy[0-9.]*|bash|sh|dash|ksh|zsh|env|torchrun|accelerate|deepspeed)", re.ASCII)
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")  # python -m
@@ -133,9 +135,9 @@ def check(path: Path, data: Mapping[str, Any], lines: Iterable[Line], workdirs: 
 
 
 def _begun(program: Program, workdirs: Sequence[Path]) -> str | None:
-    """Return what a program is begun from: a script, or the directory where a module is looked for; None if nothing tells."""
+    """Return what a program is begun from: a script, a module's file or directory; None if nothing tells."""
     if program.kind == "module":
-        return ""
+        return _script_of(("-m", program.target, *program.args), workdirs)
     if program.kind == "script":
         return program.target
     if not _INTERPRETERS.fullmatch(Path(program.target).name):
@@ -152,11 +154,8 @@ def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
         after_option, is_module = before.startswith("-") and "=" not in before, before in ("-m", "--module")
         before = word
         if is_module:
-            module = word.replace(".", os.sep)
-            if any((at / module).is_dir() or (at / f"{module}.py").is_file() for at in workdirs):
-                return module
-            if word not in _LAUNCHERS:
-                return None
+            if word not in _LAUNCHERS or _is_module_of(word, workdirs):
+                return _place_of(word, workdirs)
         elif word == "-" or re.fullmatch("-[A-Za-z]*c", word):  # the program is no file
             return None
         elif word.startswith("-") or re.match(r"\w+=", word) or word == "launch" or _INTERPRETERS.fullmatch(Path(word).name):
@@ -164,6 +163,23 @@ def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
         elif not after_option or word.endswith(_SCRIPTS):  # else it is an option's value, or a script that looks like one
             return word if any((at / word).is_file() for at in workdirs) else None
     return None
+
+
+def _is_module_of(name: str, workdirs: Sequence[Path]) -> bool:
+    """Return whether Python finds a module in a working directory, where ``-m`` looks first."""
+    module = name.replace(".", os.sep)
+    return any((at / module).is_dir() or (at / f"{module}.py").is_file() for at in workdirs)
+
+
+def _place_of(name: str, workdirs: Sequence[Path]) -> str | None:
+    """Return where a module lies: in the working directory, as does one that is nowhere, or where its package is installed."""
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0])  # without its submodule, which would import the package
+    except (ImportError, ValueError):
+        found = None
+    if found is None or _is_module_of(name, workdirs):
+        return name.replace(".", os.sep)
+    return found.origin if found.has_location else next(iter(found.submodule_search_locations or ()), None)
 
 
 def _is_below(place: Path, root: Path) -> bool:
@@ -175,16 +191,22 @@ def _is_below(place: Path, root: Path) -> bool:
 
 
 def digest(path: Path, data: Mapping[str, Any]) -> str:
-    """Return what names a file's content: its settings, and the files that it names."""
+    """Return what names a file's content: its settings, and the files that it names.
+
+    Raises:
+        ConfigError: one that it names is a pipe or a device, or too large.
+    """
     found = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode())
     for table in (data.get("defaults", {}), *data.get("clusters", {}).values()):
         names = [*(table.get(key) for key in _NAMED_FILES), _ssh_config_of(table)]
         for name in names:
             if isinstance(name, str):
                 try:
-                    content = (path.parent / Path(name).expanduser()).read_bytes()
-                except (OSError, RuntimeError, ValueError):
+                    content = files.read_regular(path.parent / Path(name).expanduser(), LARGEST_NAMED)
+                except (OSError, RuntimeError):
                     content = b""
+                except ValueError as error:
+                    raise ConfigError(f"{path} cannot be trusted: {error}") from error
                 found.update(hashlib.sha256(content).digest())
     return found.hexdigest()
 
@@ -199,15 +221,20 @@ def _ssh_config_of(table: Mapping[str, Any]) -> str | None:
 
 
 def is_trusted(path: Path, data: Mapping[str, Any]) -> bool:
-    """Return whether the user has trusted a file with this very content."""
-    return _recorded().get(str(path.resolve())) == digest(path, data)
+    """Return whether the user has trusted a file with this very content.
+
+    Raises:
+        ConfigError: see `digest`.
+    """
+    known = _recorded().get(str(path.resolve()))
+    return known is not None and known == digest(path, data)
 
 
 def record(path: Path, data: Mapping[str, Any]) -> None:
     """Note that the user trusts a file with its content of now.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or see `digest`.
     """
     place = _place()
     try:

@@ -205,7 +205,13 @@ def test_a_program_of_the_project_runs_without_a_question(clone: Clone, words: t
         (Program("script", "train.py"), True),
         (Program("script", "../mine.py"), False),
         (Program("script", "/bin/true"), False),
-        (Program("module", "anything"), True),
+        (Program("module", "nowhere"), True),
+        (Program("module", "pkg"), True),
+        (Program("module", "installed.of.it"), True),
+        (Program("module", "torch.distributed.run", ("--nproc-per-node", "2", "train.py")), True),
+        (Program("module", "torch.distributed.run", ("--nproc-per-node", "2", "../mine.py")), False),
+        (Program("module", "timeit", ("-n1", "pass")), False),
+        (Program("module", "sys"), False),
         (Program("command", "true"), False),
         (Program("command", "cat", ("README.md",)), False),
         (Program("command", "sh", ("-c", "./run.sh; true")), False),
@@ -220,7 +226,9 @@ def test_a_program_of_the_project_runs_without_a_question(clone: Clone, words: t
         (Program("command", "accelerate", ("launch", "train.py")), True),
     ],
 )
-def test_which_programs_belong_to_a_project(clone: Clone, program: Program, inside: bool) -> None:
+def test_which_programs_belong_to_a_project(clone: Clone, program: Program, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (clone.root / "src" / "installed").mkdir(parents=True)
+    monkeypatch.syspath_prepend(clone.root / "src")  # as `pip install --editable .` has it
     (clone.root / "README.md").write_text("")
     (clone.root / "2").write_text("")
     (clone.root.parent / "mine.py").write_text("")
@@ -368,6 +376,40 @@ def test_trust_ends_with_the_ssh_configuration_in_each_form_of_set(clone: Clone,
     assert trust.is_trusted(path, project_file(path).data)
     (clone.root / "ssh_config").write_text("ProxyCommand evil\n")
     assert not trust.is_trusted(path, project_file(path).data)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+@pytest.mark.parametrize(
+    "setting",
+    ["hostfile = 'named'", "template = 'named'", "secret = ['X=named']", "set = {ssh_config = 'named'}"],
+    ids=lambda text: text[:6],
+)
+def test_file_that_is_read_without_end_is_refused_by_its_name(clone: Clone, setting: str, kind: str) -> None:
+    named = clone.root / "named"
+    if kind == "pipe":
+        os.mkfifo(named)
+    elif kind == "device":
+        named.symlink_to("/dev/zero")
+    else:
+        named.touch()
+        os.truncate(named, 100 << 30)
+    path = clone.config(f"[defaults]\n{setting}\n")
+    with pytest.raises(ConfigError, match="named is no regular file of at most"):
+        resolve({}, "local", {}, clone.root, BACKENDS)
+    if not setting.startswith("secret"):  # whose content is no part of what is trusted
+        with pytest.raises(ConfigError, match=r"cannot be trusted: .*named is no regular file of at most"):
+            trust.record(path, project_file(path).data)
+
+
+@pytest.mark.parametrize(
+    "words", [("render", "train.py"), ("submit", "--dry-run", "train.py"), ("run", "train.py"), ("doctor",), ("hosts",), ("trust", "--yes")]
+)
+def test_no_command_waits_for_a_pipe_of_a_project(clone: Clone, words: tuple[str, ...]) -> None:
+    os.mkfifo(clone.root / "pipe")
+    clone.config("[defaults]\nhostfile = 'pipe'\n")
+    done = clone.call(*words)
+    assert done.returncode == 2
+    assert "pipe is no regular file of at most" in done.stderr
 
 
 def test_trust_is_of_one_path_alone(clone: Clone, tmp_path: Path) -> None:
