@@ -7,8 +7,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.checks import Check, CheckState
@@ -254,16 +253,25 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
 
 def settings_json(settings: Settings) -> dict[str, Any]:
     """Return settings as plain data."""
-    values = {
-        key: {"value": str(value) if isinstance(value, Path) else value, "origin": settings.origins[key]}
-        for key, value in settings.values.items()
-    }
+    values = {key: {"value": _plain(value), "origin": settings.origins[key]} for key, value in settings.values.items()}
     return {"cluster": settings.cluster, "backend": settings.backend, "settings": values}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, (str, bool, int, float, Mapping)) else str(value)
+
+
+def _on_one_line(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={one}" for key, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def print_settings(settings: Settings) -> None:
     """Print settings, each with where it was written."""
     print(sanitize(f"cluster: {settings.cluster}   backend: {settings.backend}"))
-    rows = [(key, str(value), settings.origins[key]) for key, value in settings.values.items()]
+    rows = [(key, _on_one_line(value), settings.origins[key]) for key, value in settings.values.items()]
     if rows:
         print_table([("SETTING", "VALUE", "FROM"), *rows])

@@ -23,6 +23,10 @@ class Secret:
     name: str
     file: Path | None = None
 
+    def __str__(self) -> str:
+        """Return what --secret takes; the value is not in it."""
+        return self.name if self.file is None else f"{self.name}={self.file}"
+
     @classmethod
     def parse(cls, text: str) -> Secret:
         """Return the secret that ``NAME`` or ``NAME=FILE`` names.

@@ -866,6 +866,8 @@ def test_env_tells_this_process_s_place(terminal: Terminal, monkeypatch: pytest.
 def test_config_tells_where_each_setting_comes_from(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     path = terminal.path("clusterjob.toml")
     path.write_text("cluster = 'lab'\n[defaults]\nmem = '1G'\n[clusters.lab]\nbackend = 'local'\nworkdir = '/tmp'\nsetup = 'true'\n")
+    with path.open("a") as stream:
+        stream.write("secret = ['TOKEN', 'KEY=k']\nenv = {A = '1', B = '2'}\n")
     monkeypatch.setenv("CLUSTERJOB_NODES", "3")
     told = json.loads(terminal("config", "--json").stdout)
     assert (told["schema"], told["cluster"], told["backend"]) == (1, "lab", "local")
@@ -874,7 +876,11 @@ def test_config_tells_where_each_setting_comes_from(terminal: Terminal, monkeypa
     assert settings["mem"] == {"value": 1024**3, "origin": f"{path}: [defaults] mem"}
     assert settings["workdir"] == {"value": "/tmp", "origin": f"{path}: [clusters.lab] workdir"}
     assert settings["setup"]["value"] == ["true"]
-    assert re.search(r"^nodes\s+3\s+CLUSTERJOB_NODES$", terminal("config").stdout, re.MULTILINE)
+    assert settings["secret"]["value"] == ["TOKEN", f"KEY={path.parent}/k"]
+    shown = terminal("config").stdout
+    assert re.search(r"^nodes\s+3\s+CLUSTERJOB_NODES$", shown, re.MULTILINE)
+    assert f" TOKEN, KEY={path.parent}/k " in shown
+    assert " A=1, B=2 " in shown
     assert "mem" in terminal("config", "--cluster", "local").stdout
     terminal("config", "--cluster", "nosuch", code=2)
 
