@@ -31,6 +31,7 @@ from clusterjob.spec import JobSpec
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
+_HOME = "CLUSTERJOB_HOME"  # is handed on: a job that submits another here notes it where the user looks
 _CANCEL_PATIENCE = 2.0  # beyond the job's own grace, before an agent that does not stop is killed
 
 
@@ -210,7 +211,7 @@ def _start(command: PlannedCommand, log: Path, hidden: Collection[str], stdin: i
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in contract.LAUNCH_VARIABLES and name not in hidden and not name.startswith("CLUSTERJOB_")
+        if name not in contract.LAUNCH_VARIABLES and name not in hidden and (name == _HOME or not name.startswith("CLUSTERJOB_"))
     }
     lent = [] if stdin is None else [os.dup(stdin)]  # 0 itself is the lifeline's number
     told = {contract.STDIN_FD: str(lent[0])} if lent else {}
