@@ -29,7 +29,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 HERE = ("local", "slurm")  # backends that send nothing away from this machine and its cluster
 _NAMED_FILES = ("template", "hostfile")
-LARGEST_NAMED = 4 << 20  # bytes of a file that a project's file names
+LARGEST_NAMED = 4_000_000  # bytes of a file that a project's file names
 _SCRIPTS = (".py", ".sh")
 _INTERPRETERS = re.compile(r"(?:python[0-9.]*|pypy[0-9.]*|bash|sh|dash|ksh|zsh|env|torchrun|accelerate|deepspeed)", re.ASCII)
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")  # python -m
