@@ -154,8 +154,12 @@ def _check_named_files(origin: str, key: str, value: Any) -> None:
     Raises:
         ConfigError: it names one.
     """
-    named = [value] if isinstance(value, Path) else [one.file for one in value if one.file is not None] if key == "secret" else []
-    if key == "set" and isinstance(value, dict) and "ssh_config" in value:
+    named: list[Path] = []
+    if isinstance(value, Path):
+        named = [value]
+    elif key == "secret":
+        named = [one.file for one in value if one.file is not None]
+    elif key == "set" and "ssh_config" in value:
         named = [Path(value["ssh_config"])]
     for place in named:
         try:

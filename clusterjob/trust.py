@@ -154,8 +154,11 @@ def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
         after_option, is_module = before.startswith("-") and "=" not in before, before in ("-m", "--module")
         before = word
         if is_module:
-            if word not in _LAUNCHERS or _is_module_of(word, workdirs):
-                return _place_of(word, workdirs)
+            module = word.replace(".", os.sep)
+            if any((at / module).is_dir() or (at / f"{module}.py").is_file() for at in workdirs):
+                return module
+            if word not in _LAUNCHERS:
+                return _installed_at(word)
         elif word == "-" or re.fullmatch("-[A-Za-z]*c", word):  # the program is no file
             return None
         elif word.startswith("-") or re.match(r"\w+=", word) or word == "launch" or _INTERPRETERS.fullmatch(Path(word).name):
@@ -165,20 +168,14 @@ def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
     return None
 
 
-def _is_module_of(name: str, workdirs: Sequence[Path]) -> bool:
-    """Return whether Python finds a module in a working directory, where ``-m`` looks first."""
-    module = name.replace(".", os.sep)
-    return any((at / module).is_dir() or (at / f"{module}.py").is_file() for at in workdirs)
-
-
-def _place_of(name: str, workdirs: Sequence[Path]) -> str | None:
-    """Return where a module lies: in the working directory, as does one that is nowhere, or where its package is installed."""
+def _installed_at(module: str) -> str | None:
+    """Return where a module's package is installed; the module itself, as in the working directory, if it is nowhere."""
     try:
-        found = importlib.util.find_spec(name.partition(".")[0])  # without its submodule, which would import the package
+        found = importlib.util.find_spec(module.partition(".")[0])  # without its submodule, which would import the package
     except (ImportError, ValueError):
         found = None
-    if found is None or _is_module_of(name, workdirs):
-        return name.replace(".", os.sep)
+    if found is None:
+        return module
     return found.origin if found.has_location else next(iter(found.submodule_search_locations or ()), None)
 
 
