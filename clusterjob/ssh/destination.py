@@ -96,10 +96,10 @@ class Destination:
             raise HostError(self._label, f"it names a file in a directory of version control: {path[:80]!r}", _HINT)
         return place
 
-    def repository_of(self, path: str) -> str:
-        """Return the directory here that holds a path and may be a repository of git; empty if there is none."""
+    def repository_of(self, folder: str) -> str:
+        """Return the directory here that may be a repository of git: a host's directory or one above it; empty if there is none."""
         try:
-            found = self._repository_with((self._root / path).parent.resolve())
+            found = self._repository_with((self._root / folder).resolve())
         except RuntimeError:  # a ring of links, which `place` refuses
             return ""
         return "" if found is None else os.path.relpath(found, self._root)

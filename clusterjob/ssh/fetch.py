@@ -166,9 +166,10 @@ class Fetch:
         """Make directories, then files, then links: no file is written through a link of the host's."""
         fresh: list[File] = []
         differing: list[File] = []
-        own = {path: repository for path, *_ in entries if (repository := destination.repository_of(path))}
+        folders = dict.fromkeys(posixpath.dirname(path) for path, *_ in entries)
+        own = {folder: found for folder in folders if (found := destination.repository_of(folder))}
         self._done.passed_over += [f"{each}: a repository of git, which is never written" for each in dict.fromkeys(own.values())]
-        entries = [entry for entry in entries if entry[0] not in own]
+        entries = [entry for entry in entries if posixpath.dirname(entry[0]) not in own]
         for path, kind, file, _ in entries:
             place = destination.place(path)
             if kind == "dir":
