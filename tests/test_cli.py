@@ -865,9 +865,10 @@ def test_env_tells_this_process_s_place(terminal: Terminal, monkeypatch: pytest.
 
 def test_config_tells_where_each_setting_comes_from(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     path = terminal.path("clusterjob.toml")
-    path.write_text("cluster = 'lab'\n[defaults]\nmem = '1G'\n[clusters.lab]\nbackend = 'local'\nworkdir = '/tmp'\nsetup = 'true'\n")
-    with path.open("a") as stream:
-        stream.write("secret = ['TOKEN', 'KEY=k']\nenv = {A = '1', B = '2'}\n")
+    path.write_text(
+        "cluster = 'lab'\n[defaults]\nmem = '1G'\n[clusters.lab]\nbackend = 'local'\nworkdir = '/tmp'\nsetup = 'true'\n"
+        "secret = ['TOKEN', 'KEY=k']\nenv = {A = '1', B = '2'}\n"
+    )
     monkeypatch.setenv("CLUSTERJOB_NODES", "3")
     told = json.loads(terminal("config", "--json").stdout)
     assert (told["schema"], told["cluster"], told["backend"]) == (1, "lab", "local")
