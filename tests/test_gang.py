@@ -974,9 +974,10 @@ def test_a_signal_to_all_while_the_agent_loads_is_a_wish_and_no_death(new_job: N
     (job.path("slow")).mkdir()
     job.script(
         """
-        import pathlib, sys, time
+        import os, pathlib, sys, time
         pathlib.Path("loading").touch()
-        time.sleep(0.5)
+        while not os.path.exists("signalled"):
+            time.sleep(0.01)
         sys.path.remove(str(pathlib.Path(__file__).parent))
         del sys.modules["asyncio"]
         import asyncio
@@ -988,9 +989,11 @@ def test_a_signal_to_all_while_the_agent_loads_is_a_wish_and_no_death(new_job: N
     job.wait_for("loading")
     for pid in (agent.pid, job.starter_of(agent)):
         os.kill(pid, number)
+    job.path("signalled").touch()
     assert job.wait() == [143]
     assert (job.result["state"], job.result["reason"]) == ("CANCELLED", f"{number.name} on {HOST}")
     assert job.end_of(0)["state"] == "CANCELLED"
+    assert not job.path("up0").exists(), "no worker was started"
     assert "Traceback" not in job.stderr(agent)
     nothing_left(10)
 

@@ -168,6 +168,12 @@ class Agent:
         ordering.cancel()
         if self._lead_task is not None and self._lead_task.done() and self._lead_task.exception() is not None:
             self._lead_task.result()  # raises: the lead cannot lead
+        self._pass_on_wishes()
+        return None
+
+    def _pass_on_wishes(self) -> None:
+        """Tell the lead each wish that it was not told yet."""
+        assert self._link is not None
         if self._wishes.warned.done() and not self._warning_told:
             self._warning_told = True
             self._link.send({"t": "warned", "why": self._wishes.warned.result()})
@@ -177,7 +183,6 @@ class Agent:
         if self._wishes.at_once.done() and not self._haste_told:
             self._haste_told = True
             self._link.send({"t": "at_once"})
-        return None
 
     async def _join(self) -> None:
         """Become part of the gang. No link is set if the wish to end came first."""
@@ -189,6 +194,7 @@ class Agent:
         if self._topology.node_rank == 0:
             self._lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say, self._crashes.watch)
             self._link = OwnLead(self._lead.gathering, hello)
+            self._pass_on_wishes()  # that came while this process was loading: the lead hears them before it starts workers
             self._lead_task = asyncio.create_task(self._lead.lead())
             return
         finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, self._voice.say, self._lead_given_up))

@@ -162,6 +162,10 @@ class Lead:
             if outcome is not None:
                 return outcome
             told = looked if looked - told > _WAITING_NOTICE else told
+        while not self._inbox.empty():  # no worker starts in a job that was cancelled when the last agent came
+            outcome = self._decisive(*self._inbox.get_nowait())
+            if outcome is not None:
+                return outcome
         return self._preempted("before its workers had started") if self._notice.why else None
 
     def _refused_nodes(self) -> Outcome | None:
