@@ -162,11 +162,10 @@ class Lead:
             if outcome is not None:
                 return outcome
             told = looked if looked - told > _WAITING_NOTICE else told
-        while not self._inbox.empty():  # no worker starts in a job that was cancelled when the last agent came
-            outcome = self._decisive(*self._inbox.get_nowait())
-            if outcome is not None:
-                return outcome
-        return self._preempted("before its workers had started") if self._notice.why else None
+        outcome = self._hear_waiting()  # no worker starts in a job that was cancelled when the last agent came
+        if outcome is None and self._notice.why:
+            return self._preempted("before its workers had started")
+        return outcome
 
     def _refused_nodes(self) -> Outcome | None:
         """A node whose script could not even start the agent says so in a file, where the directory is shared."""
@@ -197,6 +196,14 @@ class Lead:
             return await asyncio.wait_for(self._inbox.get(), max(0.0, patience))
         except asyncio.TimeoutError:
             return None
+
+    def _hear_waiting(self) -> Outcome | None:
+        """Take in the messages that have come in, up to the first that ends the round; return its outcome."""
+        while not self._inbox.empty():
+            outcome = self._decisive(*self._inbox.get_nowait())
+            if outcome is not None:
+                return outcome
+        return None
 
     # -- one round -----------------------------------------------------------------------------------------------------
 
@@ -237,9 +244,8 @@ class Lead:
             outcome = None
             if due > time.monotonic():
                 message = await self._next_message(min(due - time.monotonic(), 3600.0))
-                while message is not None and outcome is None:  # all that came in together, before the failures are ranked again
-                    outcome = self._decisive(*message)
-                    message = None if outcome is not None or self._inbox.empty() else self._inbox.get_nowait()
+                if message is not None:  # and all that came in with it, before the failures are ranked again
+                    outcome = self._decisive(*message) or self._hear_waiting()
             else:
                 outcome = self._overdue()
             if outcome is not None:
