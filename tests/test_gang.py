@@ -504,7 +504,7 @@ def test_kill_9_of_an_agent_whose_starter_imports(new_job: NewJob, delay: float)
     time.sleep(delay)
     job.agents[0].kill()
     nothing_left(10)
-    job.wait()
+    assert job.wait() == [-signal.SIGKILL]
 
 
 def test_kill_9_of_torch_s_store_fails_the_node(new_job: NewJob) -> None:
