@@ -213,6 +213,16 @@ def test_rank_that_ended_with_zero_is_blamed_where_torch_lost_it(lines: tuple[st
     assert len(judge.consequences()) == 2
 
 
+def test_rank_whose_traceback_was_cut_is_not_named_beside_one_that_names_its_collective() -> None:
+    judge = Judge()
+    judge.note_exit(failure(0, code=0), 10.0)
+    judge.hear(replace(failure(1, effect=True), last_lines=ALL_REDUCE), 10.5, exited=True)
+    judge.hear(replace(failure(2, effect=True, message=ALL_REDUCE[-1]), last_lines=ALL_REDUCE[:2]), 10.6, exited=True)
+    root = judge.root()
+    assert root is not None
+    assert root.message == "ended with exit code 0 0.5 s before; rank 1 was in all_reduce"
+
+
 heard = st.tuples(
     st.integers(0, 3), st.integers(0, 2), st.floats(0, 100, allow_nan=False), st.booleans(), st.booleans()
 )  # node, local rank, time, effect, exited

@@ -10,6 +10,7 @@ from clusterjob.node.verdict import Failure
 
 KIND = "early_exit"
 _MOST_NAMED = 8
+_UNNAMED = "in a collective"
 # The first line of a traceback that is in torch says what the script has called. Its wrapper for logs is none.
 _CALL = re.compile(r'File ".*/torch/(?:distributed/distributed_c10d|_tensor|autograd/__init__)\.py", line \d+, in (\w+)')
 # What shows that a rank has failed in torch.distributed, not at a connection of its own. `@record` of torchrun wraps a whole script.
@@ -33,6 +34,8 @@ def failure(exits: Sequence[Failure], seconds: float, effects: Sequence[Failure]
     for effect in effects:
         if in_torch(effect):
             calls.setdefault(collective(effect.last_lines), []).append(effect)
+    if len(calls) > 1:  # a rank that was stopped while it wrote its traceback tells less than the others
+        calls.pop(_UNNAMED, None)
     clauses = [f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {call}" for call, ranks in calls.items()]
     return replace(exits[0], kind=KIND, message=f"ended with exit code 0 {before}{also}; {', '.join(clauses)}")
 
@@ -44,7 +47,7 @@ def in_torch(effect: Failure) -> bool:
 
 def collective(lines: Iterable[str]) -> str:
     """Return where in torch a traceback says that a rank was: ``in all_reduce``; ``in a collective`` where it does not say."""
-    return next((f"in {match[1]}" for match in map(_CALL.search, lines) if match is not None), "in a collective")
+    return next((f"in {match[1]}" for match in map(_CALL.search, lines) if match is not None), _UNNAMED)
 
 
 def _ranks(failures: Sequence[Failure]) -> str:
