@@ -224,6 +224,10 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         except ClusterJobError:  # nobody could ask for the job: it must not run
             backend.cancel(records.elements(replace(record, handle=handle)))
             raise
+        except KeyboardInterrupt:  # nor need it wait in a queue for a cancel request to be read
+            with contextlib.suppress(ClusterJobError):
+                backend.cancel(records.elements(replace(record, handle=handle)))
+            raise
     except SubmitInDoubtError as error:  # it may run: the record and the directory are what it can be found by
         error.hint = f"do not submit it again before `clusterjob status {plan.job_id}` has said where it is"
         raise

@@ -29,6 +29,8 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"),
 }
 _FOREIGN = ("CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI_", "PET_", "MLP_", "PADDLE_")
+_SHARES = 4  # at most so many processes of pytest choose ports side by side
+_given: set[int] = set()
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -115,10 +117,22 @@ def by_hand(nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[
     return [start([sys.executable, *argv], directory, place) for place in places]
 
 
+def gave_up_after(line: str) -> int:
+    """Return the seconds after which a process says that it gave up: at least its time-out, more where the machine is busy."""
+    return int(line.rpartition("gave up after ")[2].split()[0])
+
+
 def free_port() -> int:
-    """Return a TCP port that nobody listens on: none of those that the kernel deals out, which are another's a moment later."""
+    """Return a TCP port that nobody listens on and no other call returns, in this process of pytest or in another.
+
+    None of those that the kernel deals out, which are another's a moment later.
+    """
+    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _SHARES
     while True:
-        port = 12000 + secrets.randbelow(8000)
+        port = 12000 + share + _SHARES * secrets.randbelow(8000 // _SHARES)
+        if port in _given:
+            continue
+        _given.add(port)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("0.0.0.0", port))
             return port

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LAUNCHERS, PATIENCE, by_hand, environment, finish, free_port, launch, run, script, start, told
+from launching import LAUNCHERS, PATIENCE, by_hand, environment, finish, free_port, gave_up_after, launch, run, script, start, told
 
 from clusterjob import bootstrap
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.verdict import is_peer_loss
 from clusterjob.worker import device
 from clusterjob.worker.process import report_pipe
 
@@ -428,7 +429,8 @@ def test_processes_that_do_not_meet_say_so_in_time(tmp_path: Path) -> None:
     ran = run([sys.executable, script(tmp_path, text)], tmp_path, place)
     assert ran.code == 1
     last = next(line for line in reversed(ran.err.splitlines()) if "GangError: " in line)
-    assert last.endswith("Connection refused; gave up after 1 s")
+    assert "Connection refused; gave up after " in last
+    assert gave_up_after(last) >= 1
     assert f"cannot reach rank 0 at 127.0.0.1:{place['MASTER_PORT']}: " in last
 
 
@@ -564,7 +566,7 @@ def test_an_exception_ends_the_process_at_once_with_code_1(block: str, tmp_path:
     assert ran.err.rstrip().endswith("ValueError: boom")
     assert ran.out == "atexit ran\n"
     assert other.code == 1
-    assert "Connection closed by peer" in other.err
+    assert is_peer_loss(other.err)
     assert other.out == "atexit ran\n"
 
 

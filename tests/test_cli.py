@@ -507,6 +507,8 @@ def test_ctrl_c_in_the_start_up_is_no_traceback(terminal: Terminal, tmp_path: Pa
 def test_what_workers_say_when_they_are_cancelled_is_shown(terminal: Terminal) -> None:
     running = terminal.start(
         "run",
+        "--grace",
+        "60",
         terminal.script("""
             import signal, sys, time
             def save(*_):
@@ -632,7 +634,7 @@ def test_a_terminal_s_ctrl_c_goes_to_the_command_alone(terminal: Terminal) -> No
             pathlib.Path("got").open("a").write(f"{signal.Signals(number).name} ")
         signal.signal(signal.SIGINT, on)
         signal.signal(signal.SIGTERM, on)
-        pathlib.Path("up0").touch()
+        print("up")
         while not pathlib.Path("got").exists():
             time.sleep(0.05)
         time.sleep(0.5)  # for another one, were there any
@@ -640,7 +642,7 @@ def test_a_terminal_s_ctrl_c_goes_to_the_command_alone(terminal: Terminal) -> No
     with pseudo_terminal() as (master, slave):
         session = {"stdin": slave, "start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
         running = terminal.start("run", script, **session)
-        terminal.wait_for("up0")
+        wait_until(lambda: "up" in terminal.said(running)[0], PATIENCE)  # shown: it watches the job
         os.write(master, b"\x03")
         assert running.wait(PATIENCE) == 130
     nothing_survives()

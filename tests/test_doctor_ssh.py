@@ -98,8 +98,8 @@ def test_hosts_that_are_not_reached_or_not_trusted(clinic: Clinic) -> None:
 def test_a_key_that_is_unknown_and_no_host_at_all(clinic: Clinic) -> None:
     clinic.site.world.known_hosts.write_text("")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        clinic.site.world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n")
-        found = clinic(hosts="gpu1,hole", set={"connect_timeout": "3"})
+        clinic.site.world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n  ConnectTimeout 3\n")
+        found = clinic(hosts="gpu1,hole")
     assert found.failed == ["reached"]
     unknown, hole = found.words("reached").splitlines()
     assert unknown.startswith("gpu1: its key is unknown")

@@ -232,12 +232,17 @@ def test_a_failure_counts_from_the_moment_of_the_exception(new_job: NewJob) -> N
     script = job.script("""
         import atexit, os, pathlib, time
         if os.environ["RANK"] == "0":
-            atexit.register(time.sleep, 3)
-            atexit.register(pathlib.Path("failed0").touch)
+            def leave_last():
+                pathlib.Path("failed0").touch()
+                while not os.path.exists("failing1"):
+                    time.sleep(0.01)
+                time.sleep(1)
+            atexit.register(leave_last)
             raise ValueError("the first")
         while not os.path.exists("failed0"):
             time.sleep(0.01)
         time.sleep(0.5)
+        pathlib.Path("failing1").touch()
         raise ValueError("the second")
     """)
     job.start_all(script)
@@ -368,7 +373,7 @@ ALL_REDUCE = """
         if how == "none" and step == 5:
             break
     dist.barrier()
-    print(f"rank {rank} of {dist.get_world_size()} is done")
+    sys.stdout.write(f"rank {rank} of {dist.get_world_size()} is done\n")  # whole: ranks may share a file
     dist.destroy_process_group()
 """
 
@@ -550,7 +555,7 @@ def test_a_frozen_lead_loses_its_members(new_job: NewJob) -> None:
 
 def test_a_quiet_job_outlives_many_leases(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all("--heartbeat", "0.1", "--lease", "1", job.script("import time; time.sleep(3)"))
+    job.start_all("--heartbeat", "0.1", "--lease", "2", job.script("import time; time.sleep(6)"))
     assert job.wait() == [0, 0]
 
 
@@ -635,11 +640,11 @@ def test_the_roll_call_names_who_is_missing(new_job: NewJob) -> None:
     script = job.script(SLEEPER)
     job.start(2, "--join-timeout", "30", script)
     wait_until(lambda: heeds(job.agents[0].pid, signal.SIGTERM), PATIENCE)  # it is the first by far to be ready
-    job.start(0, "--join-timeout", "3", script)
+    job.start(0, "--join-timeout", "6", script)
     assert job.wait() == [1, 1]
     failure = job.result["failure"]
     assert (job.result["state"], job.result["started_at"], failure["node_rank"], failure["rank"]) == ("FAILED", None, 1, None)
-    assert "node 1 of 3 never joined within 3 s" in failure["message"]
+    assert "node 1 of 3 never joined within 6 s" in failure["message"]
     assert "node 1 of 3 never joined" in job.stderr(job.agents[1])
     assert not job.path("up0").exists()
 
@@ -813,10 +818,13 @@ def test_launching_inside_a_worker_is_refused(new_job: NewJob) -> None:
 def test_workers_are_started_again(new_job: NewJob, start: str) -> None:
     job = new_job(2)
     script = job.script("""
-        import os, sys, time
-        restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        import os, pathlib, sys, time
+        restart, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
         print("restart", restart, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
-        if restart < 2 and int(os.environ["RANK"]) == restart:
+        pathlib.Path(f"up{rank}.{restart}").touch()
+        if restart < 2 and rank == restart:
+            while not os.path.exists(f"up{1 - rank}.{restart}"):
+                time.sleep(0.01)
             sys.exit(9)
         time.sleep(1000 if restart < 2 else 0)
     """)

@@ -79,7 +79,7 @@ def test_two_starts_of_mpich_at_once_do_not_meet(tmp_path: Path) -> None:
         set(run([needs("mpirun.mpich"), "-n", "2", sys.executable, "-c", code], tmp_path).out.split()) for _ in range(3)
     ]  # fmt: skip
     assert all(len(each) == 1 for each in ports)
-    assert len(set.union(*ports)) == 3
+    assert len(set.union(*ports)) > 1  # the same one by chance: 1 in 144 million
 
 
 def test_torch_distributed_launch(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ total = torch.ones(1)
 dist.all_reduce(total)
 print(f"rank {dist.get_rank()} sums {int(total)} {os.environ.get('WORD', '')} {sys.argv[1:]}", flush=True)
 print(f"to stderr from {dist.get_rank()}", file=sys.stderr, flush=True)
+dist.barrier()
 dist.destroy_process_group()
 """
 SECRET = "s3cret of mine"
@@ -347,6 +348,7 @@ def test_a_task_that_is_stuck_says_why(user: User) -> None:
         job = user.submit("train.py")
         task = user.volc.tasks(job)[-1]
         user.volc.wait(task["id"], state)
+        wait_until(lambda task=task: user.volc.task(task["id"])["instances"][0]["diag"], PATIENCE)
         (status,) = user.status(job)
         assert status["state"] == "PENDING"
         assert f"{state} on the platform" in status["reason"]

@@ -197,7 +197,7 @@ def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(submit: Call
 
 def test_an_agent_of_an_older_start_is_none_of_this_one_s(submit: Callable[..., Task], tmp_path: Path) -> None:
     """A retry of the platform's is a new task in the place of the old: what is left of that one has another secret."""
-    old = submit(TRAIN, "t-old")
+    old = submit(TRAIN, "t-old", setup=('until [ "$MLP_ROLE_INDEX" = 1 ]; do sleep 0.05; done',))  # its node 0 never comes so far
     old.processes[0].kill()  # its node 0 is gone; node 1 looks for one at the same address
     old.processes[0].wait()
     go = tmp_path / "there1" / "go"

@@ -74,7 +74,8 @@ CALLED = """
     ctx.on_preempt(first)
     ctx.on_preempt(second)
     tell("up")
-    time.sleep(1000)
+    while True:  # a signal may come at the moment before a sleep begins, which then is not cut short
+        time.sleep(0.1)
 """
 DEAF = """
     from place import *
@@ -276,6 +277,7 @@ def test_a_job_that_ends_well_after_a_warning_has_succeeded(new_job: NewJob) -> 
 def test_who_leaves_early_leaves_the_others_their_time(new_job: NewJob) -> None:
     job = new_job(2)
     script = prepared(job, """
+        import atexit
         from place import *
         tell("up")
         while not ctx.preempted:
@@ -284,7 +286,11 @@ def test_who_leaves_early_leaves_the_others_their_time(new_job: NewJob) -> None:
             time.sleep(1.5)
             print("saved at last")
         if rank == "2":
+            while not pathlib.Path("left0").exists():
+                time.sleep(0.01)
             sys.exit("RuntimeError: Connection closed by peer")
+        if rank == "0":
+            atexit.register(lambda: tell("left"))
         ctx.requeue()
     """)  # fmt: skip
     job.start_all(*WARNING, "--nproc-per-node", "2", script)

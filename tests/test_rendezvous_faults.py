@@ -69,7 +69,9 @@ def test_a_frozen_coordinator_blames_itself(new_job: NewJob) -> None:
     stood = re.search(r"did not run for (\d+) s \(stopped, suspended or without a CPU\), and node 1 gave it up", failure["message"])
     assert stood is not None, failure["message"]
     assert int(stood[1]) >= int(STILL) - 1
-    assert [event["node_rank"] for event in job.events("stalled")] == [0]
+    stalled = job.events("stalled")  # a slow machine adds some short ones
+    assert {event["node_rank"] for event in stalled} == {0}
+    assert max(event["seconds"] for event in stalled) >= STILL - 1
 
 
 def test_a_job_of_which_all_processes_stood_still_goes_on(new_job: NewJob) -> None:

@@ -35,8 +35,8 @@ def test_two_nodes_run_one_job(user: User, launcher: str) -> None:
     assert {one["CUDA_VISIBLE_DEVICES"] for one in ranks} == {"0,1,2,3,4,5,6,7"}  # each rank sees its peers' GPUs too
     [job] = user.jobs()
     assert (job["state"], job["exit_code"], job["nodes"], job["backend"]) == ("SUCCEEDED", 0, 2, "slurm")
-    assert (user.directory_of(job["id"]) / "ends" / "srun.0").read_text() == "0\n"
     assert user.slurm.wait_for_job(job["backend_id"])["ExitCode"] == "0:0"
+    assert (user.directory_of(job["id"]) / "ends" / "srun.0").read_text() == "0\n"
     nothing_left(PROMPT)
 
 
@@ -131,6 +131,7 @@ def test_another_process_asks_follows_and_cancels(user: User) -> None:
 
 def test_run_cancels_at_ctrl_c(user: User) -> None:
     command = user.start("run", "--cluster", "slurm", "--nodes", "2", user.script(SLEEPER))
+    wait_until(lambda: "line of" in user.said(command)[0], PROMPT)  # shown: it follows the job
     user.wait_for("up0", "up1")
     command.send_signal(2)
     assert command.wait(PROMPT) == 130, user.said(command)
@@ -188,7 +189,7 @@ def test_a_second_ctrl_c_of_run_stops_workers_on_slurm_that_take_long(user: User
 def test_ctrl_c_of_run_cancels_a_job_that_waits_on_slurm(user: User) -> None:
     command = user.start("run", "--cluster", "slurm", "--set", "hold=true", user.script(SAVER))
     wait_until(user.jobs, PROMPT)
-    wait_until(lambda: user.slurm.job(user.jobs()[0]["backend_id"] or 0), PROMPT)
+    wait_until(lambda: "JobHeldUser" in user.said(command)[1], PROMPT)  # shown: it follows the job
     command.send_signal(signal.SIGINT)
     assert command.wait(PROMPT) == 130, user.said(command)
     assert "interrupting" not in user.said(command)[1]
@@ -206,6 +207,7 @@ def test_setup_lines_run_on_each_node_and_one_that_fails_is_named(user: User) ->
     text = "import os\nprint(os.environ['SLURMD_NODENAME'], os.environ['FROM_SETUP'])"
     out = user.run(text, "--nodes", "2", "--setup", "export FROM_SETUP=$(echo $SLURMD_NODENAME | tr n N)").stdout
     assert sorted(out.splitlines()) == ["[0] n1 N1", "[1] n2 N2"]
+    user.slurm.wait_idle()  # nodes that complete a job are no others' yet
     said = user.run(text, "--nodes", "2", "--setup", "if [ $SLURM_NODEID = 1 ]; then sh -c 'exit 9'; fi", code=9).stderr
     assert "FAILED: node 1 (host n2): a setup line failed: if [" in said
     nothing_left(PROMPT)

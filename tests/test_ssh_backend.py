@@ -365,7 +365,7 @@ def test_a_login_that_prints_is_listened_past(site: Site) -> None:
 
 
 def test_ctrl_c_while_a_job_is_submitted_leaves_nothing(site: Site) -> None:
-    submitted = site.command("submit", *site.options(setup=["sleep 3"]), site.script(SLEEPER))
+    submitted = site.command("submit", *site.options(setup=["sleep 60"]), site.script(SLEEPER))
     place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
     wait_until(lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host")
     submitted.send_signal(signal.SIGINT)
@@ -552,7 +552,7 @@ def test_a_verdict_that_is_none_is_no_verdict(site: Site, text: str) -> None:
 
 
 def test_a_job_that_is_cancelled_while_it_is_submitted_does_not_start(site: Site) -> None:
-    submitted = site.command("submit", *site.options(setup=["sleep 1.5"]), site.script(SLEEPER))
+    submitted = site.command("submit", *site.options(setup=["sleep 60"]), site.script(SLEEPER))
     place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
     wait_until(lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host")
     (record,) = Records().all()

@@ -24,6 +24,7 @@ READER = """
 DEBUGGED = """
     import os
     secret = 41
+    print("up", flush=True)
     if os.environ["RANK"] == "0":
         breakpoint()
     print("went on with", secret, flush=True)
@@ -80,6 +81,7 @@ def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
     with in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path) as (process, leader):
         terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
         out = tmp_path / "out"
+        wait_until(lambda: "up" in out.read_text(), PATIENCE)  # shown: the command watches the job
         try:
             for count in (1, 2):
                 wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
@@ -99,10 +101,11 @@ def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
 
 @pytest.mark.parametrize("command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"])
 def test_ctrl_c_at_input_reaches_rank_0_and_ends_the_job_with_it(new_job: NewJob, tmp_path: Path, command: list[str]) -> None:
-    script = new_job().script("input('name? ')")
+    script = new_job().script("print('up', flush=True)\ninput('name? ')")
     with in_terminal([sys.executable, "-m", *command, script], tmp_path) as (process, leader):
         terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
         try:
+            wait_until(lambda: "up" in (tmp_path / "out").read_text(), PATIENCE)  # shown: the command watches the job
             wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
             os.write(leader, b"\x03")
             assert process.wait(PATIENCE) == 130, (tmp_path / "err").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from procs import WITH_TORCH, Job, wait_until
+from procs import PATIENCE, WITH_TORCH, Job, wait_until
 
 from clusterjob.node import sightings, stacks
 from clusterjob.node.gang.judge import EXIT_PATIENCE, Judge
@@ -53,7 +54,7 @@ def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(new_job: NewJob
     begin = time.monotonic()
     job.start_all("--start", "fork", "--nproc-per-node", "2", late(job, 3, stuck), python=WITH_TORCH)
     log = job.dir / "logs" / "node0" / "rank0.err"
-    wait_until(lambda: log.exists() and "load_data" in log.read_text(), 30)
+    wait_until(lambda: log.exists() and "load_data" in log.read_text(), PATIENCE)
     assert job.wait() == [1, 1]
     assert time.monotonic() - begin < 40
     pid, number = job.path("pid3").read_text(), int(line_of(job, 3)) + 1
@@ -67,7 +68,7 @@ def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(new_job: NewJob
     assert result["reason"].startswith(f"{who}): the others gave up waiting for it (pid {pid}): it has run for ")
     assert result["failure"]["rank"] == 3
     assert any("in load_data" in line for line in result["failure"]["last_lines"])
-    assert sorted(each["rank"] for each in result["consequences"]) == [0, 1, 2]
+    assert set() < {each["rank"] for each in result["consequences"]} <= {0, 1, 2}  # whoever had the time to say so
     own = job.log(1, "rank3.err")
     assert "clusterjob: the others gave up waiting for this process, which has run for " in own
     assert f'script.py", line {number} in load_data' in own
@@ -93,7 +94,7 @@ def test_rank_0_is_looked_for_by_the_others(new_job: NewJob) -> None:
     job.start_all(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH)
     assert job.wait() == [1, 1]
     said = job.log(1, "rank1.err")
-    assert "clusterjob: waiting for rank 0 (node 0): started, and not yet at init(); 4 s so far" in said
+    assert "clusterjob: waiting for rank 0 (node 0): started, and not yet at init(); " in said
     assert f"clusterjob: rank 0 (node 0, local rank 0, host {HOST}, pid {job.path('pid0').read_text()}): has run for " in said
     assert job.result["failure"]["rank"] == 0
     assert any("in load_data" in line for line in job.result["failure"]["last_lines"])
@@ -240,7 +241,9 @@ def child(directory: Path, text: str) -> subprocess.Popen[bytes]:
 
 def ask(process: subprocess.Popen[bytes]) -> tuple[bool, tuple[str, ...]]:
     question = stacks.Question(process.pid)
-    time.sleep(stacks.ANSWER_SECONDS * 4)
+    with contextlib.suppress(AssertionError):  # where nothing is written all the time is over
+        wait_until(question.written, stacks.ANSWER_SECONDS)
+    time.sleep(0.3)  # for the rest of the lines
     return question.asked, question.answer()
 
 

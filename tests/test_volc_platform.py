@@ -124,8 +124,10 @@ def test_a_cancel_ends_everything_in_the_worker(volc: Platform, tmp_path: Path) 
     task = volc.submit(tmp_path, script)
     volc.wait_for_line(task, "up")
     wait_until(lambda: sum(marker in command_line(pid).split() for pid in all_pids()) >= 2, 20, "both sleep")
+    volc.set(kill_grace=15.0)  # for the shell to say so; the sleep that ignores SIGTERM is killed then
     done = volc.volc("ml_task", "cancel", "--id", task)
     assert (done.returncode, done.stdout) == (0, "cancel success\n")
+    volc.wait_for_line(task, "told")
     ended = volc.wait(task, "Killed")
     assert "told" in ended["instances"][0]["lines"]
     assert not [pid for pid in all_pids() if marker in command_line(pid).split()]

@@ -11,6 +11,7 @@ and verdicts bear their attempt, and from the second on a refusal does so in its
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -165,10 +166,11 @@ def _write_aside(job_dir: Path, verdict: Verdict) -> None:
     try:
         _ASIDE.mkdir(mode=0o700, exist_ok=True)
         if _is_ours(_ASIDE):
-            for old in _ASIDE.iterdir():
-                if time.time() - old.stat().st_mtime > _KEPT_ASIDE:
-                    old.unlink()
             files.write_json(_aside(job_dir), verdict.to_json())
+            for old in _ASIDE.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # another job's: renamed or removed at this moment
+                    if time.time() - old.stat().st_mtime > _KEPT_ASIDE:
+                        old.unlink()
     except OSError:
         pass  # it is told to whoever is connected, and to nobody else
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from clusterjob.node import processes
 
 SIGNAL = int(signal.SIGRTMAX) - 3  # far from the first ones, which libraries take
-ANSWER_SECONDS = 0.25  # how long a process has to write its stack
+ANSWER_SECONDS = 1.5  # how long a process has to write its stack; with a core of its own it needs some milliseconds
 _FILE = "clusterjob-stack"
 _MOST_BYTES = 1 << 18
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
@@ -74,6 +74,10 @@ class Question:
             os.ftruncate(self._file, 0)
             processes.send_signal(pid, SIGNAL)
         self.asked = self._file is not None
+
+    def written(self) -> int | None:
+        """Return how many bytes it has written since; None if it offers no answer."""
+        return None if self._file is None else os.fstat(self._file).st_size
 
     def answer(self) -> tuple[str, ...]:
         """Return the lines that it has written since, and ask no more."""

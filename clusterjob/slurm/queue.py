@@ -99,6 +99,11 @@ class Snapshot:
     rows: Mapping[str, Row] = field(default_factory=dict)
     trouble: str = ""
 
+    @property
+    def active(self) -> list[Row]:
+        """The jobs that have not ended."""
+        return [row for row in self.rows.values() if row.active]
+
 
 class Queue:
     """The shared snapshot of one cluster's queue.
@@ -207,7 +212,8 @@ class Queue:
             if begin < float(now.get("taken_at", 0.0)) <= time.time():
                 return  # somebody has a newer answer
             if "rows" in news:
-                quiet = int(now.get("quiet", 0)) + 1 if news["rows"] == now.get("rows") else 0
+                same = _snapshot(news).active == _snapshot(now).active  # that Slurm forgets an ended job is no news
+                quiet = int(now.get("quiet", 0)) + 1 if same else 0
                 news["quiet"] = min(quiet, 9)
             _keep(self._path, {**now, "asked_at": max(begin, float(now.get("asked_at", 0.0))), **news})
 

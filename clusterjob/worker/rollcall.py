@@ -7,6 +7,7 @@ such as pytorch#41665 and nccl#1260.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -159,9 +160,10 @@ def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: boo
                 _tell_clock(store, own, f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's")
             return Roll(answer["nodes"])
         if worker.rank == 0:
-            _await_hearing(store)
+            _await_hearing(store, worker)
         else:
-            store.add("heard", 1)
+            with contextlib.suppress(RuntimeError):  # the answer is known, and the store may be gone with rank 0
+                store.add("heard", 1)
     except RuntimeError as error:  # torch's DistError is one
         raise GangError(f"{who(own)} was at the roll-call, and rank 0 does not end it: {_first(error)}") from error
     raise GangError(sanitize(str(answer["refused"]))[:_LONGEST_ANSWER], sanitize(str(answer["hint"]))[:_LONGEST_ANSWER])
@@ -346,10 +348,12 @@ def _machines(everybody: Sequence[Facts]) -> list[int]:
     return [index[each.host, each.boot] for each in everybody]
 
 
-def _await_hearing(store: Any) -> None:
+def _await_hearing(store: Any, worker: Worker) -> None:
     """Let those who are there hear why it ends before the store ends with this process."""
     end = time.monotonic() + _GRACE / 5
-    while store.add("heard", 0) < store.add("count", 0) - 1 and time.monotonic() < end:
+    # Who is refused says so before it adds itself to the count.
+    others = worker.world_size - len(absent(store, worker)) - 1
+    while store.add("heard", 0) < others and time.monotonic() < end:
         time.sleep(_LONGEST_PAUSE)
 
 

@@ -96,7 +96,7 @@ def introduction():
 @pytest.fixture
 def record(site: Site) -> Record:
     """Return a job whose end nobody has asked for."""
-    return site.submit("", hosts="gpu1", set={"connect_timeout": "2"})
+    return site.submit("", hosts="gpu1", set={"connect_timeout": "4"})
 
 
 def check(record: Record, name: str, *, seconds: float) -> None:

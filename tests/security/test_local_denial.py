@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, environment, script
+from launching import PATIENCE, environment, free_port, script
 
 from clusterjob.node.visit import cards
 from clusterjob.worker import siblings, speaker
@@ -81,7 +81,8 @@ MEET = """
             told.wait()
         print(rank, siblings.meet(rank), flush=True)
         if not rank:
-            time.sleep(1)  # its sign is to be seen
+            while not os.path.exists("seen"):  # its sign
+                time.sleep(0.01)
             told.set()
             time.sleep(20)
 
@@ -98,13 +99,13 @@ MEET = """
 # Finds the sign of rank 0, which all can see, fills what it can of its backlog, and puts up signs of its own beside it.
 MISLEAD = """
 import time
-while True:
+names = []
+while not names:
     with open("/proc/net/unix") as table:
-        names = [line.split()[-1] for line in table if "@clusterjob-" in line and "-speaks-" not in line]
-    if names:
-        break
+        words = [line.split()[-1].split("-") for line in table if "@clusterjob-" in line]
+    names = ["-".join(each)[1:] for each in words if len(each) == 4 and len(each[1]) == 32]  # others have other names
     time.sleep(0.01)
-name = names[0][1:]
+name = names[0]
 others = []
 while len(others) < 10000:
     other = socket.socket(socket.AF_UNIX)
@@ -131,10 +132,11 @@ sign.bind("\\0a\\n\\n  \\nb")
 
 
 def test_a_name_of_several_lines_breaks_no_meeting(tmp_path: Path) -> None:
+    (tmp_path / "seen").touch()
     with stranger(BREAK_LINES, tmp_path):
         ended = subprocess.run(
             [sys.executable, str(script(tmp_path, MEET))],
-            env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE, check=False,
+            cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE, check=False,
         )  # fmt: skip
     ports = dict(line.split() for line in ended.stdout.splitlines())
     assert ports.keys() == {"0", "1"}, ended.stderr
@@ -144,10 +146,11 @@ def test_a_name_of_several_lines_breaks_no_meeting(tmp_path: Path) -> None:
 def test_children_of_one_parent_meet_beside_false_signs_and_a_full_backlog(tmp_path: Path) -> None:
     path = script(tmp_path, MEET)
     meeting = subprocess.Popen(
-        [sys.executable, str(path)], env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(path)], cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         with stranger(MISLEAD, tmp_path):
+            (tmp_path / "seen").touch()
             out, err = meeting.communicate(timeout=PATIENCE)
     finally:
         meeting.kill()
@@ -162,10 +165,7 @@ def test_the_sign_of_a_rank_0_that_has_ended_leads_nowhere(tmp_path: Path) -> No
     code = """
     listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
     """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with stranger(code, tmp_path, str(port)):
         assert not siblings._is_ours(port)
     with socket.create_server(("127.0.0.1", 0)) as own:

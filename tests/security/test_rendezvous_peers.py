@@ -166,7 +166,7 @@ PROGRESS: list[dict[str, Any]] = [{"t": "succeeded", "local_rank": 0}, {"t": "ru
 
 def test_a_node_that_reports_workers_before_the_round_does_not_break_node_0(new_job: NewJob) -> None:
     job = new_job(3)
-    job.start(0, "--join-timeout", "3", job.script("print('ran')"))
+    job.start(0, "--join-timeout", "8", job.script("print('ran')"))
     asyncio.run(asyncio.wait_for(say(job, lead_port(job), *PROGRESS, nnodes=3), PATIENCE))
     assert job.wait() == [1]
     assert "node 2 of 3 never joined" in job.result["reason"]

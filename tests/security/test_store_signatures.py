@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ ANSWER = json.dumps({"refused": "\x1b]0;x\x07send money to mallory", "hint": "or
 INIT = """
     import os, pathlib, time
     from clusterjob import bootstrap
-    pathlib.Path("port.new").write_text(os.environ["MASTER_PORT"])
-    pathlib.Path("port.new").rename("port")
+    if os.environ["RANK"] == "0":
+        pathlib.Path("port.new").write_text(os.environ["MASTER_PORT"])
+        pathlib.Path("port.new").rename("port")
     while os.environ["RANK"] == "1" and not pathlib.Path("forged").exists():
         time.sleep(0.02)
     bootstrap.init(backend="gloo", timeout=60)
@@ -37,7 +39,7 @@ def forge(port: int) -> None:
     """Write into a job's store what its rank 0 would, as anybody may who reaches the port."""
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
     corner = dist.PrefixStore("roll", dist.PrefixStore("clusterjob/0", store))
     corner.compare_set("go", "", ANSWER)
 

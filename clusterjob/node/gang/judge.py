@@ -17,6 +17,8 @@ from clusterjob.node.verdict import Failure
 EFFECT_PATIENCE = 0.3
 # A worker that said "ValueError" may still be in its atexit handlers; how long its exit is waited for, with its last lines.
 EXIT_PATIENCE = 5.0
+# An exit counts from when its agent saw it, which is later than the failures that it brought about where cores are short.
+_LATE_EXIT = 2.0
 
 
 @dataclass
@@ -110,7 +112,7 @@ class Judge:
         if not self._exits or not all(trouble.failure.effect for trouble in self._troubles.values()):
             return None
         effects = sorted(self._troubles.values(), key=lambda trouble: trouble.at)
-        exits = sorted((each for each in self._exits.values() if each.at <= effects[0].at + EFFECT_PATIENCE), key=lambda each: each.at)
+        exits = sorted((each for each in self._exits.values() if each.at <= effects[0].at + _LATE_EXIT), key=lambda each: each.at)
         if not exits or not any(early_exits.in_torch(each.failure) for each in effects):
             return None
         before = effects[0].at - exits[0].at

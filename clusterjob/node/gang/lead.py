@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from clusterjob.node import ends, network, paddle
+from clusterjob.node import ends, paddle
 from clusterjob.node.contract import World
 from clusterjob.node.events import EventLog, now
 from clusterjob.node.gang import ports, search
@@ -213,10 +213,11 @@ class Lead:
         self._notice.begin_round()
         self._unstarted, self._undone, self._unstopped = set(self._peers), set(self._peers), set(self._peers)
         peers = [self._peers[rank] for rank in sorted(self._peers)]
-        store = network.listen_at(self._topology.master_addr, 0, 4096, alone=self._topology.nnodes == 1)
+        serve = self._options.launcher == "agent" and self._job.has_torch
+        candidates = [0] if serve else ports.of_workers(self._job.job_id, self._job.attempt, self._restarts)
+        store = ports.listen(self._topology.master_addr, candidates, alone=self._topology.nnodes == 1)
         port = int(store.getsockname()[1])
         world_size = sum(peer.nproc for peer in peers)
-        serve = self._options.launcher == "agent" and self._job.has_torch
         if not serve:
             store.close()  # rank 0, or torchrun's own agent, binds the port itself
         first_ranks = [0, *accumulate(peer.nproc for peer in peers)]

@@ -30,6 +30,17 @@ def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
     return [named_port] if named_port is not None else _candidates(job_id, attempt)
 
 
+def of_workers(job_id: str, attempt: int, restart: int) -> list[int]:
+    """Return ports for workers that bind theirs themselves, seconds later: none that the kernel deals out meanwhile.
+
+    Args:
+        job_id: the job's id.
+        attempt: which start of the job this is.
+        restart: how often the workers were started again in it.
+    """
+    return _candidates(f"{job_id}\0{restart}", attempt)
+
+
 def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:
     """Return a socket that listens at the first port that is free; one of a job of one node (alone) is reached from here only.
 

@@ -8,7 +8,7 @@ from clusterjob.node.gang.wire import Message
 from clusterjob.node.topology import ranks_by_node
 from clusterjob.node.verdict import Failure, is_roll_call_end
 
-PATIENCE = 2.0  # seconds for which a verdict waits for the agents' answers
+PATIENCE = 3.0  # seconds for which a verdict waits for the agents' answers: `stacks.ANSWER_SECONDS`, and their way
 
 
 class Search:

@@ -12,6 +12,7 @@ from clusterjob.node import stacks
 from clusterjob.node.logs import append
 
 _MOST_LINES, _LONGEST_LINE = 40, 300  # of a stack that travels; all of it is in the worker's log
+_PAUSE = 0.1  # seconds between two looks at what was written: faulthandler writes a stack line by line
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Asking:
         self._asked: list[_Asked] = []
         self._final = False
         self._note = ""
-        self.due: float | None = None  # when the answers are to be collected
+        self._end = 0.0  # when the answers are collected as they are
+        self._sizes: list[int | None] = []  # of the answers, at the last look
+        self.due: float | None = None  # when `ready` is to be asked again
 
     def ask(self, local_ranks: list[int], live: Mapping[int, int], begun: Mapping[int, float], *, final: bool, note: str = "") -> None:
         """Ask workers. A question that is still open is given up: nobody asks twice within a moment.
@@ -45,7 +48,19 @@ class Asking:
         self._note = note
         self._final = final
         self._asked = [_Asked(rank, pid, begun[pid], stacks.Question(pid)) for pid, rank in live.items() if rank in local_ranks]
-        self.due = time.monotonic() + stacks.ANSWER_SECONDS
+        now = time.monotonic()
+        self.due, self._end, self._sizes = now + _PAUSE, now + stacks.ANSWER_SECONDS, []
+
+    def ready(self) -> bool:
+        """Return whether the answers are to be collected: all are written, or the time for them is over."""
+        now = time.monotonic()
+        if self.due is None or now < self.due:
+            return False
+        sizes = [each.question.written() for each in self._asked]
+        if now >= self._end or (0 not in sizes and sizes == self._sizes):
+            return True
+        self.due, self._sizes = now + _PAUSE, sizes
+        return False
 
     def forget(self) -> None:
         """Give up a question that is still open."""

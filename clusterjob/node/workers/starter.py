@@ -111,7 +111,7 @@ class Starter:
                     return program
             self._reap()
             self._pursue_stop()
-            if self._asking.due is not None and time.monotonic() >= self._asking.due:
+            if self._asking.ready():
                 answers = self._asking.answers(self._logs, forked=self._fork)
                 if answers is not None:
                     self._tell(answers)

@@ -11,10 +11,12 @@ import gc
 import os
 import signal
 import sys
+import time
 from typing import NoReturn
 
 from clusterjob.node.workers import early_variables, hook
 
+_THREAD_ENDS = 0.2  # seconds; a thread that was joined is gone long before
 # The seed of a fresh process in the versions of torch that have one for all (c10::detail's default_rng_seed_val).
 _TORCH_CONSTANT_SEED = 67280421310721
 
@@ -68,7 +70,10 @@ def _threads_that_survive_a_fork() -> int:
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-    return len(os.listdir("/proc/self/task"))
+    deadline = time.monotonic() + _THREAD_ENDS
+    while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel shows a thread a moment longer than pthread_join
+    return count
 
 
 def refresh_after_fork() -> None:
