@@ -373,7 +373,7 @@ ALL_REDUCE = """
         if how == "none" and step == 5:
             break
     dist.barrier()
-    sys.stdout.write(f"rank {rank} of {dist.get_world_size()} is done\n")  # whole: ranks may share a file
+    print(f"rank {rank} of {dist.get_world_size()} is done\\n", end="")  # one write: ranks may share a file
     dist.destroy_process_group()
 """
 

@@ -212,7 +212,8 @@ class Queue:
             if begin < float(now.get("taken_at", 0.0)) <= time.time():
                 return  # somebody has a newer answer
             if "rows" in news:
-                same = _snapshot(news).active == _snapshot(now).active  # that Slurm forgets an ended job is no news
+                # That Slurm forgets an ended job is no news.
+                same = "rows" in now and _snapshot(news).active == _snapshot(now).active
                 quiet = int(now.get("quiet", 0)) + 1 if same else 0
                 news["quiet"] = min(quiet, 9)
             _keep(self._path, {**now, "asked_at": max(begin, float(now.get("asked_at", 0.0))), **news})
