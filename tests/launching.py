@@ -117,9 +117,17 @@ def by_hand(nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[
     return [start([sys.executable, *argv], directory, place) for place in places]
 
 
+MARGIN = 15  # seconds by which what a process tells may be late on a busy machine
+
+
 def gave_up_after(line: str) -> int:
-    """Return the seconds after which a process says that it gave up: at least its time-out, more where the machine is busy."""
+    """Return the seconds after which a process says that it gave up: its time-out, and up to `MARGIN` more."""
     return int(line.rpartition("gave up after ")[2].split()[0])
+
+
+def so_far(line: str) -> int:
+    """Return the seconds for which a process says that it has waited: 4 at its first notice, and up to `MARGIN` more."""
+    return int(line.partition(" s so far")[0].split()[-1])
 
 
 def free_port() -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import MARGIN, so_far
 from procs import PATIENCE, WITH_TORCH, Job, wait_until
 
 from clusterjob.node import sightings, stacks
@@ -94,7 +95,9 @@ def test_rank_0_is_looked_for_by_the_others(new_job: NewJob) -> None:
     job.start_all(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH)
     assert job.wait() == [1, 1]
     said = job.log(1, "rank1.err")
-    assert "clusterjob: waiting for rank 0 (node 0): started, and not yet at init(); " in said
+    waiting = "clusterjob: waiting for rank 0 (node 0): started, and not yet at init(); "
+    told = next(line for line in said.splitlines() if line.startswith(waiting))
+    assert 4 <= so_far(told) <= 4 + MARGIN
     assert f"clusterjob: rank 0 (node 0, local rank 0, host {HOST}, pid {job.path('pid0').read_text()}): has run for " in said
     assert job.result["failure"]["rank"] == 0
     assert any("in load_data" in line for line in job.result["failure"]["last_lines"])
