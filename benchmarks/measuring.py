@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from clusterjob.node import contract, processes
+from clusterjob.node import contract
+from clusterjob.node.system import processes
 
 WORKERS = Path(__file__).resolve().parent / "workers"
 PATIENCE = 300.0  # seconds for one command

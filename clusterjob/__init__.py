@@ -10,30 +10,30 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from clusterjob.api.functions import FunctionJob, map, submit  # noqa: A004 - as Executor.map
+    from clusterjob.api.spawning import spawn
+    from clusterjob.core.spec import JobSpec, Resources
     from clusterjob.errors import ClusterJobError, JobFailed
-    from clusterjob.functions import FunctionJob, map, submit  # noqa: A004 - as Executor.map
+    from clusterjob.node.environments.topology import Topology, Worker
     from clusterjob.node.program import Program
-    from clusterjob.node.topology import Topology, Worker
     from clusterjob.node.verdict import JobState, Verdict
-    from clusterjob.spawning import spawn
-    from clusterjob.spec import JobSpec, Resources
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ClusterJobError": "clusterjob.errors",
-    "FunctionJob": "clusterjob.functions",
+    "FunctionJob": "clusterjob.api.functions",
     "JobFailed": "clusterjob.errors",
-    "JobSpec": "clusterjob.spec",
+    "JobSpec": "clusterjob.core.spec",
     "JobState": "clusterjob.node.verdict",
     "Program": "clusterjob.node.program",
-    "Resources": "clusterjob.spec",
-    "Topology": "clusterjob.node.topology",
+    "Resources": "clusterjob.core.spec",
+    "Topology": "clusterjob.node.environments.topology",
     "Verdict": "clusterjob.node.verdict",
-    "Worker": "clusterjob.node.topology",
-    "map": "clusterjob.functions",
-    "spawn": "clusterjob.spawning",
-    "submit": "clusterjob.functions",
+    "Worker": "clusterjob.node.environments.topology",
+    "map": "clusterjob.api.functions",
+    "spawn": "clusterjob.api.spawning",
+    "submit": "clusterjob.api.functions",
 }
 
 __all__ = [

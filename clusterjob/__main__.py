@@ -20,7 +20,7 @@ def main() -> int:
         return launch(sys.argv[2:])  # in a worker that it forks, the program's own KeyboardInterrupt passes here
     if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
         # Inside a job there may be no more than the node zip.
-        from clusterjob.node.place import main as env
+        from clusterjob.node.environments.show import main as env
 
         return env(sys.argv[2:])
     import gc

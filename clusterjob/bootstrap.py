@@ -71,7 +71,7 @@ def init(
         GangError: the processes did not find each other.
         UsageError: the arguments make no sense together, or do not agree with the context that exists already.
     """
-    from clusterjob.worker import device, ending, group, own_place, process
+    from clusterjob.worker import device, ending, group, process, rank_assignment
 
     if backend is not None and backend not in device.BACKENDS:
         raise UsageError(f"there is no backend {backend!r}: it is one of {', '.join(device.BACKENDS)}")
@@ -87,14 +87,14 @@ def init(
         return known
     shutdown()  # of a context whose group the script has destroyed itself
     if process.report_pipe() is not None:  # a forked worker has offered it before
-        from clusterjob.node import stacks
+        from clusterjob.node.workers import stacks
 
         stacks.offer()
 
-    finding = own_place.find(
+    finding = rank_assignment.find(
         {name.upper(): str(value) for name, value in by_hand.items() if value is not None}, checked=not _group_exists(), timeout=timeout
     )
-    own_place.prepare(finding)
+    rank_assignment.prepare(finding)
 
     import torch.distributed as dist
 

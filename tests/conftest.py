@@ -31,7 +31,7 @@ from sshsite import full_disk, site  # noqa: F401  fixtures
 from sshworld import World, require, world_in
 from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 
-from clusterjob import pack
+from clusterjob.core import node_zip
 
 SETTLING = 5.0  # seconds that what a test has started may take to be gone
 _FAMILIES = (
@@ -59,7 +59,7 @@ def _signals_of_a_terminal() -> None:
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a cache directory with the node zip in it, as a job leaves it: to make it takes longer than most tests."""
     cache = tmp_path_factory.mktemp("cache")
-    pack.keep(pack.node_zip(), cache / "clusterjob")
+    node_zip.keep(node_zip.node_zip(), cache / "clusterjob")
     return cache
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from procs import PATIENCE
 
 import clusterjob
-from clusterjob import pack
+from clusterjob.core import node_zip
 
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 PACKAGE = str(Path(clusterjob.__file__).parent)
@@ -76,8 +76,8 @@ class Diagnosis:
 def doctor(*words: str, prefix: Sequence[str] = (), first: bool = False, **more: Any) -> Diagnosis:
     """Run it with these options, behind a command such as unshare if one is given; as somebody's first command, or after others."""
     if not first:
-        pack.keep(
-            pack.node_zip(pack.cache_directory()), pack.cache_directory()
+        node_zip.keep(
+            node_zip.node_zip(node_zip.cache_directory()), node_zip.cache_directory()
         )  # as a job leaves it: packing takes longer than all of the checks
     argv = [*prefix, *CLUSTERJOB, "doctor", "--json", *words]
     return Diagnosis(subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=PATIENCE, **more))

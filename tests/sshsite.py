@@ -14,14 +14,14 @@ import pytest
 from procs import wait_until
 from sshworld import HostOfWorld, World, python_without_torch, sh
 
-from clusterjob import jobs
-from clusterjob.config import Settings
+from clusterjob.core import jobs
+from clusterjob.core.config import Settings
+from clusterjob.core.plans import Plan
+from clusterjob.core.records import Record, Records
 from clusterjob.errors import SubmitError
-from clusterjob.node.logs import Line
+from clusterjob.node.logs.log_files import Line
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import Verdict
-from clusterjob.plans import Plan
-from clusterjob.records import Record, Records
 
 PATIENCE = 90.0  # seconds; many times what any of these jobs needs
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clusterjob.errors import PlaceError
-from clusterjob.node import addresses
-from clusterjob.node.topology import Topology
+from clusterjob.node.environments import slurm_addresses
+from clusterjob.node.environments.topology import Topology
 
 NOWHERE = "no-such-node.invalid"
 NODE = Topology(2, 1, None, NOWHERE, None, "slurm")
@@ -24,21 +24,21 @@ def no_scontrol(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "localhost", "::1"])
 def test_what_resolves_stays(address: str, no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, master_addr=address)
-    assert addresses.settle(node, BATCH | no_scontrol) is node
+    assert slurm_addresses.settle(node, BATCH | no_scontrol) is node
 
 
 def test_other_families_are_left_alone(no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, source="mlp")
-    assert addresses.settle(node, no_scontrol) is node
+    assert slurm_addresses.settle(node, no_scontrol) is node
 
 
 def test_a_single_node_is_this_machine(no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, nnodes=1, node_rank=0)
-    assert addresses.settle(node, no_scontrol).master_addr == "127.0.0.1"
+    assert slurm_addresses.settle(node, no_scontrol).master_addr == "127.0.0.1"
 
 
 def test_the_launching_node_is_node_0_where_a_batch_script_s_first_node_is(no_scontrol: dict[str, str]) -> None:
-    assert addresses.settle(NODE, BATCH | no_scontrol) == replace(NODE, master_addr="192.0.2.7")
+    assert slurm_addresses.settle(NODE, BATCH | no_scontrol) == replace(NODE, master_addr="192.0.2.7")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_launching_node_is_node_0_where_a_batch_script_s_first_node_is(no_sc
 )
 def test_where_it_may_be_another_node_or_nowhere_the_name_is_refused(change: dict[str, str], no_scontrol: dict[str, str]) -> None:
     with pytest.raises(PlaceError, match=f"node 0 is {NOWHERE}, which does not resolve here") as caught:
-        addresses.settle(NODE, BATCH | change | no_scontrol)
+        slurm_addresses.settle(NODE, BATCH | change | no_scontrol)
     assert "\n" not in caught.value.message
 
 
@@ -62,8 +62,8 @@ def test_slurm_is_asked_for_the_node_s_address_and_never_told_an_option(tmp_path
     tool.write_text(f"#!/bin/sh\necho \"$*\" >> {tmp_path}/asked\necho 'NodeName=x Arch=x86_64 NodeAddr=192.0.2.9 NodeHostName=y'\n")
     tool.chmod(0o700)
     environ = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
-    assert addresses.settle(NODE, environ).master_addr == "192.0.2.9"
+    assert slurm_addresses.settle(NODE, environ).master_addr == "192.0.2.9"
     assert (tmp_path / "asked").read_text() == f"--oneliner show node {NOWHERE}\n"
     with pytest.raises(PlaceError):
-        addresses.settle(replace(NODE, master_addr="-M.invalid"), environ)
+        slurm_addresses.settle(replace(NODE, master_addr="-M.invalid"), environ)
     assert (tmp_path / "asked").read_text().count("\n") == 1

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob import arrays
-from clusterjob.arrays import Array
+from clusterjob.core import arrays
+from clusterjob.core.arrays import Array
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
 

@@ -16,7 +16,7 @@ from launching import LAUNCHERS, MARGIN, PATIENCE, by_hand, environment, finish,
 
 from clusterjob import bootstrap
 from clusterjob.errors import PlaceError, UsageError
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.verdict import is_peer_loss
 from clusterjob.worker import device
 from clusterjob.worker.process import report_pipe

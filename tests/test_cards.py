@@ -14,11 +14,11 @@ import pytest
 from procs import PATIENCE, wait_until
 from sshsite import Site, end_of, wait_for_lines
 
-from clusterjob import jobs
+from clusterjob.core import jobs
 from clusterjob.errors import SpecError
+from clusterjob.node.host_server import gpus
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
-from clusterjob.node.visit import cards
 
 GIB = 1 << 30
 SMI = """#!/bin/sh
@@ -52,11 +52,11 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smi]:
     smi = Smi(tmp_path / "smi")
     monkeypatch.setenv("PATH", f"{smi.directory}:{os.environ['PATH']}")
     monkeypatch.setitem(sys.modules, "pynvml", None)  # an interpreter without nvidia-ml-py
-    monkeypatch.setattr(cards, "lock_directories", lambda: [smi.directory])
+    monkeypatch.setattr(gpus, "lock_directories", lambda: [smi.directory])
     return smi
 
 
-def names(reservation: cards.Reservation) -> list[str]:
+def names(reservation: gpus.Reservation) -> list[str]:
     try:
         return [card.uuid for card in reservation.cards]
     finally:
@@ -65,7 +65,7 @@ def names(reservation: cards.Reservation) -> list[str]:
 
 def test_cards_are_read(smi: Smi) -> None:
     smi.say([3, 70000], {1: [(os.getpid(), "python, with a comma"), (10**7, "/opt/x/other")]})
-    first, second = cards.read_cards()
+    first, second = gpus.read_cards()
     assert (first.index, first.uuid, first.name, first.used, first.idle) == (0, "GPU-0000", "NVIDIA H100, 80GB", 3 << 20, True)
     assert second.processes == ((os.getpid(), "python, with a comma"), (10**7, "/opt/x/other"))
     assert second.text() == (
@@ -78,20 +78,20 @@ def test_cards_are_read(smi: Smi) -> None:
 def test_no_driver_no_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert cards.read_cards() == []
+    assert gpus.read_cards() == []
 
 
 def test_a_library_without_a_driver_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("pynvml")
     monkeypatch.setenv("PATH", str(tmp_path))
     if not Path("/proc/driver/nvidia").exists():
-        assert cards.read_cards() == []
+        assert gpus.read_cards() == []
 
 
 def test_a_command_that_fails_is_said(smi: Smi) -> None:
     (smi.directory / "nvidia-smi").write_text("#!/bin/sh\necho 'Unable to determine the device handle'\nexit 15\n")
     with pytest.raises(OSError, match="nvidia-smi fails: Unable to determine"):
-        cards.read_cards()
+        gpus.read_cards()
 
 
 @pytest.mark.parametrize(
@@ -99,42 +99,42 @@ def test_a_command_that_fails_is_said(smi: Smi) -> None:
     [(None, [0, 1, 2, 3]), ("", []), ("2,0", [2, 0]), ("0,9,1", [0]), ("1,1", [1]), ("GPU-0003, 1", [3, 1]), ("-1", []), ("x", [])],
 )
 def test_what_a_login_may_use(smi: Smi, listed: str | None, wanted: list[int]) -> None:
-    assert [card.index for card in cards.visible(cards.read_cards(), listed)] == wanted
+    assert [card.index for card in gpus.visible(gpus.read_cards(), listed)] == wanted
 
 
 def test_idle_ones_are_picked(smi: Smi) -> None:
     smi.say([3, 2000, 3, 3], {2: [(1, "init")]})
-    assert names(cards.pick("a", "auto", 2, {})) == ["GPU-0000", "GPU-0003"]
-    assert names(cards.pick("a", "auto", 1, {"CUDA_VISIBLE_DEVICES": "3,0"})) == ["GPU-0003"]
+    assert names(gpus.pick("a", "auto", 2, {})) == ["GPU-0000", "GPU-0003"]
+    assert names(gpus.pick("a", "auto", 1, {"CUDA_VISIBLE_DEVICES": "3,0"})) == ["GPU-0003"]
 
 
 def test_too_few_say_who_holds_which(smi: Smi) -> None:
     smi.say([3, 2000, 3], {2: [(1, "trainer")]})
-    held = cards.pick("other-job", "auto", 1, {})
-    with pytest.raises(cards.TooFewError) as caught:
-        cards.pick("mine", "auto", 2, {})
+    held = gpus.pick("other-job", "auto", 1, {})
+    with pytest.raises(gpus.TooFewError) as caught:
+        gpus.pick("mine", "auto", 2, {})
     held.release()
     text = str(caught.value)
     assert text.startswith("0 idle GPUs where 2 are asked for: 0 job other-job; 1 NVIDIA H100, 80GB: 2.1 of 86 GB used; 2 NVIDIA")
     assert "trainer (pid 1)" in text
-    assert names(cards.pick("mine", "auto", 1, {})) == ["GPU-0000"], "the attempt that failed holds nothing"
+    assert names(gpus.pick("mine", "auto", 1, {})) == ["GPU-0000"], "the attempt that failed holds nothing"
 
 
 def test_a_list_is_taken_as_it_is_but_from_no_other_job(smi: Smi) -> None:
     smi.say([3, 2000, 3], {2: [(1, "trainer")]})
-    held = cards.pick("a", "2,1", 2, {})
+    held = gpus.pick("a", "2,1", 2, {})
     assert [card.uuid for card in held.cards] == ["GPU-0002", "GPU-0001"]
-    with pytest.raises(cards.TooFewError, match="GPU 1 is held by job a"):
-        cards.pick("b", "0,1", 2, {})
+    with pytest.raises(gpus.TooFewError, match="GPU 1 is held by job a"):
+        gpus.pick("b", "0,1", 2, {})
     held.release()
-    with pytest.raises(cards.TooFewError, match="there is no GPU 7; there is 0, 1, 2"):
-        cards.pick("b", "7", 1, {})
+    with pytest.raises(gpus.TooFewError, match="there is no GPU 7; there is 0, 1, 2"):
+        gpus.pick("b", "7", 1, {})
 
 
 def test_jobs_that_pick_at_once_never_pick_the_same(smi: Smi) -> None:
     code = """
 import os, sys
-from clusterjob.node.visit import cards
+from clusterjob.node.host_server import gpus as cards
 from pathlib import Path
 sys.modules["pynvml"] = None
 cards.lock_directories = lambda: [Path(sys.argv[1])]
@@ -156,20 +156,20 @@ sys.stdin.read()
 
 
 def test_a_hold_lasts_as_long_as_a_process_that_inherited_it(smi: Smi) -> None:
-    held = cards.pick("a", "auto", 4, {})
+    held = gpus.pick("a", "auto", 4, {})
     heir = subprocess.Popen(["sleep", "1000"], pass_fds=held.descriptors)
     held.release()
     try:
-        with pytest.raises(cards.TooFewError, match="0 job a; 1 job a"):
-            cards.pick("b", "auto", 1, {})
+        with pytest.raises(gpus.TooFewError, match="0 job a; 1 job a"):
+            gpus.pick("b", "auto", 1, {})
     finally:
         heir.kill()
         heir.wait()
-    assert names(cards.pick("b", "auto", 4, {})) == ["GPU-0000", "GPU-0001", "GPU-0002", "GPU-0003"]
+    assert names(gpus.pick("b", "auto", 4, {})) == ["GPU-0000", "GPU-0001", "GPU-0002", "GPU-0003"]
 
 
 def test_locks_lie_in_directories_of_ones_own() -> None:
-    for path in cards.lock_directories():
+    for path in gpus.lock_directories():
         assert path.stat().st_mode & 0o777 == 0o700
         assert path.stat().st_uid == os.getuid()
 
@@ -198,7 +198,7 @@ def gpu_hosts(site: Site) -> Iterator[dict[str, Smi]]:
     for name in found:
         site.world.hosts[name].stop()
         site.world.hosts[name].start()
-    for directory in cards.lock_directories():
+    for directory in gpus.lock_directories():
         for path in directory.glob("GPU-[09]00?"):
             path.unlink()
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob import fitness
-from clusterjob.backends import here
-from clusterjob.checks import Check, CheckState, Finding, Look, examine, failed, of_hosts, ok, one_line, unknown, warning
+from clusterjob.doctor import fitness, this_machine
+from clusterjob.doctor.engine import Check, CheckState, Finding, Look, examine, failed, of_hosts, ok, one_line, unknown, warning
 from clusterjob.errors import SubmitError
 
 
@@ -134,12 +133,12 @@ def test_space() -> None:
 
 def test_a_directory_that_others_may_write_or_own(tmp_path: Path) -> None:
     place = tmp_path / "home"
-    assert here.directory(place) == ok(f"{place} will be made with the first job")
+    assert this_machine.directory(place) == ok(f"{place} will be made with the first job")
     assert not place.exists()
     place.mkdir()
     for mode, state in ((0o755, "ok"), (0o700, "ok"), (0o770, "warning"), (0o777, "failed"), (0o1777, "ok")):
         place.chmod(mode)
-        found = here.directory(place)
+        found = this_machine.directory(place)
         assert str(found.state) == state, found
         assert state == "ok" or found.hint == f"chmod go-w {place}"
     assert not list(place.iterdir()), "the try leaves nothing"

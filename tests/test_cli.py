@@ -491,8 +491,8 @@ sys.meta_path.insert(0, Interrupter())
 @pytest.mark.parametrize(
     ("command", "module"),
     [
-        ("run", "clusterjob.cli"), ("run", "typer"), ("run", "clusterjob.jobs"), ("run", "clusterjob.render"), ("run", "jinja2"),
-        ("submit", "clusterjob.backends.local"), ("list", "clusterjob.records"), ("launch", "clusterjob.node.launch"),
+        ("run", "clusterjob.cli"), ("run", "typer"), ("run", "clusterjob.core.jobs"), ("run", "clusterjob.core.render"), ("run", "jinja2"),
+        ("submit", "clusterjob.backends.local.backend"), ("list", "clusterjob.core.records"), ("launch", "clusterjob.node.launch"),
     ],
 )  # fmt: skip
 def test_ctrl_c_in_the_start_up_is_no_traceback(terminal: Terminal, tmp_path: Path, command: str, module: str) -> None:

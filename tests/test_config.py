@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.config import Settings, find_files, resolve
+from clusterjob.core.config import Settings, find_files, resolve
 from clusterjob.errors import ConfigError, UnknownCluster
 
 BACKENDS = ("local", "slurm", "ssh")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from clusterjob.errors import UsageError
-from clusterjob.node import contract, devices
+from clusterjob.node import contract
+from clusterjob.node.system import devices
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -15,15 +15,18 @@ import typer
 from launching import run
 
 from clusterjob import bootstrap
-from clusterjob.backends import local, mlp, slurm, ssh
+from clusterjob.backends.local import backend as local
+from clusterjob.backends.mlp import backend as mlp
+from clusterjob.backends.slurm import backend as slurm
 from clusterjob.backends.slurm import planning as slurm_planning
+from clusterjob.backends.ssh import backend as ssh
 from clusterjob.backends.ssh import planning as ssh_planning
 from clusterjob.cli import app
-from clusterjob.hosts import Host
+from clusterjob.core.hosts import Host
+from clusterjob.core.options import SETTINGS
+from clusterjob.core.spec import JobSpec
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
-from clusterjob.settings import SETTINGS
-from clusterjob.spec import JobSpec
 from clusterjob.worker.context import Context
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,17 +134,14 @@ def test_the_tree_is_that_of_the_package() -> None:
     tree = section(read("architecture.md"), "The tree")
     block = re.search(r"^```\n(.*?)^```$", tree, re.MULTILINE | re.DOTALL)
     assert block is not None
-    folders: list[str] = []
-    files = set()
+    above: list[str] = []
+    folders = set()
     for line in block[1].splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        if name.endswith("/"):
-            folders[depth:] = [name]
-        else:
-            assert len(line.split()) > 1, f"{name} has no description"
-            files.add("".join(folders[:depth]) + name)
-    assert files == {path.relative_to(ROOT).as_posix() for path in (ROOT / "clusterjob").rglob("*.py")}
+        name, *description = line.split()
+        above[(len(line) - len(line.lstrip())) // 2 :] = [name]
+        assert description, f"{name} has no description"
+        folders.add("".join(above))
+    assert folders == {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in (ROOT / "clusterjob").rglob("*.py")}
 
 
 def test_texts_of_the_package_name_no_file_that_a_wheel_lacks() -> None:

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 from test_docs import COMMANDS, PAGES, ROOT, options_of, read, section
 
-from clusterjob import backends, trust
-from clusterjob.cli.options import ProgramCommand
+from clusterjob.backends import base
+from clusterjob.cli.job_options import ProgramCommand
+from clusterjob.core import trust
+from clusterjob.core.hosts import Host
+from clusterjob.core.options import SETTINGS
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import UsageError
-from clusterjob.hosts import Host
 from clusterjob.node import verdict
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.options import parse as parse_launch
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import Failure, JobState, Verdict
-from clusterjob.settings import SETTINGS
-from clusterjob.spec import JobSpec
 
-BUILTIN = list(backends._BUILTIN)
+BUILTIN = list(base._BUILTIN)
 
 
 def help_of(name: str, option: str) -> str:
@@ -56,7 +57,7 @@ def test_only_a_local_job_ends_with_the_command_that_runs_it(tmp_path: Path) -> 
     """As the help of run and docs/cli.md say: the lifeline is what ends it."""
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
     for name in BUILTIN:
-        plan = backends.load(name).plan(replace(spec, hosts=(Host("gpu1"),)) if name == "ssh" else spec)
+        plan = base.load(name).plan(replace(spec, hosts=(Host("gpu1"),)) if name == "ssh" else spec)
         assert ("--lifeline" in plan.text()) == (name == "local"), name
     assert "a job of the local cluster ends too; any other goes on" in str(COMMANDS["run"].help)
 

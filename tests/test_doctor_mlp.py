@@ -13,9 +13,9 @@ import pytest
 from doctoring import Diagnosis, doctor
 from volc_platform import Platform
 
+from clusterjob.backends.mlp import checks
+from clusterjob.backends.mlp.client import Volc
 from clusterjob.errors import ClusterJobError
-from clusterjob.volc import check
-from clusterjob.volc.client import Volc
 
 PROFILE = """
 [clusters.vemlp]
@@ -232,7 +232,7 @@ def test_fields_that_are_called_otherwise(clinic: Clinic) -> None:
 
 
 def test_flags(clinic: Clinic) -> None:
-    assert clinic().words("flags") == f"{', '.join(check.FLAGS)} know the flags that are used"
+    assert clinic().words("flags") == f"{', '.join(checks.FLAGS)} know the flags that are used"
     help_ = 'case "$*" in *--help) "$REAL" "$@" | {} ;; *) exec "$REAL" "$@" ;; esac'
     without = clinic(**clinic.volc_is(help_.format("grep -v -- --limit")))
     assert without.failed == ["flags"]
@@ -255,7 +255,7 @@ def test_the_flags_that_are_looked_for_are_those_that_are_used(clinic: Clinic, m
     volc.instances(task_id)
     volc.lines(task_id, "worker_0", 1)
     volc.cancel(task_id)  # which has ended, and stays as it is
-    for operation, names in check.FLAGS.items():
+    for operation, names in checks.FLAGS.items():
         words: Sequence[str] = clinic.platform.calls("ml_task", *operation.split())[-1]
         assert {word for word in words if word.startswith("--")} == {f"--{name}" for name in names}, operation
 

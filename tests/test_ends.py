@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterjob.node import ends
+from clusterjob.node.logs import ends
 from clusterjob.node.verdict import JobState, Verdict
 
 

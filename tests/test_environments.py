@@ -13,7 +13,7 @@ from clusterjob.errors import PlaceError
 from clusterjob.node import contract
 from clusterjob.node.contract import World
 from clusterjob.node.environments import detect
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.events import EventLog, now, read_events
+from clusterjob.node.logs.events import EventLog, now, read_events
 
 
 def test_now_is_rfc_3339_in_utc_with_milliseconds() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from clusterjob.errors import PlaceError
 from clusterjob.node.environments import FAMILIES, detect, flux_env, hydra_env, lsf_env, pals_env
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

@@ -19,12 +19,13 @@ import pytest
 from procs import PATIENCE, kill_one_by_one, own_marked, wait_until
 
 import clusterjob
-from clusterjob import jobs
+from clusterjob.core import jobs
+from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import RecordError
-from clusterjob.node import ends, files
+from clusterjob.node.logs import ends
 from clusterjob.node.program import Program
+from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, JobState, Verdict
-from clusterjob.records import Handle, Record, Records
 
 PAGE = 4096  # bytes; a tmpfs counts in pages
 PROMPT = 15.0  # seconds; many times what a job needs to end, for two cores that others keep busy

@@ -8,8 +8,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.folding import Folded, Folder, fold
-from clusterjob.node.logs import Line
+from clusterjob.node.logs.folding import Folded, Folder, fold
+from clusterjob.node.logs.log_files import Line
 
 
 def at(seconds: float, rank: int, text: str) -> Line:

@@ -755,7 +755,7 @@ def test_a_node_that_is_lost_before_the_start_ends_the_roll_call(new_job: NewJob
 
 @pytest.mark.slow
 def test_the_lead_takes_the_next_port_where_one_is_taken(new_job: NewJob) -> None:
-    from clusterjob.node.gang import ports
+    from clusterjob.node.rendezvous import ports
 
     job = new_job(2)
     first, second = ports.candidates(job.id, 0, None)[:2]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.backends.local import LocalBackend
+from clusterjob.backends.local.backend import LocalBackend
+from clusterjob.core.gpus import listed_gpus, shares, visible_gpus
+from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError
-from clusterjob.gpus import listed_gpus, shares, visible_gpus
 from clusterjob.node.program import Program
-from clusterjob.spec import JobSpec, Resources
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"
@@ -66,7 +66,7 @@ def devices(tmp_path: Path, **fields: object) -> tuple[list[str | None], tuple[s
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the one thing that most machines that run these tests do not have."""
-    monkeypatch.setattr("clusterjob.gpus._installed", lambda: 8)
+    monkeypatch.setattr("clusterjob.core.gpus._installed", lambda: 8)
 
 
 @pytest.mark.usefixtures("eight_gpus")

@@ -164,7 +164,7 @@ def test_bootstrap_serves_a_store_at_the_scripts_own_port_for_one_group_after_an
 def test_a_new_group_without_this_process_frees_nothing(tmp_path: Path) -> None:
     program = """
         import torch.distributed as dist
-        from clusterjob.node.workers import torch_changes
+        from clusterjob.node.workers import torch_patches as torch_changes
 
         dist.init_process_group("gloo")
         dist.destroy_process_group(dist.new_group([0, 1]))

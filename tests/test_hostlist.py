@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterjob.errors import PlaceError
-from clusterjob.node.topology import expand_hostlist
+from clusterjob.node.environments.topology import expand_hostlist
 
 
 @pytest.mark.parametrize(

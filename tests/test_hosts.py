@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterjob.core.hosts import MOST, Host, of_platform, parse_hosts, read_hostfile
 from clusterjob.errors import SpecError
-from clusterjob.hosts import MOST, Host, of_platform, parse_hosts, read_hostfile
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 from procs import PATIENCE, alive, all_pids, kill_one_by_one, wait_until
 
-from clusterjob import backends, jobs
-from clusterjob.backends import Status
-from clusterjob.backends.local import LocalBackend
-from clusterjob.config import Settings
+from clusterjob.backends import base
+from clusterjob.backends.base import Status
+from clusterjob.backends.local.backend import LocalBackend
+from clusterjob.core import jobs
+from clusterjob.core.config import Settings
+from clusterjob.core.plans import Plan
+from clusterjob.core.records import Handle, Records
+from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import PlaceError, RecordError, SpecError, SubmitInDoubtError, UnknownCluster
-from clusterjob.node.logs import Line
+from clusterjob.node.logs.log_files import Line
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
-from clusterjob.plans import Plan
-from clusterjob.records import Handle, Records
-from clusterjob.spec import JobSpec, Resources
 
 SCRIPT = Program("script", "script.py")
 MakePlan = Callable[..., Plan]
@@ -166,13 +167,13 @@ def test_an_isolated_installation_s_interpreter_is_not_taken(tmp_path: Path, mon
 
 
 def test_the_backends_are_known_by_name() -> None:
-    names = backends.names()
+    names = base.names()
     assert names[0] == "local"
     assert "local" in names
     assert "nosuch" not in names
     assert len(names) == len(list(names))
     with pytest.raises(UnknownCluster, match="nosuch"):
-        backends.load("nosuch")
+        base.load("nosuch")
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.gang.judge import EFFECT_PATIENCE, EXIT_PATIENCE, Judge
+from clusterjob.node.rendezvous.root_cause import EFFECT_PATIENCE, EXIT_PATIENCE, Judge
 from clusterjob.node.verdict import Failure
 
 

@@ -15,11 +15,11 @@ from typing import TextIO
 import pytest
 from procs import PATIENCE
 
-from clusterjob.node import logs
-from clusterjob.node.logs import LogReader
+from clusterjob.cli.output import LogPrinter
+from clusterjob.core.records import Handle, Record, Records
+from clusterjob.node.logs import log_files
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.output import LogPrinter
-from clusterjob.records import Handle, Record, Records
 
 MIB = 1 << 20
 LIMIT = 50 * MIB
@@ -28,7 +28,7 @@ LIMIT = 50 * MIB
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """Return the log directory of a job of one worker that has ended; its id is x-222222."""
-    folder = logs.node_directory(tmp_path, 0)
+    folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True)
     handle = Handle("local", "x-222222", {"agents": [], "boot_id": "b", "host": os.uname().nodename})
     end, at = Verdict(JobState.SUCCEEDED, 0).to_json(), "2026-01-01T00:00:00.000Z"
@@ -66,7 +66,7 @@ def write(path: Path, piece: bytes, count: int) -> bytes:
 
 
 def note(folder: Path) -> None:
-    logs.Timeline(folder).note()
+    log_files.Timeline(folder).note()
 
 
 @pytest.mark.parametrize("size", [20, pytest.param(200, marks=pytest.mark.slow)])
@@ -139,7 +139,7 @@ def test_raw_passes_bytes_through(job: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("alike", [False, True])
 def test_merged_output_takes_a_bounded_multiple_of_a_plain_copy(tmp_path: Path, alike: bool) -> None:
     ranks, count = 4, 30_000
-    folder = logs.node_directory(tmp_path, 0)
+    folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True)
     files = [folder / f"rank{rank}.out" for rank in range(ranks)]
     for rank, file in enumerate(files):

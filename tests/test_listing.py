@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from clusterjob import jobs
-from clusterjob.listing import Listing, Row
-from clusterjob.node import events
+from clusterjob.core import jobs
+from clusterjob.core.listing import Listing, Row
+from clusterjob.core.records import Handle, Record, Records
+from clusterjob.node.logs import events
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.records import Handle, Record, Records
 
 ENDED = Verdict(JobState.FAILED, 3, "rank 1: boom\nmore").to_json()
 CACHE = ".ended.json"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from procs import PATIENCE, wait_until
 
-from clusterjob import jobs
-from clusterjob.node import files
-from clusterjob.records import Records
+from clusterjob.core import jobs
+from clusterjob.core.records import Records
+from clusterjob.node.system import files
 
 CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from terminals import Terminal, show
 
-from clusterjob import output
+from clusterjob.cli import output
 from clusterjob.cli.watch import Watch
-from clusterjob.node.live_lines import LiveLines
-from clusterjob.node.logs import LogReader, Timeline, node_directory
+from clusterjob.core.records import Record
+from clusterjob.node.logs.live_lines import LiveLines
+from clusterjob.node.logs.log_files import LogReader, Timeline, node_directory
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.records import Record
 
 CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 BAR = """
@@ -82,7 +82,7 @@ def test_a_prompt_without_an_end_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [10, 40])
 def test_lines_are_cut_to_the_terminal_and_many_are_counted(columns: int) -> None:
     program = """
-from clusterjob.node.live_lines import LiveLines
+from clusterjob.node.logs.live_lines import LiveLines
 live = LiveLines()
 live.show([f"{number} \\x1b]0;title\\x07" + "\\u4e2d" * 50 for number in range(30)])
 print("=", flush=True)

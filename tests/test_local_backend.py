@@ -22,16 +22,16 @@ from typing import Any
 import pytest
 from procs import PATIENCE, alive, below, command_line, kill_one_by_one, nothing_left, own_marked, stat_of, wait_until
 
-from clusterjob import jobs
-from clusterjob.backends.local import LocalBackend
-from clusterjob.config import Settings
+from clusterjob.backends.local.backend import LocalBackend
+from clusterjob.core import jobs
+from clusterjob.core.config import Settings
+from clusterjob.core.plans import Plan, PlannedCommand
+from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import ClusterJobError, JobNotFound, SpecError, SubmitError
-from clusterjob.node import processes
 from clusterjob.node.program import Program
-from clusterjob.node.sanitize import sanitize
+from clusterjob.node.system import processes
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.plans import Plan, PlannedCommand
-from clusterjob.records import Handle, Record, Records
 
 HOST = socket.gethostname()
 PROMPT = 15.0  # seconds; many times what a job needs to end, for two cores that others keep busy

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node import logs
-from clusterjob.node.folding import Folded, fold, ranges
-from clusterjob.node.logs import Line, LogReader, Timeline, last_lines
+from clusterjob.node.logs import log_files
+from clusterjob.node.logs.folding import Folded, fold, ranges
+from clusterjob.node.logs.log_files import Line, LogReader, Timeline, last_lines
 
 
 class Node:
     """One node's log files, written as workers and the agent write them."""
 
     def __init__(self, job_dir: Path, node_rank: int) -> None:
-        self.directory = logs.node_directory(job_dir, node_rank)
+        self.directory = log_files.node_directory(job_dir, node_rank)
         self.directory.mkdir(parents=True)
         self.timeline = Timeline(self.directory)
 
@@ -34,7 +34,7 @@ class Node:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every look at the files a time of its own."""
     seconds = itertools.count(1_700_000_000)
-    monkeypatch.setattr(logs.time, "time", lambda: float(next(seconds)))
+    monkeypatch.setattr(log_files.time, "time", lambda: float(next(seconds)))
 
 
 def texts(lines: list[Line]) -> list[str]:
@@ -45,15 +45,15 @@ def texts(lines: list[Line]) -> list[str]:
 
 
 def test_where_logs_lie(tmp_path: Path) -> None:
-    directory = logs.node_directory(tmp_path, 3)
+    directory = log_files.node_directory(tmp_path, 3)
     assert directory == tmp_path / "logs" / "node3"
-    assert logs.rank_files(directory, 5, 0) == (directory / "rank5.out", directory / "rank5.err")
-    assert logs.rank_files(directory, 5, 2) == (directory / "rank5.restart2.out", directory / "rank5.restart2.err")
-    assert logs.torchrun_files(directory, 0) == (directory / "torchrun.out", directory / "torchrun.err")
-    assert logs.torchrun_files(directory, 1) == (directory / "torchrun.restart1.out", directory / "torchrun.restart1.err")
-    assert logs.rank_files(directory, 5, 0, 1) == (directory / "rank5.attempt1.out", directory / "rank5.attempt1.err")
-    assert logs.rank_files(directory, 5, 2, 3)[0] == directory / "rank5.attempt3.restart2.out"
-    assert logs.torchrun_files(directory, 1, 2)[1] == directory / "torchrun.attempt2.restart1.err"
+    assert log_files.rank_files(directory, 5, 0) == (directory / "rank5.out", directory / "rank5.err")
+    assert log_files.rank_files(directory, 5, 2) == (directory / "rank5.restart2.out", directory / "rank5.restart2.err")
+    assert log_files.torchrun_files(directory, 0) == (directory / "torchrun.out", directory / "torchrun.err")
+    assert log_files.torchrun_files(directory, 1) == (directory / "torchrun.restart1.out", directory / "torchrun.restart1.err")
+    assert log_files.rank_files(directory, 5, 0, 1) == (directory / "rank5.attempt1.out", directory / "rank5.attempt1.err")
+    assert log_files.rank_files(directory, 5, 2, 3)[0] == directory / "rank5.attempt3.restart2.out"
+    assert log_files.torchrun_files(directory, 1, 2)[1] == directory / "torchrun.attempt2.restart1.err"
 
 
 def test_workers_without_an_agent_are_read_as_they_write(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_name_in_a_timeline_leads_nowhere_else(tmp_path: Path) -> None:
 
 def test_a_clock_that_is_set_back_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 200.0, 50.0, 60.0])
-    monkeypatch.setattr(logs.time, "time", lambda: next(times))
+    monkeypatch.setattr(log_files.time, "time", lambda: next(times))
     node = Node(tmp_path, 0)
     for number in range(4):
         node.write("rank0.out", f"{number}\n")

@@ -13,7 +13,7 @@ import pytest
 from hooked import MODES
 from launching import free_port, launch, script
 
-from clusterjob.node.workers import torch_changes
+from clusterjob.node.workers import torch_patches
 
 MEET = """
 import os, sys
@@ -96,7 +96,7 @@ def test_a_wait_for_a_store_that_nobody_serves_is_explained_within_ten_seconds(t
         waited = time.monotonic() - begin
         process.terminate()
         process.stderr.read()
-    assert waited < 10 + torch_changes._WAITING_NOTICE * 3  # the import of torch is not the wait
+    assert waited < 10 + torch_patches._WAITING_NOTICE * 3  # the import of torch is not the wait
     assert f"nobody listens at 127.0.0.1:{port}, where this process waits for rank 0's store (Connection refused)" in line
     assert who.replace("PORT=PORT", f"PORT={port}") in line
     assert "(train.py line " in line
@@ -104,24 +104,24 @@ def test_a_wait_for_a_store_that_nobody_serves_is_explained_within_ten_seconds(t
 
 
 def test_an_address_is_the_agents_where_name_and_port_lead_to_their_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(torch_changes.STORE, "127.0.0.1:2345")
-    assert torch_changes.served_at("127.0.0.1", 2345) == "127.0.0.1"
-    assert torch_changes.served_at("localhost", 2345) == "localhost"
-    assert torch_changes.served_at("127.0.0.1", 2346) is None
-    assert torch_changes.served_at("192.0.2.1", 2345) is None
-    monkeypatch.setenv(torch_changes.STORE, "192.0.2.1:2345")
-    assert torch_changes.served_at("localhost", 2345) is None  # another machine's
-    monkeypatch.setenv(torch_changes.STORE, "")
-    assert torch_changes.served_at("127.0.0.1", 2345) is None
+    monkeypatch.setenv(torch_patches.STORE, "127.0.0.1:2345")
+    assert torch_patches.served_at("127.0.0.1", 2345) == "127.0.0.1"
+    assert torch_patches.served_at("localhost", 2345) == "localhost"
+    assert torch_patches.served_at("127.0.0.1", 2346) is None
+    assert torch_patches.served_at("192.0.2.1", 2345) is None
+    monkeypatch.setenv(torch_patches.STORE, "192.0.2.1:2345")
+    assert torch_patches.served_at("localhost", 2345) is None  # another machine's
+    monkeypatch.setenv(torch_patches.STORE, "")
+    assert torch_patches.served_at("127.0.0.1", 2345) is None
 
 
 def test_every_name_of_this_machine_is_the_agents_where_their_store_is_at_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing
         own = probe.getsockname()[0]
-    monkeypatch.setenv(torch_changes.STORE, "127.0.0.1:2345")
-    assert torch_changes.served_at(own, 2345) == "127.0.0.1"
-    assert torch_changes.served_at(own, 2346) is None
+    monkeypatch.setenv(torch_patches.STORE, "127.0.0.1:2345")
+    assert torch_patches.served_at(own, 2345) == "127.0.0.1"
+    assert torch_patches.served_at(own, 2346) is None
 
 
 def test_the_file_of_a_meeting_that_the_script_has_removed_does_not_come_back(tmp_path: Path) -> None:
@@ -141,5 +141,5 @@ def test_localhost_is_the_agents_on_the_machine_that_serves_their_store(monkeypa
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing
         own = probe.getsockname()[0]
-    monkeypatch.setenv(torch_changes.STORE, f"{own}:2345")
-    assert torch_changes.served_at("localhost", 2345) == own
+    monkeypatch.setenv(torch_patches.STORE, f"{own}:2345")
+    assert torch_patches.served_at("localhost", 2345) == own

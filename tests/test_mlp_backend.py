@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from launching import finish, run, start
 
-from clusterjob.backends import mlp, names
+from clusterjob.backends.base import names
+from clusterjob.backends.mlp import backend
+from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node.program import Program
-from clusterjob.spec import JobSpec, Resources
 
 
 def entry(spec: JobSpec) -> str:
-    return mlp.MlpBackend().plan(spec).files[-1].text()
+    return backend.MlpBackend().plan(spec).files[-1].text()
 
 
 def make(directory: Path, **fields: object) -> JobSpec:
@@ -83,7 +84,7 @@ def test_an_interpreter_that_is_not_there_gives_way_to_the_image_s(tmp_path: Pat
 
 
 def test_where_the_nodes_see_the_submitter_s_files_they_use_them(tmp_path: Path) -> None:
-    plan = mlp.MlpBackend().plan(make(tmp_path))
+    plan = backend.MlpBackend().plan(make(tmp_path))
     plan.job_dir.mkdir(parents=True, mode=0o700)
     for file in plan.files:
         file.path.write_bytes(file.data)
@@ -104,14 +105,14 @@ def test_the_script_is_sound_shell(tmp_path: Path) -> None:
 )
 def test_what_it_cannot_do_is_refused(tmp_path: Path, fields: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        mlp.MlpBackend().plan(make(tmp_path, resources=Resources(nodes=2), **fields))
+        backend.MlpBackend().plan(make(tmp_path, resources=Resources(nodes=2), **fields))
 
 
 def test_without_an_image_a_flavor_and_a_queue_nothing_is_submitted(tmp_path: Path) -> None:
-    plan = mlp.MlpBackend().plan(make(tmp_path))
+    plan = backend.MlpBackend().plan(make(tmp_path))
     assert "name image and flavor and queue" in plan.notes[0]
     with pytest.raises(SubmitError) as caught:
-        mlp.MlpBackend().submit(plan)
+        backend.MlpBackend().submit(plan)
     assert "clusterjob render --cluster mlp" in caught.value.hint
     ran = run([sys.executable, "-m", "clusterjob", "submit", "--cluster", "mlp", "--set", "queue=q-1", "train.py"], tmp_path)
     assert (ran.code, ran.out) == (1, "")

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from clusterjob.node.environments import detect
-from clusterjob.node.events import EventLog
-from clusterjob.node.gang import wire
-from clusterjob.node.gang.gathering import Gathering
-from clusterjob.node.identity import JobIdentity
+from clusterjob.node.environments.topology import Topology
 from clusterjob.node.launch import find_node
+from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
-from clusterjob.node.topology import Topology
+from clusterjob.node.rendezvous import protocol
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.membership import Gathering
 
 # As the platform documents them, for worker 2 of 3 with RDMA: hosts are RDMA's addresses, primary hosts the VPC's.
 NODE = {
@@ -148,7 +148,7 @@ def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: P
         gathering = Gathering(3, parse(["x.py"]), job, EventLog(tmp_path / "events.jsonl"))
         gathering.join(agent(by_rack, 0), lambda _message: None)
         gathering.join(agent(by_rack, 1), lambda _message: None)
-        with pytest.raises(wire.Refused) as caught:
+        with pytest.raises(protocol.Refused) as caught:
             gathering.join(agent(by_role, 2), lambda _message: None)
         return str(caught.value)
 

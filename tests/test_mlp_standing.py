@@ -12,18 +12,19 @@ from typing import Any
 
 import pytest
 
-from clusterjob.backends.mlp import MlpBackend
-from clusterjob.backends.platform import Account
+from clusterjob.backends.batch_command import attempts
+from clusterjob.backends.batch_command.backend import Account
+from clusterjob.backends.batch_command.command import Answer
+from clusterjob.backends.batch_command.platform import Instance, Platform, Task
+from clusterjob.backends.mlp import client
+from clusterjob.backends.mlp.backend import MlpBackend
+from clusterjob.backends.mlp.client import Volc
+from clusterjob.core.records import Handle, Record
 from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
-from clusterjob.node import ends
-from clusterjob.node.events import now
-from clusterjob.node.processes import ProcessIdentity
+from clusterjob.node.logs import ends
+from clusterjob.node.logs.events import now
+from clusterjob.node.system.processes import ProcessIdentity
 from clusterjob.node.verdict import JobState
-from clusterjob.platforms import Instance, Platform, Task, standing
-from clusterjob.platforms.command import Answer
-from clusterjob.records import Handle, Record
-from clusterjob.volc import client
-from clusterjob.volc.client import Volc
 
 Rows = list[dict[str, Any]]
 
@@ -174,7 +175,7 @@ class Fixed(MlpBackend):
 
 def old(job: Record, *tasks: Task) -> None:
     """Let the ends of tasks have been seen long ago."""
-    standing.Known.of(job.job_dir).meet(tasks)
+    attempts.Known.of(job.job_dir).meet(tasks)
     path = job.job_dir / "platform.json"
     data = json.loads(path.read_text())
     data["ended"] = dict.fromkeys(data["ended"], time.time() - 10_000)
@@ -280,10 +281,10 @@ def test_an_end_is_seen_where_the_disk_takes_no_note(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     job, backend = record("a", tmp_path), Fixed([Task(task_id(1), "a", JobState.SUCCEEDED, "Success", started_at=now())])
-    monkeypatch.setattr(standing.files, "write_json", full)
+    monkeypatch.setattr(attempts.files, "write_json", full)
     assert backend.status([job])["a"].reason.endswith("the rest of its log is awaited")
     later = time.time() + 30
-    monkeypatch.setattr(standing.time, "time", lambda: later)
+    monkeypatch.setattr(attempts.time, "time", lambda: later)
     time.sleep(0.01)  # the pause between two questions
     assert backend.status([job])["a"].state is JobState.SUCCEEDED
 

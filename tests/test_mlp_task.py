@@ -15,14 +15,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clusterjob import config, jobs, pack, render
-from clusterjob.backends import mlp
+from clusterjob.backends.mlp import backend, task
+from clusterjob.core import config, jobs, node_zip, render
+from clusterjob.core.options import read_setting
+from clusterjob.core.plans import Plan
+from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError, SubmitError, TemplateError
 from clusterjob.node.program import Program
-from clusterjob.plans import Plan
-from clusterjob.settings import read_setting
-from clusterjob.spec import JobSpec, Resources
-from clusterjob.volc import task
 
 GOOD = {"image": "i:1", "queue": "train", "flavor": "ml.a"}
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
@@ -31,7 +30,7 @@ WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 @pytest.fixture(autouse=True)
 def _no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing the node half takes a second, and nothing here looks into it."""
-    monkeypatch.setattr(pack, "node_zip", lambda _: b"the node half")
+    monkeypatch.setattr(node_zip, "node_zip", lambda _: b"the node half")
 
 
 def make(directory: Path, **fields: Any) -> JobSpec:
@@ -49,7 +48,7 @@ def planned(plan: Plan) -> dict[str, Any]:
 
 
 def fields(directory: Path, **given: Any) -> dict[str, Any]:
-    return planned(mlp.MlpBackend().plan(make(directory, **given)))
+    return planned(backend.MlpBackend().plan(make(directory, **given)))
 
 
 data = st.recursive(
@@ -94,7 +93,7 @@ def test_hostile_values_are_data_in_the_task_and_in_the_script(
         tmp_path, python=str(teller), name=name, args=tuple(args), env={"VALUE": value}, options=options, resources=Resources(nodes=3),
         nproc_open=True,
     )  # fmt: skip
-    plan = mlp.MlpBackend().plan(spec)
+    plan = backend.MlpBackend().plan(spec)
     found = planned(plan)
     assert (found["TaskName"], found["Description"], found["ImageUrl"]) == (plan.job_id, name, image)
     assert found["Storages"] == storages
@@ -206,12 +205,12 @@ def test_any_field_may_be_set_by_its_path(tmp_path: Path) -> None:
 def test_restarts_are_the_platform_s_retries(tmp_path: Path, spec: dict[str, Any], expected: tuple[int, list[str]] | None) -> None:
     found = fields(tmp_path, **spec).get("RetryOptions")
     assert (None if found is None else (found["MaxRetryTimes"], found["PolicySets"])) == expected
-    script = mlp.MlpBackend().plan(make(tmp_path, **spec)).files[-1].text()
+    script = backend.MlpBackend().plan(make(tmp_path, **spec)).files[-1].text()
     assert "--max-restarts" not in script, "an agent does not restart workers beside the platform"
 
 
 def test_the_platform_s_time_limit_leaves_the_verdict_to_the_agents(tmp_path: Path) -> None:
-    plan = mlp.MlpBackend().plan(make(tmp_path, resources=Resources(time_limit=600)))
+    plan = backend.MlpBackend().plan(make(tmp_path, resources=Resources(time_limit=600)))
     assert planned(plan)["ActiveDeadlineSeconds"] == 660
     assert "--time-limit 600" in plan.files[-1].text()
 
@@ -246,7 +245,7 @@ def test_a_profile_s_lists_and_tables_are_options(tmp_path: Path) -> None:
 
 
 def test_another_backend_takes_no_list(tmp_path: Path) -> None:
-    from clusterjob.slurm import flags
+    from clusterjob.backends.slurm import flags
 
     options: Mapping[str, str] = read_setting("set", {"exclude": ["n1", "n2"]}, "here")
     with pytest.raises(SpecError, match=r"exclude: .* is not a text or a number"):

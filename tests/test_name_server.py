@@ -13,7 +13,7 @@ from launching import Run, finish, run, script, start
 from namespaces import Machine, machines, why_not
 from test_rollcall import HOST, last, place
 
-from clusterjob.node import network
+from clusterjob.node.system import network
 
 SILENT = "10.77.0.9"
 SAID = "no name server answered within 3 s"
@@ -97,7 +97,7 @@ def launched(machine: Machine, directory: Path, environ: dict[str, str], *option
 
 
 def test_addresses_need_no_name_server(machine: Machine, tmp_path: Path) -> None:
-    code = "from clusterjob.node import network; print(network.addresses_of('192.0.2.1'), network.addresses_of('fd77::1'))"
+    code = "from clusterjob.node.system import network; print(network.addresses_of('192.0.2.1'), network.addresses_of('fd77::1'))"
     ended = run(there(machine, tmp_path, sys.executable, "-c", code), tmp_path, without_options(tmp_path, {}))
     assert ended.out == "['192.0.2.1'] ['fd77::1']\n", ended
 

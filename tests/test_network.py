@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from clusterjob.node import network
+from clusterjob.node.system import network
 
 HAS_IPV6 = socket.has_ipv6 and network.address_towards("::1") is not None
 

@@ -18,8 +18,8 @@ import pytest
 from procs import PATIENCE
 
 import clusterjob
-from clusterjob import pack
-from clusterjob.node import solid
+from clusterjob.core import node_zip
+from clusterjob.node.zip import importer
 
 PACKAGE = Path(clusterjob.__file__).parent
 CLEAN = {"PATH": os.environ["PATH"]}
@@ -49,13 +49,13 @@ OTHERS = [version for version in PYTHONS if version >= (3, 10) and version != sy
 
 @pytest.fixture
 def zip_file(tmp_path: Path) -> Path:
-    path = tmp_path / pack.NAME
-    path.write_bytes(pack.node_zip())
+    path = tmp_path / node_zip.NAME
+    path.write_bytes(node_zip.node_zip())
     return path
 
 
 def test_the_same_package_gives_the_same_bytes(tmp_path: Path) -> None:
-    again = "import hashlib, clusterjob.pack; print(hashlib.sha256(clusterjob.pack.node_zip()).hexdigest())"
+    again = "import hashlib, clusterjob.core.node_zip; print(hashlib.sha256(clusterjob.core.node_zip.node_zip()).hexdigest())"
     digests = set()
     for seed in ("1", "2"):
         environ = os.environ | {"PYTHONHASHSEED": seed, "TZ": f"UTC{seed}"}
@@ -66,69 +66,69 @@ def test_the_same_package_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_a_zip_that_was_made_once_is_taken_again_until_the_sources_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
-    made = pack.node_zip(cache)
+    made = node_zip.node_zip(cache)
     assert not cache.exists()
-    pack.keep(made, cache)
+    node_zip.keep(made, cache)
     (kept,) = cache.iterdir()
-    assert kept.read_bytes() == made == pack.node_zip()
+    assert kept.read_bytes() == made == node_zip.node_zip()
     assert kept.stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(pack, "_make", lambda *_: pytest.fail("it was made again"))
-    assert pack.node_zip(cache) == made
+    monkeypatch.setattr(node_zip, "_make", lambda *_: pytest.fail("it was made again"))
+    assert node_zip.node_zip(cache) == made
     monkeypatch.undo()
     kept.write_bytes(made[:1000])  # a file that somebody cut short
-    assert pack.node_zip(cache) == made
+    assert node_zip.node_zip(cache) == made
 
 
 def test_a_few_zips_of_other_sources_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     for number in range(8):
-        monkeypatch.setattr(pack, "_fingerprint", lambda *_, number=number: f"of{number}")
-        pack.keep(b"zip", cache)
+        monkeypatch.setattr(node_zip, "_fingerprint", lambda *_, number=number: f"of{number}")
+        node_zip.keep(b"zip", cache)
         os.utime(cache / f"node-of{number}.pyz", (number, number))
     assert {path.name for path in cache.iterdir()} == {f"node-of{number}.pyz" for number in (3, 4, 5, 6, 7)}
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_zip_that_somebody_else_could_have_written_is_not_taken(tmp_path: Path, mode: int) -> None:
-    made = pack.node_zip()
-    pack.keep(made, tmp_path)
+    made = node_zip.node_zip()
+    node_zip.keep(made, tmp_path)
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(made.replace(b"__main__.py", b"__mein__.py"))
-    assert pack.node_zip(tmp_path) != made
+    assert node_zip.node_zip(tmp_path) != made
     kept.chmod(mode)
-    assert pack.node_zip(tmp_path) == made
+    assert node_zip.node_zip(tmp_path) == made
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file can be given to somebody else by root alone")
 def test_a_zip_of_somebody_else_is_not_taken(tmp_path: Path) -> None:
-    made = pack.node_zip()
-    pack.keep(made, tmp_path)
+    made = node_zip.node_zip()
+    node_zip.keep(made, tmp_path)
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(made.replace(b"__main__.py", b"__mein__.py"))
     os.chown(kept, 65534, 65534)
-    assert pack.node_zip(tmp_path) == made
+    assert node_zip.node_zip(tmp_path) == made
 
 
 def test_it_is_small() -> None:
-    size = len(pack.node_zip())
+    size = len(node_zip.node_zip())
     print(f"the node zip has {size} bytes")
-    assert size < pack.LIMIT == 150_000
+    assert size < node_zip.LIMIT == 150_000
 
 
 def test_it_holds_what_a_job_needs_and_nothing_else() -> None:
     """All but what only submits jobs elsewhere; sources alone."""
-    with zipfile.ZipFile(io.BytesIO(pack.node_zip())) as archive:
+    with zipfile.ZipFile(io.BytesIO(node_zip.node_zip())) as archive:
         assert archive.testzip() is None
         names = set(archive.namelist())
         texts = {name: archive.read(name) for name in names}
-    block = json.loads(bz2.decompress(texts.pop(f"clusterjob/{solid.NAME}")))
+    block = json.loads(bz2.decompress(texts.pop(f"clusterjob/{importer.NAME}")))
     assert not set(block) & set(texts)
     texts |= {name: text.encode() for name, text in block.items()}
     modules = {f"clusterjob/{path.relative_to(PACKAGE).as_posix()}": path for path in PACKAGE.rglob("*.py")}
-    modules = {name: path for name, path in modules.items() if not name.removeprefix("clusterjob/").startswith(pack.LEFT_OUT)}
+    modules = {name: path for name, path in modules.items() if not name.removeprefix("clusterjob/").startswith(node_zip.LEFT_OUT)}
     assert set(texts) == {"__main__.py", *modules}
-    assert {"clusterjob/functions.py", "clusterjob/jobs.py", "clusterjob/backends/local.py"} < set(block)
-    texts["clusterjob/__init__.py"] = texts["clusterjob/__init__.py"].removesuffix(pack._INSTALL.encode())
+    assert {"clusterjob/api/functions.py", "clusterjob/core/jobs.py", "clusterjob/backends/local/backend.py"} < set(block)
+    texts["clusterjob/__init__.py"] = texts["clusterjob/__init__.py"].removesuffix(node_zip._INSTALL.encode())
     for name, path in modules.items():
         told, packed = ast.parse(path.read_text()), ast.parse(texts[name])
         assert told_away(told) == told_away(packed), name
@@ -136,7 +136,7 @@ def test_it_holds_what_a_job_needs_and_nothing_else() -> None:
     assert b"# " not in texts["clusterjob/node/agent.py"]
     assert b" -> " not in texts["clusterjob/node/agent.py"]
     assert b"    state: JobState" in texts["clusterjob/node/verdict.py"]  # a dataclass is made of its annotations
-    assert texts["__main__.py"] == (PACKAGE / "node" / "zip_main.py").read_bytes()
+    assert texts["__main__.py"] == (PACKAGE / "node" / "zip" / "main.py").read_bytes()
 
 
 def test_all_of_it_is_there_for_whoever_asks_in_a_job(zip_file: Path, tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ def test_all_of_it_is_there_for_whoever_asks_in_a_job(zip_file: Path, tmp_path: 
 import inspect, sys
 import clusterjob
 assert "bz2" not in sys.modules
-import clusterjob.units as units, clusterjob.slurm.flags, clusterjob.cli.options, clusterjob.backends.ssh
+import clusterjob.core.units as units, clusterjob.backends.slurm.flags, clusterjob.cli.job_options, clusterjob.backends.ssh.backend
 from clusterjob import JobSpec
 print(units.__file__, units.__spec__.origin, inspect.getsource(units.show_size).splitlines()[0])
-print(clusterjob.slurm.flags.__file__, clusterjob.backends.ssh.__file__, clusterjob.backends.__file__)
+print(clusterjob.backends.slurm.flags.__file__, clusterjob.backends.ssh.backend.__file__, clusterjob.backends.base.__file__)
 try:
     units.parse_size("x")
 except Exception as error:
@@ -160,10 +160,10 @@ assert importlib.util.find_spec("clusterjob.nothing") is None
     environ = {**CLEAN, "PYTHONPATH": str(zip_file)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    file = f"{zip_file}/clusterjob/units.py"
+    file = f"{zip_file}/clusterjob/core/units.py"
     assert done.stdout.splitlines()[0] == f"{file} {file} def show_size(size):"
-    left_out = [f"{PACKAGE}/slurm/flags.py", f"{PACKAGE}/backends/ssh/__init__.py"]
-    assert done.stdout.splitlines()[1].split() == [*left_out, f"{zip_file}/clusterjob/backends/__init__.py"]
+    left_out = [f"{PACKAGE}/backends/slurm/flags.py", f"{PACKAGE}/backends/ssh/backend.py"]
+    assert done.stdout.splitlines()[1].split() == [*left_out, f"{zip_file}/clusterjob/backends/base.py"]
     assert done.stdout.splitlines()[2].startswith("raise SpecError(")
     command = [sys.executable, "-m", "clusterjob", "submit", "--help"]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -230,9 +230,8 @@ def test_what_is_wrong_is_said_without_a_traceback(zip_file: Path) -> None:
 
 
 def test_it_is_imported_from_pythonpath_before_an_installed_one(zip_file: Path, tmp_path: Path) -> None:
-    code = (
-        "import clusterjob, clusterjob.node.agent, clusterjob.spec, json; print(json.dumps([clusterjob.__file__, clusterjob.__version__]))"
-    )
+    code = "import clusterjob, clusterjob.node.agent, clusterjob.core.spec, json\n"
+    code += "print(json.dumps([clusterjob.__file__, clusterjob.__version__]))"
     environ = {**CLEAN, "PYTHONPATH": str(zip_file)}
     for flags in ([], ["-S"]):
         done = subprocess.run([sys.executable, *flags, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)

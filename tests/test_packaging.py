@@ -14,7 +14,7 @@ import pytest
 from procs import PATIENCE
 
 import clusterjob
-from clusterjob.render import template_directory
+from clusterjob.core.render import template_directory
 
 SOURCE = Path(clusterjob.__file__).parent.parent
 TEMPLATES = sorted(path.name for path in (SOURCE / "templates").glob("*.j2"))
@@ -75,7 +75,7 @@ def test_an_installed_wheel_renders_and_runs(built: dict[str, Path], kind: str, 
     site = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(built[kind]), cwd=tmp_path)
     (tmp_path / "script.py").write_text("import clusterjob; print(clusterjob.__file__)\n")
-    where = "import clusterjob.render as render; print(render.template_directory())"
+    where = "import clusterjob.core.render as render; print(render.template_directory())"
     assert run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).strip() == str(site / "clusterjob" / "templates")
     command = [sys.executable, str(site / "bin" / "clusterjob")]
     assert run(*command, "--version", cwd=tmp_path, PYTHONPATH=str(site)) == f"clusterjob {clusterjob.__version__}\n"

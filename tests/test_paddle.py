@@ -15,17 +15,17 @@ from launching import ROOT, finish, run, script, start, told
 from namespaces import machines, why_not
 from procs import Job
 
-from clusterjob.node import contract, paddle
+from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments import detect, paddle_env
-from clusterjob.node.topology import Worker
+from clusterjob.node.environments import detect, paddle_endpoints, paddle_env
+from clusterjob.node.environments.topology import Worker
 
 PLACE = ROOT / ".venv-paddle"
 LOCAL = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local"]
 
 
 def test_a_port_that_is_held_is_for_whoever_asks_for_it_and_for_nobody_else() -> None:
-    held = paddle.HeldPorts(3)
+    held = paddle_endpoints.HeldPorts(3)
     try:
         assert len(set(held.ports)) == 3
         with socket.socket() as server, socket.socket() as client, socket.socket() as careless:
@@ -49,7 +49,7 @@ def test_a_port_that_is_held_is_given_to_nobody_who_asks_for_any(tmp_path: Path)
     text = """
         import socket
         from pathlib import Path
-        from clusterjob.node.paddle import HeldPorts
+        from clusterjob.node.environments.paddle_endpoints import HeldPorts
         Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40005")
         held, others = HeldPorts(4), []
         try:
@@ -74,7 +74,7 @@ def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
     endpoints = [[f"10.0.0.{node}:{4000 + local}" for local in range(size)] for node, size in enumerate(sizes)]
     return World(
         0, "10.0.0.0", 29500, True, node_rank, len(sizes), sizes[node_rank], sum(sizes[:node_rank]), sum(sizes), gpus, "10.0.0.0:5000",
-        paddle.listed([item for node in endpoints for item in node]), ",".join(endpoints[node_rank]),
+        paddle_endpoints.listed([item for node in endpoints for item in node]), ",".join(endpoints[node_rank]),
     )  # fmt: skip
 
 
@@ -103,14 +103,14 @@ def test_a_node_with_gpus_names_one_to_each_worker_and_one_without_asks_for_gloo
     chosen = [contract.worker_variables(world(0, [4], gpus=2), local, "job", 0)["FLAGS_selected_gpus"] for local in range(4)]
     assert chosen == ["0", "1", "0", "1"]
     assert "FLAGS_selected_gpus" not in contract.worker_variables(world(0, [4]), 0, "job", 0)
-    assert paddle.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
-    assert paddle.backend_default({}, 2) == paddle.backend_default({"PADDLE_DISTRI_BACKEND": "auto"}, 0) == {}
+    assert paddle_endpoints.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
+    assert paddle_endpoints.backend_default({}, 2) == paddle_endpoints.backend_default({"PADDLE_DISTRI_BACKEND": "auto"}, 0) == {}
 
 
 def test_a_list_that_no_environment_could_carry_is_left_out() -> None:
-    assert paddle.listed(["a:1", "b:2"]) == "a:1,b:2"
-    assert len(paddle.listed(["10.200.200.200:50000"] * 4500)) > 90_000
-    assert paddle.listed(["10.200.200.200:50000"] * 6500) == ""
+    assert paddle_endpoints.listed(["a:1", "b:2"]) == "a:1,b:2"
+    assert len(paddle_endpoints.listed(["10.200.200.200:50000"] * 4500)) > 90_000
+    assert paddle_endpoints.listed(["10.200.200.200:50000"] * 6500) == ""
     variables = contract.worker_variables(world(0, [9000]), 3, "job", 0)
     assert "PADDLE_TRAINER_ENDPOINTS" not in variables
     assert (variables["PADDLE_MASTER"], variables["PADDLE_CURRENT_ENDPOINT"]) == ("10.0.0.0:5000", "10.0.0.0:4003")

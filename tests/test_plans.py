@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.backends import load
+from clusterjob.backends.base import load
+from clusterjob.core.hosts import Host
+from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, new_id, token_file, write_files
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import RecordError
-from clusterjob.hosts import Host
 from clusterjob.node.program import Program
-from clusterjob.plans import Plan, PlannedCommand, PlannedFile, new_id, token_file, write_files
-from clusterjob.spec import JobSpec
 
 
 def plan_in(job_dir: Path, *files: PlannedFile, commands: tuple[PlannedCommand, ...] = ()) -> Plan:

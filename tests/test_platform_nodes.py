@@ -16,16 +16,16 @@ from launching import environment
 from namespaces import Machine, machines, why_not
 from procs import PATIENCE
 
-from clusterjob import pack
-from clusterjob.backends import directory
-from clusterjob.node.logs import LogReader
+from clusterjob.backends import shared
+from clusterjob.backends.batch_command import upload
+from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.core import node_zip
+from clusterjob.core.plans import PlannedFile
+from clusterjob.core.render import render
+from clusterjob.core.spec import JobSpec
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
-from clusterjob.plans import PlannedFile
-from clusterjob.platforms import upload
-from clusterjob.platforms.stream import Stream
-from clusterjob.render import render
-from clusterjob.spec import JobSpec
 
 TRAIN = """
 import os, sys, torch, torch.distributed as dist
@@ -79,12 +79,12 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
             folder.mkdir(exist_ok=True)
         (work / "train.py").write_text(text)
         spec = JobSpec(Program("script", "train.py"), work, python=sys.executable, nproc_per_node=2, **fields)  # type: ignore[arg-type]
-        values = directory.common_values(spec, "job-abc", job_dir) | {
+        values = shared.common_values(spec, "job-abc", job_dir) | {
             "uploaded": True, "workdir": "", "node_zip": "", "launch_arguments": spec.launch_options().arguments(),
         }  # fmt: skip
         files = [
-            directory.script_file(job_dir / upload.ENTRY, render("mlp.sh.j2", values)),
-            PlannedFile(job_dir / pack.NAME, pack.node_zip(tmp_path)),
+            shared.script_file(job_dir / upload.ENTRY, render("mlp.sh.j2", values)),
+            PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(tmp_path)),
         ]
         staged = upload.stage(spec, job_dir, files)
         hosts = {f"MLP_WORKER_{number}_HOST": machine.address for number, machine in enumerate(two)}
@@ -190,7 +190,7 @@ def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(submit: Call
     task.processes[0].send_signal(signal.SIGTERM)  # as the platform does when one of its workers fails
     task.wait()
     task.collect()
-    found = directory.end_without_lead(task.job_dir, None, 0, "nobody knows")
+    found = shared.end_without_lead(task.job_dir, None, 0, "nobody knows")
     assert (found.state, found.failure is not None and found.failure.node_rank) == (JobState.FAILED, 1)
     assert 'a setup line failed: [ "$MLP_ROLE_INDEX" = 0 ]' in found.reason
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.errors import GangError
-from clusterjob.node.gang import ports
+from clusterjob.node.rendezvous import ports
 
 
 def taken() -> socket.socket:

@@ -20,11 +20,11 @@ import pytest
 from launching import ROOT
 from procs import PATIENCE, WITH_TORCH, Job, below, nothing_left, own_marked, wait_until
 
-from clusterjob.node import ends
-from clusterjob.node.gang.judge import Judge
-from clusterjob.node.gang.notice import SUSPICION, Notice
+from clusterjob.node.logs import ends
+from clusterjob.node.rendezvous.preemption import SUSPICION, Notice
+from clusterjob.node.rendezvous.root_cause import Judge
 from clusterjob.node.verdict import Failure, is_termination
-from clusterjob.node.workers.warning import WarningPipe
+from clusterjob.node.workers.preemption_pipe import WarningPipe
 
 NewJob = Callable[..., Job]
 HOST = socket.gethostname()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from procs import alive, wait_until
 
-from clusterjob.node import processes
+from clusterjob.node.system import processes
 
 # Small programs that use the functions in a process of their own; each says "up PID..." when it is ready.
 PRELUDE = "import os, signal, sys, time\nfrom clusterjob.node import processes\n"

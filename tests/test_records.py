@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from procs import PATIENCE
 
+from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.errors import JobNotFound, RecordError
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.records import Handle, Record, Records, home
 
 END = Verdict(JobState.LOST, 1, "gone").to_json()
 HANDLE = Handle("local", "x", {"agents": [{"pid": 1}], "name": "☃"})
@@ -153,7 +153,7 @@ def test_writers_at_the_same_time_leave_a_whole_record(records: Records, tmp_pat
 import sys
 from pathlib import Path
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.records import Record, Records
+from clusterjob.core.records import Record, Records
 records = Records(Path({str(tmp_path / "records")!r}))
 mark = sys.argv[1]
 for number in range(40):

@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from procs import PATIENCE
 
-from clusterjob.backends.local import LocalBackend
+from clusterjob.backends.local.backend import LocalBackend
+from clusterjob.core.render import Quoted, in_shell, render, sh, sh_words, template_directory, verbatim
+from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError, TemplateError
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
-from clusterjob.render import Quoted, in_shell, render, sh, sh_words, template_directory, verbatim
-from clusterjob.spec import JobSpec, Resources
 
 GOLDEN = Path(__file__).parent / "golden" / "node.sh"
 HOSTILE = (

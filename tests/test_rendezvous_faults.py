@@ -14,7 +14,7 @@ import pytest
 from namespaces import Machine, machines, why_not
 from procs import PATIENCE, WITH_TORCH, Job, below, wait_until
 
-from clusterjob.node.gang.stalls import Stalls
+from clusterjob.node.rendezvous.stalls import Stalls
 
 NewJob = Callable[..., Job]
 QUICK = ("--heartbeat", "0.2", "--lease", "2")
@@ -271,7 +271,7 @@ def test_an_agent_that_may_open_few_files_ends_in_time(new_job: NewJob, files: i
 
 BROKEN = """
     import asyncio, os, runpy, sys
-    from clusterjob.node.gang.gathering import Gathering
+    from clusterjob.node.rendezvous.membership import Gathering
 
     async def beat(self):
         while not os.path.exists("up1"):

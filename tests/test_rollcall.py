@@ -18,7 +18,7 @@ from namespaces import machines, why_not
 from procs import wait_until
 
 from clusterjob.errors import PlaceError
-from clusterjob.worker.rollcall import Facts, disagreement
+from clusterjob.worker.rendezvous import Facts, disagreement
 
 INIT = """
     import os, time
@@ -178,7 +178,7 @@ def test_a_port_at_which_something_else_answers_is_one_line(tmp_path: Path, says
 def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
     import torch.distributed as dist
 
-    from clusterjob.node import network
+    from clusterjob.node.system import network
     from clusterjob.worker.store import _check_store
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
@@ -228,8 +228,8 @@ GONE_BEFORE_RANK_0 = """
     import time
     import torch.distributed as dist
     from clusterjob.errors import GangError
-    from clusterjob.node.topology import Topology, Worker
-    from clusterjob.worker import rollcall
+    from clusterjob.node.environments.topology import Topology, Worker
+    from clusterjob.worker import rendezvous as rollcall
 
     def facts(rank, came):
         return rollcall.Facts(rank, "h", 10 + rank, "boot", 2, "job", "torch", "", came)
@@ -315,10 +315,10 @@ WITHOUT_RANK_0 = """
     from dataclasses import replace
     from datetime import timedelta
     import torch.distributed as dist
-    from clusterjob.worker import rollcall
+    from clusterjob.worker import rendezvous as rollcall
     from clusterjob.errors import GangError
-    from clusterjob.node import network
-    from clusterjob.node.topology import Topology, Worker
+    from clusterjob.node.system import network
+    from clusterjob.node.environments.topology import Topology, Worker
 
     FAULT, TIMEOUT = eval(sys.argv[1]), float(sys.argv[2])
     listener = network.listen_at("127.0.0.1", 0, 64)
@@ -373,9 +373,9 @@ SIMULATED = """
     import sys, threading, time
     from datetime import timedelta
     import torch.distributed as dist
-    from clusterjob.worker import rollcall
-    from clusterjob.node import network
-    from clusterjob.node.topology import Topology, Worker
+    from clusterjob.worker import rendezvous as rollcall
+    from clusterjob.node.system import network
+    from clusterjob.node.environments.topology import Topology, Worker
 
     WORLD, EACH, WAIT = int(sys.argv[1]), 8, timedelta(seconds=90)
     listener = network.listen_at("127.0.0.1", 0, 4096)

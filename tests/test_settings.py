@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clusterjob.cli.options import _job_options
+from clusterjob.cli.job_options import _job_options
+from clusterjob.core.jobs import NAMED_OPTIONS
+from clusterjob.core.options import SETTINGS, read_setting
+from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import ConfigError
-from clusterjob.jobs import NAMED_OPTIONS
-from clusterjob.settings import SETTINGS, read_setting
-from clusterjob.spec import JobSpec, Resources
 
 NUMBERS = ("nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "max_restarts")
 

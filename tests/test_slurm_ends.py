@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterjob.node import ends
+from clusterjob.backends.slurm import job_end as slurm_ends
+from clusterjob.backends.slurm.queue import Row
+from clusterjob.node.logs import ends
 from clusterjob.node.verdict import Failure, JobState, Verdict
-from clusterjob.slurm import ends as slurm_ends
-from clusterjob.slurm.queue import Row
 
 # What srun --kill-on-bad-exit=1 wrote of a job of 2 x 2 tasks whose rank 3 raised, and of one whose rank 1 got a SIGKILL.
 RAISED = """\

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from clusterjob.errors import PlaceError
 from clusterjob.node import contract, launch
 from clusterjob.node.environments import detect, slurm_env
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
 
 # The job has four nodes, the step two of them: the job's lists mislead. SLURM_NTASKS_PER_NODE goes stale.
 JOB = {

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slurm_cluster import SlurmCluster
 
+from clusterjob.backends.slurm import containers, flags
+from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
-from clusterjob.slurm import containers, flags
-from clusterjob.spec import JobSpec, Resources
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_what_cannot_be_mounted(spec: Any) -> None:
 @given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12), max_size=4))
 def test_a_line_of_a_sweep_is_read_by_bash_as_it_was_meant(words: list[str]) -> None:
     """One line each, whatever a word holds: a line break would make it another element's."""
-    from clusterjob.render import sh_line
+    from clusterjob.core.render import sh_line
 
     line = sh_line(words)
     assert "\n" not in line

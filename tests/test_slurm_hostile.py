@@ -75,7 +75,7 @@ def test_all_arrives_byte_for_byte(user: User, name: str, args: list[str], value
 
 def _as_swept(values: list[str]) -> list[str]:
     """Return the values of a sweep as its list means them: a range is its numbers."""
-    from clusterjob import arrays
+    from clusterjob.core import arrays
 
     array = arrays.parse("", ["swept=" + ",".join('"{}"'.format(value.replace('"', '""')) for value in values)])
     assert array is not None

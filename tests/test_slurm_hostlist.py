@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slurm_cluster import SlurmCluster
 
-from clusterjob.node.topology import expand_hostlist
+from clusterjob.node.environments.topology import expand_hostlist
 
 # Sites' names: a stem, a number or two, with and without zeros, and sometimes something behind.
 _stems = st.sampled_from(["n", "gpu", "gpu-", "node-a-", "r1c", "cn0", "dgx-h100-"])

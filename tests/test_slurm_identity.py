@@ -17,9 +17,9 @@ from procs import wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import GUEST, PROMPT, SLEEPER, User, user_of
 
+from clusterjob.backends.slurm.client import Client
+from clusterjob.backends.slurm.queue import Queue
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.slurm.client import Client
-from clusterjob.slurm.queue import Queue
 
 ACCOUNT = "games"  # an account of every Debian, which no daemon uses
 

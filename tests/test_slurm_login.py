@@ -15,9 +15,9 @@ from login_user import GUEST, Laptop
 from procs import SAVER, nothing_left, wait_until
 from slurm_user import PROMPT
 
+from clusterjob.backends.slurm.mirror import Mirror
+from clusterjob.core.records import Record
 from clusterjob.errors import HostError
-from clusterjob.records import Record
-from clusterjob.slurm.mirror import Mirror
 
 pytestmark = pytest.mark.slow
 

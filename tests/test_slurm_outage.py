@@ -14,10 +14,10 @@ import pytest
 from procs import PATIENCE, below, nothing_left, wait_until
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
+from clusterjob.backends.slurm import job_end as slurm_ends
+from clusterjob.backends.slurm.client import Client
+from clusterjob.backends.slurm.queue import Accounting, Row
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.slurm import ends as slurm_ends
-from clusterjob.slurm.client import Client
-from clusterjob.slurm.queue import Accounting, Row
 
 
 def ask_anew(user: User) -> None:

@@ -14,10 +14,10 @@ from procs import wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
-from clusterjob.node import files
-from clusterjob.slurm import queue
-from clusterjob.slurm.client import Client
-from clusterjob.slurm.queue import INTERVAL, Queue, Row, rows_of, split
+from clusterjob.backends.slurm import queue
+from clusterjob.backends.slurm.client import Client
+from clusterjob.backends.slurm.queue import INTERVAL, Queue, Row, rows_of, split
+from clusterjob.node.system import files
 
 COUNT = 'date +%s.%N >> "$NOTES"\nexec "$REAL" "$@"\n'
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from launching import environment
 
-from clusterjob.worker import speaker
+from clusterjob.worker import once_per_host
 
 HOLD = """
 import hashlib, os, sys  # before it is another user, who may not read the interpreter's directory
-from clusterjob.worker import speaker
+from clusterjob.worker import once_per_host as speaker
 os.setuid(int(sys.argv[3]))
 os.getuid = lambda: int(sys.argv[2])  # whose name is taken
 turn = speaker.take_turn(sys.argv[1])
@@ -33,13 +33,13 @@ def test_one_speaks_of_a_subject_until_it_ends(tmp_path: Path) -> None:
     with holder(subject, tmp_path, os.getuid()) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "True\n"
-        assert speaker.take_turn(subject) is None
-        other = speaker.take_turn(subject + " too")
+        assert once_per_host.take_turn(subject) is None
+        other = once_per_host.take_turn(subject + " too")
         assert other is not None
         other.close()
         first.kill()
         first.wait()
-        mine = speaker.take_turn(subject)
+        mine = once_per_host.take_turn(subject)
         assert mine is not None
         mine.close()
 
@@ -51,7 +51,7 @@ def test_another_user_silences_nobody(tmp_path: Path) -> None:
     with holder(subject, tmp_path, 65534) as stranger:
         assert stranger.stdout is not None
         assert stranger.stdout.readline() == "True\n"
-        mine = speaker.take_turn(subject)
+        mine = once_per_host.take_turn(subject)
         assert mine is not None
         mine.close()
         stranger.kill()

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterjob.core.spec import MAX_NAME, JobSpec, Resources, default_name
 from clusterjob.errors import SpecError
 from clusterjob.node.contract import LAUNCH_VARIABLES
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
-from clusterjob.spec import MAX_NAME, JobSpec, Resources, default_name
 
 SCRIPT = Program("script", "train.py")
 

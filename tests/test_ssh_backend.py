@@ -21,13 +21,13 @@ from procs import SAVER, command_line, kill_one_by_one, wait_until
 from sshsite import PATIENCE, SLEEPER, Site, end_of, hang_up, lines_of, wait_for_lines, workers_on
 from sshworld import HostOfWorld, sh
 
-from clusterjob import jobs, pack
+from clusterjob.core import jobs, node_zip
+from clusterjob.core.hosts import Host
+from clusterjob.core.records import Records
 from clusterjob.errors import ClusterJobError, HostError, SpecError
-from clusterjob.hosts import Host
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
-from clusterjob.records import Records
-from clusterjob.ssh.visits import Place, Visits
+from clusterjob.remote.sessions import Place, Visits
 
 CUT_OFF = 15.0  # seconds within which a job has ended on the other hosts when one is cut off
 
@@ -579,7 +579,7 @@ threading.Thread(target=make_noise, daemon=True).start()
     python = tmp_path / "noisy-python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={noisy} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    visits = Visits(lambda _: None, pack.node_zip)
+    visits = Visits(lambda _: None, node_zip.node_zip)
     try:
         session = visits.session(Place((Host("gpu1"),), str(python), ssh_config=site.world.config), 0)
         session.ask("check", need=0, torch=False, own=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from sshworld import require
 
+from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
-from clusterjob.hosts import Host
-from clusterjob.ssh.config import resolve
+from clusterjob.remote.ssh_config import resolve
 
 HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)
 

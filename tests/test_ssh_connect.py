@@ -17,12 +17,12 @@ import pytest
 from procs import kill_one_by_one, wait_until
 from sshworld import World, sh
 
+from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.errors import HostError
-from clusterjob.hosts import Host, parse_hosts
-from clusterjob.ssh import config, connect
-from clusterjob.ssh.connect import Reach
-from clusterjob.ssh.pool import Outcome, Pool, complaint, for_each
-from clusterjob.ssh.session import Session
+from clusterjob.remote import connect, ssh_config
+from clusterjob.remote.connect import Reach
+from clusterjob.remote.pool import Outcome, Pool, complaint, for_each
+from clusterjob.remote.session import Session
 
 SHORT = 3.0  # seconds for a phase, where a test waits for its end
 BOUND = 15.0  # seconds within which a phase of SHORT has ended, on a busy machine
@@ -349,7 +349,7 @@ def test_another_authority_vouches_for_nothing(world: World, pool: Pool, authori
 
 def test_a_forged_certificate(world: World) -> None:
     """What an authority signed is not what is shown: a byte of the signed part differs."""
-    from clusterjob.ssh import certificates
+    from clusterjob.remote import host_certificates
 
     authority = Authority(world, world.directory / "gpu2")
     host_key = world.hosts["gpu2"].directory / "forged"
@@ -358,14 +358,14 @@ def test_a_forged_certificate(world: World) -> None:
     import base64
 
     blob = base64.b64decode(Path(f"{host_key}-cert.pub").read_text().split()[1])
-    good = certificates.parse(blob)
-    assert certificates.objection(good, "gpu2", connect._signed_by) == ""
+    good = host_certificates.parse(blob)
+    assert host_certificates.objection(good, "gpu2", connect._signed_by) == ""
     assert good.key == base64.b64decode(Path(f"{host_key}.pub").read_text().split()[1])
-    forged = certificates.parse(blob.replace(b"gpu2", b"gpu1", 1))
-    assert "signature is wrong" in certificates.objection(forged, "gpu1", connect._signed_by)
+    forged = host_certificates.parse(blob.replace(b"gpu2", b"gpu1", 1))
+    assert "signature is wrong" in host_certificates.objection(forged, "gpu1", connect._signed_by)
     for size in range(0, len(blob), 7):
         with pytest.raises(ValueError):
-            certificates.parse(blob[:size])
+            host_certificates.parse(blob[:size])
 
 
 # -- logging in ------------------------------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def test_every_type_of_key_logs_in(world: World, pool: Pool, tmp_path: Path) -> 
         gpu1.start(AuthorizedKeysFile=f"{tmp_path}/{kind}.pub")
         try:
             world.write_config(IdentityFile=str(tmp_path / kind))
-            connection = connect.connect(config.resolve(Host("gpu1"), world.config), pool.reach)
+            connection = connect.connect(ssh_config.resolve(Host("gpu1"), world.config), pool.reach)
             assert connection.run("hostname")[1] == b"gpu1\n"
             connection.close()
         finally:

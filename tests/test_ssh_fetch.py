@@ -15,10 +15,10 @@ from procs import PATIENCE
 from sshsite import Site, end_of, hang_up
 from sshworld import World
 
-from clusterjob import jobs
+from clusterjob.core import jobs
+from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node.verdict import JobState
-from clusterjob.records import Record
 
 WRITER = """
     import os, pathlib
@@ -143,7 +143,7 @@ def test_git_s_revision_and_the_changes_are_kept(site: Site) -> None:
 
 
 def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    from clusterjob.ssh.session import Session
+    from clusterjob.remote.session import Session
 
     asked: list[str] = []
     original = Session.ask

@@ -8,10 +8,10 @@ import pytest
 from procs import kill_one_by_one, wait_until
 from sshsite import PATIENCE, SLEEPER, Site, end_of, hang_up, wait_for_lines, workers_on
 
-from clusterjob import jobs
-from clusterjob.node import events
+from clusterjob.core import jobs
+from clusterjob.core.records import Record, Records
+from clusterjob.node.logs import events
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.records import Record, Records
 
 CUT_OFF = 60.0  # seconds; several times what the lease takes
 

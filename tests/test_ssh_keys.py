@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sshworld import require, sh
 
-from clusterjob.ssh import keys
-from clusterjob.ssh.keys import KnownHosts, Standing
+from clusterjob.remote import known_hosts
+from clusterjob.remote.known_hosts import KnownHosts, Standing
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def known(directory: Path, *lines: str) -> KnownHosts:
 
 
 def test_fingerprints_are_ssh_keygens(key: Key) -> None:
-    assert keys.fingerprint(key.blob) == key.fingerprint
+    assert known_hosts.fingerprint(key.blob) == key.fingerprint
 
 
 def test_the_standing_of_a_key(tmp_path: Path, key: Key, other: Key) -> None:
@@ -68,7 +68,7 @@ def test_a_key_that_is_revoked_is_so_although_it_is_known(tmp_path: Path, key: K
 
 def test_a_host_that_is_known_without_its_port(tmp_path: Path, key: Key, other: Key) -> None:
     files = known(tmp_path, f"gpu1 {key}")
-    names = keys.lookup_names("GPU1", 2222, "")
+    names = known_hosts.lookup_names("GPU1", 2222, "")
     assert names == ["[gpu1]:2222", "gpu1"]
     assert files.standing(names, key.blob)[0] is Standing.KNOWN
     assert files.standing(names, other.blob)[0] is Standing.UNKNOWN, "another server on that machine may have another key"
@@ -85,10 +85,10 @@ def test_patterns(tmp_path: Path, key: Key, patterns: str, host: str, found: boo
 
 def test_recorded_keys_are_found_by_ssh_keygen_and_by_us(tmp_path: Path, key: Key, other: Key) -> None:
     path = tmp_path / "ssh" / "known_hosts"
-    keys.record(path, "gpu1", key.kind, key.blob, hashed=False)
+    known_hosts.record(path, "gpu1", key.kind, key.blob, hashed=False)
     with path.open("a") as stream:
         stream.write(f"gpu0 {other}")  # a last line without an end
-    keys.record(path, "[gpu2]:2222", other.kind, other.blob, hashed=True)
+    known_hosts.record(path, "[gpu2]:2222", other.kind, other.blob, hashed=True)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     for name, wanted in (("gpu1", key), ("gpu0", other), ("[gpu2]:2222", other)):
@@ -114,7 +114,7 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path, key: Key, other: 
 
 
 def test_nothing_is_remembered_in_dev_null(key: Key) -> None:
-    keys.record(Path("/dev/null"), "gpu1", key.kind, key.blob, hashed=False)
+    known_hosts.record(Path("/dev/null"), "gpu1", key.kind, key.blob, hashed=False)
     assert not KnownHosts([Path("/dev/null")]).kinds(["gpu1"])
 
 
@@ -123,7 +123,7 @@ def test_a_host_is_forgotten_and_nothing_else(tmp_path: Path, key: Key, other: K
     assert files.kinds(["gpu1"])
     path = tmp_path / "known_hosts"
     path.chmod(0o644)
-    keys.forget(path, ["gpu1"])
+    known_hosts.forget(path, ["gpu1"])
     assert path.read_text() == f"# mine\ngpu2 {key}\ngpu3 {key}\n@revoked gpu1 {other}\ngpu1 broken line\n"
     assert path.stat().st_mode & 0o777 == 0o644
     assert subprocess.run(["ssh-keygen", "-F", "gpu1", "-f", path], capture_output=True, check=False).returncode in (0, 1)

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from clusterjob.core import snapshot
 from clusterjob.errors import SubmitError
-from clusterjob.node.visit import store
-from clusterjob.ssh import snapshot
+from clusterjob.node.host_server import code_store
 
 
 def fill(root: Path, **files: str) -> None:
@@ -152,7 +152,7 @@ class Store:
 
     def land(self, taken: snapshot.Snapshot, job: str) -> list[str]:
         (self.home / "jobs" / job).mkdir(parents=True, exist_ok=True)
-        return store.land(self.home, {"job": job}, taken.packed())["missing"]
+        return code_store.land(self.home, {"job": job}, taken.packed())["missing"]
 
     def send(self, taken: snapshot.Snapshot, missing: list[str]) -> list[str]:
         entries = taken.of_digests(set(missing))
@@ -162,7 +162,7 @@ class Store:
             part, left[0] = left[0][:size], left[0][size:]
             return part
 
-        return store.receive(self.home, {"files": [(entry.value, entry.size) for entry in entries]}, read)["wrong"]
+        return code_store.receive(self.home, {"files": [(entry.value, entry.size) for entry in entries]}, read)["wrong"]
 
     def code(self, job: str) -> Path:
         return self.home / "jobs" / job / "code"
@@ -243,5 +243,5 @@ def test_a_copy_that_cannot_be_made_leaves_nothing(host: Store, project: Path) -
     broken = json.loads(zlib.decompress(taken.packed()))
     broken.append(["no/such/folder/file", "file", 0o644, 1, hashlib.sha256(b"a").hexdigest()])
     with pytest.raises(OSError):
-        store.land(host.home, {"job": "one"}, zlib.compress(json.dumps(broken).encode()))
+        code_store.land(host.home, {"job": "one"}, zlib.compress(json.dumps(broken).encode()))
     assert list((host.home / "jobs" / "one").iterdir()) == []

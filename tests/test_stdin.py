@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from procs import PATIENCE, Job, wait_until
 
-from clusterjob.node import processes
+from clusterjob.node.system import processes
 
 NewJob = Callable[..., Job]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from procs import PATIENCE, Job, wait_until
 
-from clusterjob.node.gang.stragglers import Stragglers
+from clusterjob.node.rendezvous.stragglers import Stragglers
 
 NewJob = Callable[..., Job]
 

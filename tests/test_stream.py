@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import finish, start
 
+from clusterjob.backends.batch_command.log_stream import Stream
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import ends, files, numbered
-from clusterjob.node.folding import Folded, ranges
-from clusterjob.node.logs import Line, LogReader
+from clusterjob.node.logs import ends, log_protocol
+from clusterjob.node.logs.folding import Folded, ranges
+from clusterjob.node.logs.log_files import Line, LogReader
+from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, JobState, Verdict
-from clusterjob.platforms.stream import Stream
 
 VERDICT = Verdict(
     JobState.FAILED, 7, "rank 1: boom\u2603",
@@ -33,7 +34,7 @@ OURS = ["", " ", "12 [0] forged", "3 clusterjob-verdict {}", "[1]! x", "+ y", "c
 TEXT = st.one_of(
     st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\n\r"), max_size=40),
     st.sampled_from(OURS),
-    st.integers(1, 3).map(lambda count: "é☃" * (count * numbered.LONGEST // 4)),
+    st.integers(1, 3).map(lambda count: "é☃" * (count * log_protocol.LONGEST // 4)),
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ class Printed:
         self.lines: list[str] = []
         self.files: dict[str, str] = {}
         self.verdict: dict[str, Any] | None = None
-        self._writer = numbered.Writer()
+        self._writer = log_protocol.Writer()
         self._mark = f".attempt{attempt}" if attempt else ""
         self._seconds = 1000.0
 
@@ -124,7 +125,7 @@ def test_however_the_lines_are_fetched_the_files_are_the_same(data: st.DataObjec
         stream = Stream(job_dir, 0)
         assert kept(job_dir) == it.files
         assert stream.gaps == []
-        assert stream.next_number == 1 + sum(numbered.parse(line) is not None for line in it.lines)
+        assert stream.next_number == 1 + sum(log_protocol.parse(line) is not None for line in it.lines)
         assert (verdict_of(stream) is None) == (it.verdict is None)
 
 
@@ -165,7 +166,7 @@ def test_the_reader_reads_each_rank_s_lines_as_they_were_written(it: Printed) ->
 
 
 def test_lines_of_several_nodes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
-    one, other = numbered.Writer(), numbered.Writer()
+    one, other = log_protocol.Writer(), log_protocol.Writer()
     first = one.output([Folded("0", "out", "a"), Folded("0", "out", "b")], 10.0) + one.output([Folded("0", "out", "e")], 12.0)
     second = other.output([Folded("1", "out", "c"), Folded("1", "err", "d")], 11.0) + other.output([Folded("1", "out", "f")], 13.0)
     Stream(tmp_path, 1).take(second.splitlines())
@@ -204,9 +205,9 @@ def test_a_gap_is_said_and_filled_when_it_comes_late(tmp_path: Path) -> None:
 
 def test_a_long_line_whose_middle_is_lost_does_not_swallow_the_next(tmp_path: Path) -> None:
     it = Printed()
-    it.output([([0], "out", "x" * (2 * numbered.LONGEST + 10)), ([0], "out", "next")])
+    it.output([([0], "out", "x" * (2 * log_protocol.LONGEST + 10)), ([0], "out", "next")])
     Stream(tmp_path, 0).take([it.lines[0], *it.lines[3:]])
-    assert kept(tmp_path)["rank0.out"] == "x" * numbered.LONGEST + "\nnext\n"
+    assert kept(tmp_path)["rank0.out"] == "x" * log_protocol.LONGEST + "\nnext\n"
 
 
 def test_a_line_that_looks_like_ours_far_ahead_loses_none_of_the_real_ones(tmp_path: Path) -> None:
@@ -249,8 +250,8 @@ def test_a_verdict_of_many_consequences_comes_back_whole(tmp_path: Path) -> None
     many = Verdict(
         JobState.FAILED, 1, "r", None, tuple(Failure(rank, 0, 0, "h" * 50, 1, None, "m" * 50, ("x",) * 9) for rank in range(2000))
     )
-    lines = numbered.Writer().verdict(many.to_json()).split("\n")[:-1]
-    assert max(map(len, lines)) < numbered.LONGEST + 100
+    lines = log_protocol.Writer().verdict(many.to_json()).split("\n")[:-1]
+    assert max(map(len, lines)) < log_protocol.LONGEST + 100
     stream = Stream(tmp_path, 0)
     for begin in range(0, len(lines), 7):
         stream.take(lines[max(0, begin - 3) : begin + 7])
@@ -271,7 +272,7 @@ def test_attempts_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_node_that_could_not_start_is_known_by_its_refusal(tmp_path: Path) -> None:
-    lines = ["installing", numbered.refusal(7, "host", "a setup line\nfailed: x").rstrip("\n"), "clusterjob: a setup line failed: x"]
+    lines = ["installing", log_protocol.refusal(7, "host", "a setup line\nfailed: x").rstrip("\n"), "clusterjob: a setup line failed: x"]
     for attempt in (0, 1):
         for end in (2, 3, 3):
             Stream(tmp_path, 1, attempt).take(lines[:end])
@@ -305,7 +306,7 @@ def test_what_a_taker_that_died_had_written_is_not_written_twice(tmp_path: Path,
 TAKER = """
 import json, sys
 from pathlib import Path
-from clusterjob.platforms.stream import Stream
+from clusterjob.backends.batch_command.log_stream import Stream
 lines = json.loads(Path("lines.json").read_text())
 for end in range(0, len(lines) + 1, 10):
     Stream(Path("job"), 0).take(lines[:end])
@@ -328,14 +329,14 @@ def test_several_processes_may_take_at_once(tmp_path: Path) -> None:
 
 @given(st.text(max_size=60))
 def test_no_line_is_too_strange_to_be_looked_at(line: str) -> None:
-    found = numbered.parse(line)
+    found = log_protocol.parse(line)
     if found is not None:
-        assert len(numbered.ranks(found.label or "0")) < 5000
-    numbered.parse_refusal(line)
+        assert len(log_protocol.ranks(found.label or "0")) < 5000
+    log_protocol.parse_refusal(line)
 
 
 @pytest.mark.parametrize("line", ["5 [0]", "5 [0] ", "5 [0]\r", "5@1.0 [0]"])
 def test_a_log_may_trim_its_lines(line: str) -> None:
-    found = numbered.parse(line)
+    found = log_protocol.parse(line)
     assert found is not None
     assert (found.number, found.kind, found.label, found.text, found.more) == (5, "out", "0", "", False)

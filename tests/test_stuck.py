@@ -17,10 +17,10 @@ import pytest
 from launching import MARGIN, so_far
 from procs import PATIENCE, WITH_TORCH, Job, wait_until
 
-from clusterjob.node import sightings, stacks
-from clusterjob.node.gang.judge import EXIT_PATIENCE, Judge
-from clusterjob.node.gang.search import Search
+from clusterjob.node.rendezvous.missing_ranks import Search
+from clusterjob.node.rendezvous.root_cause import EXIT_PATIENCE, Judge
 from clusterjob.node.verdict import Failure, is_roll_call_end
+from clusterjob.node.workers import sightings, stacks
 
 NewJob = Callable[..., Job]
 HOST = socket.gethostname()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.errors import PlaceError
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
 
 NODE = Topology(nnodes=2, node_rank=1, nproc_per_node=4, master_addr="10.0.0.1", master_port=29500, source="test")
 WORKER = Worker(NODE, rank=5, local_rank=1, world_size=8, local_world_size=4)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from clusterjob.core.units import parse_duration, parse_size
 from clusterjob.errors import SpecError
-from clusterjob.units import parse_duration, parse_size
 
 MIB, GIB = 1024**2, 1024**3
 

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 from launching import run
 
-from clusterjob import pack
-from clusterjob.backends import directory
+from clusterjob.backends import shared
+from clusterjob.backends.batch_command import upload
+from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.backends.batch_command.upload import ENTRY, OWN
+from clusterjob.core import node_zip, snapshot
+from clusterjob.core.plans import PlannedFile
+from clusterjob.core.render import render
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError
-from clusterjob.node import ends
-from clusterjob.node.logs import LogReader
+from clusterjob.node.logs import ends
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.program import Program
-from clusterjob.plans import PlannedFile
-from clusterjob.platforms import upload
-from clusterjob.platforms.stream import Stream
-from clusterjob.platforms.upload import ENTRY, OWN
-from clusterjob.render import render
-from clusterjob.spec import JobSpec
-from clusterjob.ssh import snapshot
 
 FILES = [PlannedFile(Path("/x/entry.sh"), b"echo\n", 0o700), PlannedFile(Path("/x/clusterjob-node.pyz"), b"PK", 0o600)]
 
@@ -135,10 +134,10 @@ def test_a_place_that_cannot_be_written_is_named(work: Path, tmp_path: Path) -> 
 
 
 def entry(spec: JobSpec, job_dir: Path, **values: object) -> list[PlannedFile]:
-    common = directory.common_values(spec, "job-abc", job_dir) | {"uploaded": True, "workdir": "", "node_zip": ""}
+    common = shared.common_values(spec, "job-abc", job_dir) | {"uploaded": True, "workdir": "", "node_zip": ""}
     text = render("mlp.sh.j2", common | {"launch_arguments": spec.launch_options().arguments()} | values)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    return [directory.script_file(job_dir / ENTRY, text), PlannedFile(job_dir / pack.NAME, pack.node_zip(job_dir))]
+    return [shared.script_file(job_dir / ENTRY, text), PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(job_dir))]
 
 
 def sent(root: Path, there: Path) -> Path:

@@ -13,14 +13,14 @@ import pytest
 from launching import finish, start
 from procs import PATIENCE
 
-from clusterjob.node import numbered
+from clusterjob.node.logs import log_protocol
 
 TALKER = """
 import sys, time
 from pathlib import Path
-from clusterjob.node.logs import LogReader, Timeline
+from clusterjob.node.logs.log_files import LogReader, Timeline
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.node.voice import Voice
+from clusterjob.node.logs.console import Voice
 directory = Path("logs/node0")
 directory.mkdir(parents=True)
 voice = Voice(LogReader(Path("."), node=0) if "show" in sys.argv else None, numbered="numbered" in sys.argv)
@@ -58,8 +58,8 @@ def test_words_and_output_are_shown_in_order_the_last_line_without_an_end_includ
 def test_lines_that_ranks_write_alike_in_one_look_are_one(tmp_path: Path) -> None:
     program = """
 from pathlib import Path
-from clusterjob.node.logs import LogReader, Timeline
-from clusterjob.node.voice import Voice
+from clusterjob.node.logs.log_files import LogReader, Timeline
+from clusterjob.node.logs.console import Voice
 directory = Path("logs/node0")
 directory.mkdir(parents=True)
 for rank in range(4):
@@ -96,7 +96,7 @@ def test_numbered_lines_all_go_to_stdout_the_verdict_last(tmp_path: Path, locale
     extra = {"LC_ALL": locale, "PYTHONIOENCODING": "latin-1"}  # an image's; a reader takes it for UTF-8
     ran = finish(start([sys.executable, "-c", TALKER, "3", "show", "numbered"], tmp_path, extra))
     assert (ran.code, ran.err) == (7, "")
-    lines = [numbered.parse(line) for line in ran.out.splitlines()]
+    lines = [log_protocol.parse(line) for line in ran.out.splitlines()]
     assert [line and line.number for line in lines] == list(range(1, len(lines) + 1))
     found = [(line.kind, line.label, line.text.partition(" x")[0]) for line in lines if line]
     assert [text for kind, _, text in found if kind == "agent"] == ["word 0", "word 1", "word 2", "over", "and out"]

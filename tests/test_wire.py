@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterjob.errors import GangError
-from clusterjob.node.gang import wire
-from clusterjob.node.gang.wire import Channel, Message, Refused, Stranger
+from clusterjob.node.rendezvous import protocol
+from clusterjob.node.rendezvous.protocol import Channel, Message, Refused, Stranger
 
 TOKEN = b"the job's secret"
 HELLO: Message = {"job": "job-1", "attempt": 0, "node_rank": 1, "host": "h", "pid": 1}
@@ -40,8 +40,8 @@ async def connection() -> AsyncIterator[tuple[Streams, Streams]]:
     """Give both ends of one TCP connection over loopback."""
     accepted: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
     listener = socket.create_server(("127.0.0.1", 0))
-    server = await asyncio.start_server(lambda *streams: accepted.set_result(streams), sock=listener, limit=wire.LINE_BYTES)
-    member = await asyncio.open_connection(*listener.getsockname()[:2], limit=wire.LINE_BYTES)
+    server = await asyncio.start_server(lambda *streams: accepted.set_result(streams), sock=listener, limit=protocol.LINE_BYTES)
+    member = await asyncio.open_connection(*listener.getsockname()[:2], limit=protocol.LINE_BYTES)
     lead = await accepted
     try:
         yield member, lead
@@ -57,7 +57,7 @@ async def greet(member: Streams, lead: Streams, member_token: bytes = TOKEN, lea
     """Let both ends greet each other, the lead welcoming whoever has proved to be of the job; errors are returned."""
 
     async def as_lead() -> tuple[Channel, Message]:
-        channel, hello = await wire.greet_member(*lead, lead_token, "job-1")
+        channel, hello = await protocol.greet_member(*lead, lead_token, "job-1")
         channel.send({"t": "welcome"})
         return channel, hello
 
@@ -69,7 +69,7 @@ async def greet(member: Streams, lead: Streams, member_token: bytes = TOKEN, lea
             raise
 
     return await asyncio.gather(
-        closing(wire.greet_lead(*member, member_token, HELLO), member[1]), closing(as_lead(), lead[1]), return_exceptions=True
+        closing(protocol.greet_lead(*member, member_token, HELLO), member[1]), closing(as_lead(), lead[1]), return_exceptions=True
     )
 
 
@@ -112,9 +112,9 @@ def test_a_wrong_token_is_refused_on_both_sides() -> None:
 def test_an_agent_of_another_job_is_refused_even_with_the_token() -> None:
     async def story() -> None:
         async with connection() as (member, lead):
-            other = asyncio.create_task(wire.greet_lead(*member, TOKEN, HELLO | {"job": "job-2"}))
+            other = asyncio.create_task(protocol.greet_lead(*member, TOKEN, HELLO | {"job": "job-2"}))
             with pytest.raises(Stranger, match="not an agent of this job"):
-                await wire.greet_member(*lead, TOKEN, "job-1")
+                await protocol.greet_member(*lead, TOKEN, "job-1")
             lead[1].close()
             with pytest.raises((Stranger, OSError)):
                 await other
@@ -125,8 +125,8 @@ def test_an_agent_of_another_job_is_refused_even_with_the_token() -> None:
 def test_a_refusal_names_its_reason() -> None:
     async def story() -> None:
         async with connection() as (member, lead):
-            joining = asyncio.create_task(wire.greet_lead(*member, TOKEN, HELLO))
-            channel, _ = await wire.greet_member(*lead, TOKEN, "job-1")
+            joining = asyncio.create_task(protocol.greet_lead(*member, TOKEN, HELLO))
+            channel, _ = await protocol.greet_member(*lead, TOKEN, "job-1")
             channel.send({"t": "refused", "why": "node_rank 1 is claimed twice"})
             with pytest.raises(Refused, match="node_rank 1 is claimed twice"):
                 await joining
@@ -172,7 +172,7 @@ def test_what_was_recorded_opens_no_second_connection() -> None:
         async with connection() as (stranger, lead):
             stranger[1].write(b"".join(said))
             with pytest.raises(Stranger):
-                await wire.greet_member(*lead, TOKEN, "job-1")
+                await protocol.greet_member(*lead, TOKEN, "job-1")
 
     run(story)
 
@@ -182,11 +182,11 @@ def test_a_stranger_cannot_pose_as_the_lead_by_asking_the_lead() -> None:
 
     async def story() -> None:
         async with connection() as (asker, lead):
-            greeting = asyncio.create_task(wire.greet_member(*lead, TOKEN, "job-1"))
-            asker[1].write(json.dumps({"clusterjob": wire.PROTOCOL, "job": "job-1", "nonce": "0" * 32}).encode() + b"\n")
+            greeting = asyncio.create_task(protocol.greet_member(*lead, TOKEN, "job-1"))
+            asker[1].write(json.dumps({"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "0" * 32}).encode() + b"\n")
             true_challenge = await asker[0].readline()
             async with connection() as (member, impostor):
-                joining = asyncio.create_task(wire.greet_lead(*member, TOKEN, HELLO))
+                joining = asyncio.create_task(protocol.greet_lead(*member, TOKEN, HELLO))
                 await impostor[0].readline()
                 impostor[1].write(true_challenge)
                 with pytest.raises(Stranger):
@@ -254,7 +254,7 @@ def test_a_line_without_end_is_bounded_in_a_channel_too() -> None:
     async def story() -> None:
         async with connection() as (member, lead):
             _, lead_channel = await channels(member, lead)
-            member[1].write(b"x" * (wire.LINE_BYTES * 4))
+            member[1].write(b"x" * (protocol.LINE_BYTES * 4))
             assert await lead_channel.receive() is None
 
     run(story)
@@ -264,7 +264,7 @@ def test_long_messages_pass_up_to_the_bound() -> None:
     async def story() -> None:
         async with connection() as (member, lead):
             member_channel, lead_channel = await channels(member, lead)
-            text = "x" * (wire.LINE_BYTES - 1000)
+            text = "x" * (protocol.LINE_BYTES - 1000)
             member_channel.send({"text": text})
             assert await lead_channel.receive() == {"text": text}
 
@@ -312,7 +312,7 @@ almost = st.builds(
     st.fixed_dictionaries(
         {},
         optional={
-            "clusterjob": st.just(wire.PROTOCOL) | json_values,
+            "clusterjob": st.just(protocol.PROTOCOL) | json_values,
             "job": st.just("job-1") | json_values,
             "nonce": json_values,
             "proof": json_values,
@@ -325,7 +325,7 @@ said = st.lists(
     | st.sampled_from([b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"[" * 3000 + b"\n", b"9" * 4000 + b"\n", b"\n"]),
     max_size=3,
 )
-SURROGATE = json.dumps({"clusterjob": wire.PROTOCOL, "job": "job-1", "nonce": "\ud800", "proof": "\ud800"}).encode() + b"\n"
+SURROGATE = json.dumps({"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "\ud800", "proof": "\ud800"}).encode() + b"\n"
 
 
 async def listen_to(words: bytes) -> BaseException:
@@ -334,7 +334,7 @@ async def listen_to(words: bytes) -> BaseException:
         if stranger[1].can_write_eof():
             stranger[1].write_eof()
         with pytest.raises((GangError, OSError, asyncio.TimeoutError)) as caught:
-            await wire.greet_member(*lead, TOKEN, "job-1")
+            await protocol.greet_member(*lead, TOKEN, "job-1")
         return caught.value
 
 
@@ -343,7 +343,7 @@ async def ask(words: bytes) -> BaseException:
         stranger[1].write(words)
         stranger[1].write_eof()
         with pytest.raises((GangError, OSError, asyncio.TimeoutError)) as caught:
-            await wire.greet_lead(*member, TOKEN, HELLO)
+            await protocol.greet_lead(*member, TOKEN, HELLO)
         return caught.value
 
 
@@ -365,7 +365,7 @@ def test_a_lone_surrogate_is_refused(listener: Callable[[bytes], Awaitable[BaseE
 
 
 @pytest.mark.parametrize("listener", [listen_to, ask])
-@pytest.mark.parametrize("size", [wire.LINE_BYTES * 8, wire.LINE_BYTES - 100])
+@pytest.mark.parametrize("size", [protocol.LINE_BYTES * 8, protocol.LINE_BYTES - 100])
 def test_an_endless_line_is_refused_and_bounded(listener: Callable[[bytes], Awaitable[BaseException]], size: int) -> None:
     assert isinstance(run(lambda: listener(b"x" * size)), Stranger)
 
@@ -375,33 +375,33 @@ def test_an_endless_line_takes_no_endless_memory() -> None:
 
     async def story() -> None:
         async with connection() as (stranger, lead):
-            greeting = asyncio.create_task(wire.greet_member(*lead, TOKEN, "job-1"))
+            greeting = asyncio.create_task(protocol.greet_member(*lead, TOKEN, "job-1"))
             stranger[1].write(b"x" * (64 << 20))
             with pytest.raises(Stranger):
                 await greeting
-            assert len(lead[0]._buffer) <= 4 * wire.LINE_BYTES  # type: ignore[attr-defined]
+            assert len(lead[0]._buffer) <= 4 * protocol.LINE_BYTES  # type: ignore[attr-defined]
 
     run(story)
 
 
 def test_silence_ends_the_handshake_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.3)
 
     async def story() -> None:
         async with connection() as (member, lead):
             with pytest.raises(asyncio.TimeoutError):
-                await wire.greet_lead(*member, TOKEN, HELLO)
+                await protocol.greet_lead(*member, TOKEN, HELLO)
             with pytest.raises((asyncio.TimeoutError, Stranger)):
-                await wire.greet_member(*lead, TOKEN, "other job")
+                await protocol.greet_member(*lead, TOKEN, "other job")
         async with connection() as (_, lead):
             with pytest.raises(asyncio.TimeoutError):
-                await wire.greet_member(*lead, TOKEN, "job-1")
+                await protocol.greet_member(*lead, TOKEN, "job-1")
 
     run(story)
 
 
 def test_one_byte_at_a_time_is_silence_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.5)
 
     async def story() -> None:
         async with connection() as (stranger, lead):
@@ -413,7 +413,7 @@ def test_one_byte_at_a_time_is_silence_too(monkeypatch: pytest.MonkeyPatch) -> N
 
             dripping = asyncio.create_task(drip())
             with pytest.raises(asyncio.TimeoutError):
-                await wire.greet_member(*lead, TOKEN, "job-1")
+                await protocol.greet_member(*lead, TOKEN, "job-1")
             dripping.cancel()
 
     run(story)

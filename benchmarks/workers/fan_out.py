@@ -6,9 +6,9 @@ Use: fan_out.py CONFIG HOSTS [COMMAND]
 import sys
 from pathlib import Path
 
-from clusterjob.hosts import Host, parse_hosts
-from clusterjob.ssh.connect import Reach
-from clusterjob.ssh.pool import Pool, for_each
+from clusterjob.core.hosts import Host, parse_hosts
+from clusterjob.remote.connect import Reach
+from clusterjob.remote.pool import Pool, for_each
 
 config, names, *command = sys.argv[1:]
 pool = Pool(Reach(60.0, print, Path(config)))

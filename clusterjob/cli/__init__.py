@@ -1,4 +1,4 @@
-"""The command line: each command parses, calls one function of `clusterjob.jobs`, and prints. No logic lives here."""
+"""The command line: each command parses, calls one function of `clusterjob.core.jobs`, and prints. No logic lives here."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         code = app(args=None if argv is None else list(argv), standalone_mode=False)
     except AmbiguousId as error:
-        from clusterjob import jobs
+        from clusterjob.core import jobs
 
         return _complain(jobs.with_states(error))
     except ClusterJobError as error:
@@ -98,7 +98,7 @@ def _nowhere_to_write(error: OSError) -> int:
 
 
 def _complain(error: ClusterJobError) -> int:
-    from clusterjob.node.sanitize import sanitize
+    from clusterjob.node.system.sanitize import sanitize
 
     print(f"clusterjob: error: {sanitize(error.message)}", file=sys.stderr)
     for line in error.lines if isinstance(error, Untrusted) else ():

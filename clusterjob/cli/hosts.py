@@ -38,10 +38,11 @@ def show(
     import os
     from pathlib import Path
 
-    from clusterjob import output, survey
+    from clusterjob.backends.ssh import host_checks
+    from clusterjob.cli import output
 
     settings = _settings(cluster, {"hosts": hosts, "hostfile": hostfile, "python": python, "set": options})
-    reports = survey.survey(settings, survey.named_hosts(settings, os.environ, Path.cwd()))
+    reports = host_checks.survey(settings, host_checks.named_hosts(settings, os.environ, Path.cwd()))
     if as_json:
         output.print_json({"hosts": [vars(report) | {"gpus": list(report.gpus)} for report in reports]})
     else:
@@ -65,12 +66,13 @@ def trust(
     """
     import sys
 
-    from clusterjob import output, survey
-    from clusterjob.hosts import parse_hosts
+    from clusterjob.backends.ssh import host_checks
+    from clusterjob.cli import output
+    from clusterjob.core.hosts import parse_hosts
 
     settings = _settings(cluster, {"set": options})
     for one in parse_hosts(",".join(host)):
-        done = survey.trust(settings, one, replace=replace, expected=fingerprint, compared=sys.stdin.isatty())
+        done = host_checks.trust(settings, one, replace=replace, expected=fingerprint, compared=sys.stdin.isatty())
         where = f"{'recorded' if done.news else 'known already'} in {done.path}" if done.path else "not remembered"
         output.say(f"{done.host}: {done.kind} {done.fingerprint}, {where}")
     return 0
@@ -94,11 +96,12 @@ def fetch(
     """
     from pathlib import Path
 
-    from clusterjob import jobs, output
-    from clusterjob.backends import FetchLimits
+    from clusterjob.backends.base import FetchLimits
+    from clusterjob.cli import output
+    from clusterjob.core import jobs
+    from clusterjob.core.records import Records
+    from clusterjob.core.units import parse_size
     from clusterjob.errors import UsageError
-    from clusterjob.records import Records
-    from clusterjob.units import parse_size
 
     if every and node is not None:
         raise UsageError("there are both --all and --node", "one of them says from where")
@@ -120,7 +123,7 @@ def _agree(names: list[str]) -> bool:
 
     if not sys.stdin.isatty():
         return False
-    from clusterjob.node.sanitize import sanitize
+    from clusterjob.node.system.sanitize import sanitize
 
     shown = ", ".join(map(sanitize, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return typer.confirm(f"{shown}: changed here, or code that was sent. Replace by the host's?", err=True)
@@ -130,8 +133,9 @@ def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:
     import os
     from pathlib import Path
 
-    from clusterjob import backends, config
-    from clusterjob.trust import Use
+    from clusterjob.backends import base
+    from clusterjob.core import config
+    from clusterjob.core.trust import Use
 
     given = {key: value for key, value in flags.items() if value is not None and value != []}
-    return config.resolve(given, cluster, os.environ, Path.cwd(), backends.names(), lambda: "ssh", Use())
+    return config.resolve(given, cluster, os.environ, Path.cwd(), base.names(), lambda: "ssh", Use())

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clusterjob.cli.options import flags_given, with_job_options
+from clusterjob.cli.job_options import flags_given, with_job_options
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -24,9 +24,9 @@ def env(as_json: Json = False) -> int:  # noqa: FBT002
 
     Which variable gave which field, what was ignored, what conflicts; exit code 1 if something does.
     """
-    from clusterjob.node import place
+    from clusterjob.node.environments import show
 
-    return place.show(as_json=as_json)
+    return show.show(as_json=as_json)
 
 
 def config(
@@ -37,10 +37,11 @@ def config(
     import os
     from pathlib import Path
 
-    from clusterjob import backends, output
-    from clusterjob.config import resolve
+    from clusterjob.backends import base
+    from clusterjob.cli import output
+    from clusterjob.core.config import resolve
 
-    settings = resolve({}, cluster, os.environ, Path.cwd(), backends.names(), backends.preferred)
+    settings = resolve({}, cluster, os.environ, Path.cwd(), base.names(), base.preferred)
     if as_json:
         output.print_json(output.settings_json(settings))
     else:
@@ -59,10 +60,11 @@ def trust(
     import sys
     from pathlib import Path
 
-    from clusterjob import config, output
-    from clusterjob import trust as trusted
+    from clusterjob.cli import output
+    from clusterjob.core import config
+    from clusterjob.core import trust as trusted
     from clusterjob.errors import UsageError
-    from clusterjob.node.sanitize import sanitize
+    from clusterjob.node.system.sanitize import sanitize
 
     file = config.project_file(Path(path))
     if trusted.is_trusted(file.path, file.data):
@@ -89,9 +91,10 @@ def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
     """
     from pathlib import Path
 
-    from clusterjob import jobs, output
-    from clusterjob.checks import CheckState
-    from clusterjob.trust import Use
+    from clusterjob.cli import output
+    from clusterjob.core import jobs
+    from clusterjob.core.trust import Use
+    from clusterjob.doctor.engine import CheckState
 
     directory = Path.cwd()
     cluster = flags.pop("cluster")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from clusterjob.backends import Status
-    from clusterjob.records import Record
+    from clusterjob.backends.base import Status
+    from clusterjob.core.records import Record
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Job ids, or beginnings of them.")]
@@ -29,9 +29,10 @@ def register(app: typer.Typer) -> None:
 
 def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002
     """Show how jobs stand."""
-    from clusterjob import jobs, output
-    from clusterjob.listing import row_of
-    from clusterjob.records import Records
+    from clusterjob.cli import output
+    from clusterjob.core import jobs
+    from clusterjob.core.listing import row_of
+    from clusterjob.core.records import Records
 
     records = Records()
     pairs = jobs.statuses([records.find(text) for text in ids]) if ids else jobs.unended()
@@ -48,19 +49,19 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
 
 def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
     """List all jobs, the oldest first."""
-    from clusterjob import output
-    from clusterjob.listing import Listing
-    from clusterjob.records import Records
+    from clusterjob.cli import output
+    from clusterjob.core.listing import Listing
+    from clusterjob.core.records import Records
 
     if as_json:
-        from clusterjob import jobs
+        from clusterjob.core import jobs
 
         output.print_json({"jobs": [output.job_json(record, now) for record, now in jobs.statuses(Records().all())]})
     else:
         found = Listing(Records())
         states: list[tuple[Record, Status]] = []
         if found.open:
-            from clusterjob import jobs  # what asks clusters takes long to import
+            from clusterjob.core import jobs  # what asks clusters takes long to import
 
             states = jobs.statuses(found.open)
         output.print_jobs(found.with_states(states), together=True)
@@ -73,9 +74,10 @@ def wait(job_id: Id) -> int:
 
     Says why nobody can tell how it stands, where that is so. Of an array, with the first that is not 0.
     """
-    from clusterjob import jobs, output
+    from clusterjob.cli import output
+    from clusterjob.core import jobs
+    from clusterjob.core.records import Records
     from clusterjob.node.verdict import JobState
-    from clusterjob.records import Records
 
     record = Records().find(job_id)
     if record.array is not None:
@@ -94,8 +96,9 @@ def wait(job_id: Id) -> int:
 
 def cancel(ids: Ids) -> int:
     """Stop jobs on all of their nodes."""
-    from clusterjob import jobs, output
-    from clusterjob.records import Records
+    from clusterjob.cli import output
+    from clusterjob.core import jobs
+    from clusterjob.core.records import Records
 
     records = Records()
     output.print_cancelled(jobs.cancel([records.find(text) for text in ids]))
@@ -115,7 +118,7 @@ def logs(
     With -f, go on until the job ends, and end with its exit code.
     """
     from clusterjob.cli import watch
-    from clusterjob.records import Records
+    from clusterjob.core.records import Records
 
     job = watch.Watch(Records().find(job_id), rank, node, raw=raw)
     if tail is not None or not follow:

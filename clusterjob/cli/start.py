@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clusterjob.cli.options import ProgramCommand, flags_given, program_of, with_job_options
+from clusterjob.cli.job_options import ProgramCommand, flags_given, program_of, with_job_options
 
 if TYPE_CHECKING:
     from clusterjob.cli.watch import Watch, WatchArray
-    from clusterjob.plans import Plan
-    from clusterjob.records import Record
+    from clusterjob.core.plans import Plan
+    from clusterjob.core.records import Record
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -35,7 +35,7 @@ def submit(
 
     The id stands alone on stdout.
     """
-    from clusterjob import output
+    from clusterjob.cli import output
 
     plan, cluster = _plan(ctx, flags, dry=dry_run)
     if dry_run:
@@ -50,7 +50,8 @@ def submit(
 
 
 def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) -> Record:
-    from clusterjob import jobs, output
+    from clusterjob.cli import output
+    from clusterjob.core import jobs
 
     try:
         return jobs.submit(plan, cluster, detach=detach, stdin=stdin)
@@ -89,7 +90,8 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     At a prompt of rank 0, such as pdb's, it interrupts the prompt alone.
     If this command is killed, a job of the local cluster ends too; any other goes on.
     """
-    from clusterjob import jobs, output
+    from clusterjob.cli import output
+    from clusterjob.core import jobs
 
     plan, cluster = _plan(ctx, flags)
     _print_notes(plan)
@@ -135,7 +137,7 @@ def launch(ctx: typer.Context) -> int:
 def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tuple[Plan, str]:
     from pathlib import Path
 
-    from clusterjob import jobs, trust
+    from clusterjob.core import jobs, trust
 
     program = program_of(ctx)
     directory = Path.cwd()
@@ -146,8 +148,8 @@ def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tu
 
 
 def _print_plan(plan: Plan, *, as_json: bool) -> int:
-    from clusterjob import output
-    from clusterjob.node.sanitize import sanitize
+    from clusterjob.cli import output
+    from clusterjob.node.system.sanitize import sanitize
 
     if as_json:
         output.print_json(plan.to_json())
@@ -158,7 +160,7 @@ def _print_plan(plan: Plan, *, as_json: bool) -> int:
 
 
 def _print_notes(plan: Plan) -> None:
-    from clusterjob import output
+    from clusterjob.cli import output
 
     for note in plan.notes:
         output.say(note)

@@ -43,7 +43,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     if "--set" in options:
         if spelled in _FOUND_OUT:
             return "leave it out: the nodes of a job find each other"
-        from clusterjob.slurm import flags
+        from clusterjob.backends.slurm import flags
 
         name = _SBATCH_LETTERS.get(spelled, spelled[2:] if spelled.startswith("--") else "")
         if name in flags.KNOWN:

@@ -6,13 +6,13 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 
-from clusterjob import jobs
+from clusterjob.cli.output import LogPrinter, Progress, clear_live_lines, print_end, say_end
+from clusterjob.core import jobs
+from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
-from clusterjob.node.logs import Line, LogReader
-from clusterjob.node.sanitize import sanitize
+from clusterjob.node.logs.log_files import Line, LogReader
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState
-from clusterjob.output import LogPrinter, Progress, clear_live_lines, print_end, say_end
-from clusterjob.records import Record
 
 
 class Watch:

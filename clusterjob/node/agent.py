@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, crashes, devices, ends, logs, network, paddle, processes
+from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.events import now
-from clusterjob.node.gang.lead import Lead
-from clusterjob.node.gang.member import Link, OwnLead, find_lead
-from clusterjob.node.gang.wire import Message
-from clusterjob.node.identity import JobIdentity
+from clusterjob.node.environments import paddle_endpoints
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.logs import ends, log_files
+from clusterjob.node.logs.console import Voice
+from clusterjob.node.logs.events import now
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.topology import Topology
+from clusterjob.node.rendezvous.coordinator import Lead
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.member import Link, OwnLead, find_lead
+from clusterjob.node.rendezvous.protocol import Message
+from clusterjob.node.rendezvous.stop_requests import Wishes
+from clusterjob.node.system import crashes, devices, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict
-from clusterjob.node.voice import Voice
-from clusterjob.node.wishes import Wishes
-from clusterjob.node.worker_status import WorkerStatus
-from clusterjob.node.workers import starter
-from clusterjob.node.workers.failures import Failures, how
-from clusterjob.node.workers.handle import StarterProcess
+from clusterjob.node.workers import forkserver
+from clusterjob.node.workers.forkserver_client import StarterProcess
+from clusterjob.node.workers.worker_failures import Failures, how
+from clusterjob.node.workers.worker_status import WorkerStatus
 
 _LOST_GRACE = 0.5  # between SIGTERM and SIGKILL for workers whose lead is gone
 _QUIT_PATIENCE = 3.0  # for a starter that was told to quit
@@ -75,9 +78,9 @@ class Agent:
         self._stop_ordered = False
         self._warning_told = self._haste_told = False
         self._starter_end: asyncio.Future[None] | None = None
-        self._held = paddle.HeldPorts(nproc + (topology.node_rank == 0))  # the first node's last one is where they meet
-        self._directory = logs.node_directory(job_dir, topology.node_rank)
-        self._timeline = logs.Timeline(self._directory)
+        self._held = paddle_endpoints.HeldPorts(nproc + (topology.node_rank == 0))  # the first node's last one is where they meet
+        self._directory = log_files.node_directory(job_dir, topology.node_rank)
+        self._timeline = log_files.Timeline(self._directory)
         self._failures = Failures(topology.node_rank, self._host, self._directory, job.attempt, options.launcher == "torchrun")
         self._status = WorkerStatus(topology.node_rank, self._host, self._directory, job.attempt, self._failures)
 
@@ -189,7 +192,7 @@ class Agent:
         hello = {
             "job": self._job.job_id, "attempt": self._job.attempt, "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
             "nproc": self._nproc, "host": self._host, "pid": os.getpid(), "counted_by": self._job.counted_by,
-            "endpoints": self._endpoints(), "wants_endpoints": paddle.may_be_used(self._options.program),
+            "endpoints": self._endpoints(), "wants_endpoints": paddle_endpoints.may_be_used(self._options.program),
         }  # fmt: skip
         if self._topology.node_rank == 0:
             self._lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say, self._crashes.watch)
@@ -211,8 +214,8 @@ class Agent:
             finding.cancel()
 
     def _endpoints(self) -> list[str]:
-        address = paddle.own_address(self._topology.master_addr, self._topology.node_rank)
-        return [paddle.endpoint(address, port) for port in self._held.ports]
+        address = paddle_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
+        return [paddle_endpoints.endpoint(address, port) for port in self._held.ports]
 
     def _lead_given_up(self) -> str:
         """Node 0's script may say in the job's directory, where nodes share it, that it cannot start."""
@@ -231,14 +234,16 @@ class Agent:
         if self._starter.trouble:
             self._node_failed(self._starter.trouble)
             return
-        variables = contract.quiet_defaults(os.environ, world.master_addr, world.nnodes) | paddle.backend_default(os.environ, gpus)
+        variables = contract.quiet_defaults(os.environ, world.master_addr, world.nnodes) | paddle_endpoints.backend_default(
+            os.environ, gpus
+        )
         variables |= {
             contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
             contract.STORE: contract.store_address(world, self._options.launcher),
             contract.STORE_KEY: contract.store_key(self._job.token, self._job.job_id, self._job.attempt, world.restart),
         }  # fmt: skip
         self._tell_exec_reason()
-        if self._starter.begin(starter.world_message(world, variables), order.get("store")):
+        if self._starter.begin(forkserver.world_message(world, variables), order.get("store")):
             self._tell_lead({"t": "running"})
 
     def _tell_lead(self, message: Message) -> None:
@@ -285,7 +290,7 @@ class Agent:
             self._tell_lead(self._status.where(found, final=message["final"]))
         elif kind == "store" and not self._stop_ordered:
             ended = how(*processes.exit_code_of(message["status"]))
-            last = logs.last_lines(self._directory / "store.log", 1)
+            last = log_files.last_lines(self._directory / "store.log", 1)
             self._node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
         elif kind == "checked" and self._world is not None:
             self._tell_lead(self._status.exits())
@@ -391,7 +396,7 @@ class Agent:
 
     async def _note_growth(self) -> None:
         while True:
-            await asyncio.sleep(logs.INTERVAL)
+            await asyncio.sleep(log_files.INTERVAL)
             self._show()
             if self._keeper not in (None, os.getppid()):
                 self._keeper = None

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.errors import PlaceError
-from clusterjob.node import network, paddle
+from clusterjob.node.environments import paddle_endpoints
+from clusterjob.node.system import network
 
 JOB_ID = "CLUSTERJOB_JOB_ID"
 JOB_DIR = "CLUSTERJOB_JOB_DIR"
@@ -33,7 +34,7 @@ _RESTARTS = "SLURM_RESTART_COUNT"
 LAUNCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", *paddle.VARIABLES,
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", *paddle_endpoints.VARIABLES,
 )  # fmt: skip
 
 

@@ -14,20 +14,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from clusterjob.errors import ClusterJobError, PlaceError, UsageError
-from clusterjob.node import addresses, contract, devices, ends, environments, logs, network, private, processes, signals
-from clusterjob.node.environments import Finding, slurm_env
-from clusterjob.node.gang import ports
-from clusterjob.node.identity import JobIdentity
-from clusterjob.node.logs import LogReader
-from clusterjob.node.numbered import refusal
+from clusterjob.node import contract, environments
+from clusterjob.node.environments import Finding, slurm_addresses, slurm_env
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.logs import ends, log_files
+from clusterjob.node.logs.log_files import LogReader
+from clusterjob.node.logs.log_protocol import refusal
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
-from clusterjob.node.report import report
-from clusterjob.node.sanitize import sanitize
-from clusterjob.node.topology import Topology
+from clusterjob.node.rendezvous import ports
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.system import devices, network, private_dirs, processes, signals
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.node.workers import warm
-from clusterjob.node.workers.starter import Starter
+from clusterjob.node.workers import preload
+from clusterjob.node.workers.forkserver import Starter
+from clusterjob.node.workers.report import report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         ClusterJobError: the job's directory cannot be written.
     """
     finding = find_node(environ)
-    topology = addresses.settle(node_of(finding), environ)
+    topology = slurm_addresses.settle(node_of(finding), environ)
     chosen = devices.choose_gpus(options.gpus.split(","), environ) if options.gpus is not None else []
     if chosen:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
@@ -88,8 +90,8 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     import asyncio
 
     from clusterjob.node.agent import Agent
-    from clusterjob.node.voice import Voice
-    from clusterjob.node.workers.handle import StarterProcess
+    from clusterjob.node.logs.console import Voice
+    from clusterjob.node.workers.forkserver_client import StarterProcess
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
     voice = Voice(reader if options.echo or numbered else None, numbered=numbered)
@@ -212,15 +214,15 @@ def _identity(environ: Mapping[str, str], topology: Topology, finding: Finding, 
     if token is None:  # a single node needs to tell nobody
         token = f"clusterjob:{job_id}:{attempt}:{place_text}".encode() if topology.nnodes > 1 else secrets.token_bytes(16)
     counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
-    return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), warm.has_torch(), counted_by)
+    return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), preload.has_torch(), counted_by)
 
 
 def _job_directory(environ: Mapping[str, str], topology: Topology, attempt: int) -> tuple[Path, bool]:
     named = environ.get(contract.JOB_DIR)
     job_dir = Path(named) if named else Path(tempfile.mkdtemp(prefix="clusterjob-"))
     try:
-        for directory in (logs.node_directory(job_dir, topology.node_rank), ends.directory(job_dir)):
-            private.make(directory)
+        for directory in (log_files.node_directory(job_dir, topology.node_rank), ends.directory(job_dir)):
+            private_dirs.make(directory)
         if topology.node_rank == 0:
             ends.put_aside_result(job_dir, attempt)
         ends.reserve(job_dir, topology.node_rank)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from clusterjob.node.sanitize import sanitize
+from clusterjob.node.system.sanitize import sanitize
 
 SCHEMA = 1
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM

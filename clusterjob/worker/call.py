@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
-from clusterjob.node import contract, files
+from clusterjob.node import contract
+from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
 
 TYPE_CHECKING = False

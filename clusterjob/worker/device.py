@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node.environments import slurm_env
-from clusterjob.node.topology import Worker
+from clusterjob.node.environments.topology import Worker
 
 BACKENDS = ("nccl", "gloo")
 

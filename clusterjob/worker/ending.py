@@ -75,7 +75,8 @@ def watch(local_rank: int) -> None:
 
         own = os.getpid() == remembered.pid and threading.current_thread() is threading.main_thread()
         if own and report_fd is not None:
-            from clusterjob.node import program, report
+            from clusterjob.node import program
+            from clusterjob.node.workers import report
 
             report.report(report_fd, local_rank, program.summary(error), 130 if kind is KeyboardInterrupt else 1)
         previous(kind, error, trace)

@@ -8,15 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import GangError, UsageError
-from clusterjob.node import processes
 from clusterjob.node.environments import Finding
-from clusterjob.node.topology import Worker
-from clusterjob.worker import ending, own_place, process, rollcall, siblings
+from clusterjob.node.environments.topology import Worker
+from clusterjob.node.system import processes
+from clusterjob.worker import ending, process, rank_assignment, rendezvous, siblings
 from clusterjob.worker.context import Context
 from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
-from clusterjob.worker.forming import Forming
-from clusterjob.worker.rollcall import Roll
-from clusterjob.worker.signed import SignedStore
+from clusterjob.worker.group_formation import Forming
+from clusterjob.worker.rendezvous import Roll
+from clusterjob.worker.signed_values import SignedStore
 from clusterjob.worker.store import meeting_store, note_joined, where
 
 
@@ -51,7 +51,7 @@ def make(finding: Finding, backend: str | None, timeout: float | None, *, proces
             roll = _make_group(worker, backend, timeout, device)
         finally:
             ending.watch(context.local_rank)
-        if roll is not None and finding.source in own_place.NODES_UNKNOWN:
+        if roll is not None and finding.source in rank_assignment.NODES_UNKNOWN:
             context.node_rank, context.nnodes = roll.nodes[context.rank], max(roll.nodes) + 1
         context.join_group(owned=True)
     elif worker is not None:
@@ -125,11 +125,11 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
         return None
     meeting = where(worker.topology.master_addr, worker.topology.master_port or 0)
     hook = sys.excepthook
-    patience = timeout or rollcall.DEFAULT_TIMEOUT
+    patience = timeout or rendezvous.DEFAULT_TIMEOUT
     try:
         place = meeting_store(worker, options, patience)
         corner, ask = SignedStore(dist.PrefixStore("roll", place.store), place.number), process.ask_agents(worker.local_rank)
-        roll = rollcall.call(corner, worker, rollcall.own_facts(worker, device, backend), patience, started=place.served, ask=ask)
+        roll = rendezvous.call(corner, worker, rendezvous.own_facts(worker, device, backend), patience, started=place.served, ask=ask)
         with Forming(corner, worker, place.number, ask):
             dist.init_process_group(store=place.store, rank=worker.rank, world_size=worker.world_size, **options)
         place.note_formed()

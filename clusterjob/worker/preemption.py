@@ -98,7 +98,7 @@ class Preemptible:
 
 def _announce(local_rank: int, exit_code: int) -> None:
     """Tell the agent before the peers can feel it."""
-    from clusterjob.node.report import report
+    from clusterjob.node.workers.report import report
 
     descriptor = process.report_pipe()
     if descriptor is not None:
@@ -174,7 +174,8 @@ class _Watch:
         self._ready = True
         from pathlib import Path
 
-        from clusterjob.node import contract, ends
+        from clusterjob.node import contract
+        from clusterjob.node.logs import ends
 
         named = os.environ.get(contract.WARNING_FD, "")
         descriptor, _, inode = named.partition(":")
@@ -228,7 +229,7 @@ class _Watch:
     def _is_stopped(self) -> bool:
         if self._pipe is not None:
             return _ask(self._pipe, 0)[1]
-        from clusterjob.node import ends
+        from clusterjob.node.logs import ends
 
         return self._job_dir is not None and ends.cancelled(self._job_dir)
 

@@ -16,7 +16,9 @@ def report_pipe() -> int | None:
     """Return the descriptor on which our agent hears of failures; None under other launchers, and in a worker's children."""
     import stat
 
-    from clusterjob.node import contract, program, report  # noqa: F401 - so that the hook, in a process in trouble, finds them loaded
+    # The hook, in a process in trouble, has to find `program` and `report` loaded.
+    from clusterjob.node import contract, program  # noqa: F401
+    from clusterjob.node.workers import report  # noqa: F401
 
     descriptor, _, pid = os.environ.get(contract.REPORT_FD, "").partition(":")
     try:
@@ -35,7 +37,7 @@ def ask_agents(local_rank: int) -> Callable[..., None]:
 
     def ask(missing: list[int], *, final: bool) -> None:
         if descriptor is not None and missing:
-            from clusterjob.node import report
+            from clusterjob.node.workers import report
 
             report.ask(descriptor, local_rank, missing, final=final)
 

@@ -15,7 +15,7 @@ import sys
 import time
 
 from clusterjob.errors import GangError
-from clusterjob.worker import speaker
+from clusterjob.worker import once_per_host
 
 ADDRESS = "127.0.0.1"
 _PATIENCE = 1800.0  # seconds, as torch's own for gloo
@@ -93,7 +93,7 @@ def _listen(prefix: str) -> int:
 
 def _find(prefix: str, rank: int, patience: float) -> int:
     begin = time.monotonic()
-    notices = speaker.notices()
+    notices = once_per_host.notices()
     due = next(notices)
     turn = None
     try:
@@ -106,9 +106,9 @@ def _find(prefix: str, rank: int, patience: float) -> int:
                 raise GangError(f"rank {rank} has not heard of rank 0 among its parent's processes; gave up after {waited:.0f} s")
             if waited > due:
                 due = next(notices)
-                turn = turn or speaker.take_turn(prefix)
+                turn = turn or once_per_host.take_turn(prefix)
                 if turn:
-                    speaker.say(f"rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far")
+                    once_per_host.say(f"rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far")
             time.sleep(_PAUSE)
     finally:
         if turn:

@@ -15,10 +15,10 @@ from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import GangError, PlaceError
-from clusterjob.node import network
-from clusterjob.node.topology import Worker
-from clusterjob.node.workers import torch_changes
-from clusterjob.worker import siblings, speaker
+from clusterjob.node.environments.topology import Worker
+from clusterjob.node.system import network
+from clusterjob.node.workers import torch_patches
+from clusterjob.worker import once_per_host, siblings
 
 _ANSWER = 2.0  # seconds for a connection, and for its first answer
 _NO_WAY = 3.0  # seconds for which a network may be coming up, or a resolver be busy
@@ -117,7 +117,7 @@ def _open(worker: Worker, timeout: float) -> Any:
         hint = "MASTER_PORT names another port" if error.errno == errno.EADDRINUSE else "MASTER_ADDR names rank 0's machine"
         raise GangError(why, hint) from error
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
-    if found is None and torch_changes.is_of_the_agents():
+    if found is None and torch_patches.is_of_the_agents():
         _own[address] = store  # a destroyed group is kept there, and its store with it: the port is not free for the next one
     return store
 
@@ -150,7 +150,7 @@ def _is_served(worker: Worker) -> bool:
     master = worker.topology.master_addr, str(worker.topology.master_port)
     at_master = (os.environ.get("MASTER_ADDR", "").strip(" []"), os.environ.get("MASTER_PORT")) == master
     served = (
-        not torch_changes.is_of_the_agents() or torch_changes.served_at(master[0], int(master[1])) is not None
+        not torch_patches.is_of_the_agents() or torch_patches.served_at(master[0], int(master[1])) is not None
     )  # a script may name another one
     return at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and served
 
@@ -177,7 +177,7 @@ def where(host: str, port: int) -> str:
 
 def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> None:
     """Wait until somebody listens at rank 0's port, and say what the kernel says meanwhile: one process of a machine for all."""
-    notices = speaker.notices()
+    notices = once_per_host.notices()
     begin = time.monotonic()
     due, pause = next(notices), _SHORTEST_PAUSE
     turn = None
@@ -197,9 +197,9 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
                 raise GangError(f"{text}; gave up after {waited:.0f} s", "MASTER_ADDR and MASTER_PORT say where rank 0 is")
             if waited > due:
                 due = next(notices)
-                turn = turn or speaker.take_turn(f"reach {where(host, port)}")
+                turn = turn or once_per_host.take_turn(f"reach {where(host, port)}")
                 if turn:
-                    speaker.say(f"{text}; {waited:.0f} s so far")
+                    once_per_host.say(f"{text}; {waited:.0f} s so far")
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE, pause * 1.5)
     finally:

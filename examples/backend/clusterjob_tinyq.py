@@ -8,17 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob import pack
-from clusterjob.backends import directory
-from clusterjob.backends.platform import Account, PlatformBackend
+from clusterjob.backends import shared
+from clusterjob.backends.batch_command import command, upload
+from clusterjob.backends.batch_command.attempts import Retries
+from clusterjob.backends.batch_command.backend import Account, PlatformBackend
+from clusterjob.backends.batch_command.platform import Instance, Platform, Task
+from clusterjob.core import node_zip
+from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, token_file
+from clusterjob.core.records import Handle
+from clusterjob.core.render import render
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError, SubmitInDoubtError
 from clusterjob.node.verdict import JobState
-from clusterjob.plans import Plan, PlannedCommand, PlannedFile, token_file
-from clusterjob.platforms import Instance, Platform, Task, command, upload
-from clusterjob.platforms.standing import Retries
-from clusterjob.records import Handle
-from clusterjob.render import render
-from clusterjob.spec import JobSpec
 
 NAME = "tinyq"
 _TASK = "task.json"
@@ -41,7 +42,7 @@ class Tinyq:
     """The queue's command."""
 
     def submit(self, conf: Path) -> str:
-        """Submit a task, once; see `clusterjob.platforms.Platform` for what each of these methods promises."""
+        """Submit a task, once; see `clusterjob.backends.batch_command.platform.Platform` for what each of these methods promises."""
         answer = _run("submit", str(conf))
         if answer.timed_out:
             raise SubmitInDoubtError(answer.words)  # the backend looks for the task by its name before it gives up
@@ -82,15 +83,15 @@ class TinyqBackend(PlatformBackend):
 
     def plan(self, spec: JobSpec) -> Plan:
         """Return what submitting the job would do; contacts nothing."""
-        directory.refuse_hosts(spec, NAME)
-        directory.refuse_queue(spec, NAME, "tinyq has nothing like it")
+        shared.refuse_hosts(spec, NAME)
+        shared.refuse_queue(spec, NAME, "tinyq has nothing like it")
         for key in spec.options:
             if key not in _OPTIONS:
                 raise SpecError(f"the {NAME} cluster knows no option {key!r} (--set)", f"it knows {', '.join(_OPTIONS)}")
-        spec = replace(spec, program=directory.sent_program(spec))
-        job_id, job_dir = directory.new_directory(spec.name)
+        spec = replace(spec, program=shared.sent_program(spec))
+        job_id, job_dir = shared.new_directory(spec.name)
         # The platform starts the whole task again after a failure, so the agents do not.
-        values = directory.common_values(spec, job_id, job_dir) | {
+        values = shared.common_values(spec, job_id, job_dir) | {
             "uploaded": True,
             "workdir": "",
             "node_zip": "",
@@ -113,9 +114,9 @@ class TinyqBackend(PlatformBackend):
             job_dir=job_dir,
             spec=spec,
             files=(
-                *directory.common_files(spec, job_dir),
+                *shared.common_files(spec, job_dir),
                 PlannedFile(path, json.dumps(task, indent=1).encode()),
-                directory.script_file(job_dir / upload.ENTRY, entry),
+                shared.script_file(job_dir / upload.ENTRY, entry),
             ),
             commands=(PlannedCommand(("tinyq", "submit", str(path))),),
         )
@@ -125,7 +126,7 @@ class TinyqBackend(PlatformBackend):
         planned = {file.path.name: file for file in plan.files}
         task = json.loads(planned[_TASK].data)
         task["env"] = {"CLUSTERJOB_TOKEN": token_file(plan.job_dir).read_text()}  # in no plan and no record
-        sent = upload.stage(plan.spec, plan.job_dir, [planned[pack.NAME], planned[upload.ENTRY]])
+        sent = upload.stage(plan.spec, plan.job_dir, [planned[node_zip.NAME], planned[upload.ENTRY]])
         try:
             return self.submit_tasks(plan, self.platform(()), [(plan.job_id, json.dumps(task).encode())], ".json", rate=10.0)
         finally:

@@ -14,10 +14,10 @@ from hostile_host import hostile
 from procs import PATIENCE
 from sshsite import Site, end_of, hang_up
 
-from clusterjob import jobs
-from clusterjob.backends import FetchLimits
+from clusterjob.backends.base import FetchLimits
+from clusterjob.core import jobs
+from clusterjob.core.records import Record, Records
 from clusterjob.errors import ClusterJobError
-from clusterjob.records import Record, Records
 
 IN_2100 = 4102444800 * 10**9
 

@@ -12,15 +12,15 @@ from fuzzing import JSON, changed, emptied, fuzz
 from hypothesis import strategies as st
 from procs import PATIENCE
 
-from clusterjob import jobs
-from clusterjob.backends import directory
-from clusterjob.listing import Listing
-from clusterjob.node import ends, logs
-from clusterjob.node.events import read_events
-from clusterjob.node.logs import LogReader
+from clusterjob.backends import shared
+from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.core import jobs
+from clusterjob.core.listing import Listing
+from clusterjob.core.records import Handle, Record, Records
+from clusterjob.node.logs import ends, log_files
+from clusterjob.node.logs.events import read_events
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.verdict import Failure, JobState, Verdict
-from clusterjob.platforms.stream import Stream
-from clusterjob.records import Handle, Record, Records
 
 VERDICT = Verdict(
     JobState.FAILED, 3, "rank 1: boom", Failure(1, 1, 0, "h", 3, None, "boom", ("a", "b")), (Failure(0, 0, 0, "h", 1, None, "x"),)
@@ -84,7 +84,7 @@ EVENT = st.fixed_dictionaries({"event": EVENTS}, optional=dict.fromkeys(("time",
 def test_events_of_any_content_tell_what_they_can(tmp_path: Path, events: list[object], garbage: bytes) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + garbage)
-    started_at, restarts, waiting = directory.progress(tmp_path)
+    started_at, restarts, waiting = shared.progress(tmp_path)
     assert (started_at is None or isinstance(started_at, str), type(restarts), type(waiting)) == (True, int, str)
 
 
@@ -94,7 +94,7 @@ NOTE = st.builds("{}.{:03} {} {}".format, st.integers(0, 10**40), st.integers(0,
 
 @fuzz(notes=st.lists(NOTE | st.binary(max_size=30), max_size=8), data=st.binary(max_size=60))
 def test_a_timeline_of_any_content_costs_no_line(tmp_path: Path, notes: list[bytes], data: bytes) -> None:
-    folder = logs.node_directory(tmp_path, 0)
+    folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "timeline").write_bytes(b"\n".join(notes))
     (folder / "rank0.out").write_bytes(data)
@@ -155,7 +155,7 @@ def test_an_endless_event_is_passed_over_in_little_memory(tmp_path: Path) -> Non
     program = f"""
 import resource, sys
 from pathlib import Path
-from clusterjob.backends.directory import progress
+from clusterjob.backends.shared import progress
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(progress(Path({str(tmp_path)!r})))
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "KiB"

@@ -14,12 +14,12 @@ from typing import Any
 from fuzzing import JSON, changed, fuzz
 from hypothesis import strategies as st
 
+from clusterjob.backends.slurm.mirror import Mirror as LoginMirror
+from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError
-from clusterjob.records import Record
-from clusterjob.slurm.mirror import Mirror as LoginMirror
-from clusterjob.ssh.exchange import Exchange
-from clusterjob.ssh.fetch import Fetch, Request
-from clusterjob.ssh.mirror import Mirror
+from clusterjob.remote.fetch import Fetch, Request
+from clusterjob.remote.mirror import Mirror
+from clusterjob.remote.protocol import Exchange
 
 HASH = "a" * 64
 HONEST: dict[str, tuple[dict[str, Any], bytes]] = {

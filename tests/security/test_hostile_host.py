@@ -12,11 +12,11 @@ from hostile_host import hostile, run
 from procs import PATIENCE
 from sshsite import Site, end_of
 
-from clusterjob import jobs
+from clusterjob.core import jobs
+from clusterjob.core.records import Record
 from clusterjob.errors import HostError
 from clusterjob.node.verdict import JobState
-from clusterjob.records import Record
-from clusterjob.ssh import mirror
+from clusterjob.remote import mirror
 
 LOOK = '{"known": True, "alive": True, "files": [], "more": False}'
 

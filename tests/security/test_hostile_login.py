@@ -11,14 +11,14 @@ from hostile_host import hostile, run
 from procs import PATIENCE
 from sshsite import Site
 
-from clusterjob import jobs
+from clusterjob.backends.slurm.login_host import Login
+from clusterjob.core import jobs
+from clusterjob.core.plans import new_id
+from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import events
+from clusterjob.node.logs import events
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
-from clusterjob.plans import new_id
-from clusterjob.records import Handle, Record, Records, home
-from clusterjob.slurm.login import Login
 
 # Plays define `command(argv)`, which returns what Slurm's command says, and `looks(request)`, for the jobs' directories.
 _LOGIN = r"""

@@ -14,11 +14,11 @@ from hostile_host import hostile
 from procs import wait_until
 from sshsite import PATIENCE, SLEEPER, Site, end_of, hang_up, wait_for_lines, workers_on
 
-from clusterjob import jobs
-from clusterjob.backends.ssh import standing
+from clusterjob.backends.ssh import status
+from clusterjob.core import jobs
+from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import HostError
 from clusterjob.node.verdict import JobState
-from clusterjob.records import Handle, Record, Records
 
 # Node 1 claims a success that node 0 has never declared, at a time after which nobody would ask again.
 CLAIMS = """
@@ -88,10 +88,10 @@ def test_words_of_members_count_where_node_0_has_none(
     ends_of(tmp_path, states)
     record = Record("x-1", "x", "ssh", "ssh", tmp_path, 3, "2026-01-01T00:00:00Z", {}, Handle("ssh", "x-1", {}))
     nodes = [
-        standing.Node(None, None, HostError("gpu1", "no answer"))
+        status.Node(None, None, HostError("gpu1", "no answer"))
         if alive is GONE
-        else standing.Node(None, {"alive": alive, "known": True, "more": False})
+        else status.Node(None, {"alive": alive, "known": True, "more": False})
         for alive in hosts
     ]
-    status = standing.status(record, standing.Job(None, nodes))
-    assert (str(status.state), status.provisional) == (state, provisional)
+    found = status.status(record, status.Job(None, nodes))
+    assert (str(found.state), found.provisional) == (state, provisional)

@@ -10,10 +10,10 @@ from hostile_host import hostile, run
 from procs import PATIENCE
 from sshsite import Site
 
-from clusterjob import jobs
+from clusterjob.core import jobs
+from clusterjob.core.records import Record
 from clusterjob.node.verdict import JobState
-from clusterjob.records import Record
-from clusterjob.ssh import mirror
+from clusterjob.remote import mirror
 
 # Sends 4 MB an answer, and always has more.
 _ENDLESS = """

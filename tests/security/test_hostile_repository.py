@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from procs import PATIENCE
 
-from clusterjob.ssh import revision, snapshot
-from clusterjob.ssh.ignore import Patterns
+from clusterjob.core import snapshot
+from clusterjob.core.snapshot import git_revision
+from clusterjob.core.snapshot.ignore_rules import Patterns
 
 
 def git(root: Path, *words: str) -> str:
@@ -82,7 +83,7 @@ def test_git_executes_nothing_that_a_clone_names(repository: Path, tmp_path: Pat
     for root in (repository, module):
         arm(root, mark)
     fill(repository, **{"a.py": "new\n", "new.py": ""})
-    state = revision.git_state(repository)
+    state = git_revision.git_state(repository)
     assert state is not None
     assert b"-old\n+new\n" in state["diff"]
     assert {"a.py", "new.py"} <= set(state["changed"])
@@ -105,14 +106,14 @@ def test_a_clone_whose_objects_are_to_be_fetched_by_a_command(repository: Path, 
             path.unlink()
     mark.unlink(missing_ok=True)
     fill(repository, **{"a.py": "new\n"})
-    assert revision.git_state(repository) is not None
+    assert git_revision.git_state(repository) is not None
     assert not mark.exists()
 
 
 def test_what_git_says_is_what_it_says_of_an_ordinary_repository(repository: Path) -> None:
     fill(repository, **{"a.py": "new\n", "sub/c.py": "", ".gitignore": "*.log\n", "x.log": ""})
     (repository / "data.bin").unlink()
-    state = revision.git_state(repository)
+    state = git_revision.git_state(repository)
     assert state is not None
     assert (state["revision"], state["branch"]) == (git(repository, "rev-parse", "HEAD").strip(), "work")
     assert state["diff"].decode() == git(repository, "diff", "HEAD", "--binary", "--", ".")
@@ -120,7 +121,7 @@ def test_what_git_says_is_what_it_says_of_an_ordinary_repository(repository: Pat
     tree = repository.parent / "tree"
     git(repository, "worktree", "add", "-q", str(tree), "-b", "other")
     fill(tree, **{"sub/b.py": "new\n"})
-    part = revision.git_state(tree / "sub")
+    part = git_revision.git_state(tree / "sub")
     assert part is not None
     assert (part["branch"], part["changed"]) == ("other", ["sub/b.py"])
     assert b"+new" in part["diff"]
@@ -130,7 +131,7 @@ def test_what_git_says_is_what_it_says_of_an_ordinary_repository(repository: Pat
 def test_a_repository_of_another_user_is_left_alone(repository: Path) -> None:
     for path in (repository, repository / ".git"):
         os.chown(path, 65534, 65534)
-    assert revision.git_state(repository) is None
+    assert git_revision.git_state(repository) is None
 
 
 # -- patterns ---------------------------------------------------------------------------------------------------------------------

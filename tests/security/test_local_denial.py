@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from launching import PATIENCE, environment, free_port, script
 
-from clusterjob.node.visit import cards
-from clusterjob.worker import siblings, speaker
+from clusterjob.node.host_server import gpus
+from clusterjob.worker import once_per_host, siblings
 
 NOBODY = 65534
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -55,7 +55,7 @@ while True:
 def test_a_name_with_a_full_backlog_silences_nobody_and_holds_nobody_up(tmp_path: Path) -> None:
     subject = os.urandom(8).hex()
     name = f"clusterjob-speaks-{os.getuid()}-{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
-    code = f"from clusterjob.worker import speaker; print(bool(speaker.take_turn({subject!r})))"
+    code = f"from clusterjob.worker import once_per_host as speaker; print(bool(speaker.take_turn({subject!r})))"
     with stranger(FILL, tmp_path, name):
         ended = subprocess.run(
             [sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE, check=False
@@ -65,11 +65,11 @@ def test_a_name_with_a_full_backlog_silences_nobody_and_holds_nobody_up(tmp_path
 
 def test_processes_that_ask_often_do_not_fill_their_own_backlog() -> None:
     subject = os.urandom(8).hex()
-    mine = speaker.take_turn(subject)
+    mine = once_per_host.take_turn(subject)
     assert mine is not None
     with mine:
         for _ in range(10_000):
-            assert speaker.take_turn(subject) is None
+            assert once_per_host.take_turn(subject) is None
 
 
 MEET = """
@@ -182,21 +182,21 @@ def test_a_lock_directory_that_somebody_else_made_first_is_done_without(tmp_path
     squatted = common / f"clusterjob-gpus-{os.getuid()}"
     squatted.mkdir()
     os.chown(squatted, NOBODY, NOBODY)
-    monkeypatch.setattr(cards, "_COMMON", str(common))
+    monkeypatch.setattr(gpus, "_COMMON", str(common))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert [path for path in cards.lock_directories() if not str(path).startswith("/run/")] == [runtime]
+    assert [path for path in gpus.lock_directories() if not str(path).startswith("/run/")] == [runtime]
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(squatted))
     if not Path(f"/run/user/{os.getuid()}").exists():
         with pytest.raises(OSError, match="not this user's own directory"):
-            cards.lock_directories()
+            gpus.lock_directories()
 
 
 def test_a_login_without_a_runtime_directory_sees_the_locks_of_one_that_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
-    monkeypatch.setattr(cards, "_COMMON", str(tmp_path))
-    card = cards.Card(0, "GPU-test", "H100", 0, 1)
-    first, second = cards.Reservation("a"), cards.Reservation("b")
+    monkeypatch.setattr(gpus, "_COMMON", str(tmp_path))
+    card = gpus.Card(0, "GPU-test", "H100", 0, 1)
+    first, second = gpus.Reservation("a"), gpus.Reservation("b")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert first.take(card) == ""
     monkeypatch.delenv("XDG_RUNTIME_DIR")

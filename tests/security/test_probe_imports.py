@@ -9,7 +9,7 @@ import pytest
 from doctoring import doctor, light_torch
 from sshworld import python_without_torch
 
-from clusterjob.node.visit import check
+from clusterjob.node.host_server import host_check
 
 MODULES = ("json", "torch", "importlib", "site", "warnings", "contextlib", "signal", "clusterjob")
 
@@ -37,11 +37,11 @@ def test_doctor_in_a_clone_imports_none_of_its_modules(clone: Path, tmp_path: Pa
 def test_the_probe_of_an_interpreter_finds_torch_but_not_in_the_clone(clone: Path, tmp_path: Path) -> None:
     python = str(python_without_torch(tmp_path))
     request = {"python": python, "setup": [], "workdir": str(clone), "torch": True}
-    (trouble,) = check.interpreter(Path("/"), request)["troubles"]
+    (trouble,) = host_check.interpreter(Path("/"), request)["troubles"]
     assert "no torch" in trouble
     os.environ["PYTHONPATH"], before = str(light_torch(tmp_path / "lib")), os.environ["PYTHONPATH"]
     try:
-        assert check.interpreter(Path("/"), request)["troubles"] == []
+        assert host_check.interpreter(Path("/"), request)["troubles"] == []
     finally:
         os.environ["PYTHONPATH"] = before
     assert not (tmp_path / "executed").exists()

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterjob.node.visit import meeting
+from clusterjob.node.host_server import reachability
 
 NONCE = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def listener() -> Iterator[meeting.Listener]:
-    made = meeting.Listener([0], NONCE)
+def listener() -> Iterator[reachability.Listener]:
+    made = reachability.Listener([0], NONCE)
     yield made
     made.close()
 
@@ -31,13 +31,13 @@ def idle(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 @pytest.mark.parametrize("count", [10, 800])
-def test_probe_is_answered_beside_idle_connections(listener: meeting.Listener, count: int) -> None:
+def test_probe_is_answered_beside_idle_connections(listener: reachability.Listener, count: int) -> None:
     with idle(listener.port, count):
-        found = meeting.probe(["127.0.0.1"], listener.port, NONCE, 20)
+        found = reachability.probe(["127.0.0.1"], listener.port, NONCE, 20)
     assert found == {"reached": ["127.0.0.1"], "why": {}}
 
 
-def test_probe_is_answered_when_the_listener_is_out_of_descriptors(listener: meeting.Listener) -> None:
+def test_probe_is_answered_when_the_listener_is_out_of_descriptors(listener: reachability.Listener) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with idle(listener.port, 20):
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
@@ -47,27 +47,27 @@ def test_probe_is_answered_when_the_listener_is_out_of_descriptors(listener: mee
                     while True:
                         held.enter_context(socket.socket())
                 time.sleep(0.1)  # the listener meets EMFILE
-            found = meeting.probe(["127.0.0.1"], listener.port, NONCE, 20)
+            found = reachability.probe(["127.0.0.1"], listener.port, NONCE, 20)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found["reached"] == ["127.0.0.1"]
 
 
-def test_wrong_nonce_gets_no_answer(listener: meeting.Listener) -> None:
+def test_wrong_nonce_gets_no_answer(listener: reachability.Listener) -> None:
     with socket.create_connection(("127.0.0.1", listener.port), 20) as peer:
         peer.sendall(b"x" * len(NONCE))
         assert peer.recv(1) == b""
 
 
-def test_nonce_that_comes_in_pieces_is_answered(listener: meeting.Listener) -> None:
+def test_nonce_that_comes_in_pieces_is_answered(listener: reachability.Listener) -> None:
     with socket.create_connection(("127.0.0.1", listener.port), 20) as peer:
         for part in (NONCE[:5], NONCE[5:]):
             peer.sendall(part.encode())
             time.sleep(0.05)
-        assert peer.recv(100) == meeting.answer_to(NONCE)
+        assert peer.recv(100) == reachability.answer_to(NONCE)
 
 
-def test_listener_that_is_closed_frees_its_port(listener: meeting.Listener) -> None:
+def test_listener_that_is_closed_frees_its_port(listener: reachability.Listener) -> None:
     with idle(listener.port, 3):
         listener.close()
-    meeting.Listener([listener.port], NONCE).close()
+    reachability.Listener([listener.port], NONCE).close()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from sshsite import Site, end_of
 
-from clusterjob import jobs
+from clusterjob.core import jobs
+from clusterjob.core.records import Records
+from clusterjob.core.trust import Use
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
-from clusterjob.records import Records
-from clusterjob.trust import Use
 
 
 def test_status_executes_nothing_that_came_into_the_project_after_the_submission(site: Site) -> None:

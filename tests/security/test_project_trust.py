@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from procs import PATIENCE
 
-from clusterjob import trust
-from clusterjob.config import find_files, project_file, resolve
+from clusterjob.core import trust
+from clusterjob.core.config import find_files, project_file, resolve
+from clusterjob.core.options import SETTINGS
 from clusterjob.errors import ConfigError, Untrusted
 from clusterjob.node.program import Program
-from clusterjob.settings import SETTINGS
 
 NOBODY = 65534
 BACKENDS = ("local", "slurm", "ssh", "mlp")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from procs import PATIENCE, Job, wait_until
 
-from clusterjob.node.gang import wire
+from clusterjob.node.rendezvous import protocol
 
 NewJob = Callable[..., Job]
 FEW = 256  # open files
@@ -133,16 +133,16 @@ HOSTILE: dict[str, Any] = {
 async def say(job: Job, port: int, *said: Any, once_started: Any = None, **changes: Any) -> BaseException | None:
     """Join as node 1, say something and wait for the end; returns why it was refused, if it was."""
     hello = {"job": job.id, "attempt": 0, "node_rank": 1, "nnodes": 2, "nproc": 1, "host": "h", "pid": 7, "counted_by": "", "endpoints": []}
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=wire.LINE_BYTES)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=protocol.LINE_BYTES)
     try:
-        channel = await wire.greet_lead(reader, writer, job.token.encode(), hello | changes)
+        channel = await protocol.greet_lead(reader, writer, job.token.encode(), hello | changes)
         for message in said:
             channel.send(message)
         while (heard := await channel.receive()) is not None:
             if heard["t"] == "start":
                 for message in once_started or ():
                     channel.send(message)
-    except wire.Refused as error:
+    except protocol.Refused as error:
         return error
     finally:
         writer.close()
@@ -193,7 +193,7 @@ def test_a_hello_that_no_agent_says_is_refused_and_the_job_goes_on(new_job: NewJ
     script = job.script("print('ran')")
     job.start(0, script)
     refused = asyncio.run(asyncio.wait_for(say(job, lead_port(job), {"t": "done"}, **changes), PATIENCE))
-    assert isinstance(refused, wire.Refused)
+    assert isinstance(refused, protocol.Refused)
     job.start(1, script)
     assert job.wait() == [0, 0], job.stderr(job.agents[0])
 
@@ -243,7 +243,7 @@ def test_one_node_without_a_secret_makes_one_that_nobody_can_guess(new_job: NewJ
     job.start(0, job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"), env=env)
     job.wait_for("up")
     job.token = f"clusterjob:{job.id}:0:127.0.0.1-0-1"
-    with pytest.raises(wire.Stranger):
+    with pytest.raises(protocol.Stranger):
         asyncio.run(asyncio.wait_for(say(job, lead_port(job), {"t": "cancel", "why": "x"}), PATIENCE))
     job.agents[0].terminate()
     job.wait()

@@ -17,10 +17,10 @@ from slurm_user import User
 from sshsite import Site, end_of, lines_of
 from volc_platform import Platform
 
-from clusterjob import jobs
+from clusterjob.core import jobs
+from clusterjob.core.job_secrets import Secret, packed
 from clusterjob.errors import SpecError
 from clusterjob.node import contract
-from clusterjob.secret_values import Secret, packed
 
 VALUE = "s3cr=t 'of' $mine\nin two lines"
 FROM_FILE = "t0ken-of-a-file"

@@ -8,7 +8,7 @@ from pathlib import Path
 from hostile_host import hostile, slow
 from sshsite import Site, end_of, hang_up, lines_of
 
-from clusterjob import jobs
+from clusterjob.core import jobs
 from clusterjob.node.verdict import JobState
 
 TIMEOUT = 3  # seconds, of the tests' hosts

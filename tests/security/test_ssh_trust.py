@@ -14,10 +14,10 @@ from procs import PATIENCE
 from sshsite import Site
 from sshworld import World, sh
 
+from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
-from clusterjob.hosts import Host
-from clusterjob.ssh.connect import Reach
-from clusterjob.ssh.pool import Pool
+from clusterjob.remote.connect import Reach
+from clusterjob.remote.pool import Pool
 
 
 @pytest.fixture

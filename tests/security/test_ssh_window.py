@@ -13,8 +13,8 @@ import pytest
 from procs import wait_until
 from sshworld import require, sh
 
-from clusterjob.ssh.config import Target
-from clusterjob.ssh.connect import Connection, Reach, connect
+from clusterjob.remote.connect import Connection, Reach, connect
+from clusterjob.remote.ssh_config import Target
 
 
 class Greedy(paramiko.ServerInterface):

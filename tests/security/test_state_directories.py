@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from procs import PATIENCE
 
+from clusterjob.core.records import home, secure_home
 from clusterjob.errors import RecordError
-from clusterjob.node import private
-from clusterjob.records import home, secure_home
+from clusterjob.node.system import private_dirs
 
 NOBODY = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
@@ -157,6 +157,6 @@ def test_a_place_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_a_group_of_the_user_alone_may_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o770)
-    assert private.danger(tmp_path) == ""
+    assert private_dirs.danger(tmp_path) == ""
     os.chown(tmp_path, 0, 12345)
-    assert private.danger(tmp_path) == "its group can write to it (mode 0770)"
+    assert private_dirs.danger(tmp_path) == "its group can write to it (mode 0770)"

@@ -14,9 +14,10 @@ from launching import PATIENCE, by_hand, finish, script
 from procs import WITH_TORCH, Job, wait_until
 
 from clusterjob.errors import GangError
-from clusterjob.node import contract, network
-from clusterjob.worker.rollcall import Facts
-from clusterjob.worker.signed import SignedStore
+from clusterjob.node import contract
+from clusterjob.node.system import network
+from clusterjob.worker.rendezvous import Facts
+from clusterjob.worker.signed_values import SignedStore
 
 NewJob = Callable[..., Job]
 ANSWER = json.dumps({"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "time": 0.0, "nodes": []})

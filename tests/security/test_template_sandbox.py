@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from procs import PATIENCE
 
+from clusterjob.core.render import render
 from clusterjob.errors import TemplateError
-from clusterjob.render import render
 
 ESCAPES = [
     "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",

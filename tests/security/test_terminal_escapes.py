@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from terminals import Terminal, show
 
-from clusterjob.node.sanitize import escape_json, sanitize
+from clusterjob.core.records import Handle, Record, Records
+from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
-from clusterjob.records import Handle, Record, Records
 
 HOSTILE = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b]0;title\x07\x1b[2J\x9b31m\u202egnp.exe\r\nclusterjob: job x SUCCEEDED[/x][bold]"
 # What a terminal obeys, other than the colours (SGR) and line ends that we print ourselves.
@@ -101,9 +101,9 @@ def test_logs_keep_colours(hostile_job: str) -> None:
 def test_a_pending_reason_that_looks_like_markup_is_shown_by_the_spinner(tmp_path: Path) -> None:
     program = f"""
 import time
-from clusterjob.backends import Status
+from clusterjob.backends.base import Status
 from clusterjob.node.verdict import JobState
-from clusterjob.output import Progress
+from clusterjob.cli.output import Progress
 progress = Progress()
 for _ in range(2):
     progress.update(Status(JobState.PENDING, {HOSTILE!r}))
@@ -120,8 +120,8 @@ progress.stop()
 def test_tables_of_hosts_and_checks_are_harmless() -> None:
     program = f"""
 from types import SimpleNamespace
-from clusterjob import output
-from clusterjob.checks import Check, CheckState
+from clusterjob.cli import output
+from clusterjob.doctor.engine import Check, CheckState
 text = {HOSTILE!r}
 report = SimpleNamespace(host="a" + text, address=text, python=text, torch=True, free=1, gpus=(), trouble=text)
 output.print_hosts([report])

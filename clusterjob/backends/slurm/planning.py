@@ -9,26 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob import arrays
-from clusterjob.arrays import Array, Piece
-from clusterjob.backends import directory
-from clusterjob.backends.slurm.standing import NAME, cluster_of, told
+from clusterjob.backends import shared
+from clusterjob.backends.slurm import containers, flags, submit
+from clusterjob.backends.slurm import job_end as slurm_ends
+from clusterjob.backends.slurm.client import Client
+from clusterjob.backends.slurm.status import NAME, cluster_of, told
+from clusterjob.core import arrays
+from clusterjob.core.arrays import Array, Piece
+from clusterjob.core.plans import Plan, PlannedCommand
+from clusterjob.core.records import Record, Records
+from clusterjob.core.render import in_shell, render
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.plans import Plan, PlannedCommand
-from clusterjob.records import Record, Records
-from clusterjob.render import in_shell, render
-from clusterjob.slurm import containers, flags, submission
-from clusterjob.slurm import ends as slurm_ends
-from clusterjob.slurm.client import Client
-from clusterjob.spec import JobSpec
 
 if TYPE_CHECKING:
-    from clusterjob.slurm.login import Login
+    from clusterjob.backends.slurm.login_host import Login
 
 _SCRIPT = "slurm.sh"
-CODE = directory.CODE
+CODE = shared.CODE
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
 _STRAGGLERS = 60  # seconds that srun lets tasks outlive the first that ended: agents end together
 _KILL_WAIT = 30  # seconds between Slurm's SIGTERM and its SIGKILL (KillWait), as it is by default
@@ -41,10 +41,10 @@ def plan(spec: JobSpec) -> Plan:
         SpecError: an option makes no sense, or is not sbatch's.
         TemplateError: the user's template cannot be rendered.
     """
-    directory.refuse_hosts(spec, NAME)
+    shared.refuse_hosts(spec, NAME)
     flags.check_warning(spec.resources, spec.signal_before)
     login, spec = login_of(spec), replace(spec, nproc_open=False)
-    job_id, job_dir = directory.new_directory(spec.name)
+    job_id, job_dir = shared.new_directory(spec.name)
     array = spec.elements()
     pieces = _pieces(array, spec)
     given = {key: value for key, value in spec.options.items() if key != "comment" and not (login and key in _login_options())}
@@ -55,7 +55,7 @@ def plan(spec: JobSpec) -> Plan:
         script = str(job_dir / _SCRIPT)
         place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
     else:  # whose home directory is not known here: sbatch is run in the job's directory
-        spec = replace(spec, program=directory.sent_program(spec))
+        spec = replace(spec, program=shared.sent_program(spec))
         script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
         there = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
     common = [
@@ -65,11 +65,11 @@ def plan(spec: JobSpec) -> Plan:
     ]  # fmt: skip
     if spec.signal_before is not None:
         common.append(f"--signal=B:USR1@{spec.signal_before}")
-    files = [*directory.common_files(spec, job_dir)]
+    files = [*shared.common_files(spec, job_dir)]
     if array is not None and array.values:
-        files.append(directory.sweep_file(spec, array, job_dir))
+        files.append(shared.sweep_file(spec, array, job_dir))
     values = _values(spec, job_id, job_dir, array) if login is None else _values_there(spec, job_id, array)
-    files.append(directory.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)))
+    files.append(shared.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)))
     return Plan(
         job_id=job_id,
         backend=NAME,
@@ -134,21 +134,21 @@ def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
         if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
             raise SpecError(f"max_array_size: {text!r} is no number of elements", "`scontrol show config` shows MaxArraySize there")
         return [*arrays.pieces(array, int(text))]
-    return [*arrays.pieces(array, submission.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
+    return [*arrays.pieces(array, submit.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
 
 
 def login_of(spec: JobSpec) -> Login | None:
     """Return the login host that a job goes through; None where Slurm is reached from here."""
     if not spec.login:
         return None
-    from clusterjob.slurm.login import Login
+    from clusterjob.backends.slurm.login_host import Login
 
     return Login.of(spec)
 
 
 def _login_options() -> Sequence[str]:
     """Return what --set says of the way to a login host, and is none of sbatch's."""
-    from clusterjob.slurm.login import OPTIONS
+    from clusterjob.backends.slurm.login_host import OPTIONS
 
     return OPTIONS
 
@@ -171,12 +171,12 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, work
     launch = [] if spec.launcher == "srun" else _launch(spec, program)
     container = containers.choose(spec, job_dir, workdir)
     return {
-        **directory.common_values(spec, job_id, job_dir),
+        **shared.common_values(spec, job_id, job_dir),
         "workdir": str(workdir),
         "script": str(job_dir / _SCRIPT),
         "launcher": spec.launcher,
         "elements": array is not None,
-        "sweep": str(job_dir / directory.SWEEP) if array is not None and array.values else "",
+        "sweep": str(job_dir / shared.SWEEP) if array is not None and array.values else "",
         "requeue": spec.requeue,
         "warning": warning,
         "apptainer": container.prefix,

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob import plans
-from clusterjob.backends import directory
+from clusterjob.backends import shared
+from clusterjob.core import plans
+from clusterjob.core.hosts import Host
+from clusterjob.core.plans import Plan, PlannedCommand
+from clusterjob.core.render import render
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
-from clusterjob.hosts import Host
-from clusterjob.plans import Plan, PlannedCommand
-from clusterjob.render import render
-from clusterjob.spec import JobSpec
 
 NAME = "ssh"
 SCRIPT = "ssh-node.sh"
-CODE = directory.CODE
+CODE = shared.CODE
 _KNOWN = ("ssh_config", "connect_timeout", "sync_limit", "remote_home", "need_torch")
 
 
@@ -37,7 +37,7 @@ class Options:
         Raises:
             SpecError: one is unknown, or its value makes no sense.
         """
-        from clusterjob.ssh.options import Options as Common
+        from clusterjob.remote.ssh_options import Options as Common
 
         options = spec.options
         unknown = next((key for key in options if key not in _KNOWN), None)
@@ -58,7 +58,7 @@ def plan(spec: JobSpec) -> Plan:
         TemplateError: the user's template cannot be rendered.
     """
     spec, options = settled(spec), Options.of(spec)
-    job_id, job_dir = directory.new_directory(spec.name)
+    job_id, job_dir = shared.new_directory(spec.name)
     script = render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir))
     remote = f"{options.remote_home}/jobs/{job_id}"
     notes = ["--mem is not enforced on bare hosts"] if spec.resources.mem is not None else []
@@ -67,7 +67,7 @@ def plan(spec: JobSpec) -> Plan:
         backend=NAME,
         job_dir=job_dir,
         spec=spec,
-        files=(*directory.common_files(spec, job_dir), directory.script_file(job_dir / SCRIPT, script)),
+        files=(*shared.common_files(spec, job_dir), shared.script_file(job_dir / SCRIPT, script)),
         commands=tuple(
             PlannedCommand(("ssh", str(host), "bash", f"{remote}/{SCRIPT}"), _environment(spec, node), node)
             for node, host in enumerate(spec.hosts)
@@ -82,7 +82,7 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     if _uneven(spec):
         options = replace(options, nproc_per_node=None)
     return {
-        **directory.common_values(spec, job_id, job_dir),
+        **shared.common_values(spec, job_id, job_dir),
         "token_file": plans.token_file(Path()).name,
         "workdir": CODE if spec.sync else str(spec.workdir),
         "launch_arguments": options.arguments(),
@@ -97,12 +97,12 @@ def settled(spec: JobSpec) -> JobSpec:
     """
     if not spec.hosts:
         raise SpecError("the ssh cluster needs hosts", "--hosts a,b[1-4] or --hostfile FILE names them")
-    directory.refuse_queue(spec, NAME)
+    shared.refuse_queue(spec, NAME)
     nodes = spec.resources.nodes
     if nodes > len(spec.hosts):
         raise SpecError(f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}", "name more with --hosts, or fewer --nodes")
     _check_gpus(spec)
-    return replace(spec, program=directory.sent_program(spec), hosts=spec.hosts[:nodes], nproc_open=False)
+    return replace(spec, program=shared.sent_program(spec), hosts=spec.hosts[:nodes], nproc_open=False)
 
 
 def _check_gpus(spec: JobSpec) -> None:
@@ -133,10 +133,10 @@ def _environment(spec: JobSpec, node: int) -> dict[str, str]:
 
 def place_of(spec: Mapping[str, Any], hosts: tuple[Host, ...]) -> Any:
     """Return where a job's nodes are, from what was asked for."""
-    from clusterjob.ssh import visits
-    from clusterjob.ssh.connect import DEFAULT_TIMEOUT
+    from clusterjob.remote import sessions
+    from clusterjob.remote.connect import DEFAULT_TIMEOUT
 
     options = spec.get("options") or {}
     config = Path(options["ssh_config"]).expanduser().absolute() if "ssh_config" in options else None
     timeout = float(options.get("connect_timeout", DEFAULT_TIMEOUT))
-    return visits.Place(hosts, str(spec["python"]), tuple(spec["setup"]), options.get("remote_home", visits.HOME), config, timeout)
+    return sessions.Place(hosts, str(spec["python"]), tuple(spec["setup"]), options.get("remote_home", sessions.HOME), config, timeout)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from clusterjob.node.environments.reading import Finding, Ignored
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
 
 # Platforms start one command a node. One machine is on one of them, so two have to say the same.
 _PLATFORMS = frozenset(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from clusterjob.errors import PlaceError
 from clusterjob.node.environments.reading import Finding, Reading
-from clusterjob.node.topology import Topology
+from clusterjob.node.environments.topology import Topology
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:

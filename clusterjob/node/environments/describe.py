@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from clusterjob.node.environments.reading import Finding
-from clusterjob.node.sanitize import sanitize
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
+from clusterjob.node.system.sanitize import sanitize
 
 
 def describe(finding: Finding) -> dict[str, Any]:

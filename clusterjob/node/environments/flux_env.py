@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from clusterjob.errors import PlaceError
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
-from clusterjob.node.topology import expand_hostlist
+from clusterjob.node.environments.topology import expand_hostlist
 
 # What `outside.look` is told by `flux hostlist local`.
 HOSTLIST = "flux hostlist local"

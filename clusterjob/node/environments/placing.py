@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clusterjob.errors import PlaceError
-from clusterjob.node.candidates import candidates
+from clusterjob.node.environments.candidate_ports import candidates
 from clusterjob.node.environments.reading import Finding, Ignored, Reading, whole_number
-from clusterjob.node.topology import Topology, Worker, is_this_machine
+from clusterjob.node.environments.topology import Topology, Worker, is_this_machine
 
 OWN_ADDRESS = "127.0.0.1"
 

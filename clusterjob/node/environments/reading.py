@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterjob.errors import PlaceError
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
 
 NOWHERE = "none"  # the source of a finding without a family
 _LONGEST_NAME = 255  # characters

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from clusterjob.errors import PlaceError
-from clusterjob.node.candidates import candidates
+from clusterjob.node.environments.candidate_ports import candidates
 from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, whole_number
-from clusterjob.node.topology import Topology, Worker, expand_hostlist, is_this_machine
+from clusterjob.node.environments.topology import Topology, Worker, expand_hostlist, is_this_machine
 
 SOURCE = "slurm"
 TASK_RANK = "CLUSTERJOB_TASK_RANK"  # beside the same RANK: our script has set torch's variables from the step's own

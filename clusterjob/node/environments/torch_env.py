@@ -11,7 +11,7 @@ from clusterjob.errors import PlaceError
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
 from clusterjob.node.environments.slurm_env import TASK_RANK
-from clusterjob.node.topology import Topology, Worker
+from clusterjob.node.environments.topology import Topology, Worker
 
 # RANK alone counts nodes on several platforms; beside one of these it counts processes.
 _OF_A_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")

@@ -74,9 +74,9 @@ def _changes():
     # type: () -> Any
     """Return the module with the changes; None where the job's directory is gone, and the job with it."""
     if __name__ != "sitecustomize":
-        from clusterjob.node.workers import torch_changes
+        from clusterjob.node.workers import torch_patches
 
-        return torch_changes
+        return torch_patches
     name = CHANGES_FILE[: -len(".py")]
     if name not in sys.modules:
         from importlib.util import module_from_spec, spec_from_file_location

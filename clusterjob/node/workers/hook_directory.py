@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from clusterjob.node.workers import hook, torch_changes
+from clusterjob.node.workers import hook, torch_patches
 
 _NAME = "python"
 # Python's site module imports sitecustomize (docs.python.org/3/library/site.html).
-_FILES = {hook.CHANGES_FILE: torch_changes, "sitecustomize.py": hook}
+_FILES = {hook.CHANGES_FILE: torch_patches, "sitecustomize.py": hook}
 
 
 def write(job_dir: Path) -> Path | None:

@@ -7,10 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterjob.node import processes
 from clusterjob.node.contract import World
-from clusterjob.node.logs import last_lines
+from clusterjob.node.logs.log_files import last_lines
 from clusterjob.node.program import Program
+from clusterjob.node.system import processes
 
 # torchrun closes with this block; in it, a negative exit code is a signal's.
 _ROOT_CAUSE = re.compile(

@@ -1,0 +1,1 @@
+"""What platforms with a submit command of their own share."""

@@ -1,0 +1,1 @@
+"""The MLP backend: a platform that sets MLP_*-style variables."""

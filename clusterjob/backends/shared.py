@@ -1,0 +1,224 @@
+"""What backends share: the files of a job that every node needs, and what a job's directory says of its progress and its end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterjob.backends.base import FetchLimits, Status
+from clusterjob.core import arrays, node_zip, plans
+from clusterjob.core.arrays import Array
+from clusterjob.core.plans import Plan, PlannedFile
+from clusterjob.core.records import Record, home
+from clusterjob.core.render import sh_line
+from clusterjob.core.spec import JobSpec
+from clusterjob.doctor.engine import Finding, ok
+from clusterjob.errors import ClusterJobError, SpecError
+from clusterjob.node.logs import ends
+from clusterjob.node.logs.events import now, read_events
+from clusterjob.node.program import Program
+from clusterjob.node.system import files, private_dirs
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
+
+if TYPE_CHECKING:
+    from clusterjob.remote.fetch import Request
+
+CODE = "code"  # where hosts have the working directory that was sent, in the job's own
+SWEEP = "sweep.args"  # each element's arguments, in a job's directory
+
+
+def new_directory(name: str) -> tuple[str, Path]:
+    """Return a new job's id and where its files will lie.
+
+    Raises:
+        SpecError: the directory cannot stand on PYTHONPATH.
+    """
+    job_id = plans.new_id(name)
+    job_dir = home() / "jobs" / job_id
+    if ":" in str(job_dir):
+        raise SpecError(f"the job directory {job_dir} holds a colon, which PYTHONPATH cannot carry", "CLUSTERJOB_HOME names another")
+    return job_id, job_dir
+
+
+def refuse_hosts(spec: JobSpec, name: str) -> None:
+    """Refuse what only bare hosts have.
+
+    Raises:
+        SpecError: the job names hosts or cards.
+    """
+    if spec.hosts:
+        raise SpecError(f"the {name} cluster takes no hosts", "--cluster ssh does")
+    if spec.gpus:
+        count = spec.gpus if spec.gpus.isdigit() else "N" if spec.gpus == "auto" else len(spec.gpus.split(","))
+        raise SpecError(f"--gpus {spec.gpus} lists cards, which the {name} cluster cannot choose", f"did you mean --gpus-per-node {count}?")
+    if not spec.sync and not spec.login:
+        raise SpecError(f"the {name} cluster knows no --no-sync", "it is for hosts: --cluster ssh")
+
+
+def refuse_queue(spec: JobSpec, cluster: str, hint: str = "it needs a queue: --cluster slurm") -> None:
+    """Refuse what only a cluster with a queue has.
+
+    Args:
+        spec: the job.
+        cluster: the name of the one that has none.
+        hint: where it can be had.
+
+    Raises:
+        SpecError: the job asks for an array, a dependency, a container or another of a queue's.
+    """
+    if spec.resources.gpu_type:
+        wanted = f"--gpus-per-node {spec.resources.gpu_type}:{spec.resources.gpus_per_node}"
+        raise SpecError(
+            f"{wanted}: the {cluster} cluster cannot choose GPUs by their type", f"--gpus-per-node {spec.resources.gpus_per_node}"
+        )
+    for flag in ("container", "array", "sweep", "after", "requeue", "signal_before", "login"):
+        if getattr(spec, flag):
+            raise SpecError(f"the {cluster} cluster has no --{flag.replace('_', '-')}", hint)
+    if spec.launcher == "srun":
+        raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+
+
+def sent_program(spec: JobSpec) -> Program:
+    """Return the program as it is found where the working directory is sent: a script by its path within that.
+
+    Raises:
+        SpecError: the script is not in what is sent.
+    """
+    program = spec.program
+    if not spec.sync or program.kind != "script":
+        return program
+    path = os.path.relpath(os.path.join(spec.workdir, program.target), spec.workdir)
+    if path.startswith(".."):
+        raise SpecError(f"the script {program.target!r} lies outside of {spec.workdir}, which is what is sent", "--workdir names another")
+    return Program(program.kind, path, program.args)
+
+
+def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
+    """Return the files of every job: what was asked for, and the node half."""
+    return (
+        PlannedFile(job_dir / "spec.json", (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
+        PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(node_zip.cache_directory())),
+    )
+
+
+def script_file(path: Path, text: str) -> PlannedFile:
+    """Return a rendered script as a file that may be run."""
+    return PlannedFile(path, text.encode(errors="surrogateescape"), 0o700)
+
+
+def sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
+    """Return each element's arguments, one line an element, as bash reads them."""
+    lines = [sh_line(arrays.program_of(spec.program, values).args) for values in array.values]
+    return PlannedFile(job_dir / SWEEP, ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+
+
+def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
+    """Return what every template may name."""
+    return {
+        "job_id": job_id,
+        "job_dir": str(job_dir),
+        "name": spec.name,
+        "token_file": str(plans.token_file(job_dir)),
+        "nnodes": spec.resources.nodes,
+        "env": dict(spec.env),
+        "workdir": str(spec.workdir),
+        "setup": list(spec.setup),
+        "python": spec.python,
+    }
+
+
+def plannable(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[Finding]:
+    """Find whether a job can be planned; see `clusterjob.doctor.engine.Look`."""
+    plan(spec)
+    nodes, workers = spec.resources.nodes, spec.nproc_per_node
+    yield ok(f"{nodes} node{'s' if nodes > 1 else ''} with {workers} worker{'s' if workers > 1 else ''}{' each' if nodes > 1 else ''}")
+
+
+def ended(verdict: Verdict) -> Status:
+    """Return the status of a job that has ended so."""
+    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts)
+
+
+def progress(job_dir: Path) -> tuple[str | None, int, str]:
+    """Return when the workers first started, how often they were started again, and what the job waits for."""
+    started_at, restarts, waiting = None, 0, ""
+    for event in read_events(job_dir / "events.jsonl"):
+        kind = event.get("event")
+        if kind == "started":
+            at, restart = event.get("time"), event.get("restart")
+            started_at = started_at or (at if isinstance(at, str) else now())
+            restarts, waiting = restart if type(restart) is int else 0, ""
+        elif kind == "waiting":
+            missing = event.get("missing")
+            waiting = f"waiting for node {', '.join(map(str, missing))}" if isinstance(missing, list) else ""
+        elif kind == "exec":
+            waiting = str(event.get("why", ""))
+    return started_at, restarts, waiting
+
+
+def fetch_request(
+    record: Record, paths: Sequence[str], target: Path, may_replace: Callable[[list[str]], bool], limits: FetchLimits
+) -> Request:
+    """Return what is to be fetched of a job from one host; see `clusterjob.core.jobs.fetch`."""
+    from clusterjob.core.snapshot import sent_digests
+    from clusterjob.remote.fetch import Request
+
+    synced, workdir = record.spec.get("sync", True), str(record.spec["workdir"])
+    place = target.resolve()
+    job_dir = record.job_dir if record.index is None else record.job_dir.parent.parent
+    return Request(
+        record.whole_id,
+        CODE if synced else workdir,
+        paths,
+        target,
+        may_replace,
+        limits.files,
+        limits.size,
+        sent_digests(job_dir) if synced and place == Path(workdir).resolve() else {},
+        home() / "fetched" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json",
+    )
+
+
+def nothing_to_fetch(record: Record) -> ClusterJobError:
+    """Return what is to be said of a job whose working directory is no other machine's."""
+    workdir = record.spec.get("workdir", "")
+    return ClusterJobError(f"there is nothing to fetch: job {record.job_id} ran in {workdir}", "what it wrote lies there")
+
+
+def wish_to_cancel(record: Record) -> None:
+    """Note the wish that a job end; an element of an array that has not begun gets its directory for that."""
+    if record.index is not None and record.job_dir.parent.parent.is_dir():
+        try:
+            private_dirs.make(record.job_dir)
+        except OSError:
+            pass  # a full disk costs the note alone
+    ends.cancel(record.job_dir)
+
+
+def end_without_lead(job_dir: Path, started_at: str | None, restarts: int, otherwise: Verdict | str) -> Verdict:
+    """Return the end of a job whose lead wrote none: from what the nodes wrote, else as told. Never a success by absence.
+
+    Args:
+        job_dir: the job's directory.
+        started_at: when its workers first started.
+        restarts: how often they were started again.
+        otherwise: the verdict, or why the job is LOST, where nobody wrote anything.
+    """
+    common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
+    if ends.cancelled(job_dir):
+        why = "cancelled before its agents could say so" if started_at else "cancelled before it had started"
+        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, why, **common)
+    for failure in ends.refusals(job_dir):
+        return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure, **common)
+    for end in ends.written(job_dir):
+        if end.get("reason"):
+            return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
+    if not job_dir.exists() and (isinstance(otherwise, str) or otherwise.state is JobState.LOST):
+        return Verdict(JobState.LOST, 1, f"its directory {job_dir} is gone", **common)
+    if isinstance(otherwise, Verdict):
+        return otherwise
+    return Verdict(JobState.LOST, 1, "; ".join(filter(None, (otherwise, files.why_full(job_dir)))), **common)

@@ -1,0 +1,262 @@
+"""From a job to sbatch's and srun's options. All go on a command line, where no value needs a quote and none can become another line.
+
+Source: sbatch(1) and srun(1) of Slurm 22.05 to 26.05.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+
+from clusterjob.backends.slurm.queue import COMMENT
+from clusterjob.core.options import Structure
+from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.errors import SpecError
+
+# Options of sbatch that take a value.
+_WITH_VALUE = frozenset({
+    "account", "acctg-freq", "batch", "bb", "bbf", "begin", "cluster-constraint", "clusters", "comment", "constraint", "container-id",
+    "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "exclude",
+    "extra", "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-socket", "gres", "gres-flags", "hint",
+    "kill-on-invalid-dep", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
+    "network", "nodefile", "nodelist", "partition", "power", "prefer", "priority", "profile", "qos", "reservation", "resv-ports",
+    "sockets-per-node", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind", "tres-per-task", "uid",
+    "wait-all-nodes", "wckey",
+})  # fmt: skip
+_SWITCHES = frozenset({
+    "contiguous", "get-user-env", "hold", "ignore-pbs", "oom-kill-step", "overcommit", "oversubscribe", "reboot", "spread-job",
+    "use-min-nodes",
+})  # fmt: skip
+_WITH_OPTIONAL_VALUE = frozenset({"exclusive", "nice", "no-kill", "propagate"})
+KNOWN = _WITH_VALUE | _SWITCHES | _WITH_OPTIONAL_VALUE
+
+# What decides the shape of the job, which the script counts on, and who has the say in it instead.
+_OURS = {
+    "array": "--array", "chdir": "--workdir", "container": "--container", "cpus-per-task": "--cpus-per-task", "dependency": "--after",
+    "error": "the job's own logs", "export": "--env", "export-file": "--env", "gpus-per-node": "--gpus-per-node",
+    "gpus-per-task": "--gpus-per-node", "input": "an empty stdin", "job-name": "--name", "mem": "--mem", "no-requeue": "--requeue",
+    "nodes": "--nodes", "ntasks": "--nproc-per-node", "ntasks-per-core": "--nproc-per-node", "ntasks-per-gpu": "--nproc-per-node",
+    "ntasks-per-node": "--nproc-per-node", "ntasks-per-socket": "--nproc-per-node", "open-mode": "the job's own logs",
+    "output": "the job's own logs", "parsable": "the printed id", "quiet": "the printed id", "requeue": "--requeue",
+    "signal": "--signal-before", "test-only": "--dry-run", "time": "--time", "verbose": "the printed id", "wait": "clusterjob run",
+    "wrap": "-- COMMAND",
+}  # fmt: skip
+# Which also has values that we have no word for: `--requeue=expedite` of Slurm 26.05.
+_OURS_AS_A_SWITCH = "requeue"
+_TRUE, _FALSE = ("true", "yes", "on", ""), ("false", "no", "off")
+_AFTER = ("after", "afterany", "afterok", "afternotok", "aftercorr", "afterburstbuffer")
+
+
+def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return what ``--set`` and the profile ask for as sbatch's options, and the names that no sbatch we know documents.
+
+    A name that is not known may be an option of a plug-in of the site, such as ``container-image``: `sbatch --help` lists those.
+
+    Raises:
+        SpecError: an option is one of ours, is a misspelt one of sbatch's, or its value makes no sense.
+    """
+    words, unknown = [], []
+    for key, value in given.items():
+        name = _name(key)
+        if name in _OURS and not (name == _OURS_AS_A_SWITCH and value.lower() not in (*_TRUE, *_FALSE)):
+            raise SpecError(f"--set {name} does not go through to sbatch: the job needs it", f"{_OURS[name]} has the say in it")
+        if not name.isascii() or not name.replace("-", "").isalnum():
+            raise SpecError(f"--set {key!r} is no option of sbatch", "write it as its long name, such as --set qos=high")
+        if name not in KNOWN and name != _OURS_AS_A_SWITCH:
+            # Pyxis' own, such as container-image, are near container-id and no slip of the pen.
+            near = [] if name.startswith("container-") else difflib.get_close_matches(name, KNOWN, 1, 0.8)
+            if near:
+                raise SpecError(f"sbatch has no option --{name} (--set)", f"did you mean {near[0]}?")
+            unknown.append(name)
+        word = _word(name, value)
+        if word:
+            words.append(word)
+    return words, unknown
+
+
+def _name(key: str) -> str:
+    return key.lstrip("-").replace("_", "-")
+
+
+def _given(spec: JobSpec, name: str) -> str | None:
+    """Return the value of one of sbatch's options; None where it is not given."""
+    return next((value for key, value in spec.options.items() if _name(key) == name), None)
+
+
+def requeue(spec: JobSpec) -> list[str]:
+    """Return the option that says whether Slurm may queue the job again; none where ``--set requeue=VALUE`` does."""
+    return [] if _given(spec, _OURS_AS_A_SWITCH) is not None else ["--requeue" if spec.requeue else "--no-requeue"]
+
+
+def _word(name: str, value: str) -> str:
+    if isinstance(value, Structure):
+        raise SpecError(f"{name}: {value[:80]} is not a text or a number", "sbatch takes a list as one text, with commas between")
+    if "\0" in value or "\n" in value:
+        raise SpecError(f"--set {name}={value[:40]!r}: the value holds a line break")
+    if name in _WITH_VALUE:
+        if not value:
+            raise SpecError(f"--set {name} needs a value", f"write --set {name}=VALUE")
+        return f"--{name}={value}"
+    if value.lower() in _FALSE:
+        return ""
+    if value.lower() in _TRUE:
+        return f"--{name}"
+    if name in _SWITCHES:
+        raise SpecError(f"--set {name}={value!r}: it is a switch", "write true or false")
+    return f"--{name}={value}"
+
+
+def shape(spec: JobSpec) -> list[str]:
+    """Return the options that give a job its nodes, tasks, cores, GPUs, memory and time: one homogeneous job."""
+    resources = spec.resources
+    tasks = tasks_per_node(spec)
+    words = [f"--nodes={resources.nodes}", f"--ntasks={resources.nodes * tasks}", f"--ntasks-per-node={tasks}"]
+    cpus = cpus_per_task(spec)
+    if cpus is not None:
+        words.append(f"--cpus-per-task={cpus}")
+    if resources.gpus_per_node and not _in_gres(spec):
+        words.append(f"--gpus-per-node={_typed(resources)}")
+    if resources.mem is not None:
+        words.append(f"--mem={-(-resources.mem // 1024**2)}M" if resources.mem else "--mem=0")
+    if resources.time_limit is not None:
+        words.append(f"--time={clock(resources.time_limit)}")
+    return words
+
+
+def _typed(resources: Resources) -> str:
+    return f"{resources.gpu_type}:{resources.gpus_per_node}" if resources.gpu_type else str(resources.gpus_per_node)
+
+
+def _in_gres(spec: JobSpec) -> bool:
+    """Return whether ``--set gres`` asks for the node's GPUs already: Slurm 26.05 takes only one of the two options.
+
+    Raises:
+        SpecError: it asks for others.
+    """
+    gres = _given(spec, "gres") or ""
+    asked = [item.partition("(")[0].removeprefix("gres:").replace("/", ":").split(":") for item in gres.split(",")]
+    gpus = [item for item in asked if item[0] == "gpu"]
+    if not gpus:
+        return False
+    count = sum(int(item[-1]) if item[-1].isdigit() else 1 for item in gpus)
+    types = {item[1] for item in gpus if len(item) > 1 and not item[1].isdigit()}
+    wanted = spec.resources
+    if count != wanted.gpus_per_node or (wanted.gpu_type and types != {wanted.gpu_type}):
+        raise SpecError(f"--gpus-per-node {_typed(wanted)} and --set gres={gres[:80]} ask for different GPUs", "leave one of them out")
+    return True
+
+
+def notes(spec: JobSpec) -> list[str]:
+    """Return what the user should know of options that Slurm takes and that do not do what one may expect."""
+    gpus, nodes = _given(spec, "gpus"), spec.resources.nodes
+    if gpus is None or nodes == 1 or spec.resources.gpus_per_node:
+        return []
+    count = gpus.rpartition(":")[2]
+    each = int(count) // nodes if count.isdigit() and int(count) % nodes == 0 else "N"
+    return [f"--set gpus={gpus[:80]}: Slurm may divide them unevenly among {nodes} nodes; --gpus-per-node {each} gives each as many"]
+
+
+def tasks_per_node(spec: JobSpec) -> int:
+    """Return Slurm's tasks on each node: one, the agent; under ``--launcher srun`` one for each worker."""
+    return spec.nproc_per_node if spec.launcher == "srun" else 1
+
+
+def cpus_per_task(spec: JobSpec) -> int | None:
+    """Return the cores of one task of Slurm's; None where another option says it, or the whole node is the job's anyway.
+
+    A task that asks for nothing gets one core, on which all of a node's workers would crowd: without --cpus-per-task each worker
+    has one. ``exclusive=user`` and the like keep others away and give no core more.
+
+    Raises:
+        SpecError: --cpus-per-task and ``tres-per-task`` both say it.
+    """
+    per_worker = spec.resources.cpus_per_task
+    per_task = _given(spec, "tres-per-task") or ""
+    if any(re.split("[:=]", item, maxsplit=1)[0].strip() == "cpu" for item in per_task.split(",")):
+        if per_worker is not None:
+            raise SpecError(
+                f"--cpus-per-task {per_worker} and --set tres-per-task={per_task[:80]} both give cores", "leave one of them out"
+            )
+        return None
+    exclusive = _given(spec, "exclusive")
+    if per_worker is None and ((exclusive is not None and exclusive.lower() in _TRUE) or _given(spec, "cpus-per-gpu") is not None):
+        return None
+    return (per_worker or 1) * (1 if spec.launcher == "srun" else spec.nproc_per_node)
+
+
+def clock(seconds: int) -> str:
+    """Return a duration as Slurm takes it, D-HH:MM:SS; Slurm rounds up to minutes."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02}:{minutes:02}:{rest:02}"
+
+
+def dependency(wishes: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return --dependency's value.
+
+    Args:
+        wishes: for each wish the kind, such as ``afterok``, and the ids of the jobs.
+    """
+    return ",".join(":".join((kind, *ids)) for kind, ids in wishes)
+
+
+def split_after(text: str) -> tuple[str, str]:
+    """Return kind and job of an ``--after``: ``afterok`` where none is named.
+
+    Raises:
+        SpecError: the kind is not one of Slurm's, or no job is named.
+    """
+    kind, colon, job = text.partition(":")
+    if not colon:
+        kind, job = "afterok", text
+    if kind not in _AFTER:
+        raise SpecError(f"--after {text!r}: {kind!r} is no kind of dependency", f"it is one of {', '.join(_AFTER)}")
+    if not job.strip():
+        raise SpecError(f"--after {text!r} names no job")
+    return kind, job.strip()
+
+
+def file_name(directory: str, name: str) -> str:
+    """Return the path of a file in a directory so that Slurm, which expands %j and the like, takes the directory as it is.
+
+    Args:
+        directory: where the file is.
+        name: the file's name, in which Slurm is to expand what it knows.
+
+    Raises:
+        SpecError: the directory holds a backslash, at which Slurm stops to expand anything.
+    """
+    if "\\" in directory or "\n" in directory:
+        raise SpecError(f"the job directory {directory!r} holds a backslash or a line break, which Slurm cannot take",
+                        "CLUSTERJOB_HOME names another")  # fmt: skip
+    return f"{directory.replace('%', '%%')}/{name}"
+
+
+def check_warning(resources: Resources, signal_before: int | None) -> None:
+    """Refuse a warning for which the time limit leaves no room.
+
+    Slurm may send the signal up to 60 s early (sbatch(1), --signal).
+
+    Raises:
+        SpecError: the job would be warned before it has begun.
+    """
+    limit = resources.time_limit
+    if signal_before is None:
+        return
+    if signal_before > 65535:
+        raise SpecError(f"--signal-before {signal_before} s is more than the 65535 s that Slurm can count")
+    if limit is not None and limit <= signal_before + 60:
+        raise SpecError(
+            f"the time limit of {limit} s leaves no room for a warning {signal_before} s before it: Slurm may send it 60 s early",
+            f"give a --time of more than {signal_before + 60} s, or a shorter --signal-before",
+        )
+
+
+def comment(job_id: str, spec: JobSpec | None = None) -> str:
+    """Return what a job can be found by, and after it the user's own comment."""
+    own = spec.options.get("comment", "") if spec is not None else ""
+    if not own.isprintable():
+        raise SpecError(f"--set comment={own[:40]!r} holds a line break")
+    return f"{COMMENT}{job_id} {own}".strip()

@@ -1,0 +1,122 @@
+"""Jobs' directories here as mirrors of those on a cluster: each file by byte offset, many jobs with one question."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterjob.core.records import Record
+from clusterjob.errors import HostError
+from clusterjob.remote.mirror import EVENTS, LOG_BYTES, Volume, check_progress, contents, keep
+
+_AT_ONCE = 500  # jobs of one question
+_STATUS_BYTES = 1 << 20  # that are asked for at once, to tell how so many jobs stand
+# What may be written here: files that are replaced, and those that grow, by which logs are brought.
+_REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
+_ALWAYS = r"events\.jsonl|logs/slurm\.out"
+_GROWN = {
+    "none": re.compile(_ALWAYS),
+    "last": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*\.err", re.ASCII),
+    "all": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*", re.ASCII),
+}
+
+Ask = Callable[..., tuple[Any, bytes]]
+
+
+def directory_name(record: Record) -> str:
+    """Return the name of a job's directory below that of all jobs."""
+    return record.job_id if record.index is None else f"{record.whole_id}/elements/{record.index}"
+
+
+class Mirror:
+    """The directories of the jobs of one cluster.
+
+    Args:
+        label: the login host, for errors.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._stamps: dict[str, dict[str, str]] = {}
+        self._volumes: dict[str, Volume] = {}
+
+    def look(self, ask: Ask, wanted: Sequence[tuple[Record, bool]]) -> dict[str, bool]:
+        """Bring what is new; return for each job whether there is more.
+
+        Args:
+            ask: asks the login host, and returns its answer and bytes.
+            wanted: jobs, each with whether its logs are wanted.
+
+        Raises:
+            HostError: the host does not answer, or answers nonsense.
+        """
+        more: dict[str, bool] = {}
+        rest = iter(wanted)
+        while chunk := list(itertools.islice(rest, _AT_ONCE)):
+            have = [self._have(record, logs=logs) for record, logs in chunk]
+            asked = [
+                {"job": directory_name(record), "logs": _mode(record, logs=logs), "have": had}
+                for (record, logs), had in zip(chunk, have, strict=True)
+            ]
+            bulk = any(job["logs"] != "none" for job in asked)
+            most = LOG_BYTES if bulk else _STATUS_BYTES
+            answer, data = ask("looks", bulk=bulk, most=most, jobs=asked)
+            found = answer["jobs"]
+            if len(found) != len(chunk):
+                raise HostError(self._label, f"it answers for {len(found)} jobs where {len(chunk)} are asked for")
+            check_progress(self._label, found, data, most)
+            parts = contents(self._label, [file for one in found for file in one["files"]], data)
+            for (record, logs), had, one in zip(chunk, have, found, strict=True):
+                volume = self._volumes.setdefault(record.job_id, Volume(self._label, record.job_dir, record.nodes))
+                volume.check(had, one["files"])
+                for file, content in itertools.islice(parts, len(one["files"])):
+                    self._take(record, _mode(record, logs=logs), had, file, content)
+                more[record.job_id] = one["more"]
+        return more
+
+    def _have(self, record: Record, *, logs: bool) -> dict[str, int | str]:
+        """Return how much of each file is here: bytes of those that grow, the stamps of those that are replaced."""
+        stamps = self._stamps.setdefault(record.job_id, {})
+        found: dict[str, int | str] = {}
+        for path in (*_files_in(record.job_dir / "ends"), record.job_dir / "result.json"):
+            if path.exists():
+                name = str(path.relative_to(record.job_dir))
+                found[name] = stamps.get(name, "")
+        grown = [record.job_dir / EVENTS, record.job_dir / "logs" / "slurm.out"]
+        if _mode(record, logs=logs) != "none":
+            grown += [path for node in _files_in(record.job_dir / "logs") if node.is_dir() for path in _files_in(node)]
+        for path in grown:
+            if path.exists():
+                found[str(path.relative_to(record.job_dir))] = path.stat().st_size
+        return found
+
+    def _take(self, record: Record, mode: str, had: dict[str, int | str], file: dict[str, Any], content: bytes) -> None:
+        name = file["path"]
+        one_kind = ("offset" in file) + ("stamp" in file) + bool(file.get("gone")) == 1
+        form = _GROWN[mode] if "offset" in file else _REPLACED
+        if not form.fullmatch(name) or not one_kind or ("offset" in file and file["offset"] != had.get(name, 0)):
+            raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
+        stamps = self._stamps[record.job_id]
+        if not file.get("gone"):
+            keep(self._label, record.job_dir, file, content, stamps)
+            return
+        try:
+            (record.job_dir / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise HostError(self._label, f"what is gone there cannot be removed here: {error.strerror}: {record.job_dir / name}") from error
+        stamps.pop(name, None)
+
+
+def _mode(record: Record, *, logs: bool) -> str:
+    """Return which logs are brought: where srun started the workers, the end is told from their last words."""
+    return "all" if logs else "last" if record.spec.get("launcher") == "srun" else "none"
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError:
+        return []

@@ -1,0 +1,172 @@
+"""Getting a job into Slurm: asked first whether it could run at all, never submitted twice, looked for when Slurm did not answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+
+from clusterjob.backends.slurm.client import Answer, Client, hint
+from clusterjob.backends.slurm.flags import clock
+from clusterjob.backends.slurm.queue import ask, rows_of
+from clusterjob.core.spec import JobSpec
+from clusterjob.errors import SubmitError, SubmitInDoubtError
+
+_LOOKS, _PAUSE = 3, 1.0  # for a job of which nobody knows whether Slurm took it; seconds between two
+_CONFIG_PATIENCE = 5.0  # seconds: without an answer Slurm's default is as good a guess
+# sbatch takes such a job, and it waits until the nodes are back.
+_ONLY_NOT_NOW = re.compile(r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE)
+_WOULD_START = re.compile(r"Job \d+ to start at .* in partition (?P<partition>\S+)")  # what --test-only says of a job that could run
+_PRINTED_ID = re.compile(r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$", re.ASCII | re.MULTILINE)
+_NO_SUCH_NODES = re.compile(r"node configuration is not available", re.IGNORECASE)
+UNUSABLE = re.compile(r"down|drain|fail|maint|unknown|power_down|reboot|future|planned_down", re.IGNORECASE)  # states of nodes
+
+
+def check_configuration(client: Client) -> None:
+    """Refuse a configuration that is not there: Slurm's commands would wait a minute for it.
+
+    Raises:
+        SubmitError: SLURM_CONF names a file that does not exist.
+    """
+    conf = client.conf or os.environ.get("SLURM_CONF")
+    if client.is_local and conf and not os.path.exists(conf):
+        raise SubmitError(f"Slurm's configuration {conf} is not there", "SLURM_CONF names one")
+
+
+def preflight(client: Client, argv: Sequence[str]) -> Answer:
+    """Ask Slurm whether the job could run: partition, GPUs, node count and each option; nothing is queued.
+
+    Returns:
+        What Slurm says; a code other than 0 says that the job would have to wait for nodes that are down.
+
+    Raises:
+        SubmitError: it could not; the message is Slurm's own.
+    """
+    check_configuration(client)
+    answer = client.run([argv[0], "--test-only", *argv[1:]])
+    if answer.code == 0 or _ONLY_NOT_NOW.search(answer.err) or _WOULD_START.search(answer.err):  # a wrapper's code is its own
+        return answer
+    if _NO_SUCH_NODES.search(answer.err) and _may_be_away(client, argv):
+        return answer  # sbatch itself takes it, unless there are no such nodes at all
+    raise _refused(answer)
+
+
+def _may_be_away(client: Client, argv: Sequence[str]) -> bool:
+    """Return whether the nodes that --test-only does not find may be some that are down or drained (seen with 22.05)."""
+    given = dict(word.partition("=")[::2] for word in argv if word.startswith(("--partition=", "--nodes=")))
+    # Where no partition is named, SBATCH_PARTITION, the script or a plug-in may choose another than the default one.
+    partition = [f"--partition={given['--partition']}"] if "--partition" in given else []
+    shown = client.run(["sinfo", "--all", "--noheader", "--Node", "--format=%N %T", *partition], patience=_CONFIG_PATIENCE)
+    states = dict(row.split() for row in shown.out.splitlines() if len(row.split()) == 2)
+    wanted = int(given.get("--nodes", "1").partition("-")[0])
+    return wanted <= len(states) and any(UNUSABLE.search(state) for state in states.values())
+
+
+def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
+    """Refuse a time limit above that of each partition: without EnforcePartLimits Slurm takes such a job, which then waits for ever.
+
+    SBATCH_PARTITION, a template or a plug-in may choose another partition than the default one, and a quality of service may exceed
+    the limit: where the limit that holds is not known, Slurm has the last word.
+
+    Args:
+        client: runs scontrol.
+        spec: the job.
+        preflight: what --test-only said of it.
+
+    Raises:
+        SubmitError: the job would never start.
+    """
+    seconds, named = spec.resources.time_limit, spec.options.get("partition")
+    would_start = _WOULD_START.search(preflight.err)
+    by_others = bool(spec.template or spec.login or os.environ.get("SBATCH_PARTITION"))
+    has_qos = "qos" in spec.options or bool(os.environ.get("SBATCH_QOS"))
+    if seconds is None or would_start is None or has_qos or (by_others and named is None):
+        return
+    shown = client.run(["scontrol", "--all", "--oneliner", "show", "partition"], patience=_CONFIG_PATIENCE)
+    limits: dict[str, int] = {}
+    default = ""
+    for line in shown.out.splitlines():
+        said = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        limits[said.get("PartitionName", "")] = _seconds(said.get("MaxTime", ""))
+        if said.get("Default") == "YES":
+            default = said.get("PartitionName", "")
+    wanted = named.split(",") if named is not None else [default]
+    if would_start["partition"] not in wanted or not limits.keys() >= set(wanted):
+        return
+    most = max(limits[name] for name in wanted)
+    if -(-seconds // 60) * 60 > most and not _has_other_rules(client):
+        raise SubmitError(
+            f"the time limit of {clock(seconds)} is above that of the partition {', '.join(wanted)}: {clock(most)}",
+            "`sinfo -o '%P %l'` shows the limit of each partition; a qos that may exceed it has to be named: --set qos=NAME",
+        )
+
+
+def _has_other_rules(client: Client) -> bool:
+    """Return whether a plug-in may choose another partition, or the user's default quality of service exceed the limit."""
+    shown = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE).out
+    said = {key.strip(): value.strip() for key, equals, value in (line.partition("=") for line in shown.splitlines()) if equals}
+    return said.get("JobSubmitPlugins") != "(null)" or "qos" in said.get("AccountingStorageEnforce", "").split(",")
+
+
+def _seconds(text: str) -> int:
+    """Return a time of Slurm's, [D-]HH:MM:SS; what is none, such as UNLIMITED, is as good as for ever."""
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d\d?):(\d\d?)", text, re.ASCII)
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups()) if match else (10**6, 0, 0, 0)
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def submit(client: Client, argv: Sequence[str], job: str, known: Sequence[str]) -> tuple[str, str | None]:
+    """Submit one script; returns the job's id and, in a federation, the cluster that took it.
+
+    A site may have a wrapper in the place of sbatch, which prints more than the id, or fails after Slurm has taken the job.
+
+    Args:
+        client: runs sbatch.
+        argv: sbatch's command line.
+        job: our own id, which the job can be found by.
+        known: Slurm's ids of other pieces of the same job.
+
+    Raises:
+        SubmitError: Slurm refused it.
+        SubmitInDoubtError: nobody knows whether Slurm has taken it, and it is not to be seen yet.
+    """
+    answer = client.run(argv)
+    printed = _PRINTED_ID.findall(answer.out)
+    if answer.code == 0 and len(printed) == 1:
+        return printed[0][0], printed[0][1] or None
+    if answer.silent and not answer.in_doubt:
+        raise _refused(answer)  # Slurm was not reached
+    # Another sbatch might make two of it (nextflow#970).
+    in_doubt = answer.in_doubt or answer.code == 0 or bool(printed)
+    for look in range(_LOOKS):
+        time.sleep(_PAUSE if look else 0.0)
+        found = find(client, job)
+        mine = [job_id for job_id in found or () if job_id not in known]
+        if mine:
+            return mine[0], client.cluster
+        if found is not None and not in_doubt:
+            raise _refused(answer)
+    what = answer.words if answer.code else f"sbatch printed no job id: {answer.out.strip()[:80]!r}"
+    raise SubmitInDoubtError(f"nobody knows whether Slurm has taken the job: {what}")
+
+
+def find(client: Client, job: str) -> list[str] | None:
+    """Return Slurm's ids of one of our jobs, by our own id; None where Slurm does not answer."""
+    snapshot = ask(client)
+    return None if snapshot is None else list(dict.fromkeys(row.base for row in rows_of(snapshot, job)))
+
+
+def _refused(answer: Answer) -> SubmitError:
+    who = "Slurm does not answer" if answer.silent else "Slurm refuses the job"
+    return SubmitError(f"{who}: {answer.words}", hint(answer.words))
+
+
+def largest_array(client: Client) -> int | None:
+    """Return MaxArraySize: each index of an array stays below it (submitit#1624); None where Slurm does not say."""
+    try:
+        answer = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE)
+    except SubmitError:
+        return None
+    match = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})\s*$", answer.out, re.MULTILINE)
+    return int(match[1]) if match else None

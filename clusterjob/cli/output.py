@@ -1,0 +1,277 @@
+"""What people and programs are shown: merged output, tables, JSON, and a line that moves while one waits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from clusterjob.core.records import Record, home
+from clusterjob.core.units import show_size
+from clusterjob.doctor.engine import Check, CheckState
+from clusterjob.node.logs.folding import Folded, Folder, as_text, label
+from clusterjob.node.logs.live_lines import LiveLines
+from clusterjob.node.logs.log_files import LONGEST, Line
+from clusterjob.node.system.sanitize import escape_json, sanitize
+from clusterjob.node.verdict import JobState, Verdict
+
+if TYPE_CHECKING:
+    from rich.status import Status as Spinner
+
+    from clusterjob.backends.base import Status
+    from clusterjob.core.config import Settings
+    from clusterjob.core.listing import Row
+    from clusterjob.remote.host_probe import HostReport
+
+SCHEMA = 1
+_live = LiveLines()  # of the job that is followed: whatever else is printed takes them away
+
+
+def clear_live_lines() -> None:
+    """Take away the lines without an end that a terminal shows."""
+    _live.clear()
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print a value on stdout with its schema number."""
+    print(escape_json(json.dumps({"schema": SCHEMA, **value}, ensure_ascii=False, indent=1)))
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, where everything goes that is not a result."""
+    _live.clear()
+    print(f"clusterjob: {sanitize(text)}", file=sys.stderr, flush=True)
+
+
+def say_end(record: Record, verdict: Verdict) -> None:
+    """Print on stderr how a job has ended, with the last lines of its root cause."""
+    _live.clear()
+    print(sanitize(f"clusterjob: job {record.job_id} {verdict.text()}", lines=True), file=sys.stderr, flush=True)
+
+
+def job_json(record: Record, status: Status) -> dict[str, Any]:
+    """Return what ``status --json`` gives for one job."""
+    verdict = status.verdict
+    failure = verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
+    shown = ("rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message")
+    return {
+        "id": record.job_id,
+        "name": record.name,
+        "cluster": record.cluster,
+        "backend": record.backend,
+        "backend_id": record.handle.id if record.handle else None,
+        "state": str(status.state),
+        "exit_code": verdict.exit_code if verdict else None,
+        "nodes": record.nodes,
+        "submitted_at": record.submitted_at,
+        "started_at": status.started_at,
+        "ended_at": verdict.ended_at if verdict else None,
+        "reason": status.reason,
+        "restarts": status.restarts,
+        "failure": {key: failure[key] for key in shown} if failure else None,
+        "job_dir": str(record.job_dir),
+    }
+
+
+def print_jobs(jobs: Sequence[Row], *, together: bool = False) -> None:
+    """Print jobs as a table on stdout, one a line.
+
+    Args:
+        jobs: the jobs; an array's elements stand together.
+        together: give an array one line, with how many of its elements are in which state.
+    """
+    rows = [("ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON")]
+    for listed_id, group in itertools.groupby(jobs, lambda row: (together and row.array_id) or row.job_id):
+        members = list(group)
+        row = members[0] if listed_id == members[0].job_id else _whole_array(listed_id, members)
+        rows.append((*row[:5], row.submitted_at[:19].replace("T", " "), row.reason))
+    print_table(rows)
+
+
+def _whole_array(array_id: str, elements: Sequence[Row]) -> Row:
+    counts = Counter(row.state for row in elements)
+    code = next((row.exit_code for row in elements if row.exit_code not in ("", "0")), elements[0].exit_code)
+    reason = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return elements[0]._replace(job_id=array_id, state=next(iter(counts)) if len(counts) == 1 else "MIXED", exit_code=code, reason=reason)
+
+
+def print_broken(names: Sequence[str]) -> None:
+    """Say which records cannot be read: the jobs that they were of are not listed."""
+    for name in names:
+        say(f"the record {home() / 'records' / name} cannot be read: its job is not listed")
+
+
+def _listed_id(record: Record, *, together: bool) -> str:
+    return record.job_id.rpartition("_")[0] if together and record.index is not None else record.job_id
+
+
+def print_end(record: Record, status: Status) -> None:
+    """Say how one of several jobs has ended."""
+    if status.verdict is not None:
+        say_end(record, status.verdict)
+
+
+def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
+    """Say which jobs were cancelled; of an array in one line."""
+    for job_id, group in itertools.groupby(done, lambda pair: _listed_id(pair[0], together=True)):
+        members = list(group)
+        stopped = sum(was_running for _, was_running in members)
+        if len(members) == 1:
+            say(f"job {members[0][0].job_id} {'is cancelled' if stopped else 'had ended already'}")
+        else:
+            say(f"job {job_id}: {stopped} of {len(members)} elements are cancelled, the others had ended already")
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns; the last one is not padded, so that nothing is cut and no line ends in blanks."""
+    shown = [[sanitize(cell) for cell in row] for row in rows]
+    line = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*shown, strict=True))
+    print("\n".join([line.format(*row).rstrip() for row in shown]))
+
+
+def print_hosts(reports: Sequence[HostReport]) -> None:
+    """Print what hosts answered, one a line; what is wrong with one stands at the end of its line."""
+    rows = [("HOST", "ADDRESS", "PYTHON", "TORCH", "FREE", "GPUS", "STATE")]
+    for report in reports:
+        torch = "" if report.torch is None else "yes" if report.torch else "no"
+        free = "" if report.free is None else show_size(report.free)
+        gpus = str(len(report.gpus)) if report.python else ""
+        rows.append((report.host, report.address, report.python, torch, free, gpus, report.trouble or "fit"))
+    print_table(rows)
+
+
+def print_check(check: Check) -> None:
+    """Print one line of an examination, at once; what to do about it stands below."""
+    print(f"{check.state!s:<7}  {check.name:<12}  {sanitize(check.words)}", flush=True)
+    if check.hint and check.state is not CheckState.OK:
+        print(f"{'':<7}  {'':<12}  hint: {sanitize(check.hint)}", flush=True)
+
+
+class LogPrinter:
+    """Prints merged output: the workers' stdout on stdout, their stderr on stderr, each line with its rank.
+
+    Args:
+        world_is_one: a job of one worker needs no labels, so that its output can be piped on.
+        raw: print the bytes as the workers wrote them, without labels, and lines that are alike each for itself.
+    """
+
+    def __init__(self, *, world_is_one: bool, raw: bool = False) -> None:
+        self._plain = world_is_one
+        self._raw = raw
+
+    def show(self, batches: Iterable[list[Line]], open_lines: Callable[[], Sequence[Line]]) -> None:
+        """Print what one look has found. Below it a terminal shows lines that have no end yet, which are asked for last."""
+        self.show_all(batches)
+        if not self._raw and _live.has_terminal:
+            _live.show([self._labelled(label(line), line.text) for line in open_lines()])
+
+    def show_all(self, batches: Iterable[list[Line]]) -> None:
+        """Print lines; those that many ranks wrote alike within a moment as one."""
+        folder = Folder()
+        for lines in batches:
+            if self._raw:
+                for line in lines:
+                    self._pass_through(line)
+            elif self._plain:  # nobody else writes
+                self._print(Folded("", line.stream, line.text, line.ended) for line in lines)
+            else:
+                self._print(folder.add(lines))
+        self._print(folder.flush())
+
+    def _print(self, lines: Iterable[Folded]) -> None:
+        for name, text in as_text(lines, self._shown):
+            _live.clear()
+            stream = sys.stdout if name == "out" else sys.stderr
+            stream.write(text)
+            stream.flush()
+
+    def _shown(self, line: Folded) -> str:
+        end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""  # a part of one line
+        text = sanitize(line.text, colours=True)
+        return text + end if self._plain else f"[{line.label}] {text}{end}"
+
+    def _labelled(self, whose: str, text: str) -> str:
+        return text if self._plain else f"[{whose}] {text}"
+
+    def _pass_through(self, line: Line) -> None:
+        stream = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
+        stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
+        stream.flush()
+
+
+class Progress:
+    """Says what a job waits for: a moving line on a terminal, else a line when there is news; silent once it runs."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._spinner: Spinner | None = None
+        self._told = ""
+        self._restarts = 0
+
+    def update(self, status: Status) -> None:
+        """Take in how the job stands."""
+        if status.restarts > self._restarts:
+            self._restarts = status.restarts
+            say(f"restart {status.restarts}")
+        if status.state is not JobState.PENDING:
+            self.stop()
+        text = status.reason or "starting"
+        if status.state is JobState.PENDING and sys.stderr.isatty():
+            if time.monotonic() - self._begin > 0.5:  # most jobs are up before a spinner is worth its import
+                self._spin(f"{text} ({time.monotonic() - self._begin:.0f} s)")
+        elif status.reason and status.reason != self._told:
+            self._told = status.reason
+            say(status.reason)
+
+    def _spin(self, text: str) -> None:
+        if self._spinner is None:
+            from rich.console import Console
+
+            self._spinner = Console(stderr=True).status("")
+            self._spinner.start()
+        from rich.text import Text
+
+        self._spinner.update(Text(sanitize(text)))  # Text: in a plain string rich would read [/x] as markup
+
+    def stop(self) -> None:
+        """Take the moving line away."""
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+
+def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
+    """Print how jobs failed, after their table."""
+    for record, status in pairs:
+        if status.verdict is not None and status.state is not JobState.SUCCEEDED:
+            print(sanitize(f"\n{record.job_id} {status.verdict.text()}\n  logs: {record.job_dir / 'logs'}", lines=True))
+
+
+def settings_json(settings: Settings) -> dict[str, Any]:
+    """Return settings as plain data."""
+    values = {key: {"value": _plain(value), "origin": settings.origins[key]} for key, value in settings.values.items()}
+    return {"cluster": settings.cluster, "backend": settings.backend, "settings": values}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, (str, bool, int, float, Mapping)) else str(value)
+
+
+def _on_one_line(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={one}" for key, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+def print_settings(settings: Settings) -> None:
+    """Print settings, each with where it was written."""
+    print(sanitize(f"cluster: {settings.cluster}   backend: {settings.backend}"))
+    rows = [(key, _on_one_line(value), settings.origins[key]) for key, value in settings.values.items()]
+    if rows:
+        print_table([("SETTING", "VALUE", "FROM"), *rows])

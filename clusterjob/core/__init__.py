@@ -1,0 +1,1 @@
+"""What a job is, independent of any backend."""

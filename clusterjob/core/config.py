@@ -1,0 +1,368 @@
+"""Where a job's settings come from: flags > CLUSTERJOB_* > the cluster's profile > the project's and the user's defaults.
+
+# clusterjob.toml, [tool.clusterjob] of pyproject.toml, or config.toml in the user's configuration directory
+cluster = "lab"                  # used without --cluster
+[defaults]
+max_restarts = 1
+[clusters.lab]
+backend = "local"
+gpus_per_node = 8
+setup = ["module load cuda"]
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from clusterjob.core import trust
+from clusterjob.core.options import SETTINGS, read_setting
+from clusterjob.core.trust import Line, Use
+from clusterjob.core.units import show_size
+from clusterjob.errors import ConfigError, UnknownCluster
+from clusterjob.node.system.files import read_regular
+from clusterjob.node.system.sanitize import sanitize
+
+_TOP_KEYS = ("cluster", "defaults", "clusters")
+_LARGEST = 1 << 20  # bytes of a configuration file
+_VARIABLE_PREFIX = "CLUSTERJOB_"
+
+
+class OfProject(str):
+    """The path of an ssh configuration that a project's file names: it may execute commands whenever it is read."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for one job.
+
+    Attributes:
+        cluster: the profile's, or else the backend's, name.
+        backend: which backend serves it.
+        values: the settings that were given anywhere, by key.
+        origins: for each of them, where the value was written; a merged one names all places.
+    """
+
+    cluster: str
+    backend: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A configuration file that was found and read.
+
+    Attributes:
+        path: where.
+        data: its content.
+        own: whether it is the user's own, not a project's.
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+    own: bool = False
+
+    @property
+    def clusters(self) -> Mapping[str, Mapping[str, Any]]:
+        """The profiles, by name."""
+        return cast(Mapping[str, Mapping[str, Any]], self.data.get("clusters", {}))
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    cluster: str | None,
+    environ: Mapping[str, str],
+    directory: Path,
+    backends: Sequence[str],
+    fallback: Callable[[], str] | None = None,
+    use: Use = trust.LOOK,
+) -> Settings:
+    """Return the settings of a job.
+
+    Args:
+        flags: what the command line gave, by key of `SETTINGS`.
+        cluster: what --cluster named, or None.
+        environ: where CLUSTERJOB_* variables are read from.
+        directory: where the search for the project's file begins; it goes upwards.
+        backends: names of the backends, each of which is a cluster's name too.
+        fallback: returns the cluster where nobody names one, and is called only then; by default the first of the backends.
+        use: what is about to happen with them; by default nothing is executed.
+
+    Raises:
+        Untrusted: the project's file would execute something, and the user has not trusted it.
+        ConfigError: a file is broken or holds an unknown key, or a value makes no sense.
+        UnknownCluster: no profile and no backend has the name.
+    """
+    files = find_files(directory)
+    cluster, chosen_at = _choose(cluster, environ, files, fallback or (lambda: backends[0]))
+    profiles = {name for file in files for name in file.clusters}
+    if cluster not in profiles and cluster not in backends:
+        raise UnknownCluster(f"there is no cluster {cluster!r} ({chosen_at})", _nearest(cluster, [*profiles, *backends]))
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    of_project: dict[str, list[Line]] = {}
+    for origin, base, layer, table in _layers(files, cluster, environ, flags, directory):
+        for key, value in layer.items():
+            read = read_setting(key, value, origin(key))
+            read = _below(base, key, read)
+            if table:
+                _check_named_files(origin(key), key, read)
+            if table and key == "set" and "ssh_config" in read:
+                read = read | {"ssh_config": OfProject(read["ssh_config"])}
+            merge = SETTINGS[key].merge and key in values
+            values[key] = _merged(values[key], read) if merge else read
+            origins[key] = f"{origins[key]}; {origin(key)}" if merge else origin(key)
+            lines = of_project.setdefault(key, [])
+            lines[:] = [*(lines if merge else ()), *([Line(table, key, value)] if table else ())]
+    backend = cluster
+    if cluster in profiles:
+        backend = _backend_of(cluster, files, backends)
+    settings = Settings(cluster, backend, values, origins)
+    if files and not files[-1].own:
+        held = [line for key, lines in of_project.items() if key not in trust.HARMLESS for line in lines]
+        held += _sent_elsewhere(files[-1], settings, chosen_at)
+        workdirs = [directory / values.get("workdir", ""), *([directory] if of_project.get("workdir") else ())]
+        trust.check(files[-1].path, files[-1].data, held, workdirs, use)
+    return settings
+
+
+def _below(base: Path, key: str, value: Any) -> Any:
+    """Return a setting's value with its paths relative to a directory, that of the file where it stands."""
+    if key == "set" and isinstance(value, dict) and "ssh_config" in value:
+        place = value["ssh_config"]
+        return value if place.startswith("~") else value | {"ssh_config": str(base / place)}
+    if key == "secret":
+        return tuple(one.beside(base) for one in value)
+    return base / value if isinstance(value, Path) else value
+
+
+def _check_named_files(origin: str, key: str, value: Any) -> None:
+    """Refuse a pipe, a device or a huge file that a project's file names: to read it might never end.
+
+    Raises:
+        ConfigError: it names one.
+    """
+    named: list[Path] = []
+    if isinstance(value, Path):
+        named = [value]
+    elif key == "secret":
+        named = [one.file for one in value if one.file is not None]
+    elif key == "set" and "ssh_config" in value:
+        named = [Path(value["ssh_config"])]
+    for place in named:
+        try:
+            found = place.expanduser().stat()
+        except (OSError, RuntimeError, ValueError):  # who reads it says so
+            continue
+        regular = stat.S_ISREG(found.st_mode) and found.st_size <= trust.LARGEST_NAMED
+        if not regular and not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{origin}: {place} is no regular file of at most {show_size(trust.LARGEST_NAMED)}")
+
+
+def _sent_elsewhere(project: ConfigFile, settings: Settings, chosen_at: str) -> Iterator[Line]:
+    """Yield what a project's file says of the cluster, where that is not this machine or its Slurm."""
+    if settings.backend in trust.HERE and "login" not in settings.values:
+        return
+    if chosen_at == str(project.path):
+        yield Line("", "cluster", settings.cluster)
+    if backend := project.clusters.get(settings.cluster, {}).get("backend"):
+        yield Line(f"[clusters.{settings.cluster}]", "backend", backend)
+
+
+def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) -> str:
+    """Return the backend of a profile: one file may say how the cluster is reached, another what is needed there."""
+    for file in reversed(files):
+        backend = file.clusters.get(cluster, {}).get("backend")
+        if backend is not None:
+            if isinstance(backend, str) and backend in backends:
+                return backend
+            message = f"{file.path}: [clusters.{cluster}] names no known backend ({backend!r})"
+            raise ConfigError(message, _nearest(str(backend), list(backends)))
+    if cluster in backends:
+        return cluster
+    raise ConfigError(f"[clusters.{cluster}] names no backend", f"write backend = one of {', '.join(backends)}")
+
+
+def _choose(cluster: str | None, environ: Mapping[str, str], files: list[ConfigFile], fallback: Callable[[], str]) -> tuple[str, str]:
+    if cluster is not None:
+        return cluster, "--cluster"
+    if environ.get("CLUSTERJOB_CLUSTER"):
+        return environ["CLUSTERJOB_CLUSTER"], "CLUSTERJOB_CLUSTER"
+    for file in reversed(files):
+        if "cluster" in file.data:
+            return file.data["cluster"], str(file.path)
+    return fallback(), "default"
+
+
+def _layers(
+    files: list[ConfigFile], cluster: str, environ: Mapping[str, str], flags: Mapping[str, Any], directory: Path
+) -> Iterator[tuple[Callable[[str], str], Path, Mapping[str, Any], str]]:
+    """Yield (origin of a key, what its paths are relative to, values, the table of a project's file), the weakest first."""
+    for file in files:
+        table = "" if file.own else "[defaults]"
+        yield partial("{}: [defaults] {}".format, file.path), file.path.parent, file.data.get("defaults", {}), table
+    for file in files:
+        table = "" if file.own else f"[clusters.{cluster}]"
+        profile = {key: value for key, value in file.clusters.get(cluster, {}).items() if key != "backend"}
+        yield partial("{}: [clusters.{}] {}".format, file.path, cluster), file.path.parent, profile, table
+    variables = {key: environ[_variable(key)] for key, setting in SETTINGS.items() if not setting.merge and environ.get(_variable(key))}
+    yield _variable, directory, variables, ""
+    yield lambda key: f"--{key.replace('_', '-')}", directory, flags, ""
+
+
+def _variable(key: str) -> str:
+    return _VARIABLE_PREFIX + key.upper()
+
+
+def _merged(before: Any, added: Any) -> Any:
+    return before | added if isinstance(before, dict) else before + added
+
+
+def find_files(directory: Path) -> list[ConfigFile]:
+    """Return the user's file and the project's, as far as they exist, the weaker one first.
+
+    A project's file that another user could have written is passed over, with a warning.
+
+    Raises:
+        ConfigError: one of them is broken or holds an unknown key.
+    """
+    import platformdirs
+
+    found = []
+    user = platformdirs.user_config_path("clusterjob") / "config.toml"
+    if user.is_file():
+        found.append(_check(ConfigFile(user, _read(user), own=True)))
+    project = find_project(directory)
+    return [*found, project] if project is not None else found
+
+
+def find_project(directory: Path) -> ConfigFile | None:
+    """Return the project's file, from a directory upwards; None if there is none that is obeyed.
+
+    Raises:
+        ConfigError: it is broken or holds an unknown key.
+    """
+    for folder in (directory, *directory.parents):
+        own, project = folder / "clusterjob.toml", folder / "pyproject.toml"
+        if os.path.isfile(own) and _is_obeyed(own):
+            return _check(ConfigFile(own, _read(own)))
+        table = _pyproject_table(project) if os.path.isfile(project) else None
+        if table is not None:
+            return _check(ConfigFile(project, table))
+    return None
+
+
+def project_file(place: Path) -> ConfigFile:
+    """Return the project's file at a path, or from a directory upwards.
+
+    Raises:
+        ConfigError: there is none, it is broken, or another user could have written it.
+    """
+    place = place.expanduser().absolute()
+    if place.is_dir():
+        found = find_project(place)
+        if found is None:
+            raise ConfigError(
+                f"no configuration file of a project is obeyed in {place}", "clusterjob.toml is looked for from there upwards"
+            )
+        return found
+    if not place.is_file():
+        raise ConfigError(f"{place} is not there")
+    if why := trust.why_ignored(place):
+        raise ConfigError(f"{place} is ignored: {why}", "a file of your own, in a directory of your own, is obeyed")
+    data = _pyproject_table(place) if place.name == "pyproject.toml" else _read(place)
+    if data is None:
+        raise ConfigError(f"{place} has no table [tool.clusterjob]")
+    return _check(ConfigFile(place, data))
+
+
+def _is_obeyed(path: Path) -> bool:
+    """Return whether nobody but the user could have written a project's file; else say why it is ignored."""
+    why = trust.why_ignored(path)
+    if why:
+        logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(f"{path} is ignored: {why}"))
+    return not why
+
+
+def _pyproject_table(path: Path) -> dict[str, Any] | None:
+    """Return our table of a pyproject.toml; a file that is broken matters only if it seems to have one."""
+    try:
+        text = read_regular(path, _LARGEST).decode(errors="replace")
+    except (OSError, ValueError):
+        return None
+    if "clusterjob" not in text:
+        return None
+    seems_ours = re.search(r"^\s*\[\s*tool\s*\.\s*clusterjob\b", text, re.MULTILINE)
+    if not _is_obeyed(path) if seems_ours else trust.why_ignored(path):  # nothing is said of a file that is not about us
+        return None
+    try:
+        table = _read(path).get("tool", {}).get("clusterjob")
+    except ConfigError:
+        if seems_ours:
+            raise
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        data: dict[str, Any] = tomllib.loads(read_regular(path, _LARGEST).decode().replace("\r\n", "\n"))
+        return data
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check(file: ConfigFile) -> ConfigFile:
+    _known(file, "", file.data, _TOP_KEYS)
+    cluster = file.data.get("cluster", "")
+    if isinstance(cluster, dict) and cluster:
+        name = next(iter(cluster))
+        raise ConfigError(f"{file.path}: [cluster.{name}] is no table of a profile", f"write it as [clusters.{name}]")
+    if not isinstance(cluster, str):
+        raise ConfigError(f"{file.path}: cluster is not a name", 'write cluster = "NAME"')
+    _known(file, "[defaults] ", _table(file, "defaults"), SETTINGS)
+    for name in _table(file, "clusters"):
+        profile = file.clusters[name]
+        if not isinstance(profile, dict):
+            raise ConfigError(f"{file.path}: [clusters] {name} is not a table")
+        _known(file, f"[clusters.{name}] ", profile, ["backend", *SETTINGS])
+    return file
+
+
+def _table(file: ConfigFile, key: str) -> Mapping[str, Any]:
+    table = file.data.get(key, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file.path}: {key} is not a table", f"write [{key}] on a line of its own")
+    return table
+
+
+def _known(file: ConfigFile, where: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+    known = list(known)
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{file.path}: {where}{key} means nothing here", _nearest(key, known))
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"

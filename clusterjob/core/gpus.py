@@ -1,0 +1,37 @@
+"""The GPUs of this machine as the submitting side sees them: how many there are, and how nodes that share it divide them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from clusterjob.node.system.devices import listed_gpus
+
+__all__ = ["listed_gpus", "shares", "visible_gpus"]
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that jobs on this machine may use, as CUDA_VISIBLE_DEVICES would name them."""
+    return listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), _installed())
+
+
+def shares(available: list[str], nodes: int, per_node: int) -> list[list[str]] | None:
+    """Return each node's GPUs when `nodes` nodes with `per_node` GPUs each are rehearsed on one machine; None if too few."""
+    if len(available) < nodes * per_node:
+        return None
+    return [available[node * per_node : (node + 1) * per_node] for node in range(nodes)]
+
+
+def _installed() -> int:
+    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return 0  # no driver: spare the import
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,192 @@
+"""The node zip: the package as one file that travels with a job, so that a host needs nothing installed by us."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterjob.node.system import files, private_dirs
+from clusterjob.node.zip import importer
+
+if TYPE_CHECKING:
+    import zipfile
+
+NAME = "clusterjob-node.pyz"
+LIMIT = 150_000  # bytes; more would show at every submission to many hosts (a test holds the line)
+# What only submits jobs to other machines, with libraries that come with an installation of ours alone; see `clusterjob.node.zip.importer`.
+LEFT_OUT = (
+    "cli/",
+    "remote/",
+    "backends/mlp/",
+    "backends/batch_command/",
+    "backends/slurm/",
+    "backends/ssh/",
+)
+# What finds the rest, which travels as one block: half as long as module by module, and quicker to start from.
+_BARE_FILES = ("__init__.py", "node/__init__.py", "node/zip/__init__.py", "node/zip/importer.py")
+_INSTALL = "\nfrom clusterjob.node.zip import importer as _importer\n\n_importer.install(__file__)\n"
+_END_BYTES = 22  # of the record at the end of a zip without a comment
+_MOST_KEPT = 4  # zips of other sources, such as those of another environment, that stay
+_made: dict[str, bytes] = {}  # what this process has made, by the name that it is kept under
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the same package gives the same bytes
+
+
+def node_zip(cache: Path | None = None) -> bytes:
+    """Return the package as a zip that Python runs, and imports from when it is on PYTHONPATH.
+
+    All that a job needs, so that it may shadow an installed package; `LEFT_OUT` says what it does not. Sources alone: compiled files
+    would serve one version of Python, save 30 ms of the agent's start and triple the size. They travel without comments, docstrings and
+    functions' annotations, line for line, so that a traceback names the lines of the source.
+
+    Inside a job this is the job's own zip.
+
+    Args:
+        cache: a directory of the user's own where `keep` may have left the zip of these very sources: making it takes a second.
+    """
+    archive = importer.archive()
+    if archive is not None:
+        return Path(archive).read_bytes()
+    package = Path(__file__).resolve().parent.parent
+    sources = _sources(package)
+    name = _kept_name(package, sources)
+    if cache is not None and (data := _kept(cache / name)) is not None:
+        return data
+    if name not in _made:
+        _made[name] = _make(package, sources)
+    return _made[name]
+
+
+def cache_directory() -> Path:
+    """Return where zips are kept between commands: the user's cache directory, such as ~/.cache/clusterjob (XDG_CACHE_HOME)."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("clusterjob")
+
+
+def keep(data: bytes, cache: Path) -> None:
+    """Leave the zip of these very sources in a directory, where a few of other sources stay; a disk that is full costs that alone."""
+    if importer.archive() is not None:
+        return
+    package = Path(__file__).resolve().parent.parent
+    kept = cache / _kept_name(package, _sources(package))
+    try:
+        if kept.exists() and kept.stat().st_size == len(data):
+            return
+        private_dirs.make(cache)
+        files.write_atomic(kept, data)
+        others = [path for path in cache.glob("node-*.pyz") if path != kept]
+        for other in sorted(others, key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
+            other.unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def _kept(path: Path) -> bytes | None:
+    """Return a zip that was kept; None where there is none, it is cut short, or somebody else could have written it: nodes run it."""
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        status = os.fstat(stream.fileno())
+        data = stream.read()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022 and data[-_END_BYTES:].startswith(b"PK\5\6"):
+            return data
+    return None
+
+
+def _sources(package: Path) -> list[Path]:
+    found = (path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
+    return sorted(path for path in found if not path.relative_to(package).as_posix().startswith(LEFT_OUT))
+
+
+def _kept_name(package: Path, sources: list[Path]) -> str:
+    return f"node-{_fingerprint(package, sources)}.pyz"
+
+
+def _fingerprint(package: Path, sources: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sources:
+        stat = path.stat()
+        digest.update(f"{path.relative_to(package)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode())
+    return digest.hexdigest()[:24]
+
+
+def _make(package: Path, sources: list[Path]) -> bytes:
+    import bz2  # all this is for the first time that these sources are packed
+    import io
+    import zipfile
+
+    buffer = io.BytesIO()
+    apart: dict[str, str] = {}
+    with zipfile.ZipFile(buffer, "w") as archive:
+        _add(archive, "__main__.py", (package / "node" / "zip" / "main.py").read_bytes())
+        for path in sources:
+            inside = path.relative_to(package).as_posix()
+            text = bare(path.read_text(encoding="utf-8"))
+            if inside == "__init__.py":
+                text += _INSTALL
+            if inside in _BARE_FILES:
+                _add(archive, f"clusterjob/{inside}", text.encode())
+            else:
+                apart[f"clusterjob/{inside}"] = text
+        block = bz2.compress(json.dumps(apart).encode())
+        archive.writestr(zipfile.ZipInfo(f"clusterjob/{importer.NAME}", _EPOCH), block, zipfile.ZIP_STORED)
+    return buffer.getvalue()
+
+
+def bare(source: str) -> str:
+    """Return Python source without comments, docstrings and functions' annotations, each statement on the line where it was."""
+    import ast
+    import io
+    import tokenize
+
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    for first, last, column in _docstrings(tree):
+        lines[first - 1] = lines[first - 1][:column] + '""'  # a body needs a statement
+        lines[first:last] = [""] * (last - first)
+    for row, begin, end in sorted(_annotations(tree, lines), reverse=True):
+        line = lines[row - 1].encode()
+        lines[row - 1] = (line[:begin].rstrip(b" ") + line[end:]).decode()
+    text = "\n".join(lines) + "\n"
+    kept = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            kept[row - 1] = kept[row - 1][:column].rstrip()
+    return "\n".join(kept) + "\n"
+
+
+def _annotations(tree: Any, lines: list[str]) -> list[tuple[int, int, int]]:
+    """Return (line, first byte, end byte) of each annotation of a function, with what leads to it; those of several lines stay."""
+    import ast
+
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            found.append((node.lineno, node.col_offset + len(node.arg.encode()), node.annotation))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.returns is not None:
+            arrow = lines[node.returns.lineno - 1].encode().rfind(b"->", 0, node.returns.col_offset)
+            if arrow >= 0:
+                found.append((node.returns.lineno, arrow, node.returns))
+    return [(row, begin, note.end_col_offset or 0) for row, begin, note in found if row == note.lineno == note.end_lineno]
+
+
+def _docstrings(tree: Any) -> list[tuple[int, int, int]]:
+    """Return (first line, last line, column) of each docstring: lines from 1, columns from 0 of what is ASCII before it."""
+    import ast
+
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                found.append((first.lineno, first.end_lineno or first.lineno, first.col_offset))
+    return found
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    import zipfile
+
+    archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED, compresslevel=9)

@@ -1,0 +1,201 @@
+"""A job as files and commands, pure data: exactly what ``--dry-run`` prints and what ``submit`` carries out."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterjob.core.spec import JobSpec
+from clusterjob.core.units import show_size
+from clusterjob.errors import RecordError
+from clusterjob.node.system import private_dirs
+
+if TYPE_CHECKING:
+    from clusterjob.core.snapshot import Snapshot
+
+_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no letter that is read as another
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file to be written.
+
+    Attributes:
+        path: where, absolute.
+        data: its content.
+        mode: permission bits.
+    """
+
+    path: Path
+    data: bytes
+    mode: int = 0o600
+
+    def text(self) -> str:
+        """Return the content as it is to be shown: text as it is, anything else by its size and digest."""
+        try:
+            return self.data.decode()
+        except UnicodeDecodeError:
+            return f"({len(self.data)} bytes, sha256 {hashlib.sha256(self.data).hexdigest()})\n"
+
+
+@dataclass(frozen=True)
+class PlannedCommand:
+    """A command to be started.
+
+    Attributes:
+        argv: the command line.
+        env: variables added to its environment.
+        node_rank: the node that it starts.
+        host: where it is started over SSH; empty for here, or where argv says so itself.
+        directory: where it is started there; a ``~`` at its beginning is the home directory there.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    node_rank: int = 0
+    host: str = ""
+    directory: str = ""
+
+    def text(self) -> str:
+        """Return the command as a shell would take it."""
+        if self.host:
+            home = "~/" if self.directory.startswith("~/") else ""
+            there = f"cd {home}{shlex.quote(self.directory.removeprefix(home))} && {shlex.join(self.argv)}"
+            return shlex.join(("ssh", self.host, there))
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What submitting a job will do.
+
+    Attributes:
+        job_id: the job's id.
+        backend: who carries it out.
+        job_dir: where its files lie.
+        spec: what was asked for.
+        files: to be written, in this order.
+        commands: to be started, in this order, once all files are there.
+        notes: lines that the user should see, such as that there are too few GPUs.
+        array: for an array, what its record holds of it.
+        sends_code: whether the working directory's files are sent too.
+    """
+
+    job_id: str
+    backend: str
+    job_dir: Path
+    spec: JobSpec
+    files: tuple[PlannedFile, ...]
+    commands: tuple[PlannedCommand, ...]
+    notes: tuple[str, ...] = ()
+    array: Mapping[str, Any] | None = None
+    sends_code: bool = False
+
+    def _code(self) -> Snapshot | None:
+        """Return the files that are sent, as they are now."""
+        from clusterjob.core import snapshot
+
+        return snapshot.listed(self.spec.workdir, include_secrets=self.spec.include_secrets) if self.sends_code else None
+
+    def text(self) -> str:
+        """Return the plan for people: each file whole, each command as a shell would take it."""
+        parts = [f"### {file.path} ({file.mode:04o})\n{file.text().rstrip()}\n" for file in self.files]
+        if self.spec.secret:
+            parts.append(f"### secrets, whose values are not shown\n{', '.join(secret.name for secret in self.spec.secret)}\n")
+        if (code := self._code()) is not None:
+            parts.append(f"### code: {code.files} files, {show_size(code.size)}, of {code.root}\n{code.text()}\n")
+        parts.append("### commands\n" + "\n".join(command.text() for command in self.commands))
+        return "\n".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain data; what is not text appears by its digest."""
+        return {
+            "job_id": self.job_id,
+            "backend": self.backend,
+            "job_dir": str(self.job_dir),
+            "files": [{"path": str(file.path), "mode": f"{file.mode:04o}", "text": file.text()} for file in self.files],
+            "commands": [
+                {"argv": list(command.argv), "env": dict(command.env), "node_rank": command.node_rank}
+                | ({"host": command.host, "directory": command.directory} if command.host else {})
+                for command in self.commands
+            ],
+            "code": None if (code := self._code()) is None else code.to_json(),
+            "secrets": [secret.name for secret in self.spec.secret],
+            "notes": list(self.notes),
+        }
+
+
+def new_id(name: str) -> str:
+    """Return an id for a job: the letters and digits of its name, of any script, and six random characters."""
+    import unicodedata
+
+    # Letters, marks and digits: no blank, no control character, and no underscore, which separates an array's elements.
+    kept = [letter if unicodedata.category(letter)[0] in "LMN" else "-" for letter in unicodedata.normalize("NFC", name).lower()]
+    stem = re.sub(r"-+", "-", "".join(kept)).strip("-")[:24].strip("-") or "job"
+    return f"{stem}-{''.join(secrets.choice(_ALPHABET) for _ in range(6))}"
+
+
+def write_files(plan: Plan, values: bytes = b"") -> None:
+    """Make the job's directory, readable by its owner alone, with the planned files and a fresh token.
+
+    Args:
+        plan: the job.
+        values: the secrets of the user, as `secret_values.packed` gives them.
+
+    Raises:
+        RecordError: it cannot be written, or the disk is full; nothing is left of it.
+    """
+    try:
+        private_dirs.make(plan.job_dir.parent)
+        plan.job_dir.mkdir(mode=0o700)
+    except OSError as error:
+        raise RecordError(f"the job directory {plan.job_dir} cannot be made: {error.strerror}", _where()) from error
+    from clusterjob.node.system.files import write_atomic
+
+    try:
+        for folder in ("logs", "ends"):
+            (plan.job_dir / folder).mkdir(mode=0o700)
+        write_atomic(token_file(plan.job_dir), secrets.token_hex(32).encode())
+        if values:
+            write_atomic(secrets_file(plan.job_dir), values)
+        for file in plan.files:
+            if plan.array is not None:
+                private_dirs.make(file.path.parent)  # of an element
+            write_atomic(file.path, file.data, file.mode)
+    except OSError as error:
+        shutil.rmtree(plan.job_dir, ignore_errors=True)
+        raise RecordError(f"the job directory {plan.job_dir} cannot be written: {error.strerror}", _where()) from error
+
+
+def token_file(job_dir: Path) -> Path:
+    """Return where the job's secret lies."""
+    return job_dir / "token"
+
+
+def secrets_file(job_dir: Path) -> Path:
+    """Return where the values of ``--secret`` lie."""
+    return job_dir / "secrets"
+
+
+def carried_elsewhere(job_dir: Path) -> list[tuple[str, int, bytes]]:
+    """Return the files that no plan shows, as (name, mode, content), for hosts that do not see this job's directory.
+
+    The secrets are then only there: their file here is removed.
+    """
+    found = [(token_file(job_dir).name, 0o600, token_file(job_dir).read_bytes())]
+    path = secrets_file(job_dir)
+    if path.exists():
+        found.append((path.name, 0o600, path.read_bytes()))
+        path.unlink()
+    return found
+
+
+def _where() -> str:
+    return "CLUSTERJOB_HOME names another place for jobs"

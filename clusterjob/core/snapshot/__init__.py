@@ -1,0 +1,291 @@
+"""The working directory as a snapshot: which files belong to it, and what each of them is."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob.core.snapshot import git_revision
+from clusterjob.core.snapshot.ignore_rules import Patterns
+from clusterjob.core.snapshot.secret_files import looks_secret
+from clusterjob.core.units import show_size
+from clusterjob.errors import SubmitError
+from clusterjob.node.system import files
+from clusterjob.node.system.sanitize import sanitize
+
+LIMIT = 512 * 1024**2  # bytes; a directory that holds data by mistake would else be sent to every host
+MOST_ENTRIES = 100_000  # a home directory is not meant to be sent
+OWN_IGNORE = ".clusterjobignore"
+_NEVER = frozenset({".git", ".hg", ".svn"})
+_CHUNK = 1 << 18
+_KEPT = "code.list"
+git_state, keep_git = git_revision.git_state, git_revision.keep_git
+_MOST_NAMED = 10  # secrets that are left out
+_MOST_PATTERNS = 1 << 20  # bytes of one file of patterns
+_MOST_LINES = 10_000  # of it: each is tried on each path
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing in a snapshot.
+
+    Attributes:
+        path: relative to the directory, with slashes.
+        kind: ``file``, ``dir`` or ``link``.
+        mode: permission bits.
+        size: bytes of a file.
+        value: a file's digest (SHA-256), a link's target.
+    """
+
+    path: str
+    kind: str
+    mode: int
+    size: int
+    value: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A directory at one moment.
+
+    Attributes:
+        root: the directory.
+        entries: all that belongs to it; a directory stands before what is in it.
+        secrets: what was left out because it looks like a secret.
+    """
+
+    root: Path
+    entries: tuple[Entry, ...]
+    secrets: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> int:
+        """Return the number of files."""
+        return sum(entry.kind == "file" for entry in self.entries)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all files."""
+        return sum(entry.size for entry in self.entries)
+
+    def left_out(self, most: int = _MOST_NAMED) -> str:
+        """Return one line about what looks like a secret, with at most so many names; empty if nothing does."""
+        shown = ", ".join(sanitize(path) for path in self.secrets[:most])
+        more = f" and {len(self.secrets) - most} more" if len(self.secrets) > most else ""
+        return f"not sent, as it looks like a secret: {shown}{more} (--include-secrets sends it)" if shown else ""
+
+    def text(self) -> str:
+        """Return the list of files for people: size and path of each, and what was left out."""
+        rows = [f"{entry.size:>12} {entry.path}" for entry in self.entries if entry.kind == "file"]
+        return "\n".join([*rows, *([self.left_out(len(self.secrets))] if self.secrets else [])])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the list of files as plain data."""
+        found = [{"path": entry.path, "bytes": entry.size} for entry in self.entries if entry.kind == "file"]
+        return {"directory": str(self.root), "files": found, "bytes": self.size, "left_out": list(self.secrets)}
+
+    @property
+    def digest(self) -> str:
+        """Return what names this content."""
+        return hashlib.sha256(json.dumps([vars(entry) for entry in self.entries]).encode()).hexdigest()
+
+    def keep(self, folder: Path) -> None:
+        """Keep the list of entries in a job's directory; `sent_digests` reads it."""
+        files.write_atomic(folder / _KEPT, self.packed())
+
+    def packed(self) -> bytes:
+        """Return the list of entries as it travels."""
+        rows = [(entry.path, entry.kind, entry.mode, entry.size, entry.value) for entry in self.entries]
+        return zlib.compress(json.dumps(rows).encode(), 1)
+
+    def of_digests(self, wanted: set[str]) -> list[Entry]:
+        """Return one file for each of the digests."""
+        found = {entry.value: entry for entry in self.entries if entry.kind == "file" and entry.value in wanted}
+        return list(found.values())
+
+    def content(self, entries: list[Entry]) -> Iterator[bytes]:
+        """Yield the bytes of files, one after the other, in pieces.
+
+        Raises:
+            SubmitError: one of them is no longer what it was.
+        """
+        for entry in entries:
+            left = entry.size
+            try:
+                with (self.root / entry.path).open("rb") as stream:
+                    while left and (data := stream.read(min(left, _CHUNK))):
+                        left -= len(data)
+                        yield data
+            except OSError as error:
+                raise SubmitError(f"{entry.path!r} cannot be read any more: {error.strerror}") from error
+            if left:
+                raise changed(entry)
+
+
+def sent_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of the files that were sent of a job's code, by path; none where that is not known."""
+    try:
+        rows = json.loads(zlib.decompress((folder / _KEPT).read_bytes()))
+    except (OSError, ValueError, zlib.error):
+        return {}
+    return {path: value for path, kind, _, _, value in rows if kind == "file"}
+
+
+def changed(entry: Entry) -> SubmitError:
+    """Return what is to be said of a file that changes while it is sent."""
+    return SubmitError(f"{entry.path!r} changed while it was being sent", f"submit again, or leave it out in {OWN_IGNORE}")
+
+
+def take(root: Path, limit: int = LIMIT, include_secrets: bool = False) -> Snapshot:  # noqa: FBT001, FBT002 - as a setting
+    """Return what a directory holds, without what .gitignore and .clusterjobignore leave out, and without what looks like a secret.
+
+    Args:
+        root: the directory.
+        limit: the bytes that it may hold.
+        include_secrets: whether what looks like a secret belongs to it.
+
+    Raises:
+        SubmitError: it holds more, or something in it cannot be read.
+    """
+    found = listed(root, include_secrets=include_secrets)
+    if found.size > limit:
+        raise _too_large(root, found.entries, limit)
+    if found.secrets:
+        logging.getLogger("clusterjob").warning("clusterjob: %s", found.left_out())
+    try:
+        entries = tuple(_hashed(root, entry) if entry.kind == "file" else entry for entry in found.entries)
+    except OSError as error:
+        raise _unreadable(error) from error
+    return replace(found, entries=entries)
+
+
+def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
+    """Return what `take` would, of any size, without the digests of the files.
+
+    Raises:
+        SubmitError: it holds too many files, or a directory cannot be read.
+    """
+    secrets: list[str] | None = None if include_secrets else []
+    try:
+        entries = tuple(itertools.islice(_walk(root, "", _rules_above(root), secrets), MOST_ENTRIES + 1))
+    except OSError as error:
+        raise _unreadable(error) from error
+    if len(entries) > MOST_ENTRIES:
+        raise SubmitError(f"{root} holds more than {MOST_ENTRIES:,} files", f"leave data out in {OWN_IGNORE}, or name another --workdir")
+    return Snapshot(root, entries, tuple(secrets or ()))
+
+
+def _unreadable(error: OSError) -> SubmitError:
+    return SubmitError(f"{error.filename} cannot be read: {error.strerror}", f"leave it out in {OWN_IGNORE}")
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """The patterns of one file.
+
+    Attributes:
+        patterns: what it says.
+        base: where it lies, relative to the root, with a slash at its end; empty for the root and above it.
+        prefix: the root, relative to a directory above it where the file lies, with a slash at its end.
+    """
+
+    patterns: Patterns
+    base: str = ""
+    prefix: str = ""
+
+    def verdict(self, path: str, *, is_directory: bool) -> bool | None:
+        """Return whether a path is left out; None if nothing is said of it."""
+        return self.patterns.verdict(self.prefix + path[len(self.base) :], is_directory=is_directory)
+
+
+def _walk(root: Path, below: str, rules: list[_Rules], secrets: list[str] | None) -> Iterator[Entry]:
+    directory = root / below
+    rules = [*rules, *_rules_of(directory, below)]
+    for item in sorted(os.scandir(directory), key=lambda item: item.name):
+        path = below + item.name
+        status = item.stat(follow_symlinks=False)
+        is_directory = stat.S_ISDIR(status.st_mode)
+        if item.name in _NEVER or _left_out(path, rules, is_directory=is_directory):
+            continue
+        is_regular = stat.S_ISREG(status.st_mode)
+        if secrets is not None and (is_directory or is_regular) and looks_secret(root, path, is_directory=is_directory):
+            secrets.append(path + "/" * is_directory)
+            continue
+        mode = stat.S_IMODE(status.st_mode) & 0o777
+        if is_directory:
+            yield Entry(path, "dir", mode, 0, "")
+            yield from _walk(root, f"{path}/", rules, secrets)
+        elif stat.S_ISLNK(status.st_mode):
+            yield Entry(path, "link", 0, 0, os.readlink(item.path))
+        elif is_regular:
+            yield Entry(path, "file", mode, status.st_size, "")
+
+
+def _left_out(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
+    for rule in reversed(rules):  # the nearest directory's word counts first
+        verdict = rule.verdict(path, is_directory=is_directory)
+        if verdict is not None:
+            return verdict
+    return False
+
+
+def _hashed(root: Path, entry: Entry) -> Entry:
+    found, size = hashlib.sha256(), 0
+    with (root / entry.path).open("rb") as stream:
+        while data := stream.read(_CHUNK):
+            found.update(data)
+            size += len(data)
+    return replace(entry, size=size, value=found.hexdigest())
+
+
+def _rules_of(directory: Path, base: str, prefix: str = "") -> list[_Rules]:
+    paths = (directory / ".gitignore", directory / OWN_IGNORE)
+    return [_Rules(_patterns_in(path), base, prefix) for path in paths if path.is_file()]
+
+
+def _patterns_in(path: Path) -> Patterns:
+    with path.open("rb") as stream:
+        text = stream.read(_MOST_PATTERNS + 1)
+    if len(text) > _MOST_PATTERNS:
+        raise SubmitError(f"{path} holds more than {show_size(_MOST_PATTERNS)} of patterns")
+    lines = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    if len(lines) - 1 > _MOST_LINES:  # a line break ends the last
+        raise SubmitError(f"{path} holds more than {_MOST_LINES:,} lines of patterns")
+    return Patterns(lines)
+
+
+def _rules_above(root: Path) -> list[_Rules]:
+    """Return the user's own patterns for git, and those of the repository that the directory is a part of, from its top down."""
+    own = git_revision.excludes_file(root)
+    top = next((folder for folder in (root, *root.parents) if (folder / ".git").exists()), None)
+    below = root.relative_to(top).parts if top is not None else ()
+    prefix = "".join(f"{name}/" for name in below)
+    found = [_Rules(_patterns_in(own), prefix=prefix)] if own is not None else []
+    if top is None:
+        return found
+    exclude = top / ".git" / "info" / "exclude"
+    if exclude.is_file():
+        found.append(_Rules(_patterns_in(exclude), prefix=prefix))
+    for depth in range(len(below)):
+        found += _rules_of(top.joinpath(*below[:depth]), "", "".join(f"{name}/" for name in below[depth:]))
+    return found
+
+
+def _too_large(root: Path, entries: Iterable[Entry], limit: int) -> SubmitError:
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        top = entry.path.partition("/")[0]
+        sizes[top] = sizes.get(top, 0) + entry.size
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    what = ", ".join(f"{name} ({show_size(sizes[name])})" for name in largest)
+    message = f"{root} holds {show_size(sum(sizes.values()))}, more than the {show_size(limit)} that are sent: {what}"
+    return SubmitError(message, f"leave data out in {OWN_IGNORE}, or raise the limit: --set sync_limit=2G")

@@ -1,0 +1,1 @@
+"""Checks before a job: the engine, this machine, the fitness tests."""

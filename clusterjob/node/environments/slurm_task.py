@@ -1,0 +1,66 @@
+"""Set torch's variables for one task of a Slurm step (``--launcher srun``), then become the program.
+
+Plain ``env://`` scripts read them. Without MASTER_ADDR some fail, and others wait without a word (dino, Lightning).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from clusterjob.errors import ClusterJobError
+from clusterjob.node import contract, environments
+from clusterjob.node.environments import slurm_addresses, slurm_env
+from clusterjob.node.environments.topology import Topology, Worker
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Become the program; a step whose place cannot be told leaves the variables unset, and one line says why.
+
+    Args:
+        argv: the program's command line.
+    """
+    try:
+        os.environ.update(variables(os.environ))
+    except ClusterJobError as error:
+        print(f"clusterjob: torch's variables are not set: {error.message}", file=sys.stderr, flush=True)
+    try:
+        os.execvp(argv[0], list(argv))
+    except OSError as error:
+        print(f"clusterjob: {argv[0]} cannot be run: {error.strerror}", file=sys.stderr, flush=True)
+        sys.exit(126 if isinstance(error, PermissionError) else 127)
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's variables for this task, and what lets `bootstrap` know them for Slurm's; none outside of a step.
+
+    Args:
+        environ: the task's own.
+
+    Raises:
+        PlaceError: the step's variables contradict each other, or node 0 has no address.
+    """
+    finding = environments.detect(environments.look(environ)).check()
+    place = finding.place
+    if finding.source != slurm_env.SOURCE or place is None:
+        return {}
+    worker = slurm_env.as_worker(place, environ) if isinstance(place, Topology) else place
+    worker = replace(worker, topology=slurm_addresses.settle(worker.topology, environ))
+    own = _torch_variables(worker)
+    quiet = contract.quiet_defaults(environ, own["MASTER_ADDR"], worker.topology.nnodes)
+    # In these two words the address is ours, and `slurm_env` takes it as it is.
+    ours = {"CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"], "CLUSTERJOB_MASTER_PORT": own["MASTER_PORT"]}
+    return quiet | own | ours | {slurm_env.TASK_RANK: own["RANK"]}
+
+
+def _torch_variables(worker: Worker) -> dict[str, str]:
+    topology = worker.topology
+    return {
+        "RANK": str(worker.rank), "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_RANK": str(worker.local_rank), "LOCAL_WORLD_SIZE": str(worker.local_world_size),
+        "GROUP_RANK": str(topology.node_rank), "GROUP_WORLD_SIZE": str(topology.nnodes),
+        "MASTER_ADDR": topology.master_addr, "MASTER_PORT": str(topology.master_port),
+    }  # fmt: skip

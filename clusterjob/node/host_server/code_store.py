@@ -1,0 +1,126 @@
+"""The code of jobs: files by their content, kept once, and a job's copy that is there whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.system import private_dirs
+
+_CHUNK = 1 << 20
+CODE = "code"
+
+
+def _blob(home: Path, digest: str) -> Path:
+    return home / "store" / digest[:2] / digest
+
+
+def land(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any]:
+    """Make a job's copy of the code if all of it is here.
+
+    Args:
+        home: where all of ours lies on this host.
+        request: ``job``.
+        packed: the list of files: compressed JSON, (path, kind, mode, size, digest or target) for each.
+
+    Returns:
+        ``missing``: the digests that have to be sent first; none if the code has landed.
+
+    Raises:
+        OSError: the disk is full, or it cannot be written; nothing is left of the copy.
+    """
+    entries = json.loads(zlib.decompress(packed))
+    code = home / "jobs" / request["job"] / CODE
+    if code.exists():
+        return {"missing": []}  # by another node of the job, whose home directory this one shares
+    missing = {digest for _, kind, _, size, digest in entries if kind == "file" and not _is_there(_blob(home, digest), size)}
+    if missing:
+        return {"missing": sorted(missing)}
+    part = Path(tempfile.mkdtemp(prefix=f".{CODE}.", dir=code.parent))
+    try:
+        for path, kind, mode, _, value in entries:
+            target = part / os.fsdecode(path.encode(errors="surrogateescape"))
+            if kind == "dir":
+                target.mkdir(exist_ok=True)
+                target.chmod(mode | 0o700)
+            elif kind == "link":
+                os.symlink(value, target)
+            elif not _copy(_blob(home, value), target, mode, value):
+                missing.add(value)
+        if missing:
+            shutil.rmtree(part, ignore_errors=True)
+            return {"missing": sorted(missing)}
+        part.chmod(0o755)
+        try:
+            part.rename(code)
+        except OSError:
+            if not code.exists():
+                raise
+            shutil.rmtree(part, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return {"missing": []}
+
+
+def _is_there(blob: Path, size: int) -> bool:
+    try:
+        return blob.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
+    """Copy a file out of the store; False, and out of the store with it, if it is no longer what its name says."""
+    found = hashlib.sha256()
+    with blob.open("rb") as source, target.open("xb") as copy:
+        os.fchmod(copy.fileno(), mode)
+        while data := source.read(_CHUNK):
+            found.update(data)
+            copy.write(data)
+    if found.hexdigest() == digest:
+        return True
+    target.unlink()
+    blob.unlink(missing_ok=True)
+    return False
+
+
+def receive(home: Path, request: dict[str, Any], read: Callable[[int], bytes]) -> dict[str, Any]:
+    """Take files into the store.
+
+    Args:
+        home: where all of ours lies on this host.
+        request: ``files``, a list of (digest, size) in the order in which their bytes come.
+        read: returns that many of the bytes.
+
+    Raises:
+        OSError: the disk is full, or the store cannot be written.
+    """
+    wrong = []
+    for digest, size in request["files"]:
+        path = _blob(home, digest)
+        private_dirs.make(path.parent)
+        handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
+        try:
+            found = hashlib.sha256()
+            left = size
+            with os.fdopen(handle, "wb") as stream:
+                while left:
+                    data = read(min(left, _CHUNK))
+                    left -= len(data)
+                    found.update(data)
+                    stream.write(data)
+            if found.hexdigest() == digest:
+                os.replace(temporary, path)
+            else:
+                wrong.append(digest)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    return {"wrong": wrong}

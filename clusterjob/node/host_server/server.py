@@ -1,0 +1,127 @@
+"""The conversation: one line of JSON and some bytes in, the same out, until stdin ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from clusterjob.node.host_server import code_store, commands, host_check, poll, poll_jobs, reachability, remote_process, results
+
+_IDLE = 600  # seconds without a request after which a visit is over
+
+
+class Body:
+    """The bytes that follow a request; what nobody reads is passed over.
+
+    Args:
+        stream: where they come from.
+        size: how many there are.
+    """
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream = stream
+        self._left = size
+
+    def read(self, size: int | None = None) -> bytes:
+        """Return that many bytes, or all that are left.
+
+        Raises:
+            EOFError: the submitter hung up in the middle.
+        """
+        wanted = self._left if size is None else min(size, self._left)
+        data = self._stream.read(wanted)
+        self._left -= len(data)
+        if len(data) < wanted:
+            raise EOFError
+        return data
+
+    def drain(self) -> None:
+        """Pass over the rest."""
+        while self._left:
+            self.read(1 << 20)
+
+
+class Visit:
+    """One visit: what its requests share.
+
+    Args:
+        home: where all of ours lies on this host.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._listener: reachability.Listener | None = None
+        self._work = remote_process.Work(home)
+        self._commands = commands.Commands(home)
+
+    def answer(self, request: dict[str, Any], body: Body) -> tuple[dict[str, Any], bytes]:
+        """Return what is to be said to a request: an object and bytes."""
+        op = request["op"]
+        if op in ("looks", "run", "reap", "drop"):
+            return poll_jobs.looks(self.home, request) if op == "looks" else self._commands.answer(request)
+        if op in ("look", "tree", "digests", "get"):
+            return self._read(op, request)
+        if op in ("listen", "hush", "probe"):
+            return self._meet(op, request), b""
+        if op == "check":
+            return host_check.check(self.home, request), b""
+        if op == "fit":
+            return host_check.interpreter(self.home / "jobs" / request["job"], request), b""
+        if op == "facts":
+            return host_check.facts(os.path.expanduser(request["workdir"]), request, sys.path[0]), b""  # the zip that this runs from
+        if op == "put":
+            return self._work.put(request, body.read), b""
+        if op == "land":
+            return code_store.land(self.home, request, body.read()), b""
+        if op == "blobs":
+            return code_store.receive(self.home, request, body.read), b""
+        return self._work.answer(request), b""
+
+    def _read(self, op: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        job_dir = self.home / "jobs" / request["job"]
+        if op == "look":
+            return poll.look(job_dir, request)
+        root = Path(os.path.normpath(job_dir / request["workdir"]))
+        if op == "get":
+            return results.get(root, request)
+        return results.tree(root, request) if op == "tree" else (results.digests(root, request), b"")
+
+    def _meet(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
+        if op == "probe":
+            return reachability.probe(request["addresses"], request["port"], request["nonce"], request["patience"])
+        if op == "listen":
+            self._listener = reachability.Listener(request["ports"], request["nonce"])
+            return {"port": self._listener.port, "addresses": reachability.own_addresses()}
+        if self._listener is not None:
+            self._listener.close()
+        return {}
+
+
+def main(home: str) -> None:
+    """Serve the submitter at the other end of stdin and stdout until he hangs up."""
+    visit = Visit(Path(home))
+    while True:
+        # A submitter who was cut off never hangs up: the alarm, which nobody handles, then ends the visit.
+        signal.alarm(_IDLE)
+        line = sys.stdin.buffer.readline()
+        signal.alarm(0)
+        if not line:
+            return
+        request = json.loads(line)
+        body = Body(sys.stdin.buffer, request.get("size", 0))
+        try:
+            answer, data = visit.answer(request, body)
+        except EOFError:
+            return
+        except OSError as error:
+            answer, data = {"error": f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"}, b""
+        except Exception:
+            answer, data = {"error": "a fault of clusterjob's own: " + traceback.format_exc().strip().replace("\n", " | ")}, b""
+        body.drain()
+        sys.stdout.buffer.write(json.dumps({**answer, "size": len(data)}).encode() + b"\n" + data)
+        sys.stdout.buffer.flush()

@@ -1,0 +1,1 @@
+"""Output of workers and agents: files, events, merging, console."""

@@ -1,0 +1,71 @@
+"""Lines at the bottom of a terminal that change in place: progress bars, prompts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from collections.abc import Sequence
+
+from clusterjob.node.system.sanitize import sanitize
+
+_MOST = 16  # lines; of more, the first
+_UP, _ERASE = "\x1b[{}A", "\r\x1b[J"  # ECMA-48: cursor up; erase from here to the end of the screen
+
+
+class LiveLines:
+    """Shows lines without an end below what was printed, and replaces them when they change; where stderr is a terminal."""
+
+    def __init__(self) -> None:
+        self._shown: list[str] = []
+        self._is_terminal: bool | None = None
+
+    @property
+    def has_terminal(self) -> bool:
+        """Whether lines are shown at all: stderr is a terminal that can move its cursor."""
+        if self._is_terminal is None:
+            self._is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        return self._is_terminal
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Show these lines in the place of those before."""
+        if not self.has_terminal or not (lines or self._shown):
+            return
+        try:
+            size = os.get_terminal_size(sys.stderr.fileno())
+        except OSError:
+            self._is_terminal = False  # it was closed
+            return
+        most = max(1, min(_MOST, size.lines - 1))
+        wanted = [_cut(sanitize(line), (size.columns or 80) - 1) for line in lines[:most]]
+        if len(lines) > most:
+            wanted[-1] = f"... and {len(lines) - most + 1} more ranks"
+        if wanted == self._shown:
+            return
+        self.clear()
+        if wanted:
+            self._write("\n".join(wanted))
+        self._shown = wanted
+
+    def clear(self) -> None:
+        """Take the lines away, before anything else is printed."""
+        if self._shown:
+            self._write((_UP.format(len(self._shown) - 1) if len(self._shown) > 1 else "") + _ERASE)
+            self._shown = []
+
+    def _write(self, text: str) -> None:
+        try:
+            sys.stderr.write(text.encode(sys.stderr.encoding, "backslashreplace").decode(sys.stderr.encoding))
+            sys.stderr.flush()
+        except OSError:
+            self._is_terminal = False  # it was closed
+
+
+def _cut(text: str, columns: int) -> str:
+    """Return as much of a text as fits into so many columns; a line that wraps could not be replaced."""
+    used = 0
+    for index, character in enumerate(text):
+        used += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if used > columns:
+            return text[:index]
+    return text

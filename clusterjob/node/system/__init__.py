@@ -1,0 +1,1 @@
+"""The machine below a node: processes, network, devices, files, signals."""

@@ -1,0 +1,1 @@
+"""The node zip from the inside: its entry point and its importer."""

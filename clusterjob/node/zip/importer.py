@@ -1,0 +1,130 @@
+"""The package's sources inside the node zip: one compressed block, unpacked at the first import of any of them.
+
+Packed module by module, as a zip does, the zip would be almost twice as long, and an agent would start 30 ms later: each module would
+be looked up and unpacked by itself.
+
+The zip shadows an installed package. What only submits jobs elsewhere is left out of it
+(`clusterjob.core.node_zip.LEFT_OUT`): a process inside a job that submits
+another takes those modules, and the templates, from the installed package, which has to be of the same version.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+
+# Not typing's: this is loaded at every start from the zip.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import CodeType, ModuleType
+
+NAME = "sources.json.bz2"  # beside the package's own __init__.py: {"clusterjob/cli/__init__.py": source, ...}
+
+
+class Solid:
+    """Finds and loads the modules of the block.
+
+    Args:
+        package_file: the path of the package's ``__init__.py`` inside the zip.
+    """
+
+    def __init__(self, package_file: str) -> None:
+        self._directory = package_file.rpartition("/")[0]
+        self.archive = self._directory.rpartition("/")[0]
+        self._sources: dict[str, str] | None = None
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002
+        """Return where a module is, if it is one of ours; the protocol of sys.meta_path."""
+        if not name.startswith("clusterjob."):
+            return None
+        file = self._file_of(name)
+        if file is None:
+            self._look_elsewhere(name, path)
+            return None
+        is_package = file.endswith("/__init__.py")
+        spec = ModuleSpec(name, self, origin=f"{self.archive}/{file}", is_package=is_package)  # type: ignore[arg-type]
+        if is_package:
+            spec.submodule_search_locations = [f"{self.archive}/{file.rpartition('/')[0]}"]
+        spec.has_location = True
+        return spec
+
+    def _look_elsewhere(self, name: str, path: Sequence[str] | None) -> None:
+        """Let the interpreter's own finder look for a module in the installed package, whose place is added to its package's path."""
+        package = installed()
+        if package is not None and isinstance(path, list):
+            place = "/".join((package, *name.split(".")[1:-1]))
+            if place not in path:
+                path.append(place)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have the module made as always."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run a module's code."""
+        code = self.get_code(module.__name__)
+        exec(code, module.__dict__)
+
+    def get_code(self, name: str) -> CodeType:
+        """Return a module's code: for this class itself, and for runpy."""
+        file = self._file_of(name)
+        if file is None:
+            raise ImportError(f"there is no module {name}", name=name)
+        return compile(self._all()[file], f"{self.archive}/{file}", "exec", dont_inherit=True)
+
+    def get_source(self, name: str) -> str | None:
+        """Return a module's source, for tracebacks."""
+        file = self._file_of(name)
+        return None if file is None else self._all()[file]
+
+    def is_package(self, name: str) -> bool:
+        """Return whether a module is a package, for runpy."""
+        file = self._file_of(name)
+        return file is not None and file.endswith("/__init__.py")
+
+    def _file_of(self, name: str) -> str | None:
+        stem = name.replace(".", "/")
+        return next((file for file in (f"{stem}.py", f"{stem}/__init__.py") if file in self._all()), None)
+
+    def _all(self) -> dict[str, str]:
+        if self._sources is None:
+            import bz2
+            import json
+
+            package = sys.modules["clusterjob"]
+            data = package.__loader__.get_data(f"{self._directory}/{NAME}")  # type: ignore[union-attr]
+            self._sources = json.loads(bz2.decompress(data))
+        assert self._sources is not None
+        return self._sources
+
+
+def install(package_file: str) -> None:
+    """Let this process import the package from the zip that holds it."""
+    sys.meta_path.insert(0, Solid(package_file))  # before the one that would find the installed package's
+
+
+def archive() -> str | None:
+    """Return the zip that the package was imported from; None where it was not."""
+    return next((finder.archive for finder in sys.meta_path if isinstance(finder, Solid)), None)
+
+
+def installed() -> str | None:
+    """Return the directory of the package that is installed beside the zip; None where there is none.
+
+    Raises:
+        ImportError: it is of another version.
+    """
+    from importlib.machinery import PathFinder
+
+    spec = PathFinder.find_spec("clusterjob", [entry for entry in sys.path if not entry.endswith(".pyz")])
+    others = (finder for finder in sys.meta_path if finder is not PathFinder and not isinstance(finder, Solid))
+    for finder in others:  # an editable installation may have one of its own
+        spec = spec or finder.find_spec("clusterjob", None)
+    if spec is None or not spec.origin or not spec.origin.endswith("/__init__.py"):
+        return None
+    with open(spec.origin, encoding="utf-8") as stream:
+        line = next((line for line in stream if line.startswith("__version__ = ")), "")
+    own, its = sys.modules["clusterjob"].__version__, line.partition("=")[2].strip().strip('"')
+    if own != its:
+        raise ImportError(f"this job came with clusterjob {own}, and {spec.origin} is {its}: `env -u PYTHONPATH clusterjob` runs that one")
+    return spec.origin.removesuffix("/__init__.py")

@@ -1,0 +1,1 @@
+"""A host behind SSH: transport, authentication, host keys, session, fetch."""

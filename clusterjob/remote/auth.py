@@ -1,0 +1,133 @@
+"""Logging in with keys as ssh does: the agent's, the files', and their certificates. Nothing is asked at a prompt."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import paramiko
+from paramiko.agent import AgentSSH
+
+from clusterjob.errors import HostError
+from clusterjob.remote.ssh_config import Target
+
+
+class _Agent(AgentSSH):
+    """The agent at a socket: ssh's IdentityAgent, or SSH_AUTH_SOCK."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(10)
+            self._socket.connect(path)
+            self._connect(self._socket)  # type: ignore[attr-defined]  # as paramiko's own Agent does
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+
+def log_in(target: Target, transport: paramiko.Transport, bound: Callable[[], AbstractContextManager[None]]) -> None:
+    """Log in on a connection whose host key is trusted.
+
+    Args:
+        target: as whom, and with which keys.
+        transport: the connection.
+        bound: limits the time of one try.
+
+    Raises:
+        HostError: the host lets nobody in with any of the keys.
+    """
+    tried: list[str] = []
+    troubles: list[str] = []
+    agent = _agent(target)
+    try:
+        for name, key in _keys(target, agent, troubles):
+            try:
+                with bound():
+                    left = transport.auth_publickey(target.user, key)
+            except paramiko.BadAuthenticationType as error:
+                raise HostError(target.label, f"it takes no keys from {target.user}, only {', '.join(error.allowed_types)}") from error
+            except paramiko.AuthenticationException:
+                tried.append(name)
+                continue
+            except (paramiko.SSHException, OSError, EOFError) as error:
+                if not transport.is_active():
+                    why = f"it hung up on {target.user} after {len(tried) + 1} keys"
+                    raise HostError(target.label, why, "IdentitiesOnly yes in the ssh configuration offers fewer") from error
+                troubles.append(f"{name}: {error}")
+                continue
+            if not left:
+                return
+            raise HostError(target.label, f"it wants more than a key from {target.user}: {', '.join(left)}")
+    finally:
+        if agent is not None:
+            agent.close()
+    what = f"there is no key to log in with as {target.user}"
+    if tried:
+        what = f"it lets {target.user} in with none of these keys: {', '.join(tried)}"
+    raise HostError(target.label, "; ".join([what, *troubles]), f"`ssh {target.label}` has to work without a password")
+
+
+def _agent(target: Target) -> _Agent | None:
+    if not target.agent or not os.path.exists(target.agent):
+        return None
+    try:
+        return _Agent(target.agent)
+    except (OSError, paramiko.SSHException):
+        return None
+
+
+def _keys(target: Target, agent: _Agent | None, troubles: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:
+    """Yield keys in ssh's order: the agent's that are configured too, the agent's others, then those of files."""
+    held = {key.asbytes(): key for key in agent.get_keys()} if agent is not None else {}
+    configured = {blob for path in target.identities if (blob := _public(path))}
+    certificates = [path for path in target.certificates if path.is_file()]
+    for blob in [*(blob for blob in held if blob in configured), *(blob for blob in held if blob not in configured)]:
+        if target.identities_only and blob not in configured:
+            continue
+        yield f"{held[blob].comment or held[blob].get_name()} of the agent", held[blob]
+    for path in target.identities:
+        if not path.is_file() or (_public(path) or b"") in held:
+            continue
+        key = _load(path, troubles)
+        if key is None:
+            continue
+        for certificate in certificates:
+            plain = key.public_blob
+            try:
+                key.load_certificate(str(certificate))
+            except (ValueError, paramiko.SSHException):
+                continue
+            yield str(certificate), key
+            key.public_blob = plain
+        yield str(path), key
+
+
+def _public(path: Path) -> bytes | None:
+    """Return the public half of a key file, from the file beside it; None if that is not there."""
+    try:
+        return paramiko.pkey.PublicBlob.from_file(f"{path}.pub").key_blob
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _load(path: Path, troubles: list[str]) -> paramiko.PKey | None:
+    try:
+        return paramiko.PKey.from_path(path)
+    except paramiko.PasswordRequiredException:
+        troubles.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
+    except TypeError:  # what the library below says of the same
+        troubles.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
+    except (OSError, ValueError, paramiko.SSHException) as error:
+        troubles.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+    except Exception as error:  # UnknownKeyType, and what cryptography raises for a type that it does not know
+        troubles.append(f"{path} cannot be used: {type(error).__name__}")
+    return None

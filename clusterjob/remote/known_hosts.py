@@ -1,0 +1,225 @@
+"""Which host keys are known: the known_hosts files of the user and of the system, read line by line as ssh reads them.
+
+A line that makes no sense is passed over, as ssh does; @revoked and @cert-authority lines mean what they say.
+Source: sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT".
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import fnmatch
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from clusterjob.node.system import private_dirs
+
+_MARKERS = ("@cert-authority", "@revoked")
+
+
+class Standing(Enum):
+    """What the files say of a key."""
+
+    KNOWN = "known"
+    UNKNOWN = "unknown"
+    CHANGED = "changed"
+    REVOKED = "revoked"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a file."""
+
+    marker: str
+    patterns: str
+    kind: str
+    blob: bytes
+    place: str
+
+    def names(self, host: str) -> bool:
+        """Return whether the line is of a host, by the name under which its key is looked up."""
+        found = False
+        for pattern in self.patterns.split(","):
+            if pattern.startswith("|1|"):
+                found = found or _is_hash_of(pattern, host)
+            elif pattern.startswith("!"):
+                if _matches(pattern[1:], host):
+                    return False
+            else:
+                found = found or _matches(pattern, host)
+        return found
+
+
+def _matches(pattern: str, host: str) -> bool:
+    # fnmatch knows brackets, ssh does not: they are part of a name such as [gpu1]:2222.
+    escaped = pattern.lower().replace("[", "[[]")
+    return fnmatch.fnmatchcase(host, escaped)
+
+
+def _is_hash_of(pattern: str, host: str) -> bool:
+    try:
+        salt, digest = (base64.b64decode(part) for part in pattern[3:].split("|"))
+    except (ValueError, binascii.Error):
+        return False
+    return hmac.compare_digest(hmac.new(salt, host.encode(), hashlib.sha1).digest(), digest)
+
+
+class KnownHosts:
+    """The keys that the files hold.
+
+    Args:
+        paths: the files, the user's before the system's; those that are not there are passed over.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._entries = [entry for path in paths for entry in _read(path)]
+        self._found: dict[str, list[Entry]] = {}
+
+    def _of(self, name: str) -> list[Entry]:
+        """Return the lines of a host. Each file is gone through once a name: hashed names make that slow."""
+        if name not in self._found:
+            self._found[name] = [entry for entry in self._entries if entry.names(name)]
+        return self._found[name]
+
+    def standing(self, names: Sequence[str], blob: bytes) -> tuple[Standing, str]:
+        """Return what is known of a key that a host has shown, and the place where that is written.
+
+        Args:
+            names: the names under which it may be known, the best first; see `lookup_names`.
+            blob: the key as it travels.
+        """
+        if place := self.revoked(names, blob):
+            return Standing.REVOKED, place
+        other = ""
+        for name in names:
+            for entry in self._of(name):
+                if entry.marker:
+                    continue
+                if entry.blob == blob:
+                    return Standing.KNOWN, entry.place
+                # A host may have keys of several types; another one of the same type is a change. So is any other key, since
+                # the types that are known are asked for first.
+                if name == names[0]:
+                    other = other or entry.place
+        return (Standing.CHANGED, other) if other else (Standing.UNKNOWN, "")
+
+    def revoked(self, names: Sequence[str], blob: bytes) -> str:
+        """Return where a key, or an authority's, is revoked for the host; empty if it is not."""
+        return next((e.place for name in names for e in self._of(name) if e.marker == "@revoked" and e.blob == blob), "")
+
+    def authority(self, names: Sequence[str], blob: bytes) -> bool:
+        """Return whether an authority may vouch for the host."""
+        return any(e.marker == "@cert-authority" and e.blob == blob for name in names for e in self._of(name))
+
+    def has_authority(self, names: Sequence[str]) -> bool:
+        """Return whether any authority may vouch for the host."""
+        return any(e.marker == "@cert-authority" for name in names for e in self._of(name))
+
+    def kinds(self, names: Sequence[str]) -> list[str]:
+        """Return the types of key that are known of the host."""
+        return [e.kind for name in names for e in self._of(name) if not e.marker]
+
+
+def lookup_names(hostname: str, port: int, alias: str) -> list[str]:
+    """Return the names under which a host's key is looked up, the one to record it under first."""
+    name = (alias or hostname).lower()
+    return [name] if port == 22 or alias else [f"[{name}]:{port}", name]
+
+
+def fingerprint(blob: bytes) -> str:
+    """Return a key's fingerprint as ssh shows it: ``SHA256:...``."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+_files: dict[Path, tuple[tuple[int, int, int], list[Entry]]] = {}  # by path: which state of the file, and its lines
+
+
+def _read(path: Path) -> list[Entry]:
+    """Return the lines of a file, which is read again when it has changed: many hosts look into the same one at once."""
+    try:
+        status = path.stat()
+        state = (status.st_ino, status.st_mtime_ns, status.st_size)
+        held = _files.get(path)
+        if held is not None and held[0] == state:
+            return held[1]
+        lines = path.read_bytes().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    entries = [entry for number, line in enumerate(lines, 1) if (entry := _entry(line, f"{path}:{number}")) is not None]
+    _files[path] = (state, entries)
+    return entries
+
+
+def _entry(line: str, place: str) -> Entry | None:
+    words = line.split()
+    marker = words.pop(0) if words and words[0] in _MARKERS else ""
+    if len(words) < 3 or words[0].startswith(("#", "@")):
+        return None
+    try:
+        blob = base64.b64decode(words[2], validate=True)
+    except (ValueError, binascii.Error):
+        return None
+    # The type is written twice, in words and in the key: a line where the two differ is no key.
+    length = int.from_bytes(blob[:4], "big")
+    return Entry(marker, words[0], words[1], blob, place) if blob[4 : 4 + length] == words[1].encode() else None
+
+
+def record(path: Path, name: str, kind: str, blob: bytes, *, hashed: bool) -> None:
+    """Add a key to a file, which is made where it is not there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    private_dirs.make(path.parent)
+    if hashed:
+        salt = secrets.token_bytes(20)
+        digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+        name = f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+    line = f"{name} {kind} {base64.b64encode(blob).decode()}\n"
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    with os.fdopen(handle, "rb+") as stream:
+        if not os.path.isfile(path):
+            return  # /dev/null, by which people say that nothing is to be remembered
+        fcntl.flock(stream, fcntl.LOCK_EX)  # many hosts may be recorded at once
+        size = stream.seek(0, os.SEEK_END)
+        if size:
+            stream.seek(size - 1)
+            line = line if stream.read(1) == b"\n" else f"\n{line}"
+        stream.write(line.encode())
+
+
+def forget(path: Path, names: Sequence[str]) -> None:
+    """Take a host's own keys out of a file; other names of the same lines, and lines with a marker, stay.
+
+    Raises:
+        OSError: it cannot be written; what was there is untouched.
+    """
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_bytes().decode(errors="surrogateescape").splitlines(keepends=True):
+        entry = _entry(line, "")
+        if entry is None or entry.marker or not any(entry.names(name) for name in names):
+            kept.append(line)
+            continue
+        others = [pattern for pattern in entry.patterns.split(",") if pattern.lower() not in names and not pattern.startswith("|1|")]
+        if others:
+            kept.append(line.replace(entry.patterns, ",".join(others), 1))
+    real = path.resolve()
+    handle, temporary = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            os.fchmod(stream.fileno(), real.stat().st_mode & 0o777)
+            stream.write("".join(kept).encode(errors="surrogateescape"))
+        os.replace(temporary, real)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,197 @@
+"""Many hosts at once: one connection each, a bastion's shared, no more at a time to one machine than it can take."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Generic, TypeVar
+
+from clusterjob.core.hosts import Host
+from clusterjob.errors import HostError
+from clusterjob.remote import ssh_config
+from clusterjob.remote.connect import Connection, Reach, connect
+from clusterjob.remote.ssh_config import Target
+
+AT_ONCE = 8  # handshakes with one machine at a time: sshd drops connections beyond 10 (MaxStartups 10:30:100)
+_THREADS = 128
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+Result = TypeVar("Result")
+
+
+class Pool:
+    """Connections to hosts, made when they are wanted and kept.
+
+    Args:
+        reach: how hosts are reached.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        self.reach = reach
+        self._lock = threading.Lock()
+        self._limits: dict[str, threading.Semaphore] = {}
+        self._bastions: dict[tuple[str, ...], tuple[threading.Lock, list[Connection]]] = {}
+        self._connections: dict[Host, Connection] = {}
+        self._alone: dict[Host, threading.Lock] = {}
+        self._warned = False
+        self._closed = False
+
+    def resolve(self, host: Host) -> Target:
+        """Return what the ssh configuration says of a host."""
+        return ssh_config.resolve(host, self.reach.ssh_config)
+
+    def connection(self, host: Host) -> Connection:
+        """Return the connection to a host, a new one where there is none or where it broke.
+
+        Raises:
+            HostError: the host cannot be used.
+        """
+        with self._lock:
+            alone = self._alone.setdefault(host, threading.Lock())
+        with alone:  # two who want the same host at once share one connection
+            with self._lock:
+                known = self._connections.get(host)
+            if known is not None and known.alive:
+                return known
+            made = self._connect(self.resolve(host))
+            with self._lock:
+                if not self._closed:
+                    self._connections[host] = made
+                    return made
+        made.close()
+        raise HostError(str(host), "the connection was given up")
+
+    def through(self, target: Target) -> Connection | None:
+        """Return the connection to the last bastion before a host; None where the way is direct."""
+        bastion = None
+        path: tuple[str, ...] = ()
+        for jump in target.jumps:
+            path = (*path, str(jump))
+            bastion = self._bastion(path, jump, bastion)
+        return bastion
+
+    def _bastion(self, path: tuple[str, ...], jump: Host, before: Connection | None) -> Connection:
+        with self._lock:
+            lock, held = self._bastions.setdefault(path, (threading.Lock(), []))
+        with lock:
+            if held and held[0].alive:
+                return held[0]
+            target = self.resolve(jump)
+            if before is None and target.jumps:
+                before = self.through(target)
+            held[:] = [connect(target, self._reach(), before)]
+            return held[0]
+
+    def _connect(self, target: Target) -> Connection:
+        with self._limit(target):
+            return connect(target, self._reach(), self.through(target))
+
+    def _reach(self) -> Reach:
+        return replace(self.reach, warn=self._warn_once)
+
+    def _warn_once(self, text: str) -> None:
+        with self._lock:
+            first, self._warned = not self._warned, True
+        if first:
+            self.reach.warn(text)
+
+    def _limit(self, target: Target) -> threading.Semaphore:
+        """Return what bounds the handshakes with a machine: the first one on the way, by its address."""
+        if target.jumps:
+            first = str(target.jumps[0])
+        else:
+            try:
+                first = str(socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)[0][4][0])
+            except (OSError, UnicodeError):
+                first = target.hostname  # connecting says what is wrong with it
+        with self._lock:
+            return self._limits.setdefault(first, threading.Semaphore(AT_ONCE))
+
+    def close(self) -> None:
+        """Hang up on all hosts, the bastions last."""
+        with self._lock:
+            self._closed = True
+            connections = [*self._connections.values(), *(held[0] for _, held in self._bastions.values() if held)]
+            self._connections.clear()
+            self._bastions.clear()
+        for connection in connections:
+            connection.close()
+
+
+class Outcome(Generic[Key, Result]):
+    """What became of each of many: results, and errors of those that have none."""
+
+    def __init__(self) -> None:
+        self.results: dict[Key, Result] = {}
+        self.errors: dict[Key, HostError] = {}
+
+
+def for_each(keys: Sequence[Key], work: Callable[[Key], Result], stop: threading.Event | None = None) -> Outcome[Key, Result]:
+    """Do the same for many hosts at once; all are waited for, and all errors kept.
+
+    Args:
+        keys: what to do it for.
+        work: what to do; raises `HostError` where it fails.
+        stop: set when this is broken off, such as by Ctrl-C, so that work that waits can end.
+
+    Raises:
+        BaseException: what is no `HostError`, such as Ctrl-C or a bug.
+    """
+    outcome: Outcome[Key, Result] = Outcome()
+    futures: list[tuple[Key, Future[Result]]] = [(key, Future()) for key in keys]
+    waiting = iter(futures)
+    taking = threading.Lock()
+
+    def serve() -> None:
+        while True:
+            with taking:
+                key, future = next(waiting, (None, None))
+            if future is None:
+                return
+            _fulfil(future, partial(work, key))  # type: ignore[arg-type]
+
+    for _ in range(min(len(keys), _THREADS)):
+        threading.Thread(target=serve, name="clusterjob-ssh", daemon=True).start()
+    try:
+        for key, future in futures:
+            try:
+                outcome.results[key] = future.result()
+            except HostError as error:
+                outcome.errors[key] = error
+    except BaseException:
+        if stop is not None:
+            stop.set()
+        with taking:
+            waiting = iter(())
+        raise
+    return outcome
+
+
+def in_background(work: Callable[[], Result]) -> Future[Result]:
+    """Do something in a thread of its own, which keeps no program from ending: a host that does not answer is not waited for."""
+    future: Future[Result] = Future()
+    threading.Thread(target=_fulfil, args=(future, work), name="clusterjob-ssh", daemon=True).start()
+    return future
+
+
+def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def complaint(errors: Mapping[Key, HostError] | Iterable[HostError], total: int) -> tuple[str, str]:
+    """Return (message, hint) that name every host that cannot be used, each on one line."""
+    listed = list(errors.values()) if isinstance(errors, Mapping) else list(errors)
+    hints = list(dict.fromkeys(error.hint for error in listed if error.hint))
+    hint = "; ".join(hints[:3])
+    if total == 1 or len(listed) == 1:
+        return listed[0].message, hint
+    lines = "".join(f"\n  {error.message}" for error in listed)
+    return f"{len(listed)} of {total} hosts cannot be used:{lines}", hint

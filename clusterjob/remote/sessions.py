@@ -1,0 +1,104 @@
+"""The visits of one process: a session with each host, begun when it is wanted, begun anew where it broke."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterjob.core.hosts import Host
+from clusterjob.remote.connect import DEFAULT_TIMEOUT, Reach
+from clusterjob.remote.pool import Pool
+from clusterjob.remote.session import Session
+
+HOME = "~/.clusterjob"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job's nodes are, and how they are reached.
+
+    Attributes:
+        hosts: one a node, in the order of their ranks.
+        python: the job's interpreter, as the hosts find it.
+        setup: shell lines that may be needed to find it.
+        home: where all of ours lies on each host.
+        ssh_config: a configuration in the place of the user's.
+        timeout: seconds for each phase of a connection, and for an answer.
+    """
+
+    hosts: tuple[Host, ...]
+    python: str
+    setup: tuple[str, ...] = ()
+    home: str = HOME
+    ssh_config: Path | None = None
+    timeout: float = DEFAULT_TIMEOUT
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "hosts": [vars(host) for host in self.hosts], "python": self.python, "setup": list(self.setup), "home": self.home,
+            "ssh_config": str(self.ssh_config) if self.ssh_config else None, "timeout": self.timeout,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Place:
+        """Return what `to_json` wrote."""
+        hosts = tuple(Host(**host) for host in data["hosts"])
+        config = Path(data["ssh_config"]) if data.get("ssh_config") else None
+        return cls(hosts, data["python"], tuple(data["setup"]), data["home"], config, data["timeout"])
+
+
+class Visits:
+    """Sessions with hosts, by place.
+
+    Args:
+        warn: told lines that the user should see.
+        node_zip: returns the package as it travels.
+    """
+
+    def __init__(self, warn: Callable[[str], None], node_zip: Callable[[], bytes]) -> None:
+        self._warn = warn
+        self._make_zip = node_zip
+        self._zip = b""
+        self._lock = threading.Lock()
+        self._pools: dict[tuple[Path | None, float], Pool] = {}
+        self._sessions: dict[tuple[Pool, Host, str], Session] = {}
+
+    def session(self, place: Place, node: int) -> Session:
+        """Return a session with the host of a node.
+
+        Raises:
+            HostError: the host cannot be used.
+        """
+        pool, host = self.pool(place), place.hosts[node]
+        connection = pool.connection(host)
+        with self._lock:
+            held = self._sessions.get((pool, host, place.home))
+            if held is not None and held.alive and held.connection is connection:
+                return held
+            self._zip = self._zip or self._make_zip()
+            made = Session(connection, place.python, place.setup, place.home, self._zip, place.timeout)
+            self._sessions[pool, host, place.home] = made
+        return made
+
+    def pool(self, place: Place) -> Pool:
+        """Return the connections of a place."""
+        with self._lock:
+            key = (place.ssh_config, place.timeout)
+            if key not in self._pools:
+                self._pools[key] = Pool(Reach(place.timeout, self._warn, place.ssh_config))
+            return self._pools[key]
+
+    def close(self) -> None:
+        """Hang up on all hosts; jobs live on."""
+        with self._lock:
+            sessions, pools = list(self._sessions.values()), list(self._pools.values())
+            self._sessions.clear()
+            self._pools.clear()
+        for session in sessions:
+            session.close()
+        for pool in pools:
+            pool.close()

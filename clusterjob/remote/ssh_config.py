@@ -1,0 +1,164 @@
+"""Where a host is and how one logs in there, as ssh itself would find it: `ssh -G` reads the user's configuration."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterjob.core.hosts import Host
+from clusterjob.errors import HostError
+
+_PATIENCE = 20.0  # seconds for ssh -G: a `Match exec` of the user's may run a command
+
+
+@dataclass(frozen=True)
+class Target:
+    """A host with all that ssh's configuration says of it.
+
+    Attributes:
+        label: the host as the user wrote it: what errors name.
+        hostname, port, user: where, and as whom.
+        identities: private keys that may be tried, in order; not all need exist.
+        certificates: certificates of such keys.
+        identities_only: whether the agent's other keys are left alone.
+        agent: path of the agent's socket; empty for none.
+        known_hosts: the user's files of host keys; the first one is written to.
+        system_known_hosts: the system's.
+        revoked_keys: files of keys that no host may show (RevokedHostKeys).
+        key_alias: the name under which its key is known; empty for its own.
+        strict: what is to happen with an unknown key: ``ask``, ``yes``, ``accept-new`` or ``no``.
+        hash_names: whether names are hashed where keys are recorded.
+        jumps: hosts to go through, the nearest first.
+        proxy_command: a command whose stdin and stdout are the connection; empty for none.
+        connect_timeout: seconds; None if nothing is said.
+    """
+
+    label: str
+    hostname: str
+    port: int
+    user: str
+    identities: tuple[Path, ...] = ()
+    certificates: tuple[Path, ...] = ()
+    identities_only: bool = False
+    agent: str = ""
+    known_hosts: tuple[Path, ...] = ()
+    system_known_hosts: tuple[Path, ...] = ()
+    revoked_keys: tuple[Path, ...] = ()
+    key_alias: str = ""
+    strict: str = "ask"
+    hash_names: bool = False
+    jumps: tuple[Host, ...] = ()
+    proxy_command: str = ""
+    connect_timeout: float | None = None
+
+
+def resolve(host: Host, config_file: Path | None = None) -> Target:
+    """Return what the user's ssh configuration says of a host.
+
+    Args:
+        host: as it was written.
+        config_file: the configuration in the place of the user's and the system's, as `ssh -F` takes it.
+
+    Raises:
+        HostError: ssh refuses the configuration.
+    """
+    options = _ask_ssh(host, config_file) if shutil.which("ssh") else _ask_paramiko(host, config_file)
+
+    def one(key: str, default: str = "") -> str:
+        value = options.get(key, [default])[0]
+        return default if value.lower() == "none" else value
+
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # as ssh: $HOME does not matter to it
+    user = host.user or one("user") or pwd.getpwuid(os.getuid()).pw_name
+    hostname, port = one("hostname", host.name), int(one("port", "22"))
+    tokens = {"%": "%", "d": str(home), "h": hostname, "n": host.name, "p": str(port), "r": user, "u": pwd.getpwuid(os.getuid()).pw_name,
+              "i": str(os.getuid()), "k": one("hostkeyalias") or host.name, "l": os.uname().nodename,
+              "L": os.uname().nodename.split(".")[0], "j": one("proxyjump"), "C": ""}  # fmt: skip
+
+    def filled(text: str) -> str:
+        text = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], ""), text)
+        return re.sub(r"%(.)", lambda match: tokens.get(match[1], match[0]), text)
+
+    def paths(key: str, *, split: bool) -> tuple[Path, ...]:
+        words = [word for line in options.get(key, []) for word in (line.split() if split else [line]) if word.lower() != "none"]
+        return tuple(Path(str(home) + word[1:]) if (word := filled(raw)).startswith("~/") else Path(word) for raw in words)
+
+    timeout = one("connecttimeout")
+    return Target(
+        label=str(host), hostname=filled(hostname) if "%" in hostname else hostname, port=port, user=user,
+        identities=paths("identityfile", split=False), certificates=paths("certificatefile", split=False),
+        identities_only=one("identitiesonly") in ("yes", "true"), agent=_agent(options.get("identityagent", [""])[0], filled, home),
+        known_hosts=paths("userknownhostsfile", split=True), system_known_hosts=paths("globalknownhostsfile", split=True),
+        revoked_keys=paths("revokedhostkeys", split=False),
+        key_alias=one("hostkeyalias"),
+        strict={"true": "yes", "false": "no", "off": "no"}.get(one("stricthostkeychecking"), "")
+        or one("stricthostkeychecking", "ask"), hash_names=one("hashknownhosts") in ("yes", "true"), jumps=_jumps(one("proxyjump"), host),
+        proxy_command=filled(one("proxycommand")), connect_timeout=float(timeout) if timeout.isdigit() and int(timeout) else None,
+    )  # fmt: skip
+
+
+def _ask_ssh(host: Host, config_file: Path | None) -> dict[str, list[str]]:
+    argv = ["ssh", "-G", *(["-F", str(config_file)] if config_file else []), *(["-p", str(host.port)] if host.port else [])]
+    argv += [*(["-l", host.user] if host.user else []), "--", host.name]
+    try:
+        asked = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise HostError(str(host), f"`ssh -G` took longer than {_PATIENCE:g} s", "a `Match exec` of the ssh configuration hangs") from error
+    if asked.returncode:
+        said = asked.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        raise HostError(str(host), f"ssh refuses its configuration: {said[0]}", f"`ssh -G {host.name}` says more")
+    options: dict[str, list[str]] = {}
+    for line in asked.stdout.decode(errors="replace").splitlines():
+        key, _, value = line.partition(" ")
+        options.setdefault(key.lower(), []).append(value)
+    return options
+
+
+def _ask_paramiko(host: Host, config_file: Path | None) -> dict[str, list[str]]:
+    """Read the configuration where there is no ssh: without Include, and with what paramiko makes of Match."""
+    import paramiko
+
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    path = config_file or home / ".ssh" / "config"
+    known = {
+        "userknownhostsfile": [f"{home}/.ssh/known_hosts {home}/.ssh/known_hosts2"],
+        "globalknownhostsfile": ["/etc/ssh/ssh_known_hosts"],
+        "identityfile": [f"{home}/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")],
+    }
+    if path.is_file():
+        try:
+            found = paramiko.SSHConfig.from_path(str(path)).lookup(host.name)
+        except paramiko.ConfigParseError as error:
+            raise HostError(str(host), f"{path} cannot be read: {error}") from error
+        for key, value in found.items():
+            known[key] = list(value) if key in ("identityfile", "certificatefile") else [str(value)]
+    if host.port:
+        known["port"] = [str(host.port)]
+    return known
+
+
+def _agent(value: str, filled: object, home: Path) -> str:
+    assert callable(filled)
+    if value.lower() == "none":
+        return ""
+    if value in ("", "SSH_AUTH_SOCK"):
+        return os.environ.get("SSH_AUTH_SOCK", "")
+    if value.startswith("$"):
+        return os.environ.get(value.strip("${}"), "")
+    path = str(filled(value))
+    return str(home) + path[1:] if path.startswith("~/") else path
+
+
+def _jumps(text: str, host: Host) -> tuple[Host, ...]:
+    from clusterjob.core.hosts import parse_hosts
+    from clusterjob.errors import SpecError
+
+    try:
+        return parse_hosts(text) if text else ()
+    except SpecError as error:
+        raise HostError(str(host), f"ProxyJump {text} makes no sense: {error.message}") from error

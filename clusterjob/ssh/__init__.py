@@ -1,1 +1,0 @@
-"""Hosts that have sshd and nothing of ours: how they are reached, trusted, given the code and asked. The one room for paramiko."""

@@ -1,1 +1,0 @@
-"""Volcengine's ML Platform as its command `volc` shows it."""
