@@ -32,7 +32,7 @@ def test_other_families_are_left_alone(no_scontrol: dict[str, str]) -> None:
     assert slurm_addresses.settle(node, no_scontrol) is node
 
 
-def test_a_single_node_is_this_machine(no_scontrol: dict[str, str]) -> None:
+def test_a_single_node_is_loopback(no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, nnodes=1, node_rank=0)
     assert slurm_addresses.settle(node, no_scontrol).master_addr == "127.0.0.1"
 

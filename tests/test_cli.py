@@ -991,3 +991,19 @@ def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why
     out, err = terminal.said(running)
     assert out == "ran\n", "a store that cannot be served is no reason to stop a job that wants none"
     assert err.count(why) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--set", "connect_timeout=abc"], "connect_timeout: 'abc' is not a number of seconds"),
+        (["--set", "conect_timeout=3"], "knows no option 'conect_timeout'"),
+        (["--set", "remote_home=jobs"], "remote_home: 'jobs' is no absolute path"),
+        (["--hostfile", "hosts"], "both --hosts and --hostfile"),
+    ],
+)
+@pytest.mark.parametrize("command", [["hosts"], ["render", "--cluster", "ssh", "train.py"]])
+def test_options_of_ssh_are_checked_alike_by_hosts_and_by_a_job(terminal: Terminal, command: list[str], flags: list[str], why: str) -> None:
+    done = terminal(command[0], *command[1:-1], "--hosts", "gpu1.invalid", *flags, *command[1:][-1:], code=2)
+    assert done.stdout == ""
+    assert why in done.stderr

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from procs import alive, wait_until
 
+from clusterjob.node.environments.slurm_commands import slurm_environment
 from clusterjob.node.host_server import commands
 from clusterjob.node.host_server.commands import Commands
-from clusterjob.node.system.clean_environ import slurm_environment
 
 
 def run(visit: Commands, *argv: str, patience: float = 20.0, **more: Any) -> tuple[dict[str, Any], bytes]:

@@ -83,6 +83,24 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     return tuple(found)
 
 
+def named_hosts(text: str | None, file: str | None, directory: Path) -> tuple[Host, ...]:
+    """Return the hosts of --hosts or of --hostfile; none where neither is given.
+
+    Args:
+        text: the value of --hosts.
+        file: the value of --hostfile.
+        directory: where a relative path of a host file begins.
+
+    Raises:
+        SpecError: both are given, or one of them makes no sense.
+    """
+    if text is not None and file is not None:
+        raise SpecError("there are both --hosts and --hostfile", "one of them names the hosts")
+    if text is not None:
+        return parse_hosts(text)
+    return read_hostfile(directory / file) if file is not None else ()
+
+
 def of_platform(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts that a platform names to the one worker that runs the command of a task of the MPI kind; else none.
 

@@ -160,13 +160,8 @@ def _gpus(asked: int | str | None) -> tuple[str, int | None]:
 def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts.Host, ...]:
     """Take the hosts out of the settings: those that are named, those of a file, else those that a platform names."""
     text, file = values.pop("hosts", None), values.pop("hostfile", None)
-    if text is not None and file is not None:
-        raise SpecError("there are both --hosts and --hostfile", "one of them names the hosts")
-    if text is not None:
-        found = hosts.parse_hosts(text)
-    elif file is not None:
-        found = hosts.read_hostfile(directory / file)
-    else:
+    found = hosts.named_hosts(text, file, directory)
+    if not found:
         return hosts.of_platform(os.environ) if backend == "ssh" else ()
     if values.keys() & {"nproc_per_node", "gpus_per_node"}:
         return tuple(replace(host, slots=None) for host in found)  # what is said outright counts

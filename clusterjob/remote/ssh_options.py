@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.core import snapshot
+from clusterjob.core.hosts import Host
 from clusterjob.core.units import parse_size
 from clusterjob.errors import SpecError
 from clusterjob.remote import sessions
@@ -32,14 +33,18 @@ class Options:
     remote_home: str
 
     @classmethod
-    def of(cls, options: Mapping[str, str]) -> Options:
+    def of(cls, options: Mapping[str, str], *, must_exist: bool = True) -> Options:
         """Return what a job's options say.
 
+        Args:
+            options: the values of ``--set``.
+            must_exist: whether the files that they name have to be there.
+
         Raises:
-            SpecError: a value makes no sense.
+            SpecError: a value makes no sense, or a file does not exist.
         """
         config = Path(options["ssh_config"]).expanduser() if "ssh_config" in options else None
-        if config is not None and not config.is_file():
+        if must_exist and config is not None and not config.is_file():
             raise SpecError(f"ssh_config: {config} is not there")
         try:
             timeout = float(options.get("connect_timeout", DEFAULT_TIMEOUT))
@@ -52,3 +57,13 @@ class Options:
             raise SpecError(f"remote_home: {remote_home!r} is no absolute path, or holds a colon", "write it as /scratch/me or ~/jobs")
         limit = parse_size(options["sync_limit"]) if "sync_limit" in options else snapshot.LIMIT
         return cls(config.absolute() if config else None, timeout, limit, remote_home)
+
+    def place(self, hosts: tuple[Host, ...], python: str, setup: Sequence[str]) -> sessions.Place:
+        """Return hosts with how they are reached.
+
+        Args:
+            hosts: one per node, in the order of their ranks.
+            python: the job's interpreter, as the hosts find it.
+            setup: shell lines that may be needed to find it.
+        """
+        return sessions.Place(hosts, python, tuple(setup), self.remote_home, self.ssh_config, self.connect_timeout)

@@ -9,8 +9,9 @@ from dataclasses import replace
 from clusterjob.errors import PlaceError, UsageError
 from clusterjob.node import contract, environments
 from clusterjob.node.environments import Finding, openmpi_env, slurm_addresses, slurm_env, torch_env
-from clusterjob.node.environments.topology import Topology, Worker, is_this_machine
+from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.system import network
+from clusterjob.node.system.network import is_loopback
 from clusterjob.worker import siblings
 
 # Launchers that number their processes and say nothing of nodes: the processes count them when they meet.
@@ -72,7 +73,7 @@ def _on_one_machine(by_hand: dict[str, str]) -> dict[str, str]:
     """Return a place by hand with the rest of it, where all meet at an address that means each machine itself: all are of this one."""
     given = os.environ | by_hand
     knows_more = given.get("LOCAL_RANK") or given.get("LOCAL_WORLD_SIZE")
-    return by_hand if knows_more or not is_this_machine(given.get("MASTER_ADDR", "")) else _all_here(by_hand)
+    return by_hand if knows_more or not is_loopback(given.get("MASTER_ADDR", "")) else _all_here(by_hand)
 
 
 def _all_here(by_hand: dict[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from clusterjob.errors import SubmitError
-from clusterjob.node.system.clean_environ import slurm_environment
+from clusterjob.node.environments.slurm_commands import slurm_environment
 
 UNREACHED = -1000  # in the place of an exit code: nobody knows what became of the command
 _PING = 3.0  # seconds for `scontrol ping`, where nobody names a cluster; 0.06 where there is no configuration

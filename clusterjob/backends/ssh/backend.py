@@ -71,9 +71,9 @@ class SshBackend:
         from clusterjob.core import snapshot
         from clusterjob.remote.progress import Sending
 
-        spec, options = plan.spec, Options.of(plan.spec)
-        place = planning.place_of(spec.to_json(), spec.hosts)
-        code = snapshot.take(spec.workdir, options.sync_limit, spec.include_secrets) if spec.sync else None
+        spec, options = plan.spec, Options.of(plan.spec.options)
+        place = options.ssh.place(spec.hosts, spec.python, spec.setup)
+        code = snapshot.take(spec.workdir, options.ssh.sync_limit, spec.include_secrets) if spec.sync else None
         goods = Consignment(
             job_id=plan.job_id,
             files=(
@@ -227,8 +227,8 @@ class SshBackend:
         from clusterjob.backends.ssh.checks import Hosts
         from clusterjob.doctor.this_machine import directory_looks
 
-        spec, options = planning.settled(spec), Options.of(spec)
-        hosts = Hosts(self._visits(), planning.place_of(spec.to_json(), spec.hosts), spec, need_torch=options.need_torch)
+        spec, options = planning.settled(spec), Options.of(spec.options)
+        hosts = Hosts(self._visits(), options.ssh.place(spec.hosts, spec.python, spec.setup), spec, need_torch=options.need_torch)
         job = engine.Look("job", lambda: shared.plannable(self.plan, spec))
         return engine.examine([job, *directory_looks(), *hosts.looks()])
 
@@ -249,6 +249,7 @@ class SshBackend:
         return self._visits_held
 
     def _job(self, record: Record) -> Job:
+        from clusterjob.remote import ssh_options
         from clusterjob.remote.mirror import Mirror
         from clusterjob.remote.sessions import Place
 
@@ -256,7 +257,9 @@ class SshBackend:
             if record.handle is not None:
                 place = Place.from_json(record.handle.data)
             else:
-                place = planning.place_of(record.spec, tuple(Host(**host) for host in record.spec["hosts"]))
+                options = ssh_options.Options.of(record.spec.get("options") or {}, must_exist=False)
+                hosts = tuple(Host(**host) for host in record.spec["hosts"])
+                place = options.place(hosts, str(record.spec["python"]), record.spec["setup"])
             nodes = [Node(Mirror(record.job_id, record.job_dir, node)) for node in range(len(place.hosts))]
             self._jobs[record.job_id] = Job(place, nodes)
         return self._jobs[record.job_id]

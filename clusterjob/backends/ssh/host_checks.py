@@ -40,12 +40,8 @@ def named_hosts(settings: config.Settings, environ: Mapping[str, str], directory
     Raises:
         SpecError: there are none.
     """
-    found: tuple[Host, ...] = ()
-    if "hosts" in settings.values:
-        found = hosts.parse_hosts(settings.values["hosts"])
-    elif "hostfile" in settings.values:
-        found = hosts.read_hostfile(directory / settings.values["hostfile"])
-    found = found or hosts.of_platform(environ)
+    values = settings.values
+    found = hosts.named_hosts(values.get("hosts"), values.get("hostfile"), directory) or hosts.of_platform(environ)
     if not found:
         raise SpecError("there are no hosts", "--hosts a,b[1-4] or --hostfile FILE names them; so can a profile")
     return found
@@ -121,10 +117,13 @@ def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str
 
 def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
     from clusterjob.backends.ssh import planning
+    from clusterjob.remote import ssh_options
 
     values = settings.values
-    spec = {"python": values.get("python", "python3"), "setup": values.get("setup", ()), "options": values.get("set", {})}
-    return planning.place_of(spec, named)
+    given = values.get("set", {})
+    # A profile of another backend has options of its own beside those of its login host.
+    options = planning.Options.of(given).ssh if settings.backend == planning.NAME else ssh_options.Options.of(given)
+    return options.place(named, values.get("python", "python3"), values.get("setup", ()))
 
 
 def _warn(text: str) -> None:

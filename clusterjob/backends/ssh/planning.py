@@ -6,15 +6,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
 from clusterjob.core import plans
-from clusterjob.core.hosts import Host
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
+
+if TYPE_CHECKING:
+    from clusterjob.remote import ssh_options
 
 NAME = "ssh"
 SCRIPT = "ssh-node.sh"
@@ -24,30 +26,32 @@ _KNOWN = ("ssh_config", "connect_timeout", "sync_limit", "remote_home", "need_to
 
 @dataclass(frozen=True)
 class Options:
-    """What --set says to this backend."""
+    """The values of --set for this backend.
 
-    sync_limit: int
-    remote_home: str
+    Attributes:
+        ssh: how hosts are reached.
+        need_torch: whether a host without torch is refused.
+    """
+
+    ssh: ssh_options.Options
     need_torch: bool
 
     @classmethod
-    def of(cls, spec: JobSpec) -> Options:
-        """Return the options of a job.
+    def of(cls, options: Mapping[str, str]) -> Options:
+        """Return the options of a job, or of `clusterjob hosts`.
 
         Raises:
             SpecError: one is unknown, or its value makes no sense.
         """
-        from clusterjob.remote.ssh_options import Options as Common
+        from clusterjob.remote import ssh_options
 
-        options = spec.options
         unknown = next((key for key in options if key not in _KNOWN), None)
         if unknown is not None:
             raise SpecError(f"the ssh cluster knows no option {unknown!r} (--set)", f"there is {', '.join(_KNOWN)}")
-        common = Common.of(options)
         torch = options.get("need_torch", "true").lower()
         if torch not in ("true", "false"):
             raise SpecError(f"need_torch: {torch!r} is neither true nor false")
-        return cls(common.sync_limit, common.remote_home, torch == "true")
+        return cls(ssh_options.Options.of(options), torch == "true")
 
 
 def plan(spec: JobSpec) -> Plan:
@@ -57,10 +61,10 @@ def plan(spec: JobSpec) -> Plan:
         SpecError: there are no hosts, or fewer than nodes; or an option makes no sense here.
         TemplateError: the user's template cannot be rendered.
     """
-    spec, options = settled(spec), Options.of(spec)
+    spec, options = settled(spec), Options.of(spec.options)
     job_id, job_dir = shared.new_directory(spec.name)
     script = render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir))
-    remote = f"{options.remote_home}/jobs/{job_id}"
+    remote = f"{options.ssh.remote_home}/jobs/{job_id}"
     notes = ["--mem is not enforced on bare hosts"] if spec.resources.mem is not None else []
     return Plan(
         job_id=job_id,
@@ -129,14 +133,3 @@ def _environment(spec: JobSpec, node: int) -> dict[str, str]:
     if spec.resources.gpus_per_node == 0:
         env["CUDA_VISIBLE_DEVICES"] = ""
     return env
-
-
-def place_of(spec: Mapping[str, Any], hosts: tuple[Host, ...]) -> Any:
-    """Return where a job's nodes are, from what was asked for."""
-    from clusterjob.remote import sessions
-    from clusterjob.remote.connect import DEFAULT_TIMEOUT
-
-    options = spec.get("options") or {}
-    config = Path(options["ssh_config"]).expanduser().absolute() if "ssh_config" in options else None
-    timeout = float(options.get("connect_timeout", DEFAULT_TIMEOUT))
-    return sessions.Place(hosts, str(spec["python"]), tuple(spec["setup"]), options.get("remote_home", sessions.HOME), config, timeout)

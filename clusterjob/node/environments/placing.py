@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from clusterjob.errors import PlaceError
 from clusterjob.node.environments.candidate_ports import candidates
 from clusterjob.node.environments.reading import Finding, Ignored, Reading, whole_number
-from clusterjob.node.environments.topology import Topology, Worker, is_this_machine
+from clusterjob.node.environments.topology import Topology, Worker
+from clusterjob.node.system.network import is_loopback
 
 OWN_ADDRESS = "127.0.0.1"
 
@@ -90,7 +91,7 @@ def worker(
 
 def refuse_own_address(reading: Reading, addr: str, nnodes: int) -> None:
     """Note a conflict where several nodes are to meet at an address that means each of them itself."""
-    if nnodes > 1 and is_this_machine(addr):
+    if nnodes > 1 and is_loopback(addr):
         name = reading.evidence.get("master_addr", "the master's address")
         reading.conflicts.append(
             f"{name} is {addr!r}, which each of the {nnodes} nodes is itself (master_addr); node 0's own address in the network works"

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from clusterjob.errors import PlaceError
 from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.topology import Topology, expand_hostlist, is_this_machine
+from clusterjob.node.environments.topology import Topology, expand_hostlist
 from clusterjob.node.system import network
+from clusterjob.node.system.network import is_loopback
 
 _PATIENCE = 4.0  # seconds for one question to Slurm's controller
 
@@ -44,7 +45,7 @@ def settle(topology: Topology, environ: Mapping[str, str]) -> Topology:
 def _launch_address(topology: Topology, environ: Mapping[str, str]) -> str | None:
     """Return the address of the node that ran srun, where that is node 0: in a batch script, on the first node of the job."""
     address = environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()
-    if environ.get("ENVIRONMENT") != "BATCH" or not address or is_this_machine(address):
+    if environ.get("ENVIRONMENT") != "BATCH" or not address or is_loopback(address):
         return None
     try:
         first = expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))[:1]

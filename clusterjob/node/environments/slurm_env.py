@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from clusterjob.errors import PlaceError
 from clusterjob.node.environments.candidate_ports import candidates
 from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, whole_number
-from clusterjob.node.environments.topology import Topology, Worker, expand_hostlist, is_this_machine
+from clusterjob.node.environments.topology import Topology, Worker, expand_hostlist
+from clusterjob.node.system.network import is_loopback
 
 SOURCE = "slurm"
 TASK_RANK = "CLUSTERJOB_TASK_RANK"  # beside the same RANK: our script has set torch's variables from the step's own
@@ -148,14 +149,14 @@ def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
     if reading.is_set("CLUSTERJOB_MASTER_ADDR"):
         return reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR")
     given = reading.host("master_addr", "MASTER_ADDR", required=False)
-    if given is not None and is_this_machine(given) and nnodes != 1:
+    if given is not None and is_loopback(given) and nnodes != 1:
         reading.conflicts.append(
             f"MASTER_ADDR={given[:80]!r} is each node itself, and there are {nnodes} (master_addr); node 0's own address works"
         )
         return None
     nodes = _hosts(reading, "SLURM_STEP_NODELIST", required=given is None)
     if given is None:
-        if nodes and is_this_machine(nodes[0]) and nnodes != 1:
+        if nodes and is_loopback(nodes[0]) and nnodes != 1:
             reading.conflicts.append(f"SLURM_STEP_NODELIST begins with {nodes[0]!r}, and there are {nnodes} nodes (master_addr)")
         return nodes[0] if nodes else None
     whole = "SLURM_JOB_NODELIST"

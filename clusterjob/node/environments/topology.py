@@ -15,7 +15,6 @@ from clusterjob.errors import PlaceError
 _MOST_NAMES = 65536  # what Slurm's own tools expand at most
 _LONGEST_NAME = 255  # characters, as for any host name
 _LONGEST_LIST = 1 << 22  # characters
-_OWN_NAMES = {"localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback", "::1", "0.0.0.0", "::"}  # noqa: S104
 _IN_A_NAME = "._-:%@+"
 
 
@@ -183,9 +182,3 @@ def _no_hostlist(text: str, why: str) -> PlaceError:
 
 def _too_many(text: str) -> PlaceError:
     return _no_hostlist(text, f"it names more than {_MOST_NAMES} hosts")
-
-
-def is_this_machine(host: str) -> bool:
-    """Return whether a name or an address means the own machine on every machine, so that no other node can be met there."""
-    name = host.strip("[]").lower().removesuffix(".")
-    return name in _OWN_NAMES or name.startswith("127.") or name.endswith(".localhost")

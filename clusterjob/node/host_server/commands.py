@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.system.clean_environ import slurm_environment
+from clusterjob.node.environments.slurm_commands import slurm_environment
 
 MOST = 32 << 20  # bytes that a command may say
 _LOGIN_PATIENCE = 20.0  # seconds for a login shell to start

@@ -10,15 +10,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from clusterjob.node.environments.topology import is_this_machine
-
 _SIOCGIFADDR = 0x8915  # netdevice(7)
-
-
 # An address that is nobody's (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "198.51.100.1"
-
-
+_LOOPBACK_NAMES = {
+    "localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback", "::1", "0.0.0.0", "::",  # noqa: S104
+}  # fmt: skip
 PATIENCE = 3.0  # seconds for a name: a resolver whose servers do not answer takes half a minute
 _lookups: dict[str, _Lookup] = {}  # that are under way
 
@@ -44,6 +41,12 @@ class _Lookup(threading.Thread):
             self.error = socket.gaierror(socket.EAI_NONAME, f"{self._host!r} is no host's name")
         except OSError as error:
             self.error = error
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address means the own machine on every machine, so no other node can be reached there."""
+    name = host.strip("[]").lower().removesuffix(".")
+    return name in _LOOPBACK_NAMES or name.startswith("127.") or name.endswith(".localhost")
 
 
 def addresses_of(host: str) -> list[str]:
@@ -171,7 +174,7 @@ def interface_among(host: str, nnodes: int) -> str | None:
         nnodes: nodes of the job. Where there are several, node 0 itself cannot ask for the way to its own name: it is ``lo``.
     """
     interface = interface_towards(host)
-    if interface == "lo" and nnodes > 1 and not is_this_machine(host):
+    if interface == "lo" and nnodes > 1 and not is_loopback(host):
         return interface_towards(_ELSEWHERE)
     return interface
 
@@ -218,7 +221,7 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             # Debian resolves the own name to 127.0.1.1, where no other machine would get through.
-            if str(address[0]).startswith("127.") and not is_this_machine(host) and not alone:
+            if str(address[0]).startswith("127.") and not is_loopback(host) and not alone:
                 address = ("0.0.0.0", port)  # noqa: S104
             listener.bind(address)
         except OSError as error:
