@@ -1004,6 +1004,7 @@ def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why
 )
 @pytest.mark.parametrize("command", [["hosts"], ["render", "--cluster", "ssh", "train.py"]])
 def test_options_of_ssh_are_checked_alike_by_hosts_and_by_a_job(terminal: Terminal, command: list[str], flags: list[str], why: str) -> None:
+    terminal.script("", "train.py")
     done = terminal(command[0], *command[1:-1], "--hosts", "gpu1.invalid", *flags, *command[1:][-1:], code=2)
     assert done.stdout == ""
     assert why in done.stderr
