@@ -1,7 +1,8 @@
-"""What the benchmarks share: commands that are run and timed, comparisons in turns, and the table of results.
+"""What the benchmarks share: commands that are run and timed, comparisons in turns, and the table
+of results.
 
-Times are of CLOCK_MONOTONIC, which all processes of one machine share. The two sides of a comparison take turns, so that a
-machine that slows down slows both. See benchmarks/README.md.
+Times are of CLOCK_MONOTONIC, which all processes of one machine share. The two sides of a
+comparison take turns, so that a machine that slows down slows both. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Row:
         slowest: the largest.
         other: the median of what it is compared with, in the same unit.
         ratio: ours / other, where that is what the target is of.
-        target: the largest ratio, or the largest of ours where there is no ratio, that is good enough.
+        target: the largest ratio, or the largest of ours where there is no ratio, that is good
+            enough.
     """
 
     part: str
@@ -73,27 +75,41 @@ def command(name: str) -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of both sides: the user's, without what a launcher or another job has set, and with bytecode.
+    """Return the environment of both sides: the user's, without what a launcher or another job has
+    set, and with bytecode.
 
-    A package that pip has installed comes with its bytecode; a source tree gets it at the first turn, which does not count.
-    Temporary files, which torchrun leaves behind, lie beside ``home``.
+    A package that pip has installed comes with its bytecode; a source tree gets it at the first
+    turn, which does not count. Temporary files, which torchrun leaves behind, lie beside ``home``.
     """
     temporary = home.parent / "tmp"
     temporary.mkdir(exist_ok=True)
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in contract.LAUNCH_VARIABLES and name != "PYTHONDONTWRITEBYTECODE" and not name.startswith("CLUSTERJOB_")
+        if name not in contract.LAUNCH_VARIABLES
+        and name != "PYTHONDONTWRITEBYTECODE"
+        and not name.startswith("CLUSTERJOB_")
     }
     return inherited | {"CLUSTERJOB_HOME": str(home), "TMPDIR": str(temporary)}
 
 
-def run(argv: list[str], environ: Mapping[str, str], directory: Path) -> tuple[float, float, int, str]:
-    """Run a command to its end; return when it began, when it had ended, its exit code and what it said."""
+def run(
+    argv: list[str], environ: Mapping[str, str], directory: Path
+) -> tuple[float, float, int, str]:
+    """Run a command to its end; return when it began, when it had ended, its exit code and what it
+    said.
+    """
     said = directory / "said"
     with said.open("wb") as stream:
         begin = time.monotonic()
-        process = subprocess.Popen(argv, env=dict(environ), cwd=directory, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+        process = subprocess.Popen(
+            argv,
+            env=dict(environ),
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+        )
         try:
             code = process.wait(PATIENCE)
             end = time.monotonic()
@@ -120,7 +136,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             processes.send_signal(pid, signal.SIGKILL)
 
 
-def compare(part: str, what: str, runs: int, target: float | None, ours: Callable[[], float], theirs: Callable[[], float]) -> Row:
+def compare(
+    part: str,
+    what: str,
+    runs: int,
+    target: float | None,
+    ours: Callable[[], float],
+    theirs: Callable[[], float],
+) -> Row:
     """Measure two sides in turns, after one turn of each that does not count."""
     sides = (ours, theirs)
     times: tuple[list[float], list[float]] = ([], [])
@@ -146,13 +169,24 @@ def show(rows: list[Row], other: str) -> None:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         target = "" if row.target is None else f"{row.target:.2f}"
         missed = "" if row.met else "  MISSED"
-        print(f"{row.what:44}{row.ours:11.2f}{row.slowest:9.2f}{theirs:>10}{ratio:>7}{target:>8}{missed}")
+        print(
+            f"{row.what:44}{row.ours:11.2f}{row.slowest:9.2f}{theirs:>10}{ratio:>7}{target:>8}{missed}"
+        )
 
 
 def finish(rows: list[Row], other: str, *, as_json: bool) -> int:
     """Print the rows; return the exit code, which is 1 when a target was missed."""
     if as_json:
-        print(json.dumps({"schema": 2, "machine": machine(), "rows": [asdict(row) | {"met": row.met} for row in rows]}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "schema": 2,
+                    "machine": machine(),
+                    "rows": [asdict(row) | {"met": row.met} for row in rows],
+                },
+                indent=1,
+            )
+        )
     else:
         show(rows, other)
     return 0 if all(row.met for row in rows) else 1

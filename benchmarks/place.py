@@ -1,6 +1,8 @@
-"""What a process's start costs with bootstrap: finding its place, importing, making the group, and calling the roll of 1,024.
+"""What a process's start costs with bootstrap: finding its place, importing, making the group, and
+calling the roll of 1,024.
 
-The sides of a comparison take turns. Ends with exit code 1 when a target is missed. See benchmarks/README.md.
+The sides of a comparison take turns. Ends with exit code 1 when a target is missed. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -35,11 +37,33 @@ RANKS, SIMULATED_RANKS = 16, 1024
 
 
 def environments() -> dict[str, dict[str, str]]:
-    """Return what detect is measured on: each platform's variables, and a worker of ours, inside this very environment."""
+    """Return what detect is measured on: each platform's variables, and a worker of ours, inside
+    this very environment.
+    """
     endpoints = [f"10.0.0.{rank // 8}:{40000 + rank}" for rank in range(512)]
-    world = World(0, "10.0.0.1", 29500, True, 3, 64, 8, 24, 512, 8, "10.0.0.1:5000", ",".join(endpoints), ",".join(endpoints[24:32]))
-    ours = contract.worker_variables(world, 3, "job", 0) | {contract.JOB_ID: "job", contract.REPORT_FD: "5:77"}
-    found = {name: dict(row[0]) for name, row in EVERY.items()} | {"a worker of ours": ours, "nothing": {}}
+    world = World(
+        0,
+        "10.0.0.1",
+        29500,
+        True,
+        3,
+        64,
+        8,
+        24,
+        512,
+        8,
+        "10.0.0.1:5000",
+        ",".join(endpoints),
+        ",".join(endpoints[24:32]),
+    )
+    ours = contract.worker_variables(world, 3, "job", 0) | {
+        contract.JOB_ID: "job",
+        contract.REPORT_FD: "5:77",
+    }
+    found = {name: dict(row[0]) for name, row in EVERY.items()} | {
+        "a worker of ours": ours,
+        "nothing": {},
+    }
     return {name: dict(os.environ) | variables for name, variables in found.items()}
 
 
@@ -47,15 +71,38 @@ def detecting(runs: int) -> Row:
     """Return what one call costs where it costs most."""
     costs: dict[str, list[float]] = {}
     for name, environ in environments().items():
-        costs[name] = [1e3 * seconds / 50 for seconds in timeit.repeat(lambda environ=environ: detect(environ), number=50, repeat=runs)]
+        costs[name] = [
+            1e3 * seconds / 50
+            for seconds in timeit.repeat(
+                lambda environ=environ: detect(environ), number=50, repeat=runs
+            )
+        ]
     worst = max(costs, key=lambda name: statistics.median(costs[name]))
-    return Row("detect", f"detect: {worst} (ms)", runs, statistics.median(costs[worst]), max(costs[worst]), None, None, DETECT_TARGET)
+    return Row(
+        "detect",
+        f"detect: {worst} (ms)",
+        runs,
+        statistics.median(costs[worst]),
+        max(costs[worst]),
+        None,
+        None,
+        DETECT_TARGET,
+    )
 
 
 def over(row: Row, what: str, target: float) -> Row:
     """Return a comparison's difference in milliseconds in the place of its ratio."""
     assert row.other is not None
-    return Row(row.part, what, row.runs, 1e3 * (row.ours - row.other), 1e3 * (row.slowest - row.other), 1e3 * row.other, None, target)
+    return Row(
+        row.part,
+        what,
+        row.runs,
+        1e3 * (row.ours - row.other),
+        1e3 * (row.slowest - row.other),
+        1e3 * row.other,
+        None,
+        target,
+    )
 
 
 def interpreter(code: str, environ: Mapping[str, str], directory: Path) -> float:
@@ -82,7 +129,9 @@ def meeting(how: str, environ: Mapping[str, str], directory: Path) -> float:
     _, _, exit_code, said = run(argv, environ, directory)
     if exit_code:
         raise Failed(f"{argv} ended with exit code {exit_code}: {said[-600:]}")
-    times = [tuple(map(float, (directory / str(rank)).read_text().split())) for rank in range(RANKS)]
+    times = [
+        tuple(map(float, (directory / str(rank)).read_text().split())) for rank in range(RANKS)
+    ]
     return max(end for _, end in times) - min(begin for begin, _ in times)
 
 
@@ -90,7 +139,15 @@ def roll(environ: Mapping[str, str], directory: Path) -> float:
     """Return the seconds from the first simulated rank's call until the last one has its answer."""
     script = directory / "roll.py"
     script.write_text(textwrap.dedent(SIMULATED))
-    argv = ["sh", "-c", 'ulimit -n 4096 && exec "$@"', "sh", sys.executable, str(script), str(SIMULATED_RANKS)]
+    argv = [
+        "sh",
+        "-c",
+        'ulimit -n 4096 && exec "$@"',
+        "sh",
+        sys.executable,
+        str(script),
+        str(SIMULATED_RANKS),
+    ]
     _, _, exit_code, said = run(argv, environ, directory)
     if exit_code:
         raise Failed(f"the roll-call ended with exit code {exit_code}: {said[-600:]}")
@@ -103,7 +160,10 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
     if "detect" in options.parts:
         rows.append(detecting(options.runs))
     if "import" in options.parts:
-        sides = [lambda code=code: interpreter(code, environ, directory) for code in ("import clusterjob.bootstrap", "pass")]
+        sides = [
+            lambda code=code: interpreter(code, environ, directory)
+            for code in ("import clusterjob.bootstrap", "pass")
+        ]
         row = compare("import", "", options.runs, None, *sides)
         rows.append(over(row, "import clusterjob.bootstrap, over pass (ms)", IMPORT_TARGET))
     if "init" in options.parts:
@@ -113,13 +173,31 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
     if "roll" in options.parts:
         times = [roll(environ, directory) for _ in range(options.runs)]
         what = f"roll-call of {SIMULATED_RANKS} simulated ranks"
-        rows.append(Row("roll", what, options.runs, statistics.median(times), max(times), None, None, ROLL_TARGET))
+        rows.append(
+            Row(
+                "roll",
+                what,
+                options.runs,
+                statistics.median(times),
+                max(times),
+                None,
+                None,
+                ROLL_TARGET,
+            )
+        )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"what to measure: {', '.join(PARTS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"what to measure: {', '.join(PARTS)}; default: all",
+    )
     parser.add_argument("--runs", type=int, default=9, metavar="N", help="runs of each (default 9)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
@@ -129,8 +207,11 @@ def main() -> int:
     options.parts = options.parts or PARTS
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        environ = environment(directory / "home") | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-        # torch's store asks the resolver at every connection; the launcher sees to this for its own workers.
+        environ = environment(directory / "home") | {
+            "PYTHONPATH": str(Path(__file__).resolve().parent.parent)
+        }
+        # torch's store asks the resolver at every connection; the launcher sees to this for its own
+        # workers.
         environ |= {"RES_OPTIONS": "timeout:1 attempts:1"}
         try:
             rows = measure(options, environ, directory)

@@ -1,7 +1,9 @@
-"""What clusterjob adds to Slurm and what it saves there, on a real Slurm of four nodes on this machine.
+"""What clusterjob adds to Slurm and what it saves there, on a real Slurm of four nodes on this
+machine.
 
-The tests' own Slurm is started for it (tests/slurm_cluster.py; tools/slurm.sh installs what that needs) and stopped at the end.
-Ends with exit code 1 when a target is missed. See benchmarks/README.md.
+The tests' own Slurm is started for it (tests/slurm_cluster.py; tools/slurm.sh installs what that
+needs) and stopped at the end. Ends with exit code 1 when a target is missed. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -33,12 +35,18 @@ STATUS_TARGET = 1.0  # seconds
 DEATH_TARGET = 2.0  # seconds
 MANY = 500  # jobs
 APART = 6.0  # seconds between two questions: a cluster is not asked more than once in 5 s
-DEATHS = {"raise": 1, "exit": 3, "SIGKILL": 137, "SIGSEGV": 139}  # how a worker dies, and the job's exit code then
+DEATHS = {
+    "raise": 1,
+    "exit": 3,
+    "SIGKILL": 137,
+    "SIGSEGV": 139,
+}  # how a worker dies, and the job's exit code then
 NODES, RANKS = 2, 4
 LATER = "begin=now+1hour"  # for jobs that are only to be submitted
 T = TypeVar("T")
 
-# As the tutorials have it, with two of their costs left out: no srun to find the first node's address, and no guess at a port.
+# As the tutorials have it, with two of their costs left out: no srun to find the first node's
+# address, and no guess at a port.
 TORCHRUN = """#!/bin/bash
 #SBATCH --nodes={nodes} --ntasks-per-node=1 --cpus-per-task={ranks} --output={output}
 srun --kill-on-bad-exit=1 {torchrun} --nnodes={nodes} --nproc-per-node={ranks} \\
@@ -61,14 +69,18 @@ class Bench:
         self._counting = _wrappers(directory, self.calls)
 
     def environ(self, home: str, *, counted: bool = False) -> dict[str, str]:
-        """Return a client's environment; ``home`` keeps the records of one part from those of another."""
+        """Return a client's environment; ``home`` keeps the records of one part from those of
+        another.
+        """
         environ = environment(self.directory / home) | self.cluster.environment
         if counted:
             environ["PATH"] = f"{self._counting}:{environ['PATH']}"
         return environ
 
     def call(self, argv: list[str], environ: Mapping[str, str]) -> tuple[float, float, str]:
-        """Run a command that has to succeed; return when it began, how long it took and what it said."""
+        """Run a command that has to succeed; return when it began, how long it took and what it
+        said.
+        """
         begin, end, code, said = run(argv, environ, self.directory)
         if code != 0:
             raise Failed(f"{shlex.join(argv)} ended with exit code {code}:\n{said}")
@@ -87,13 +99,21 @@ class Bench:
 
 
 def _wrappers(directory: Path, calls: Path) -> Path:
-    """Make a directory of Slurm's commands that write down their name before they run; a rehearsal is none of sbatch."""
+    """Make a directory of Slurm's commands that write down their name before they run; a rehearsal
+    is none of sbatch.
+    """
     there = directory / "counted"
     there.mkdir()
     for name in ("sbatch", "squeue", "sacct", "scontrol", "sinfo", "scancel"):
-        rehearsal = f'case " $* " in *" --test-only "*) exec {shutil.which(name)} "$@" ;; esac\n' if name == "sbatch" else ""
+        rehearsal = (
+            f'case " $* " in *" --test-only "*) exec {shutil.which(name)} "$@" ;; esac\n'
+            if name == "sbatch"
+            else ""
+        )
         path = there / name
-        path.write_text(f'#!/bin/sh\n{rehearsal}echo {name} >> {shlex.quote(str(calls))}\nexec {shutil.which(name)} "$@"\n')
+        path.write_text(
+            f'#!/bin/sh\n{rehearsal}echo {name} >> {shlex.quote(str(calls))}\nexec {shutil.which(name)} "$@"\n'
+        )
         path.chmod(0o755)
     return there
 
@@ -115,25 +135,46 @@ def submitting(bench: Bench, runs: int) -> list[Row]:
     """Measure what `clusterjob submit` costs over bare sbatch of a job of the same shape."""
     environ = bench.environ("submit")
     script = bench.directory / "bare.sh"
-    script.write_text(f"#!/bin/bash\n#SBATCH --nodes={NODES} --ntasks-per-node=1 --cpus-per-task={RANKS} --output=/dev/null\nsrun true\n")
+    script.write_text(
+        f"#!/bin/bash\n#SBATCH --nodes={NODES} --ntasks-per-node=1 --cpus-per-task={RANKS} --output=/dev/null\nsrun true\n"
+    )
     bare = [command("sbatch"), "--parsable", f"--{LATER}", str(script)]
-    ours = _submit("--nodes", str(NODES), "--nproc-per-node", str(RANKS), "--set", LATER, "--", "true")
+    ours = _submit(
+        "--nodes", str(NODES), "--nproc-per-node", str(RANKS), "--set", LATER, "--", "true"
+    )
     sides = [lambda argv=argv: bench.call(argv, environ)[1] for argv in (ours, bare)]
     row = compare("submit", "submit, over bare sbatch", runs, SUBMIT_TARGET, *sides)
     bench.clear()
     assert row.other is not None
-    return [Row(row.part, row.what, runs, row.ours - row.other, row.slowest - row.other, row.other, None, SUBMIT_TARGET)]
+    return [
+        Row(
+            row.part,
+            row.what,
+            runs,
+            row.ours - row.other,
+            row.slowest - row.other,
+            row.other,
+            None,
+            SUBMIT_TARGET,
+        )
+    ]
 
 
 def starting(bench: Bench, runs: int) -> list[Row]:
     """Measure the time from the submitting command's start to rank 0's first all-reduce."""
     environ = bench.environ("start")
-    worker, file, output = WORKERS / "first_all_reduce.py", bench.directory / "done", bench.directory / "torchrun.out"
+    worker, file, output = (
+        WORKERS / "first_all_reduce.py",
+        bench.directory / "done",
+        bench.directory / "torchrun.out",
+    )
 
     def until_done(argv: list[str]) -> float:
         file.unlink(missing_ok=True)
         begin, _, said = bench.call(argv, environ)
-        jobs = bench.cluster.run("squeue", "--noheader", "--states=all", "--sort=-i", "--format=%A").stdout.split()
+        jobs = bench.cluster.run(
+            "squeue", "--noheader", "--states=all", "--sort=-i", "--format=%A"
+        ).stdout.split()
         job = bench.cluster.wait_for_job(jobs[0], timeout=PATIENCE)
         if job["JobState"] != "COMPLETED" or not file.exists():
             log = output.read_text() if output.exists() else ""
@@ -142,17 +183,34 @@ def starting(bench: Bench, runs: int) -> list[Row]:
         return float(file.read_text()) - begin
 
     def ours() -> float:
-        return until_done(_submit("--nodes", str(NODES), "--nproc-per-node", str(RANKS), str(worker), str(file)))
+        return until_done(
+            _submit("--nodes", str(NODES), "--nproc-per-node", str(RANKS), str(worker), str(file))
+        )
 
     def theirs() -> float:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         script = bench.directory / "torchrun.sh"
-        values = {"nodes": NODES, "ranks": RANKS, "output": output, "torchrun": command("torchrun"), "port": port}
+        values = {
+            "nodes": NODES,
+            "ranks": RANKS,
+            "output": output,
+            "torchrun": command("torchrun"),
+            "port": port,
+        }
         script.write_text(TORCHRUN.format(**values, worker=worker, file=file))
         return until_done([command("sbatch"), "--parsable", str(script)])
 
-    return [compare("start", f"submit to first all-reduce, {NODES} x {RANKS} ranks", runs, START_TARGET, ours, theirs)]
+    return [
+        compare(
+            "start",
+            f"submit to first all-reduce, {NODES} x {RANKS} ranks",
+            runs,
+            START_TARGET,
+            ours,
+            theirs,
+        )
+    ]
 
 
 def asking(bench: Bench, runs: int) -> list[Row]:
@@ -166,18 +224,40 @@ def asking(bench: Bench, runs: int) -> list[Row]:
         _, seconds, said = bench.call([command("clusterjob"), "status", "--json"], environ)
         jobs = json.loads(said)["jobs"]
         if len(jobs) != MANY or {job["state"] for job in jobs} != {"PENDING"}:
-            raise Failed(f"status shows {len(jobs)} jobs, {sorted({job['state'] for job in jobs})}, where {MANY} are PENDING")
+            raise Failed(
+                f"status shows {len(jobs)} jobs, {sorted({job['state'] for job in jobs})}, where {MANY} are PENDING"
+            )
         times.append(seconds)
         calls.append(len(bench.counted()))
     bench.clear()
     return [
-        Row("status", f"status of {MANY} jobs", runs, statistics.median(times[1:]), max(times[1:]), None, None, STATUS_TARGET),
-        Row("status", "its calls of Slurm (number)", runs, statistics.median(calls[1:]), max(calls[1:]), None, None, 1),
+        Row(
+            "status",
+            f"status of {MANY} jobs",
+            runs,
+            statistics.median(times[1:]),
+            max(times[1:]),
+            None,
+            None,
+            STATUS_TARGET,
+        ),
+        Row(
+            "status",
+            "its calls of Slurm (number)",
+            runs,
+            statistics.median(calls[1:]),
+            max(calls[1:]),
+            None,
+            None,
+            1,
+        ),
     ]
 
 
 def dying(bench: Bench, runs: int) -> list[Row]:
-    """Measure the time from the death of a rank on the last node to the end of all there is of the job, on all nodes."""
+    """Measure the time from the death of a rank on the last node to the end of all there is of the
+    job, on all nodes.
+    """
     environ = bench.environ("death")
     file = bench.directory / "died"
     last = NODES * RANKS - 1
@@ -185,19 +265,37 @@ def dying(bench: Bench, runs: int) -> list[Row]:
     def seconds(how: str) -> float:
         file.unlink(missing_ok=True)
         program = [str(WORKERS / "die.py"), how, "all_reduce", str(file)]
-        _, _, said = bench.call([*_submit("--nodes", str(NODES), "--nproc-per-node", str(RANKS), "--json"), *program], environ)
+        _, _, said = bench.call(
+            [*_submit("--nodes", str(NODES), "--nproc-per-node", str(RANKS), "--json"), *program],
+            environ,
+        )
         name = json.loads(said)["id"]
-        (job_id,) = bench.cluster.run("squeue", "--noheader", "--states=pending,running", "--format=%A").stdout.split()
+        (job_id,) = bench.cluster.run(
+            "squeue", "--noheader", "--states=pending,running", "--format=%A"
+        ).stdout.split()
         _until(file.exists, "the death of a rank")
         state = bench.cluster.wait_for_job(job_id)["JobState"]
         mark = f"SLURM_JOB_ID={job_id}".encode()
-        _until(lambda: not any(mark in _environ(pid) for pid in bench.cluster.processes()), "the end of the job's processes")
+        _until(
+            lambda: not any(mark in _environ(pid) for pid in bench.cluster.processes()),
+            "the end of the job's processes",
+        )
         end = time.monotonic()
-        (job,) = json.loads(bench.call([command("clusterjob"), "status", "--json", name], environ)[2])["jobs"]
+        (job,) = json.loads(
+            bench.call([command("clusterjob"), "status", "--json", name], environ)[2]
+        )["jobs"]
         failure = job["failure"] or {}
-        told = (state, job["state"], job["exit_code"], failure.get("rank"), failure.get("node_rank"))
+        told = (
+            state,
+            job["state"],
+            job["exit_code"],
+            failure.get("rank"),
+            failure.get("node_rank"),
+        )
         if told != ("FAILED", "FAILED", DEATHS[how], last, NODES - 1):
-            raise Failed(f"Slurm says {state}, and clusterjob, of rank {last} that died by {how}:\n{json.dumps(job, indent=1)}")
+            raise Failed(
+                f"Slurm says {state}, and clusterjob, of rank {last} that died by {how}:\n{json.dumps(job, indent=1)}"
+            )
         bench.cluster.wait_idle()
         return end - float(file.read_text())
 
@@ -205,7 +303,9 @@ def dying(bench: Bench, runs: int) -> list[Row]:
     for how in DEATHS:
         times = [seconds(how) for _ in range(runs)]
         what = f"{how} on node 2, to the end on both"
-        rows.append(Row("death", what, runs, statistics.median(times), max(times), None, None, DEATH_TARGET))
+        rows.append(
+            Row("death", what, runs, statistics.median(times), max(times), None, None, DEATH_TARGET)
+        )
     return rows
 
 
@@ -217,9 +317,14 @@ def _environ(pid: int) -> list[bytes]:
 
 
 def sweeping(bench: Bench, runs: int) -> list[Row]:
-    """Measure a sweep of many, and count its calls of sbatch; a larger one takes as few as MaxArraySize allows."""
+    """Measure a sweep of many, and count its calls of sbatch; a larger one takes as few as
+    MaxArraySize allows.
+    """
     rows = []
-    for size, needed in ((MANY, 1), (2500, 3)):  # MaxArraySize is 1001, which is one more than the largest index
+    for size, needed in (
+        (MANY, 1),
+        (2500, 3),
+    ):  # MaxArraySize is 1001, which is one more than the largest index
         environ = bench.environ(f"sweep{size}", counted=True)
         argv = _submit("--sweep", f"x=0-{size - 1}", "--set", LATER, "--", "true")
         times, calls = [], []
@@ -227,13 +332,35 @@ def sweeping(bench: Bench, runs: int) -> list[Row]:
             bench.counted()
             times.append(bench.call(argv, environ)[1])
             calls.append(bench.counted().count("sbatch"))
-            there = len(bench.cluster.run("squeue", "--noheader", "--array", "--format=%i").stdout.split())
+            there = len(
+                bench.cluster.run("squeue", "--noheader", "--array", "--format=%i").stdout.split()
+            )
             if there != size:
                 raise Failed(f"{there} jobs are in the queue after a sweep of {size}")
             bench.clear()
-        rows.append(Row("sweep", f"sweep of {size}", runs, statistics.median(times), max(times), None, None, None))
         rows.append(
-            Row("sweep", "its calls of sbatch that submit (number)", runs, statistics.median(calls), max(calls), None, None, needed)
+            Row(
+                "sweep",
+                f"sweep of {size}",
+                runs,
+                statistics.median(times),
+                max(times),
+                None,
+                None,
+                None,
+            )
+        )
+        rows.append(
+            Row(
+                "sweep",
+                "its calls of sbatch that submit (number)",
+                runs,
+                statistics.median(calls),
+                max(calls),
+                None,
+                None,
+                needed,
+            )
         )
     return rows
 
@@ -242,10 +369,21 @@ MEASURES = dict(zip(PARTS, (submitting, starting, asking, dying, sweeping), stri
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"what to measure: {', '.join(PARTS)}; default: all")
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each command (default 5)")
-    parser.add_argument("--accounting", action="store_true", help="on a Slurm with slurmdbd and MariaDB")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"what to measure: {', '.join(PARTS)}; default: all",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, metavar="N", help="runs of each command (default 5)"
+    )
+    parser.add_argument(
+        "--accounting", action="store_true", help="on a Slurm with slurmdbd and MariaDB"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     options.parts = options.parts or list(PARTS)
@@ -261,7 +399,12 @@ def main() -> int:
         try:
             cluster.start()
             bench = Bench(cluster, Path(directory))
-            rows = [row for part in PARTS if part in options.parts for row in MEASURES[part](bench, options.runs)]
+            rows = [
+                row
+                for part in PARTS
+                if part in options.parts
+                for row in MEASURES[part](bench, options.runs)
+            ]
         except (Failed, ClusterError) as error:
             print(f"benchmark: {error}", file=sys.stderr)
             return 1

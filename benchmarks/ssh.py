@@ -1,7 +1,9 @@
-"""How quickly jobs start on hosts over SSH: beside a shell script of ssh and torchrun, beside pdsh, and beside itself.
+"""How quickly jobs start on hosts over SSH: beside a shell script of ssh and torchrun, beside pdsh,
+and beside itself.
 
-The hosts are sshd servers on this machine, each in a network namespace of its own (`tests/sshworld.py`; needs root). The sides of a
-comparison take turns. Ends with exit code 1 when a target is missed. See benchmarks/README.md.
+The hosts are sshd servers on this machine, each in a network namespace of its own
+(`tests/sshworld.py`; needs root). The sides of a comparison take turns. Ends with exit code 1 when
+a target is missed. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -49,14 +51,19 @@ class Bench:
         self.world = world
         self.directory = directory
         self.runs = runs
-        self.environ = environment(directory / "home") | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+        self.environ = environment(directory / "home") | {
+            "PYTHONPATH": str(Path(__file__).resolve().parent.parent)
+        }
         self.missed = 0
 
     def show(self, what: str, value: float, target: float, unit: str, detail: str) -> None:
         """Print a line of the result."""
         met = value <= target
         self.missed += not met
-        print(f"{what:<48} {value:6.2f} {unit}  target {target:.2f}  {'met' if met else 'MISSED'}   ({detail})", flush=True)
+        print(
+            f"{what:<48} {value:6.2f} {unit}  target {target:.2f}  {'met' if met else 'MISSED'}   ({detail})",
+            flush=True,
+        )
 
     def place(self, name: str, files: int = 0) -> Path:
         """Make a working directory with the script and so many small files beside it."""
@@ -71,7 +78,15 @@ class Bench:
 
     def submit(self, place: Path, *words: str) -> tuple[float, float, str]:
         """Submit a job; return when that began and had ended, and the job's id."""
-        argv = [command("clusterjob"), "submit", "--hosts", "gpu[1-2]", "--set", f"ssh_config={self.world.config}", *words]
+        argv = [
+            command("clusterjob"),
+            "submit",
+            "--hosts",
+            "gpu[1-2]",
+            "--set",
+            f"ssh_config={self.world.config}",
+            *words,
+        ]
         begin, end, code, said = run(argv, self.environ, place)
         if code:
             raise Failed(f"{argv} ended with exit code {code}: {said[-600:]}")
@@ -89,10 +104,19 @@ class Bench:
 
         def ours() -> float:
             done.unlink(missing_ok=True)
-            words = ("--python", sys.executable, "--nproc-per-node", "4", "first_all_reduce.py", str(done))
+            words = (
+                "--python",
+                sys.executable,
+                "--nproc-per-node",
+                "4",
+                "first_all_reduce.py",
+                str(done),
+            )
             begin, _, job_id = self.submit(place, *words)
             while not done.exists() and time.monotonic() < begin + PATIENCE:
-                time.sleep(0.05)  # a command that waits for the job would take its share of these few cores
+                time.sleep(
+                    0.05
+                )  # a command that waits for the job would take its share of these few cores
             self.finish(job_id, place)
             return float(done.read_text()) - begin
 
@@ -100,18 +124,44 @@ class Bench:
             done.unlink(missing_ok=True)
             lines = []
             for node in range(2):
-                # Without the interface's name its gloo binds to the loopback here, where no resolver knows the hosts.
-                torchrun = ["env", "GLOO_SOCKET_IFNAME=eth0", command("torchrun"), "--nnodes", "2", "--node-rank", str(node)]
-                meet = ["--nproc-per-node", "4", "--master-addr", "10.77.0.1", "--master-port", "29511"]
+                # Without the interface's name its gloo binds to the loopback here, where no
+                # resolver knows the hosts.
+                torchrun = [
+                    "env",
+                    "GLOO_SOCKET_IFNAME=eth0",
+                    command("torchrun"),
+                    "--nnodes",
+                    "2",
+                    "--node-rank",
+                    str(node),
+                ]
+                meet = [
+                    "--nproc-per-node",
+                    "4",
+                    "--master-addr",
+                    "10.77.0.1",
+                    "--master-port",
+                    "29511",
+                ]
                 words = [*torchrun, *meet, str(place / "first_all_reduce.py"), str(done)]
-                lines.append(f"ssh -F {self.world.config} gpu{node + 1} {shlex.quote(shlex.join(words))} &")
-            begin, _, code, said = run(["sh", "-c", "\n".join([*lines, "wait"])], self.environ, place)
+                lines.append(
+                    f"ssh -F {self.world.config} gpu{node + 1} {shlex.quote(shlex.join(words))} &"
+                )
+            begin, _, code, said = run(
+                ["sh", "-c", "\n".join([*lines, "wait"])], self.environ, place
+            )
             if code or not done.exists():
                 raise Failed(f"ssh and torchrun ended with exit code {code}: {said[-600:]}")
             return float(done.read_text()) - begin
 
         mine, other = in_turns(self.runs, (ours, theirs))
-        self.show("2 hosts x 4 ranks, to the first all-reduce", mine / other, START_TARGET, "x", f"{mine:.2f} s, torchrun {other:.2f} s")
+        self.show(
+            "2 hosts x 4 ranks, to the first all-reduce",
+            mine / other,
+            START_TARGET,
+            "x",
+            f"{mine:.2f} s, torchrun {other:.2f} s",
+        )
 
     def fan(self) -> None:
         """Measure one command on each of many hosts."""
@@ -131,9 +181,23 @@ class Bench:
 
             return side
 
-        mine, other, bare = in_turns(self.runs, (timed([*fan_out, "true"]), timed(pdsh), timed(fan_out)))
-        self.show(f"{HOSTS} hosts, one command each, beside pdsh", mine / other, FAN_TARGET, "x", f"{mine:.2f} s, pdsh {other:.2f} s")
-        self.show(f"{HOSTS} hosts, beside the handshakes alone", mine / bare, HANDSHAKE_TARGET, "x", f"handshakes {bare:.2f} s")
+        mine, other, bare = in_turns(
+            self.runs, (timed([*fan_out, "true"]), timed(pdsh), timed(fan_out))
+        )
+        self.show(
+            f"{HOSTS} hosts, one command each, beside pdsh",
+            mine / other,
+            FAN_TARGET,
+            "x",
+            f"{mine:.2f} s, pdsh {other:.2f} s",
+        )
+        self.show(
+            f"{HOSTS} hosts, beside the handshakes alone",
+            mine / bare,
+            HANDSHAKE_TARGET,
+            "x",
+            f"handshakes {bare:.2f} s",
+        )
 
     def resend(self) -> None:
         """Measure a second submission of unchanged code beside one of a single file."""
@@ -153,11 +217,19 @@ class Bench:
         one, many = in_turns(self.runs, (side(small), side(large)))
         if {path: path.stat().st_mtime_ns for path in store.rglob("*")}.keys() - before.keys():
             raise Failed("file data was sent again")
-        self.show(f"{FILES} unchanged files, beside a single one", many - one, RESEND_TARGET, "s", f"{many:.2f} s and {one:.2f} s")
+        self.show(
+            f"{FILES} unchanged files, beside a single one",
+            many - one,
+            RESEND_TARGET,
+            "s",
+            f"{many:.2f} s and {one:.2f} s",
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all of them")
     parser.add_argument("--runs", type=int, default=7, help="turns that count; default 7")
     arguments = parser.parse_args()
@@ -171,7 +243,9 @@ def main() -> int:
         with world_in(directory / "world", gpus=HOSTS if "fan" in parts else 2, inner=0) as world:
             bench = Bench(world, directory, arguments.runs)
             with world.client():
-                print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}")
+                print(
+                    f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}"
+                )
                 for part in parts:
                     getattr(bench, part)()
     return 1 if bench.missed else 0

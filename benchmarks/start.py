@@ -1,7 +1,9 @@
-"""How quickly a job starts and how quickly it ends when a worker dies, beside torchrun where that can do the same.
+"""How quickly a job starts and how quickly it ends when a worker dies, beside torchrun where that
+can do the same.
 
-Times are of CLOCK_MONOTONIC, which all processes of one machine share. The two sides of a comparison take turns, so that a
-machine that slows down slows both. Ends with exit code 1 when a target is missed. See benchmarks/README.md.
+Times are of CLOCK_MONOTONIC, which all processes of one machine share. The two sides of a
+comparison take turns, so that a machine that slows down slows both. Ends with exit code 1 when a
+target is missed. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -19,14 +21,21 @@ PARTS = ("start", "help", "death")
 START_TARGETS = {8: 0.30, 16: 0.20}  # ours / torchrun's, by ranks
 HELP_TARGET = 0.25  # ours / torchrun's
 DEATH_TARGET = 1.0  # seconds
-DEATHS = {"raise": 1, "exit": 3, "SIGKILL": 137, "SIGSEGV": 139}  # how a worker dies, and the job's exit code then
+DEATHS = {
+    "raise": 1,
+    "exit": 3,
+    "SIGKILL": 137,
+    "SIGSEGV": 139,
+}  # how a worker dies, and the job's exit code then
 
 
 def first_all_reduce(argv: list[str], environ: Mapping[str, str], directory: Path) -> float:
     """Return the seconds from a command's start to rank 0's first all-reduce."""
     file = directory / "done"
     file.unlink(missing_ok=True)
-    begin, _, code, said = run([*argv, str(WORKERS / "first_all_reduce.py"), str(file)], environ, directory)
+    begin, _, code, said = run(
+        [*argv, str(WORKERS / "first_all_reduce.py"), str(file)], environ, directory
+    )
     if code != 0:
         raise Failed(f"{argv} ended with exit code {code}:\n{said}")
     return float(file.read_text()) - begin
@@ -41,13 +50,28 @@ def help_text(argv: list[str], environ: Mapping[str, str], directory: Path) -> f
 
 
 def death(how: str, collective: str, environ: Mapping[str, str], directory: Path) -> float:
-    """Return the seconds from a worker's death to the return of the job's command, which has to blame that worker."""
+    """Return the seconds from a worker's death to the return of the job's command, which has to
+    blame that worker.
+    """
     file = directory / "died"
     file.unlink(missing_ok=True)
-    argv = [command("clusterjob"), "run", "--cluster", "local", "--nodes", "2", "--nproc-per-node", "2"]
-    _, end, code, said = run([*argv, str(WORKERS / "die.py"), how, collective, str(file)], environ, directory)
+    argv = [
+        command("clusterjob"),
+        "run",
+        "--cluster",
+        "local",
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+    ]
+    _, end, code, said = run(
+        [*argv, str(WORKERS / "die.py"), how, collective, str(file)], environ, directory
+    )
     if code != DEATHS[how] or "FAILED: rank 3 (node 1, local rank 1," not in said:
-        raise Failed(f"the worker that died by {how} was not blamed, or the exit code was not {DEATHS[how]} ({code}):\n{said}")
+        raise Failed(
+            f"the worker that died by {how} was not blamed, or the exit code was not {DEATHS[how]} ({code}):\n{said}"
+        )
     return end - float(file.read_text())
 
 
@@ -58,25 +82,66 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
         for ranks in options.ranks:
             count = ["--nproc-per-node", str(ranks)]
             ours = [command("clusterjob"), "run", "--cluster", "local", "--nodes", "1", *count]
-            sides = [lambda argv=argv: first_all_reduce(argv, environ, directory) for argv in (ours, [command("torchrun"), *count])]
-            rows.append(compare("start", f"{ranks} ranks to the first all-reduce", options.runs, START_TARGETS.get(ranks), *sides))
+            sides = [
+                lambda argv=argv: first_all_reduce(argv, environ, directory)
+                for argv in (ours, [command("torchrun"), *count])
+            ]
+            rows.append(
+                compare(
+                    "start",
+                    f"{ranks} ranks to the first all-reduce",
+                    options.runs,
+                    START_TARGETS.get(ranks),
+                    *sides,
+                )
+            )
     if "help" in options.parts:
-        sides = [lambda name=name: help_text([command(name), "--help"], environ, directory) for name in ("clusterjob", "torchrun")]
+        sides = [
+            lambda name=name: help_text([command(name), "--help"], environ, directory)
+            for name in ("clusterjob", "torchrun")
+        ]
         rows.append(compare("help", "--help", options.runs, HELP_TARGET, *sides))
     if "death" in options.parts:
         for how in DEATHS:
             for collective in ("all_reduce", "barrier"):
                 times = [death(how, collective, environ, directory) for _ in range(options.runs)]
                 what = f"{how} while 3 ranks wait in {collective}"
-                rows.append(Row("death", what, options.runs, statistics.median(times), max(times), None, None, DEATH_TARGET))
+                rows.append(
+                    Row(
+                        "death",
+                        what,
+                        options.runs,
+                        statistics.median(times),
+                        max(times),
+                        None,
+                        None,
+                        DEATH_TARGET,
+                    )
+                )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"what to measure: {', '.join(PARTS)}; default: all")
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each command (default 5)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16], metavar="R", help="ranks for the part start (default 8 16)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"what to measure: {', '.join(PARTS)}; default: all",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, metavar="N", help="runs of each command (default 5)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[8, 16],
+        metavar="R",
+        help="ranks for the part start (default 8 16)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     options.parts = options.parts or list(PARTS)

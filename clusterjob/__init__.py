@@ -1,11 +1,14 @@
-"""Write a distributed training script once; one command runs it here, over SSH, under Slurm or inside a platform.
+"""Write a distributed training script once; one command runs it here, over SSH, under Slurm or
+inside a platform.
 
-The public names are loaded when they are first used: importing the package imports nothing heavy, and no torch.
+The public names are loaded when they are first used: importing the package imports nothing heavy,
+and no torch.
 """
 
 from __future__ import annotations
 
-# Not typing's: importing that would be most of what `import clusterjob.bootstrap` costs. Type checkers take the name for theirs.
+# Not typing's: importing that would be most of what `import clusterjob.bootstrap` costs. Type
+# checkers take the name for theirs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -37,8 +40,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "ClusterJobError", "FunctionJob", "JobFailed", "JobSpec", "JobState", "Program", "Resources", "Topology", "Verdict", "Worker",
-    "__version__", "map", "spawn", "submit",
+    "ClusterJobError", "FunctionJob", "JobFailed", "JobSpec", "JobState", "Program", "Resources",
+    "Topology", "Verdict", "Worker", "__version__", "map", "spawn", "submit",
 ]  # fmt: skip
 
 

@@ -12,12 +12,15 @@ _INTERRUPTED = 130  # 128 + SIGINT
 def main() -> int:
     """Run the command line; returns the exit code."""
     if sys.argv[1:2] == ["launch"]:
-        # On a node: nothing of the submit half is loaded, and the workers are forked from as plain a process as can be.
+        # On a node: nothing of the submit half is loaded, and the workers are forked from as plain
+        # a process as can be.
         try:
             from clusterjob.node.launch import main as launch
         except KeyboardInterrupt:
             return _INTERRUPTED
-        return launch(sys.argv[2:])  # in a worker that it forks, the program's own KeyboardInterrupt passes here
+        return launch(
+            sys.argv[2:]
+        )  # in a worker that it forks, the program's own KeyboardInterrupt passes here
     if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
         # Inside a job there may be no more than the node zip.
         from clusterjob.node.environments.show import main as env
@@ -25,7 +28,9 @@ def main() -> int:
         return env(sys.argv[2:])
     import gc
 
-    gc.set_threshold(50_000)  # imports make many objects and no garbage: looking for it takes a tenth of a short command
+    gc.set_threshold(
+        50_000
+    )  # imports make many objects and no garbage: looking for it takes a tenth of a short command
     try:
         from clusterjob.cli import main as command_line
 

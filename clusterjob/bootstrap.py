@@ -1,12 +1,13 @@
-"""The worker side: from whatever launched this process to a device, a process group and a `Context`.
+"""The worker side: from whatever launched this process to a device, a process group and a
+`Context`.
 
     from clusterjob import bootstrap
 
     with bootstrap.init() as ctx:
         model = ctx.wrap(Net())
 
-The same lines run under clusterjob, under torchrun, in a platform's own processes and as plain ``python train.py``.
-Importing this module imports no torch.
+The same lines run under clusterjob, under torchrun, in a platform's own processes and as plain
+``python train.py``. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import sys
 
 from clusterjob.errors import UsageError
 
-# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
+# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name
+# for theirs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -38,24 +40,29 @@ def init(
     master_addr: str | None = None,
     master_port: int | None = None,
 ) -> Context:
-    """Find this process's place, choose its device, and make the process group; every process of the job calls it.
+    """Find this process's place, choose its device, and make the process group; every process of
+    the job calls it.
 
-    The place comes from the environment: torch's own variables, which clusterjob and torchrun set, or a platform's. Without
-    any, as in plain ``python train.py``, this is a world of one. A process group that the script has made itself is adopted
-    and left alone at the end. A second call returns the context of the first.
+    The place comes from the environment: torch's own variables, which clusterjob and torchrun set,
+    or a platform's. Without any, as in plain ``python train.py``, this is a world of one. A process
+    group that the script has made itself is adopted and left alone at the end. A second call
+    returns the context of the first.
 
-    On a machine with GPUs the device is ``cuda:(local_rank % visible GPUs)``, on Intel's ``xpu:...``: a launcher that shows each
-    process just one GPU makes that one cuda:0 for all of them.
+    On a machine with GPUs the device is ``cuda:(local_rank % visible GPUs)``, on Intel's
+    ``xpu:...``: a launcher that shows each process just one GPU makes that one cuda:0 for all of
+    them.
 
     Args:
         backend: ``nccl`` or ``gloo``; by default nccl where torch sees a GPU, gloo elsewhere.
-        process_group: whether to make one; by default in every launched process, a world of one included, and not in a plain
-            one. A group asked for in a plain process uses no store that listens on a port.
-        timeout: seconds after which a collective, or the meeting of all processes, fails; torch's own default (10 minutes
-            for nccl, 30 for gloo) if None.
-        rank: this process's place by hand, for a launcher that clusterjob does not know; needs world_size. Whatever is not
-            given beside the two comes from torch's own variables (LOCAL_RANK, MASTER_ADDR, MASTER_PORT and so on). Processes
-            of multiprocessing, torch's included, need no more than the two where all are of one machine and one parent.
+        process_group: whether to make one; by default in every launched process, a world of one
+            included, and not in a plain one. A group asked for in a plain process uses no store
+            that listens on a port.
+        timeout: seconds after which a collective, or the meeting of all processes, fails; torch's
+            own default (10 minutes for nccl, 30 for gloo) if None.
+        rank: this process's place by hand, for a launcher that clusterjob does not know; needs
+            world_size. Whatever is not given beside the two comes from torch's own variables
+            (LOCAL_RANK, MASTER_ADDR, MASTER_PORT and so on). Processes of multiprocessing, torch's
+            included, need no more than the two where all are of one machine and one parent.
         world_size: number of processes in the job, by hand; needs rank.
         local_rank: index of this process on its node, by hand.
         local_world_size: number of processes on this node, by hand.
@@ -66,24 +73,32 @@ def init(
         The context; `shutdown`, the end of its with block or of the process leaves the group.
 
     Raises:
-        PlaceError: the environment is half-set or contradictory (the message names the variables), or it gives a node's place
-            and not a process's, so that a launcher is needed.
+        PlaceError: the environment is half-set or contradictory (the message names the variables),
+            or it gives a node's place and not a process's, so that a launcher is needed.
         GangError: the processes did not find each other.
-        UsageError: the arguments make no sense together, or do not agree with the context that exists already.
+        UsageError: the arguments make no sense together, or do not agree with the context that
+            exists already.
     """
     from clusterjob.worker import device, ending, group, process, rank_assignment
 
     if backend is not None and backend not in device.BACKENDS:
-        raise UsageError(f"there is no backend {backend!r}: it is one of {', '.join(device.BACKENDS)}")
+        raise UsageError(
+            f"there is no backend {backend!r}: it is one of {', '.join(device.BACKENDS)}"
+        )
     if timeout is not None and not timeout > 0:
         raise UsageError(f"timeout is {timeout}: it is a number of seconds above 0")
     by_hand = {
-        "rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size,
-        "master_addr": master_addr, "master_port": master_port,
+        "rank": rank, "world_size": world_size, "local_rank": local_rank,
+        "local_world_size": local_world_size, "master_addr": master_addr,
+        "master_port": master_port,
     }  # fmt: skip
     known = ending.remembered.context
     if known is not None and (known.backend is None or known.holds_group()):
-        _check_same(known, ending.remembered.timeout, {"backend": backend, "process_group": process_group, "timeout": timeout} | by_hand)
+        _check_same(
+            known,
+            ending.remembered.timeout,
+            {"backend": backend, "process_group": process_group, "timeout": timeout} | by_hand,
+        )
         return known
     shutdown()  # of a context whose group the script has destroyed itself
     if process.report_pipe() is not None:  # a forked worker has offered it before
@@ -92,7 +107,9 @@ def init(
         stacks.offer()
 
     finding = rank_assignment.find(
-        {name.upper(): str(value) for name, value in by_hand.items() if value is not None}, checked=not _group_exists(), timeout=timeout
+        {name.upper(): str(value) for name, value in by_hand.items() if value is not None},
+        checked=not _group_exists(),
+        timeout=timeout,
     )
     rank_assignment.prepare(finding)
 
@@ -109,10 +126,12 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the process group that `init` made and forget the context; the context is of no use afterwards.
+    """Leave the process group that `init` made and forget the context; the context is of no use
+    afterwards.
 
-    Waits for collectives of this process that are still under way, and for no other process. Harmless when there is nothing
-    to leave, and when it is called twice. A group that the script made itself stays.
+    Waits for collectives of this process that are still under way, and for no other process.
+    Harmless when there is nothing to leave, and when it is called twice. A group that the script
+    made itself stays.
     """
     from clusterjob.worker import ending
 
@@ -121,7 +140,11 @@ def shutdown() -> None:
 
 def _group_exists() -> bool:
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
+    return (
+        distributed is not None
+        and distributed.is_available()
+        and bool(distributed.is_initialized())
+    )
 
 
 def _check_same(known: Context, timeout: float | None, asked: dict[str, Any]) -> None:
@@ -130,4 +153,6 @@ def _check_same(known: Context, timeout: float | None, asked: dict[str, Any]) ->
     for name, value in asked.items():
         has = given[name] if name in given else getattr(known, name)
         if value is not None and value != has:
-            raise UsageError(f"init was called before, with {name}={has!r}: it cannot become {value!r} before shutdown()")
+            raise UsageError(
+                f"init was called before, with {name}={has!r}: it cannot become {value!r} before shutdown()"
+            )

@@ -1,7 +1,8 @@
 """Every error that a user may see, as one tree.
 
-Each error carries one line that says what is wrong, a hint that says what to do, and the exit code of the command that
-meets it. Third-party errors are translated into these where the library is called; the cause stays in ``__cause__``.
+Each error carries one line that says what is wrong, a hint that says what to do, and the exit code
+of the command that meets it. Third-party errors are translated into these where the library is
+called; the cause stays in ``__cause__``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class ClusterJobError(Exception):
         self.message = message
         self.hint = hint or self.general_hint
         if hint:
-            self.__notes__ = [f"hint: {hint}"]  # a script's traceback shows it, from Python 3.11 on (PEP 678)
+            self.__notes__ = [
+                f"hint: {hint}"
+            ]  # a script's traceback shows it, from Python 3.11 on (PEP 678)
 
 
 class UsageError(ClusterJobError):
@@ -36,7 +39,9 @@ class UsageError(ClusterJobError):
 
 
 class SpecError(UsageError):
-    """A field of the job is wrong: a node count of 0, a memory size that is none, a script that is not there."""
+    """A field of the job is wrong: a node count of 0, a memory size that is none, a script that is
+    not there.
+    """
 
     general_hint = "`clusterjob submit --help` says what each option takes"
 
@@ -63,11 +68,11 @@ class Untrusted(ConfigError):
 
 
 class TemplateError(UsageError):
-    """A template cannot be rendered: a syntax error, an undefined name, a value that was not quoted."""
+    """A template cannot be rendered: a syntax error, an undefined name, a value that was not
+    quoted.
+    """
 
-    general_hint = (
-        "each value goes through a filter: sh, sh_words, yaml or verbatim; `clusterjob render` shows a script without your template"
-    )
+    general_hint = "each value goes through a filter: sh, sh_words, yaml or verbatim; `clusterjob render` shows a script without your template"
 
 
 class UnknownCluster(UsageError):
@@ -87,12 +92,16 @@ class AmbiguousId(JobNotFound):
     """
 
     def __init__(self, text: str, ids: Sequence[str]) -> None:
-        super().__init__(f"{text!r} is the beginning of {len(ids)} jobs", f"it could be {', '.join(ids[:5])}")
+        super().__init__(
+            f"{text!r} is the beginning of {len(ids)} jobs", f"it could be {', '.join(ids[:5])}"
+        )
         self.ids = tuple(ids)
 
 
 class PlaceError(UsageError):
-    """The environment's variables do not give one place in a job: half-set, contradictory, or of the wrong level."""
+    """The environment's variables do not give one place in a job: half-set, contradictory, or of
+    the wrong level.
+    """
 
     general_hint = "`clusterjob env` shows each variable and what was made of it"
 
@@ -102,7 +111,9 @@ class SubmitError(ClusterJobError):
 
 
 class SubmitInDoubtError(SubmitError):
-    """The cluster did not answer, and the job may run all the same: its record and its directory stay."""
+    """The cluster did not answer, and the job may run all the same: its record and its directory
+    stay.
+    """
 
 
 class JobFailed(ClusterJobError):
@@ -118,7 +129,8 @@ class GangError(ClusterJobError):
 
 
 class HostError(ClusterJobError):
-    """A host cannot be used: it is not reached, not trusted, lets nobody in, or is unfit for the job.
+    """A host cannot be used: it is not reached, not trusted, lets nobody in, or is unfit for the
+    job.
 
     Args:
         host: the host as the user wrote it.

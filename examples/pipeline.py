@@ -1,10 +1,12 @@
-"""Train a network that is spread over the ranks: each holds one sub-network, and micro-batches flow through them as a pipeline.
+"""Train a network that is spread over the ranks: each holds one sub-network, and micro-batches flow
+through them as a pipeline.
 
-    clusterjob launch --nproc-per-node 2 examples/pipeline.py
-    clusterjob launch --nproc-per-node 4 examples/pipeline.py --schedule 1f1b
+    clusterjob launch --nproc-per-node 2 examples/pipeline.py clusterjob launch --nproc-per-node 4
+    examples/pipeline.py --schedule 1f1b
 
-This is for models that do not fit on one GPU. torch.distributed.pipelining sends activations forwards and gradients backwards. Before
-the first step each rank compares its gradients with those of the whole network in one process.
+This is for models that do not fit on one GPU. torch.distributed.pipelining sends activations
+forwards and gradients backwards. Before the first step each rank compares its gradients with those
+of the whole network in one process.
 """
 
 import argparse
@@ -21,8 +23,12 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 def sub_networks(count: int) -> list[nn.Module]:
-    """Return the network in as many parts as there are ranks; the same on every rank, whose seed is the same."""
-    parts: list[nn.Module] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count - 1)]
+    """Return the network in as many parts as there are ranks; the same on every rank, whose seed is
+    the same.
+    """
+    parts: list[nn.Module] = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count - 1)
+    ]
     return [*parts, nn.Linear(WIDTH, CLASSES)]
 
 
@@ -42,7 +48,13 @@ def step(ctx, schedule, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     return ctx.reduce(float(torch.stack(losses).detach().mean()) if last else 0.0, "sum")
 
 
-def gradient_error(part: nn.Module, whole: nn.Module, of_whole: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+def gradient_error(
+    part: nn.Module,
+    whole: nn.Module,
+    of_whole: nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+) -> float:
     """Return how far a part's gradients are from those of the whole network in one process."""
     loss_of(whole(inputs), labels).backward()
     pairs = zip(part.parameters(), of_whole.parameters(), strict=True)
@@ -50,7 +62,9 @@ def gradient_error(part: nn.Module, whole: nn.Module, of_whole: nn.Module, input
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
@@ -59,15 +73,21 @@ def main() -> None:
     torch.set_num_threads(1)
     with bootstrap.init() as ctx:
         if ctx.world_size < 2:
-            raise SystemExit("a pipeline needs at least two processes: clusterjob launch --nproc-per-node 2 examples/pipeline.py")
+            raise SystemExit(
+                "a pipeline needs at least two processes: clusterjob launch --nproc-per-node 2 examples/pipeline.py"
+            )
         torch.manual_seed(0)
         inputs = torch.randn(64, WIDTH).to(ctx.device)
         labels = (inputs.cpu() @ torch.randn(WIDTH, CLASSES)).argmax(dim=1).to(ctx.device)
         whole = nn.Sequential(*sub_networks(ctx.world_size)).to(ctx.device)
-        part = copy.deepcopy(whole[ctx.rank])  # a model that is too large for one GPU is never made whole: this one is, to compare
+        part = copy.deepcopy(
+            whole[ctx.rank]
+        )  # a model that is too large for one GPU is never made whole: this one is, to compare
 
         stage = PipelineStage(part, ctx.rank, ctx.world_size, ctx.device)
-        schedule = SCHEDULES[options.schedule](stage, n_microbatches=options.micro_batches, loss_fn=loss_of)
+        schedule = SCHEDULES[options.schedule](
+            stage, n_microbatches=options.micro_batches, loss_fn=loss_of
+        )
         optimizer = torch.optim.Adam(part.parameters(), lr=1e-2)
 
         first_loss = step(ctx, schedule, inputs, labels)
@@ -77,7 +97,9 @@ def main() -> None:
             optimizer.zero_grad()
             loss = step(ctx, schedule, inputs, labels)
             optimizer.step()
-        ctx.print(f"loss {first_loss:.4f} before training, {loss:.4f} after, over {ctx.world_size} sub-networks")
+        ctx.print(
+            f"loss {first_loss:.4f} before training, {loss:.4f} after, over {ctx.world_size} sub-networks"
+        )
 
 
 if __name__ == "__main__":

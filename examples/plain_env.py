@@ -1,9 +1,11 @@
-"""Fit a straight line on several processes with torch alone: any launcher that sets torch's own variables will do.
+"""Fit a straight line on several processes with torch alone: any launcher that sets torch's own
+variables will do.
 
-    torchrun --nproc-per-node 2 examples/plain_env.py
-    clusterjob launch --nproc-per-node 2 examples/plain_env.py
+    torchrun --nproc-per-node 2 examples/plain_env.py clusterjob launch --nproc-per-node 2
+    examples/plain_env.py
 
-What MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE say is all that it needs, and LOCAL_RANK to choose a GPU.
+What MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE say is all that it needs, and LOCAL_RANK to
+choose a GPU.
 """
 
 import os
@@ -42,7 +44,10 @@ def main() -> None:
     if rank == 0:
         slope, intercept = weights.tolist()
         print(f"all-reduce over {world_size} ranks: {everyone.item():g}", flush=True)
-        print(f"fitted y = {slope:.3f} x + {intercept:.3f}, true y = {SLOPE:g} x + {INTERCEPT:g}", flush=True)
+        print(
+            f"fitted y = {slope:.3f} x + {intercept:.3f}, true y = {SLOPE:g} x + {INTERCEPT:g}",
+            flush=True,
+        )
     dist.destroy_process_group()
 
 

@@ -1,10 +1,12 @@
-"""Fit a line in processes that the script starts itself, by torch.multiprocessing.spawn or by Python's multiprocessing.
+"""Fit a line in processes that the script starts itself, by torch.multiprocessing.spawn or by
+Python's multiprocessing.
 
     python examples/torch_spawn.py                    # torch.multiprocessing.spawn, two processes
-    python examples/torch_spawn.py --plain            # multiprocessing.Process
-    python examples/torch_spawn.py --nprocs 8
+    python examples/torch_spawn.py --plain            # multiprocessing.Process python
+    examples/torch_spawn.py --nprocs 8
 
-The processes say which of how many they are, and bootstrap.init does the rest: on one machine nobody has to find a free port.
+The processes say which of how many they are, and bootstrap.init does the rest: on one machine
+nobody has to find a free port.
 """
 
 import argparse
@@ -30,13 +32,17 @@ def train(rank: int, world_size: int) -> None:
             loss.backward()
             optimizer.step()
         total = ctx.reduce(len(inputs), "sum")
-        ctx.print(f"loss {ctx.reduce(loss.item()):.6f} over {total} points of {ctx.world_size} processes")
+        ctx.print(
+            f"loss {ctx.reduce(loss.item()):.6f} over {total} points of {ctx.world_size} processes"
+        )
 
 
 def start_plainly(world_size: int) -> None:
     # "spawn" starts fresh interpreters: a process that is forked after CUDA was used cannot use it.
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=train, args=(rank, world_size)) for rank in range(world_size)]
+    processes = [
+        context.Process(target=train, args=(rank, world_size)) for rank in range(world_size)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -47,9 +53,15 @@ def start_plainly(world_size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nprocs", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--plain", action="store_true", help="multiprocessing.Process in the place of torch.multiprocessing.spawn")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="multiprocessing.Process in the place of torch.multiprocessing.spawn",
+    )
     options = parser.parse_args()
     if options.plain:
         start_plainly(options.nprocs)

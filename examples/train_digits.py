@@ -1,9 +1,10 @@
 """Train a small CNN on scikit-learn's handwritten digits, on as many processes as there are.
 
     python examples/train_digits.py                                            # one process
-    clusterjob launch --nproc-per-node 4 examples/train_digits.py              # four, on this machine
-    clusterjob run --nodes 2 --gpus-per-node 8 examples/train_digits.py        # sixteen, on a cluster
-    torchrun --nproc-per-node 4 examples/train_digits.py                       # other launchers do as well
+    clusterjob launch --nproc-per-node 4 examples/train_digits.py              # four, on this
+    machine clusterjob run --nodes 2 --gpus-per-node 8 examples/train_digits.py        # sixteen, on
+    a cluster torchrun --nproc-per-node 4 examples/train_digits.py                       # other
+    launchers do as well
 
 The script is the same in each case: `bootstrap.init` finds out which of them it is.
 """
@@ -21,11 +22,14 @@ from clusterjob import bootstrap
 
 
 def digits() -> tuple[Dataset, Dataset]:
-    """Return (training, held-out): 8x8 images as float tensors of shape (1, 8, 8), and their labels."""
+    """Return (training, held-out): 8x8 images as float tensors of shape (1, 8, 8), and their
+    labels.
+    """
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
     samples = TensorDataset(images, torch.tensor(data.target))
-    # The seed is fixed: were the split another one in each process, some would train on what others are tested with.
+    # The seed is fixed: were the split another one in each process, some would train on what others
+    # are tested with.
     return random_split(samples, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
 
 
@@ -37,7 +41,9 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def train_epoch(ctx, model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer) -> tuple[float, int]:
+def train_epoch(
+    ctx, model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer
+) -> tuple[float, int]:
     """Return (mean loss, samples that this process has seen)."""
     model.train()
     total, seen = torch.zeros((), device=ctx.device), 0
@@ -46,16 +52,21 @@ def train_epoch(ctx, model: nn.Module, loader: DataLoader, optimizer: torch.opti
         optimizer.zero_grad()
         loss.backward()  # DDP averages the gradients of all processes while it computes them
         optimizer.step()
-        total += loss.detach() * len(labels)  # no .item() here: it would wait for the GPU in every step
+        total += loss.detach() * len(
+            labels
+        )  # no .item() here: it would wait for the GPU in every step
         seen += len(labels)
     return total.item() / seen, seen
 
 
 @torch.no_grad()
 def accuracy(ctx, model: nn.Module, held_out: Dataset) -> tuple[float, int]:
-    """Return (share of the held-out digits that are recognised, how many there are), the same on every process."""
+    """Return (share of the held-out digits that are recognised, how many there are), the same on
+    every process.
+    """
     model.eval()
-    # Each process takes every world_size-th digit. A DistributedSampler would pad the last ones, and count some twice.
+    # Each process takes every world_size-th digit. A DistributedSampler would pad the last ones,
+    # and count some twice.
     share = torch.utils.data.Subset(held_out, range(ctx.rank, len(held_out), ctx.world_size))
     correct = 0
     for images, labels in DataLoader(share, batch_size=256):
@@ -64,11 +75,23 @@ def accuracy(ctx, model: nn.Module, held_out: Dataset) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples per step, of all processes together (default %(default)s)")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=64,
+        help="samples per step, of all processes together (default %(default)s)",
+    )
     parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--target", type=float, default=0.95, help="held-out accuracy below which the job fails (default %(default)s)")
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=0.95,
+        help="held-out accuracy below which the job fails (default %(default)s)",
+    )
     options = parser.parse_args()
 
     torch.set_num_threads(1)  # on CPU: for so small a network, threads cost more than they bring
@@ -77,9 +100,12 @@ def main() -> None:
         train, held_out = digits()
         model = ctx.wrap(network())
         optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-        # One batch is split among the processes, so the optimisation is the same however many there are, only faster.
+        # One batch is split among the processes, so the optimisation is the same however many there
+        # are, only faster.
         sampler = ctx.sampler(train)
-        loader = DataLoader(train, batch_size=max(1, options.batch_size // ctx.world_size), sampler=sampler)
+        loader = DataLoader(
+            train, batch_size=max(1, options.batch_size // ctx.world_size), sampler=sampler
+        )
 
         seconds, seen = 0.0, 0
         for epoch in range(options.epochs):
@@ -91,11 +117,14 @@ def main() -> None:
             ctx.print(f"epoch {epoch + 1}/{options.epochs}: loss {ctx.reduce(loss):.4f}")
 
         reached, digits_tested = accuracy(ctx, model, held_out)
-        ctx.print(f"{seen / seconds:.0f} samples per second on {ctx.world_size} x {ctx.device.type}")
+        ctx.print(
+            f"{seen / seconds:.0f} samples per second on {ctx.world_size} x {ctx.device.type}"
+        )
         ctx.print(f"held-out accuracy {reached:.4f} on {digits_tested} digits")
 
     if ctx.is_main and reached < options.target:
-        # One process is enough to fail the job, and its message becomes the reason that the launcher gives.
+        # One process is enough to fail the job, and its message becomes the reason that the
+        # launcher gives.
         sys.exit(f"held-out accuracy {reached:.4f} is below the target of {options.target}")
 
 

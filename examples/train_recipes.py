@@ -1,14 +1,16 @@
-"""Train a small classifier with what larger trainings need; each recipe is an option, and most are a line or two.
+"""Train a small classifier with what larger trainings need; each recipe is an option, and most are
+a line or two.
 
-    python examples/train_recipes.py                                                        # one process
-    clusterjob launch --nproc-per-node 2 examples/train_recipes.py                          # DistributedDataParallel
-    clusterjob launch --nproc-per-node 2 examples/train_recipes.py --amp                    # mixed precision
-    clusterjob launch --nproc-per-node 2 examples/train_recipes.py --batch-size 16 --accumulate 4
-    clusterjob launch --nproc-per-node 2 examples/train_recipes.py --sync-batchnorm         # on GPUs
-    clusterjob launch --nproc-per-node 2 examples/train_recipes.py --tensorboard runs
+    python examples/train_recipes.py                                                        # one
+    process clusterjob launch --nproc-per-node 2 examples/train_recipes.py
+    # DistributedDataParallel clusterjob launch --nproc-per-node 2 examples/train_recipes.py --amp
+    # mixed precision clusterjob launch --nproc-per-node 2 examples/train_recipes.py --batch-size 16
+    --accumulate 4 clusterjob launch --nproc-per-node 2 examples/train_recipes.py --sync-batchnorm
+    # on GPUs clusterjob launch --nproc-per-node 2 examples/train_recipes.py --tensorboard runs
 
-All of them: a sampler that draws a new order each epoch, initial weights from rank 0, a learning rate that grows with the number of
-processes, an evaluation in which every sample counts once, and output from the main process alone.
+All of them: a sampler that draws a new order each epoch, initial weights from rank 0, a learning
+rate that grows with the number of processes, an evaluation in which every sample counts once, and
+output from the main process alone.
 """
 
 import argparse
@@ -22,7 +24,9 @@ from clusterjob import bootstrap
 
 
 def samples() -> tuple[Dataset, Dataset]:
-    """Return (training, held-out) samples of a made-up task: which of four directions a point lies in."""
+    """Return (training, held-out) samples of a made-up task: which of four directions a point lies
+    in.
+    """
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(2048 + 509, 16, generator=generator)
     labels = (inputs @ torch.randn(16, 4, generator=generator)).argmax(dim=1)
@@ -35,17 +39,26 @@ def network(*, batchnorm: bool) -> nn.Module:
 
 
 def train_epoch(ctx, model, loader, optimizer, scaler, options) -> float:
-    """Return the mean loss over all processes; the optimizer makes a step every `options.accumulate` batches."""
+    """Return the mean loss over all processes; the optimizer makes a step every
+    `options.accumulate` batches.
+    """
     model.train()
     total = torch.zeros((), device=ctx.device)
     half = torch.float16 if ctx.device.type == "cuda" else torch.bfloat16
     for number, (inputs, labels) in enumerate(loader, start=1):
         stepping = number % options.accumulate == 0
-        # Until the step, gradients are summed on each process; DDP need not send them to the others.
-        quiet = model.no_sync() if not stepping and hasattr(model, "no_sync") else contextlib.nullcontext()
+        # Until the step, gradients are summed on each process; DDP need not send them to the
+        # others.
+        quiet = (
+            model.no_sync()
+            if not stepping and hasattr(model, "no_sync")
+            else contextlib.nullcontext()
+        )
         with quiet:
             with torch.autocast(ctx.device.type, dtype=half, enabled=options.amp):
-                loss = nn.functional.cross_entropy(model(inputs.to(ctx.device)), labels.to(ctx.device))
+                loss = nn.functional.cross_entropy(
+                    model(inputs.to(ctx.device)), labels.to(ctx.device)
+                )
             scaler.scale(loss / options.accumulate).backward()  # the mean over the large batch
         if stepping:
             scaler.step(optimizer)
@@ -57,9 +70,12 @@ def train_epoch(ctx, model, loader, optimizer, scaler, options) -> float:
 
 @torch.no_grad()
 def evaluate(ctx, model: nn.Module, held_out: Dataset) -> tuple[int, int]:
-    """Return (samples that were recognised, samples that were looked at), summed over all processes."""
+    """Return (samples that were recognised, samples that were looked at), summed over all
+    processes.
+    """
     model.eval()
-    # Each process takes every world_size-th sample. A DistributedSampler would pad the last ones, and count some twice.
+    # Each process takes every world_size-th sample. A DistributedSampler would pad the last ones,
+    # and count some twice.
     share = Subset(held_out, range(ctx.rank, len(held_out), ctx.world_size))
     right = seen = 0
     for inputs, labels in DataLoader(share, batch_size=256):
@@ -69,7 +85,9 @@ def evaluate(ctx, model: nn.Module, held_out: Dataset) -> tuple[int, int]:
 
 
 def writer_to(ctx, folder: str):
-    """Return a TensorBoard writer on the main process; the others would write the same curves beside it."""
+    """Return a TensorBoard writer on the main process; the others would write the same curves
+    beside it.
+    """
     if not (folder and ctx.is_main):
         return None
     from torch.utils.tensorboard import SummaryWriter  # of the package tensorboard
@@ -78,31 +96,75 @@ def writer_to(ctx, folder: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples per process and backward pass (default %(default)s)")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backward passes per step of the optimizer")
-    parser.add_argument("--lr", type=float, default=0.1, help="for one process; it is multiplied by their number (default %(default)s)")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl on GPUs, gloo elsewhere")
-    parser.add_argument("--amp", action="store_true", help="mixed precision: float16 with a GradScaler on GPUs, bfloat16 on the CPU")
-    parser.add_argument("--batchnorm", action="store_true", help="a network with batch normalisation")
-    parser.add_argument("--sync-batchnorm", action="store_true", help="and statistics over all processes (GPUs only)")
-    parser.add_argument("--tensorboard", default="", metavar="FOLDER", help="write curves for TensorBoard")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=64,
+        help="samples per process and backward pass (default %(default)s)",
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="backward passes per step of the optimizer",
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=0.1,
+        help="for one process; it is multiplied by their number (default %(default)s)",
+    )
+    parser.add_argument(
+        "--backend", choices=("nccl", "gloo"), help="default: nccl on GPUs, gloo elsewhere"
+    )
+    parser.add_argument(
+        "--amp",
+        action="store_true",
+        help="mixed precision: float16 with a GradScaler on GPUs, bfloat16 on the CPU",
+    )
+    parser.add_argument(
+        "--batchnorm", action="store_true", help="a network with batch normalisation"
+    )
+    parser.add_argument(
+        "--sync-batchnorm",
+        action="store_true",
+        help="and statistics over all processes (GPUs only)",
+    )
+    parser.add_argument(
+        "--tensorboard", default="", metavar="FOLDER", help="write curves for TensorBoard"
+    )
     parser.add_argument("--save", default="", metavar="PATH", help="write the weights at the end")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     with bootstrap.init(options.backend) as ctx:
-        torch.manual_seed(ctx.rank)  # other weights and other dropout on each process, until wrap() sends rank 0's weights to all
-        model = ctx.wrap(network(batchnorm=options.batchnorm or options.sync_batchnorm), sync_batchnorm=options.sync_batchnorm)
-        fingerprint = float(sum(parameter.double().abs().sum() for parameter in model.parameters()).detach())
+        torch.manual_seed(
+            ctx.rank
+        )  # other weights and other dropout on each process, until wrap() sends rank 0's weights to all
+        model = ctx.wrap(
+            network(batchnorm=options.batchnorm or options.sync_batchnorm),
+            sync_batchnorm=options.sync_batchnorm,
+        )
+        fingerprint = float(
+            sum(parameter.double().abs().sum() for parameter in model.parameters()).detach()
+        )
         same = ctx.reduce(fingerprint, "min") == ctx.reduce(fingerprint, "max")
-        ctx.print(f"initial weights: {'the same' if same else 'different'} on {ctx.world_size} processes")
+        ctx.print(
+            f"initial weights: {'the same' if same else 'different'} on {ctx.world_size} processes"
+        )
 
-        # A batch of all processes is world_size times as large as one's: the learning rate grows with it (arXiv:1706.02677).
+        # A batch of all processes is world_size times as large as one's: the learning rate grows
+        # with it (arXiv:1706.02677).
         lr = options.lr * ctx.world_size
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.amp and ctx.device.type == "cuda")
+        scaler = torch.amp.GradScaler(
+            ctx.device.type, enabled=options.amp and ctx.device.type == "cuda"
+        )
         train, held_out = samples()
         sampler = ctx.sampler(train)
         loader = DataLoader(train, batch_size=options.batch_size, sampler=sampler, drop_last=True)
@@ -113,13 +175,17 @@ def main() -> None:
             first = next(iter(sampler))
             loss = train_epoch(ctx, model, loader, optimizer, scaler, options)
             right, seen = evaluate(ctx, model, held_out)
-            ctx.print(f"epoch {epoch + 1}/{options.epochs}: loss {loss:.4f}, accuracy {right / seen:.4f}, first sample {first}")
+            ctx.print(
+                f"epoch {epoch + 1}/{options.epochs}: loss {loss:.4f}, accuracy {right / seen:.4f}, first sample {first}"
+            )
             if writer is not None:
                 writer.add_scalar("loss/train", loss, epoch)
                 writer.add_scalar("accuracy/held-out", right / seen, epoch)
         if writer is not None:
             writer.close()
-        ctx.print(f"held-out accuracy {right / seen:.4f}: {right} of {seen} on {ctx.world_size} x {ctx.device.type} by {ctx.backend}")
+        ctx.print(
+            f"held-out accuracy {right / seen:.4f}: {right} of {seen} on {ctx.world_size} x {ctx.device.type} by {ctx.backend}"
+        )
         if options.save and ctx.is_main:
             torch.save(getattr(model, "module", model).state_dict(), options.save)
 

@@ -1,4 +1,6 @@
-"""What holds for every test: a world of its own, and nothing left behind: process, socket, thread, variable or directory."""
+"""What holds for every test: a world of its own, and nothing left behind: process, socket, thread,
+variable or directory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from procs import (
     listening_sockets,
     marked,
 )
-from slurm_fixtures import _slurm_dbd, _slurm_either, _slurm_none, slurm, slurm_accounted, slurm_cluster  # noqa: F401  fixtures
+from slurm_fixtures import (  # noqa: F401  fixtures
+    _slurm_dbd,
+    _slurm_either,
+    _slurm_none,
+    slurm,
+    slurm_accounted,
+    slurm_cluster,
+)
 from slurm_user import user, user_accounted, user_of_either  # noqa: F401  fixtures
 from sshsite import full_disk, site  # noqa: F401  fixtures
 from sshworld import World, require, world_in
@@ -35,12 +44,14 @@ from clusterjob.core import node_zip
 
 SETTLING = 5.0  # seconds that what a test has started may take to be gone
 _FAMILIES = (
-    "SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_",
-    "PALS_", "JSM_", "LSB_", "FLUX_", "PADDLE_", "VC_", "VK_", "MA_NUM_", "SKYPILOT_", "SM_", "AZ_BATCH", "DLC_", "AIHC_",
+    "SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_",
+    "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PALS_", "JSM_", "LSB_", "FLUX_", "PADDLE_",
+    "VC_", "VK_", "MA_NUM_", "SKYPILOT_", "SM_", "AZ_BATCH", "DLC_", "AIHC_",
 )  # fmt: skip
 _ALONE = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
-    "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RES_OPTIONS", "PYTHONUNBUFFERED",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME", "RES_OPTIONS", "PYTHONUNBUFFERED",
 )  # fmt: skip
 
 settings.register_profile("clusterjob", deadline=None)
@@ -49,15 +60,22 @@ settings.load_profile("clusterjob")
 
 @pytest.fixture(scope="session", autouse=True)
 def _signals_of_a_terminal() -> None:
-    """Undo what a shell does to a job in the background: processes inherit signals that are ignored."""
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    """Undo what a shell does to a job in the background: processes inherit signals that are
+    ignored.
+    """
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cache directory with the node zip in it, as a job leaves it: to make it takes longer than most tests."""
+    """Return a cache directory with the node zip in it, as a job leaves it: to make it takes longer
+    than most tests.
+    """
     cache = tmp_path_factory.mktemp("cache")
     node_zip.keep(node_zip.node_zip(), cache / "clusterjob")
     return cache
@@ -65,7 +83,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory, _cache: Path) -> Iterator[None]:
-    """Give the test an environment that names no job and no configuration; fail it if it changes the environment or leaks."""
+    """Give the test an environment that names no job and no configuration; fail it if it changes
+    the environment or leaks.
+    """
     before = {identity(pid) for pid in below(os.getpid())}
     threads = set(threading.enumerate())
     listening = listening_sockets(os.getpid())
@@ -77,7 +97,9 @@ def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory, _cache: Path) ->
                 patch.delenv(name)
         home = tmp_path_factory.mktemp("home")
         patch.setenv(MARKER, marker)
-        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))  # for interpreters that are started with -S
+        patch.setenv(
+            "PYTHONPATH", str(Path(__file__).resolve().parent.parent)
+        )  # for interpreters that are started with -S
         patch.setenv("CLUSTERJOB_HOME", str(home / "clusterjob"))
         patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
         patch.setenv("XDG_CACHE_HOME", str(_cache))
@@ -90,25 +112,36 @@ def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory, _cache: Path) ->
             else:
                 del os.environ[name]
     complaints = [
-        f"{name}: {given.get(name)!r} became {left.get(name)!r}" for name in left.keys() | given.keys() if left.get(name) != given.get(name)
+        f"{name}: {given.get(name)!r} became {left.get(name)!r}"
+        for name in left.keys() | given.keys()
+        if left.get(name) != given.get(name)
     ]
     if os.getcwd() != directory:
         complaints.append(f"the working directory became {os.getcwd()}")
         os.chdir(directory)
     complaints += _leaks(marker, before, threads, listening)
     if complaints:
-        pytest.fail("the test left behind:\n" + "\n".join(f"  {complaint}" for complaint in complaints), pytrace=False)
+        pytest.fail(
+            "the test left behind:\n" + "\n".join(f"  {complaint}" for complaint in complaints),
+            pytrace=False,
+        )
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
-def _leaks(marker: str, before: set[tuple[int, str]], threads: set[threading.Thread], listening: set[str]) -> list[str]:
-    """Return a line for everything that outlives the test and its settling time; leaked processes are killed then."""
+def _leaks(
+    marker: str, before: set[tuple[int, str]], threads: set[threading.Thread], listening: set[str]
+) -> list[str]:
+    """Return a line for everything that outlives the test and its settling time; leaked processes
+    are killed then.
+    """
     end = time.monotonic() + SETTLING
     while True:
-        pids = sorted(set(marked(marker)) | {pid for pid in below(os.getpid()) if identity(pid) not in before})
+        pids = sorted(
+            set(marked(marker)) | {pid for pid in below(os.getpid()) if identity(pid) not in before}
+        )
         others = [thread for thread in threading.enumerate() if thread not in threads]
         sockets = listening_sockets(os.getpid()) - listening
         if not (pids or others or sockets):
@@ -117,7 +150,11 @@ def _leaks(marker: str, before: set[tuple[int, str]], threads: set[threading.Thr
             break
         time.sleep(0.02)
     lines = [f"a process: {pid} {command_line(pid)}" for pid in pids]
-    lines += [f"a listening socket: {address} of process {pid}" for pid in pids for address in listening_sockets(pid)]
+    lines += [
+        f"a listening socket: {address} of process {pid}"
+        for pid in pids
+        for address in listening_sockets(pid)
+    ]
     lines += [f"a thread: {thread.name}" for thread in others]
     lines += [f"a listening socket of this process: {address}" for address in sockets]
     kill_one_by_one([pid for pid in pids if alive(pid)])
@@ -148,7 +185,9 @@ def _hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def world(_hosts: World, _world_of_its_own: None) -> Iterator[World]:
-    """Give the test real hosts, and a place in their client's network; nothing may be left running on them."""
+    """Give the test real hosts, and a place in their client's network; nothing may be left running
+    on them.
+    """
     _hosts.reset()
     with _hosts.client():
         yield _hosts

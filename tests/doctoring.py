@@ -16,7 +16,8 @@ from clusterjob.core import node_zip
 
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 PACKAGE = str(Path(clusterjob.__file__).parent)
-# Where setup lines and the like find it: a torch that says how it is built, and has no native code that takes a second to load.
+# Where setup lines and the like find it: a torch that says how it is built, and has no native code
+# that takes a second to load.
 LIGHT_TORCH = """
 __version__ = {version!r}
 class version:
@@ -37,7 +38,9 @@ class Diagnosis:
 
     def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
         assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
-        assert done.returncode in (0, 1), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode in (0, 1), (
+            f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         said: dict[str, Any] = json.loads(done.stdout)
         assert said["schema"] == 1
         self.checks: list[dict[str, str]] = said["checks"]
@@ -50,7 +53,10 @@ class Diagnosis:
             assert check["hint"] or check["state"] not in ("warning", "failed"), f"no hint: {check}"
 
     def __repr__(self) -> str:
-        return "\n" + "\n".join(f"{check['state']:<8} {check['name']:<12} {check['words']} [{check['hint']}]" for check in self.checks)
+        return "\n" + "\n".join(
+            f"{check['state']:<8} {check['name']:<12} {check['words']} [{check['hint']}]"
+            for check in self.checks
+        )
 
     def named(self, name: str) -> list[dict[str, str]]:
         found = [check for check in self.checks if check["name"] == name]
@@ -70,17 +76,31 @@ class Diagnosis:
 
     @property
     def failed(self) -> list[str]:
-        return list(dict.fromkeys(check["name"] for check in self.checks if check["state"] == "failed"))
+        return list(
+            dict.fromkeys(check["name"] for check in self.checks if check["state"] == "failed")
+        )
 
 
 def doctor(*words: str, prefix: Sequence[str] = (), first: bool = False, **more: Any) -> Diagnosis:
-    """Run it with these options, behind a command such as unshare if one is given; as somebody's first command, or after others."""
+    """Run it with these options, behind a command such as unshare if one is given; as somebody's
+    first command, or after others.
+    """
     if not first:
         node_zip.keep(
             node_zip.node_zip(node_zip.cache_directory()), node_zip.cache_directory()
         )  # as a job leaves it: packing takes longer than all of the checks
     argv = [*prefix, *CLUSTERJOB, "doctor", "--json", *words]
-    return Diagnosis(subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=PATIENCE, **more))
+    return Diagnosis(
+        subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=PATIENCE,
+            **more,
+        )
+    )
 
 
 def light_torch(directory: Path, version: str = "2.9.0") -> Path:

@@ -24,26 +24,38 @@ JSON = st.recursive(
     | st.floats()
     | st.text(max_size=20)
     | st.sampled_from(["", "²", "-1", "1e999", "\x1b[2J", 10**30]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
-def fuzz(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def fuzz(
+    **strategies: st.SearchStrategy[Any],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make two tests of a function: of `QUICK` examples, and a slow one of `THOROUGH`.
 
     Args:
-        strategies: the function's arguments that hypothesis makes; all others are fixtures, the same ones for each example.
+        strategies: the function's arguments that hypothesis makes; all others are fixtures, the
+            same ones for each example.
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(check, eval_str=True)
-        fixtures = [parameter for name, parameter in own.parameters.items() if name not in strategies]
+        fixtures = [
+            parameter for name, parameter in own.parameters.items() if name not in strategies
+        ]
 
         def test(**given_by_pytest: Any) -> None:
             examples = given_by_pytest.pop("examples")
 
-            @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+            @settings(
+                max_examples=examples,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                database=None,
+            )
             @given(**strategies)
             def run(**values: Any) -> None:
                 check(**given_by_pytest, **values)
@@ -54,13 +66,17 @@ def fuzz(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]]
         del test.__wrapped__  # pytest would take the signature from there
         examples = inspect.Parameter("examples", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([*fixtures, examples])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("examples", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)])(test)
+        return pytest.mark.parametrize(
+            "examples", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)]
+        )(test)
 
     return decorate
 
 
 def emptied(directory: Path) -> Path:
-    """Return a directory for one example, with nothing in it: a numbered one for each of thousands takes minutes to make and to remove."""
+    """Return a directory for one example, with nothing in it: a numbered one for each of thousands
+    takes minutes to make and to remove.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     return directory
@@ -73,7 +89,9 @@ def changed(draw: st.DrawFn, value: Any) -> Any:
     for _ in range(draw(st.integers(1, 3))):
         inside = result
         while isinstance(inside, (dict, list)) and inside:
-            key = draw(st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside))))
+            key = draw(
+                st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside)))
+            )
             if not isinstance(inside[key], (dict, list)) or draw(st.booleans()):
                 if draw(st.booleans()):
                     inside[key] = draw(JSON)

@@ -1,4 +1,6 @@
-"""How the tests of the hook start Python processes as workers do, and read what several ranks have printed."""
+"""How the tests of the hook start Python processes as workers do, and read what several ranks have
+printed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ MODES = ["fork", "exec"]
 
 
 def unfolded(text: str) -> list[str]:
-    """Return the lines of output with one rank each, in the order of ranks: alike ones may be folded or not."""
+    """Return the lines of output with one rank each, in the order of ranks: alike ones may be
+    folded or not.
+    """
     found = []
     for line in text.splitlines():
         ranks, _, rest = line.removeprefix("[").partition("] ")
@@ -25,14 +29,28 @@ def unfolded(text: str) -> list[str]:
 
 
 def hooked_path(directory: Path) -> str:
-    """Return a PYTHONPATH as workers have it, with a sitecustomize and a usercustomize of the user's."""
+    """Return a PYTHONPATH as workers have it, with a sitecustomize and a usercustomize of the
+    user's.
+    """
     own = directory / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import sys; sys.from_site = True\n")
     (own / "usercustomize.py").write_text("import sys; sys.from_user = True\n")
-    return hook_directory.variables({"PYTHONPATH": str(own)}, hook_directory.write(directory))["PYTHONPATH"]
+    return hook_directory.variables({"PYTHONPATH": str(own)}, hook_directory.write(directory))[
+        "PYTHONPATH"
+    ]
 
 
-def python(path: str, code: str, *flags: str, interpreter: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | ({"PYTHONPATH": path} if path else {})
-    return subprocess.run([interpreter, *flags, "-c", textwrap.dedent(code)], env=environ, capture_output=True, text=True, check=False)
+def python(
+    path: str, code: str, *flags: str, interpreter: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | (
+        {"PYTHONPATH": path} if path else {}
+    )
+    return subprocess.run(
+        [interpreter, *flags, "-c", textwrap.dedent(code)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -1,4 +1,6 @@
-"""A host that answers with anything, or slowly: a real sshd whose ForceCommand plays, or slows, the other end of the conversation."""
+"""A host that answers with anything, or slowly: a real sshd whose ForceCommand plays, or slows, the
+other end of the conversation.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from procs import PATIENCE
 from sshsite import Site, hang_up
 from sshworld import HostOfWorld
 
-# Reads the submitter's script up to the line with the zip's digest, then answers. A play defines `answer(request)`, which returns an
-# object and bytes, or writes to `out` itself and returns None.
+# Reads the submitter's script up to the line with the zip's digest, then answers. A play defines
+# `answer(request)`, which returns an object and bytes, or writes to `out` itself and returns None.
 _PLAYER = """
 import json, re, sys, time
 source, out = sys.stdin.buffer, sys.stdout.buffer
@@ -51,7 +53,8 @@ def hostile(host: HostOfWorld, play: str = "") -> Iterator[Callable[[str], None]
 
     Args:
         host: the host.
-        play: Python code with a function `answer`, and perhaps `introduction`, which comes before the conversation.
+        play: Python code with a function `answer`, and perhaps `introduction`, which comes before
+            the conversation.
     """
     script = host.directory / "hostile.py"
 
@@ -87,7 +90,9 @@ def slow(host: HostOfWorld, rate: int) -> Iterator[None]:
 
 
 def run(site: Site, *words: str) -> tuple[int, str, str]:
-    """Run a command of clusterjob to its end; return its exit code and what it has written to stdout and stderr."""
+    """Run a command of clusterjob to its end; return its exit code and what it has written to
+    stdout and stderr.
+    """
     process = site.command(*words, stdin=subprocess.DEVNULL)
     try:
         out, err = process.communicate(timeout=PATIENCE)

@@ -1,4 +1,6 @@
-"""How the tests of the worker side start real workers: under our launcher, under torchrun, plainly, or by hand."""
+"""How the tests of the worker side start real workers: under our launcher, under torchrun, plainly,
+or by hand.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,19 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     "exec": (sys.executable, "-m", "clusterjob.node", "--start", "exec", "--nproc-per-node"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"),
 }
-_FOREIGN = ("CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI_", "PET_", "MLP_", "PADDLE_")
+_FOREIGN = (
+    "CLUSTERJOB_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PET_",
+    "MLP_",
+    "PADDLE_",
+)
 _SHARES = 4  # at most so many processes of pytest choose ports side by side
 _given: set[int] = set()
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -44,15 +58,28 @@ class Run:
 
 
 def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment that names no job, whose temporary files lie in the test's own directory."""
-    keep = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES}
-    own = {"TMPDIR": _shorter(directory), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+    """Return an environment that names no job, whose temporary files lie in the test's own
+    directory.
+    """
+    keep = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+    }
+    own = {
+        "TMPDIR": _shorter(directory),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
     return keep | own | dict(extra or {})
 
 
 @functools.cache
 def _shorter(directory: Path) -> str:
-    """Return a short path of a directory: a socket's has at most 107 bytes, and multiprocessing makes sockets below TMPDIR."""
+    """Return a short path of a directory: a socket's has at most 107 bytes, and multiprocessing
+    makes sockets below TMPDIR.
+    """
     link = _links() / secrets.token_hex(3)
     link.symlink_to(directory)
     return str(link)
@@ -65,7 +92,9 @@ def _links() -> Path:
     return folder
 
 
-def start(argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Start a command in a directory; whoever starts it waits for it."""
     return subprocess.Popen(
         [str(word) for word in argv],
@@ -80,12 +109,16 @@ def start(argv: Sequence[object], directory: Path, extra: Mapping[str, str] | No
 
 
 def finish(process: subprocess.Popen[str], patience: float = PATIENCE) -> Run:
-    """Wait for a command; one that takes too long is stopped and fails the test with what it had to say."""
+    """Wait for a command; one that takes too long is stopped and fails the test with what it had to
+    say.
+    """
     try:
         out, err = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
         out, err = _stop(process)
-        raise AssertionError(f"{process.args} did not end within {patience:g} s\n{out}\n{err}") from None
+        raise AssertionError(
+            f"{process.args} did not end within {patience:g} s\n{out}\n{err}"
+        ) from None
     except BaseException:
         _stop(process)
         raise
@@ -105,15 +138,31 @@ def run(argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None
     return finish(start(argv, directory, extra))
 
 
-def launch(launcher: str, nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> Run:
+def launch(
+    launcher: str,
+    nproc: int,
+    argv: Sequence[object],
+    directory: Path,
+    extra: Mapping[str, str] | None = None,
+) -> Run:
     """Run a program on some workers of this machine."""
     return run([*LAUNCHERS[launcher], nproc, *argv], directory, extra)
 
 
-def by_hand(nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
+def by_hand(
+    nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
     """Start workers as no launcher does: with nobody who would stop the others when one fails."""
-    common = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    places = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(extra or {}) for rank in range(nproc)]
+    common = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    places = [
+        common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(extra or {})
+        for rank in range(nproc)
+    ]
     return [start([sys.executable, *argv], directory, place) for place in places]
 
 
@@ -121,17 +170,22 @@ MARGIN = 15  # seconds by which what a process tells may be late on a busy machi
 
 
 def gave_up_after(line: str) -> int:
-    """Return the seconds after which a process says that it gave up: its time-out, and up to `MARGIN` more."""
+    """Return the seconds after which a process says that it gave up: its time-out, and up to
+    `MARGIN` more.
+    """
     return int(line.rpartition("gave up after ")[2].split()[0])
 
 
 def so_far(line: str) -> int:
-    """Return the seconds for which a process says that it has waited: 4 at its first notice, and up to `MARGIN` more."""
+    """Return the seconds for which a process says that it has waited: 4 at its first notice, and up
+    to `MARGIN` more.
+    """
     return int(line.partition(" s so far")[0].split()[-1])
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on and no other call returns, in this process of pytest or in another.
+    """Return a TCP port that nobody listens on and no other call returns, in this process of pytest
+    or in another.
 
     None of those that the kernel deals out, which are another's a moment later.
     """

@@ -1,4 +1,6 @@
-"""Somebody with a laptop and a login on a cluster: a real sshd on the loopback, whose sessions alone know where Slurm is."""
+"""Somebody with a laptop and a login on a cluster: a real sshd on the loopback, whose sessions
+alone know where Slurm is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from sshworld import sh
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
-# Names itself by a file, in a directory that is none of the job's, then waits until the file `leave` is there.
+# Names itself by a file, in a directory that is none of the job's, then waits until the file
+# `leave` is there.
 GUEST = """
     import os, pathlib, time
     there = pathlib.Path(os.environ["MEET"])
@@ -39,7 +42,11 @@ class LoginHost:
         self.home = directory / "home"
         self.home.mkdir(parents=True)
         self.port = free_port()
-        self.environment = {"HOME": str(self.home), "SLURM_CONF": str(slurm.conf), MARKER: os.environ[MARKER]}
+        self.environment = {
+            "HOME": str(self.home),
+            "SLURM_CONF": str(slurm.conf),
+            MARKER: os.environ[MARKER],
+        }
         self.config = directory / "ssh_config"
         self.known_hosts = directory / "known_hosts"
         self.log = directory / "sshd.log"
@@ -55,7 +62,9 @@ class LoginHost:
 
     def trust(self) -> None:
         """Have the client know the host's key."""
-        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {' '.join((self.directory / 'host_key.pub').read_text().split()[:2])}\n")
+        self.known_hosts.write_text(
+            f"[127.0.0.1]:{self.port} {' '.join((self.directory / 'host_key.pub').read_text().split()[:2])}\n"
+        )
 
     def start(self) -> None:
         """Start the server."""
@@ -63,24 +72,43 @@ class LoginHost:
             Path("/run/sshd").mkdir(exist_ok=True)
         pid_file = self.directory / "sshd.pid"
         settings = {
-            "ListenAddress": "127.0.0.1", "Port": str(self.port), "HostKey": str(self.directory / "host_key"), "UsePAM": "no",
-            "PidFile": str(pid_file), "AuthorizedKeysFile": str(self.directory / "authorized_keys"), "StrictModes": "no",
-            "PermitRootLogin": "yes", "PasswordAuthentication": "no", "KbdInteractiveAuthentication": "no", "PrintMotd": "no",
-            "LogLevel": "VERBOSE", "UseDNS": "no", "SetEnv": " ".join(f'"{name}={value}"' for name, value in self.environment.items()),
+            "ListenAddress": "127.0.0.1", "Port": str(self.port),
+            "HostKey": str(self.directory / "host_key"), "UsePAM": "no", "PidFile": str(pid_file),
+            "AuthorizedKeysFile": str(self.directory / "authorized_keys"), "StrictModes": "no",
+            "PermitRootLogin": "yes", "PasswordAuthentication": "no",
+            "KbdInteractiveAuthentication": "no", "PrintMotd": "no", "LogLevel": "VERBOSE",
+            "UseDNS": "no",
+            "SetEnv": " ".join(f'"{name}={value}"' for name, value in self.environment.items()),
         }  # fmt: skip
-        (self.directory / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+        (self.directory / "sshd_config").write_text(
+            "".join(f"{key} {value}\n" for key, value in settings.items())
+        )
         pid_file.unlink(missing_ok=True)
         server = shutil.which("sshd", path=_PATH) or "sshd"  # it insists on an absolute path
-        clean = {name: value for name, value in os.environ.items() if name != MARKER and not name.startswith(("CLUSTERJOB", "SLURM"))}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if name != MARKER and not name.startswith(("CLUSTERJOB", "SLURM"))
+        }
         words = [server, "-f", str(self.directory / "sshd_config"), "-E", str(self.log)]
         subprocess.run(words, check=True, env=clean, stdin=subprocess.DEVNULL, timeout=20)
-        wait_until(lambda: pid_file.exists() and pid_file.read_text().strip(), 10, "the sshd of the login host")
+        wait_until(
+            lambda: pid_file.exists() and pid_file.read_text().strip(),
+            10,
+            "the sshd of the login host",
+        )
         self._pid = int(pid_file.read_text())
 
     def stop(self, *, hang_up: bool = False) -> None:
-        """Stop the server that listens; sessions live on, unless they are ended too, as a restart of the host would."""
+        """Stop the server that listens; sessions live on, unless they are ended too, as a restart
+        of the host would.
+        """
         pid, self._pid = self._pid, 0
-        sessions = [child for child in below(pid) if command_line(child).startswith("sshd")] if pid and hang_up else []
+        sessions = (
+            [child for child in below(pid) if command_line(child).startswith("sshd")]
+            if pid and hang_up
+            else []
+        )
         for one in (pid, *sessions) if pid else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGTERM)
@@ -89,7 +117,11 @@ class LoginHost:
     @property
     def connections(self) -> int:
         """How often somebody has logged in."""
-        return self.log.read_text(errors="replace").count("Accepted publickey") if self.log.exists() else 0
+        return (
+            self.log.read_text(errors="replace").count("Accepted publickey")
+            if self.log.exists()
+            else 0
+        )
 
 
 class Laptop(User):
@@ -108,19 +140,27 @@ class Laptop(User):
         """Write the profile `hpc` into the user's own configuration, which needs no trust."""
         given = {"ssh_config": str(self.login.config), "connect_timeout": "5", **options}
         pairs = "".join(f'"{key}" = {_toml(value)}\n' for key, value in given.items())
-        common = f'backend = "slurm"\nlogin = "login1"\nenv = {{ MEET = {_toml(str(self.meeting))} }}\n'
+        common = (
+            f'backend = "slurm"\nlogin = "login1"\nenv = {{ MEET = {_toml(str(self.meeting))} }}\n'
+        )
         own = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
         own.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(f"[clusters.hpc]\n{common}[clusters.hpc.set]\n{pairs}")
 
-    def run(self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0
+    ) -> subprocess.CompletedProcess[str]:
         return self("run", "--cluster", "hpc", *options, self.script(text), *args, code=code)
 
     def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
         return self("submit", "--cluster", "hpc", *options, self.script(text), *args).stdout.strip()
 
     def wait_for(self, *names: str, timeout: float = 60.0) -> None:
-        wait_until(lambda: all((self.meeting / name).exists() for name in names), timeout, f"the files {names}")
+        wait_until(
+            lambda: all((self.meeting / name).exists() for name in names),
+            timeout,
+            f"the files {names}",
+        )
 
     def leave(self) -> None:
         """Let the guests go."""
@@ -129,7 +169,13 @@ class Laptop(User):
     def there(self, job_id: str) -> Path:
         """Return a job's directory on the cluster."""
         whole, _, index = job_id.partition("_")
-        return self.login.home / ".clusterjob" / "jobs" / whole / (f"elements/{index}" if index else "")
+        return (
+            self.login.home
+            / ".clusterjob"
+            / "jobs"
+            / whole
+            / (f"elements/{index}" if index else "")
+        )
 
     def left_there(self) -> list[Path]:
         jobs = self.login.home / ".clusterjob" / "jobs"
@@ -137,7 +183,10 @@ class Laptop(User):
 
     def logs(self) -> str:
         found = sorted([*self.login.home.rglob("slurm*.out"), *self.login.home.rglob("agent.log")])
-        return "\n".join(f"-- {path}:\n{path.read_text(errors='replace')[-2000:]}" for path in found) + self.login.log.read_text()[-3000:]
+        return (
+            "\n".join(f"-- {path}:\n{path.read_text(errors='replace')[-2000:]}" for path in found)
+            + self.login.log.read_text()[-3000:]
+        )
 
 
 def _toml(text: str) -> str:
@@ -161,12 +210,16 @@ def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def laptop(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laptop]:
+def laptop(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Laptop]:
     """Return a user with a laptop; the cluster has no accounting."""
     yield from _laptop_of(slurm, tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def laptop_of_either(slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laptop]:
+def laptop_of_either(
+    slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Laptop]:
     """Return a user with a laptop, of a cluster without accounting and then of one with it."""
     yield from _laptop_of(slurm_cluster, tmp_path, monkeypatch)

@@ -1,4 +1,6 @@
-"""Machines of their own on this one: network namespaces that are joined by a bridge, as hosts by a switch."""
+"""Machines of their own on this one: network namespaces that are joined by a bridge, as hosts by a
+switch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def why_not() -> str:
 def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
     """Make machines, and remove them with all of their interfaces at the end."""
     run = f"cj{os.getpid() % 100000:05d}{secrets.token_hex(2)}"
-    made = [Machine(f"{run}n{index}", f"10.77.0.{index + 1}", f"fd77::{index + 1}") for index in range(count)]
+    made = [
+        Machine(f"{run}n{index}", f"10.77.0.{index + 1}", f"fd77::{index + 1}")
+        for index in range(count)
+    ]
     switch = f"{run}s"
     names = [switch]
     try:
@@ -57,7 +62,9 @@ def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
             names.append(machine.name)
             _ip(f"netns add {machine.name}")
             _ip(f"-n {machine.name} link set lo up")
-            _ip(f"-n {switch} link add p{index} type veth peer name {interface} netns {machine.name}")
+            _ip(
+                f"-n {switch} link add p{index} type veth peer name {interface} netns {machine.name}"
+            )
             _ip(f"-n {switch} link set p{index} master br0 up")
             _ip(f"-n {machine.name} address add {machine.address}/24 dev {interface}")
             _ip(f"-n {machine.name} -6 address add {machine.address6}/64 dev {interface} nodad")

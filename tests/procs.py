@@ -1,4 +1,6 @@
-"""Processes as the tests see them: who is alive, who belongs to a test, what listens; and how the tests start a job's agents."""
+"""Processes as the tests see them: who is alive, who belongs to a test, what listens; and how the
+tests start a job's agents.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the cond
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; an empty list for a process that is gone."""
+    """Return the fields of /proc/PID/stat from the state on; an empty list for a process that is
+    gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -61,7 +65,9 @@ def alive(pid: int) -> bool:
 def heeds(pid: int, number: int) -> bool:
     """Return whether the process has a handler of its own for a signal."""
     try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        caught = re.search(
+            r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+        )
     except OSError:
         return False
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
@@ -79,7 +85,13 @@ def all_pids() -> list[int]:
 
 def command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""
 
@@ -100,7 +112,9 @@ def below(pid: int) -> list[int]:
 
 
 def marked(marker: str) -> list[int]:
-    """Return every live process of this machine that was started with this marker in its environment, wherever it went since."""
+    """Return every live process of this machine that was started with this marker in its
+    environment, wherever it went since.
+    """
     wanted = f"{MARKER}={marker}".encode()
     found = []
     for pid in all_pids():
@@ -119,7 +133,9 @@ def own_marked() -> list[int]:
 
 
 def nothing_left(timeout: float) -> float:
-    """Fail the test unless every process that it has started is gone in time; return how long that took (seconds)."""
+    """Fail the test unless every process that it has started is gone in time; return how long that
+    took (seconds).
+    """
     begin = time.monotonic()
     try:
         wait_until(lambda: not own_marked(), timeout)
@@ -136,7 +152,9 @@ def kill_one_by_one(pids: list[int]) -> None:
 
 
 def listening_sockets(pid: int) -> set[str]:
-    """Return ``address:port`` (as the kernel writes it) of the TCP sockets on which the process listens."""
+    """Return ``address:port`` (as the kernel writes it) of the TCP sockets on which the process
+    listens.
+    """
     owned = set()
     try:
         descriptors = os.listdir(f"/proc/{pid}/fd")
@@ -158,12 +176,15 @@ def listening_sockets(pid: int) -> set[str]:
 
 # -- a job of one or several agents on this machine ----------------------------------------------------------------------
 
-# Without site-packages there is no torch to be found: the same code, started in a tenth of the time.
+# Without site-packages there is no torch to be found: the same code, started in a tenth of the
+# time.
 PLAIN = (sys.executable, "-S")
 WITH_TORCH = (sys.executable,)
-# torch's own: a process of a DataLoader dies of the signal that its worker outlives, and the worker hears of it while it ends.
+# torch's own: a process of a DataLoader dies of the signal that its worker outlives, and the worker
+# hears of it while it ends.
 _LOADER_AT_EXIT = re.compile(
-    r"^\[\d+\] Exception ignored in atexit callback:.*\n(?:\[\d+\] .*\n)*?\[\d+\] RuntimeError: DataLoader worker .*\n", re.MULTILINE
+    r"^\[\d+\] Exception ignored in atexit callback:.*\n(?:\[\d+\] .*\n)*?\[\d+\] RuntimeError: DataLoader worker .*\n",
+    re.MULTILINE,
 )
 PATIENCE = 60.0  # for a job that is about to end; many times what it needs
 
@@ -225,7 +246,9 @@ class Job:
         self._outputs[agent.pid] = out, err
         return agent
 
-    def start_all(self, *arguments: str, python: tuple[str, ...] = PLAIN, env: Mapping[str, str] | None = None) -> None:
+    def start_all(
+        self, *arguments: str, python: tuple[str, ...] = PLAIN, env: Mapping[str, str] | None = None
+    ) -> None:
         for node_rank in range(self.nnodes):
             self.start(node_rank, *arguments, python=python, env=env)
 
@@ -235,7 +258,10 @@ class Job:
         try:
             return [agent.wait(max(0.1, end - time.monotonic())) for agent in self.agents]
         except subprocess.TimeoutExpired:
-            said = "\n".join(f"-- agent {agent.pid} (exit code {agent.poll()}):\n{self.stderr(agent)}" for agent in self.agents)
+            said = "\n".join(
+                f"-- agent {agent.pid} (exit code {agent.poll()}):\n{self.stderr(agent)}"
+                for agent in self.agents
+            )
             raise AssertionError(f"the job did not end within {timeout:g} s\n{said}") from None
 
     def stdout(self, agent: subprocess.Popen[bytes]) -> str:
@@ -245,7 +271,9 @@ class Job:
         return self._outputs[agent.pid][1].read_text(errors="replace")
 
     def starter_of(self, agent: subprocess.Popen[bytes]) -> int:
-        """Return the pid of an agent's starter: its one child that is its own process group's leader."""
+        """Return the pid of an agent's starter: its one child that is its own process group's
+        leader.
+        """
         children = [pid for pid in below(agent.pid) if stat_of(pid)[1:2] == [str(agent.pid)]]
         assert len(children) == 1, children
         return children[0]
@@ -268,16 +296,24 @@ class Job:
     def logs(self) -> list[str]:
         """Return the names of the workers' log files, node by node."""
         files = sorted((self.dir / "logs").glob("node*/*"))
-        return [f"{path.parent.name}/{path.name}" for path in files if path.name not in ("timeline", "store.log")]
+        return [
+            f"{path.parent.name}/{path.name}"
+            for path in files
+            if path.name not in ("timeline", "store.log")
+        ]
 
     def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
-        """Wait until workers have made these files; an agent that ends meanwhile makes waiting pointless."""
+        """Wait until workers have made these files; an agent that ends meanwhile makes waiting
+        pointless.
+        """
 
         def there() -> bool:
             return all(self.path(name).exists() for name in names)
 
         try:
-            wait_until(lambda: there() or any(agent.poll() is not None for agent in self.agents), timeout)
+            wait_until(
+                lambda: there() or any(agent.poll() is not None for agent in self.agents), timeout
+            )
             assert there()
         except AssertionError:
             said = "\n".join(self.stderr(agent) for agent in self.agents)
@@ -313,5 +349,9 @@ def jobs_in(directory: Path) -> Iterator[Callable[..., Job]]:
     for job in made:
         for agent in job.agents:
             said = _LOADER_AT_EXIT.sub("", job.stderr(agent))
-            # What asyncio and the interpreter say of a callback, a task or a finalizer that nobody thought of.
-            assert not re.search("Exception in callback|was never retrieved|Exception ignored|never awaited|was destroyed but", said), said
+            # What asyncio and the interpreter say of a callback, a task or a finalizer that nobody
+            # thought of.
+            assert not re.search(
+                "Exception in callback|was never retrieved|Exception ignored|never awaited|was destroyed but",
+                said,
+            ), said

@@ -1,12 +1,15 @@
-"""A real Slurm of four nodes with eight GPUs each on this machine, for the tests and, from the command line, for development.
+"""A real Slurm of four nodes with eight GPUs each on this machine, for the tests and, from the
+command line, for development.
 
     python tests/slurm_cluster.py --dir D [--accounting]
 
-starts one, prints what a client has to export and stops it at the end of its standard input, at SIGTERM or at SIGINT.
+starts one, prints what a client has to export and stops it at the end of its standard input, at
+SIGTERM or at SIGINT.
 
-All of it is the cluster's own: directory, ports, munge key, database. So clusters live side by side, and beside a Slurm of the
-machine. Its daemons put themselves into the background as init's children, with an environment that no test has touched; they are
-found again by their pid files, and signalled only while they are still this cluster's.
+All of it is the cluster's own: directory, ports, munge key, database. So clusters live side by
+side, and beside a Slurm of the machine. Its daemons put themselves into the background as init's
+children, with an environment that no test has touched; they are found again by their pid files, and
+signalled only while they are still this cluster's.
 """
 
 from __future__ import annotations
@@ -29,9 +32,16 @@ from typing import TypeVar
 
 NODES = 4
 GPUS = 8
-PORTS = range(10_000, 19_990, 10)  # below what the kernel gives to anybody (32768 and up) and below what the agents use (20000 and up)
+PORTS = range(
+    10_000, 19_990, 10
+)  # below what the kernel gives to anybody (32768 and up) and below what the agents use (20000 and up)
 PATIENCE = 60.0  # seconds for a step that takes one or two
-PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
+PACKAGES = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "sbatch": "slurm-wlm",
+    "munged": "munge",
+}
 ACCOUNTING = {
     "slurmdbd": "slurmdbd",
     "mariadbd": "mariadb-server-core",
@@ -40,8 +50,17 @@ ACCOUNTING = {
 }
 # A background daemon's environment: Debian has them in sbin, which is not on everybody's PATH.
 ENDED = (
-    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "SPECIAL_EXIT"
-)  # fmt: skip
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+    "BOOT_FAIL",
+    "SPECIAL_EXIT",
+)
 DAEMON = "TEST_SLURM_DAEMON_OF"  # a variable of the daemons' environment: the cluster's directory
 T = TypeVar("T")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -52,15 +71,19 @@ class ClusterError(RuntimeError):
 
 
 class SlurmCluster:
-    """Four nodes n1 to n4 with 8 CPUs and 8 GPUs each; partition ``main`` has all of them, partition ``small`` only n1.
+    """Four nodes n1 to n4 with 8 CPUs and 8 GPUs each; partition ``main`` has all of them,
+    partition ``small`` only n1.
 
     Args:
-        directory: made by ``start``, and to be removed by whoever named it; short, since a socket's path has 107 bytes.
+        directory: made by ``start``, and to be removed by whoever named it; short, since a socket's
+            path has 107 bytes.
         accounting: with slurmdbd and MariaDB, or accounting_storage/none.
         settings: lines of slurm.conf, in place of those of ``_settings``.
     """
 
-    def __init__(self, directory: str | Path, *, accounting: bool = False, **settings: object) -> None:
+    def __init__(
+        self, directory: str | Path, *, accounting: bool = False, **settings: object
+    ) -> None:
         self.directory = Path(directory).absolute()
         self.accounting = accounting
         self.settings = settings
@@ -79,35 +102,50 @@ class SlurmCluster:
         """Return the variables by which a client finds this cluster."""
         return {"SLURM_CONF": str(self.conf)}
 
-    def run(self, *argv: str, check: bool = True, timeout: float = PATIENCE, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *argv: str, check: bool = True, timeout: float = PATIENCE, **options: object
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command as a client of this cluster; text in and out."""
         done: subprocess.CompletedProcess[str] = subprocess.run(
-            argv, env=os.environ | self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=timeout, check=False,
-            **options,
+            argv, env=os.environ | self.environment, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=timeout, check=False, **options,
         )  # type: ignore[call-overload]  # fmt: skip
         if check and done.returncode:
-            raise ClusterError(f"{argv} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+            raise ClusterError(
+                f"{argv} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+            )
         return done
 
     def submit(self, *arguments: str, script: str | None = None, **options: object) -> int:
-        """Submit by sbatch and return the job's id; ``script`` is the command of a script that is made up."""
+        """Submit by sbatch and return the job's id; ``script`` is the command of a script that is
+        made up.
+        """
         wrapped = () if script is None else (f"--wrap={script}",)
-        return int(self.run("sbatch", "--parsable", *arguments, *wrapped, **options).stdout.split(";")[0])
+        return int(
+            self.run("sbatch", "--parsable", *arguments, *wrapped, **options).stdout.split(";")[0]
+        )
 
     def job(self, job_id: int | str) -> dict[str, str]:
         """Return what slurmctld knows of a job; empty once it was forgotten."""
         done = self.run("scontrol", "--oneliner", "show", "job", str(job_id), check=False)
         return dict(re.findall(r"(\S+?)=(\S*)", done.stdout)) if done.returncode == 0 else {}
 
-    def wait_for_job(self, job_id: int | str, *states: str, timeout: float = PATIENCE) -> dict[str, str]:
+    def wait_for_job(
+        self, job_id: int | str, *states: str, timeout: float = PATIENCE
+    ) -> dict[str, str]:
         """Wait until a job is in one of these states; without any, until it has ended."""
 
         def there() -> dict[str, str] | None:
             job = self.job(job_id)
-            return job if (job.get("JobState") in states if states else job and job["JobState"] in ENDED) else None
+            return (
+                job
+                if (job.get("JobState") in states if states else job and job["JobState"] in ENDED)
+                else None
+            )
 
-        return self._wait(there, timeout, f"job {job_id} to be {' or '.join(states) or 'at its end'}")
+        return self._wait(
+            there, timeout, f"job {job_id} to be {' or '.join(states) or 'at its end'}"
+        )
 
     def cancel_all(self) -> None:
         """Cancel every job, of whatever state."""
@@ -116,12 +154,21 @@ class SlurmCluster:
             self.run("scancel", *sorted(set(jobs)), check=False)
 
     def wait_idle(self, timeout: float = PATIENCE) -> None:
-        """Wait until all nodes are up and idle, no job is left in the queue and no process of a step on this machine."""
+        """Wait until all nodes are up and idle, no job is left in the queue and no process of a
+        step on this machine.
+        """
 
         def idle() -> bool:
-            nodes = self.run("sinfo", "--Node", "--noheader", "--partition=main", "--format=%T", check=False).stdout.split()
+            nodes = self.run(
+                "sinfo", "--Node", "--noheader", "--partition=main", "--format=%T", check=False
+            ).stdout.split()
             jobs = self.run("squeue", "--noheader", "--format=%i", check=False)
-            return nodes == ["idle"] * NODES and jobs.returncode == 0 and not jobs.stdout.strip() and not self.stepd_pids()
+            return (
+                nodes == ["idle"] * NODES
+                and jobs.returncode == 0
+                and not jobs.stdout.strip()
+                and not self.stepd_pids()
+            )
 
         self._wait(idle, timeout, "the nodes to be idle")
 
@@ -151,15 +198,23 @@ class SlurmCluster:
         """Return a cluster that another process has started, and will stop."""
         cluster = cls(directory)
         told = dict(
-            line.split("=", 1) for line in cluster.conf.read_text().splitlines() if not line.startswith(("NodeName", "PartitionName"))
+            line.split("=", 1)
+            for line in cluster.conf.read_text().splitlines()
+            if not line.startswith(("NodeName", "PartitionName"))
         )
         cluster._port = int(told["SlurmctldPort"])
         cluster.accounting = told["AccountingStorageType"] != "accounting_storage/none"
-        cluster.settings = {name: value for name, value in told.items() if str(cluster._settings().get(name)) != value}
+        cluster.settings = {
+            name: value
+            for name, value in told.items()
+            if str(cluster._settings().get(name)) != value
+        }
         return cluster
 
     def restore(self) -> None:
-        """Make the cluster as good as new for the next test: what was killed or frozen runs again, and no job is left."""
+        """Make the cluster as good as new for the next test: what was killed or frozen runs again,
+        and no job is left.
+        """
         if (pid := self._pid("slurmctld")) is None:
             self.start_controller()
         else:
@@ -168,7 +223,9 @@ class SlurmCluster:
             if self._pid(f"slurmd.n{number}") is None:
                 self._daemon(["slurmd", "-N", f"n{number}"])
         self.cancel_all()
-        for line in self.run("sinfo", "--Node", "--noheader", "--partition=main", "--format=%N %T").stdout.splitlines():
+        for line in self.run(
+            "sinfo", "--Node", "--noheader", "--partition=main", "--format=%N %T"
+        ).stdout.splitlines():
             node, state = line.split()
             if state.startswith(("drain", "down", "fail")):
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
@@ -176,9 +233,17 @@ class SlurmCluster:
 
     def stop(self) -> None:
         """Stop all daemons and end all that their jobs have left; the directory stays."""
-        for name in ("slurmctld", *(f"slurmd.n{number}" for number in range(1, NODES + 1)), "slurmdbd", "mariadb", "munged"):
+        for name in (
+            "slurmctld",
+            *(f"slurmd.n{number}" for number in range(1, NODES + 1)),
+            "slurmdbd",
+            "mariadb",
+            "munged",
+        ):
             self._end(name, signal.SIGTERM)
-        for pid in self.processes():  # slurmstepds, what the jobs have started, and what had not put its pid into a file yet
+        for pid in (
+            self.processes()
+        ):  # slurmstepds, what the jobs have started, and what had not put its pid into a file yet
             _signal(pid, signal.SIGKILL)
         if self._claim is not None:
             self._claim.close()
@@ -193,7 +258,14 @@ class SlurmCluster:
         self._daemon(["slurmd", "-N", f"n{number}"])
 
         def back() -> bool:
-            state = self.run("sinfo", "--noheader", f"--nodes=n{number}", "--partition=main", "--format=%T", check=False).stdout.strip()
+            state = self.run(
+                "sinfo",
+                "--noheader",
+                f"--nodes=n{number}",
+                "--partition=main",
+                "--format=%T",
+                check=False,
+            ).stdout.strip()
             return state in ("idle", "mixed", "allocated")
 
         self._wait(back, PATIENCE, f"node n{number} to be back")
@@ -205,7 +277,11 @@ class SlurmCluster:
     def start_controller(self) -> None:
         """Start slurmctld and wait until it answers."""
         self._daemon(["slurmctld"])
-        self._wait(lambda: self.run("scontrol", "ping", check=False).returncode == 0, PATIENCE, "slurmctld to answer")
+        self._wait(
+            lambda: self.run("scontrol", "ping", check=False).returncode == 0,
+            PATIENCE,
+            "slurmctld to answer",
+        )
 
     def restart_controller(self, number_of_signal: int = signal.SIGTERM) -> None:
         self.stop_controller(number_of_signal)
@@ -229,24 +305,34 @@ class SlurmCluster:
             self._reconfigure(before)
 
     def processes(self) -> list[int]:
-        """Return the live processes of this cluster: its daemons, and what runs in its jobs; not a client that only knows of it."""
+        """Return the live processes of this cluster: its daemons, and what runs in its jobs; not a
+        client that only knows of it.
+        """
         conf, daemon = f"SLURM_CONF={self.conf}".encode(), f"{DAEMON}={self.directory}".encode()
         found = []
         for pid in _all_pids():
             environ = _read(pid, "environ").split(b"\0")
-            ours = daemon in environ or (conf in environ and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environ))
+            ours = daemon in environ or (
+                conf in environ and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environ)
+            )
             if ours and pid != os.getpid() and _alive(pid):
                 found.append(pid)
         return found
 
     def stepd_pids(self) -> list[int]:
         """Return the live slurmstepds of this cluster: one for each step of each job on each node."""
-        return [pid for pid in self.processes() if _read(pid, "cmdline").startswith((b"slurmstepd", b"/usr/sbin/slurmstepd"))]
+        return [
+            pid
+            for pid in self.processes()
+            if _read(pid, "cmdline").startswith((b"slurmstepd", b"/usr/sbin/slurmstepd"))
+        ]
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def _claim_ports(self) -> None:
-        """Find ten ports in a row that nobody has; a socket without a file keeps other clusters of this machine from them."""
+        """Find ten ports in a row that nobody has; a socket without a file keeps other clusters of
+        this machine from them.
+        """
         for first in PORTS:
             claim = socket.socket(socket.AF_UNIX)
             try:
@@ -266,14 +352,22 @@ class SlurmCluster:
         for number in range(GPUS):
             device = self.directory / "devices" / f"gpu{number}"
             try:
-                os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null by another name
+                os.mknod(
+                    device, stat.S_IFCHR | 0o666, os.makedev(1, 3)
+                )  # /dev/null by another name
             except FileExistsError:
                 pass
-            except PermissionError:  # not root, or a container that may not: any character device does
+            except (
+                PermissionError
+            ):  # not root, or a container that may not: any character device does
                 device.symlink_to("/dev/null")
         files = f"{self.directory}/devices/gpu[0-{GPUS - 1}]"
-        (self.directory / "etc" / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Type=a100 File={files}\n")
-        (self.directory / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        (self.directory / "etc" / "gres.conf").write_text(
+            f"AutoDetect=off\nName=gpu Type=a100 File={files}\n"
+        )
+        (self.directory / "etc" / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+        )
         self._write_conf()
 
     def _settings(self) -> dict[str, object]:
@@ -286,7 +380,8 @@ class SlurmCluster:
             "SlurmUser": self.user,
             "SlurmdUser": self.user,
             "AuthType": "auth/munge",
-            "AuthInfo": f"socket={there}/munge/socket,cred_expire=10",  # a requeued job waits until its credential has expired
+            # A requeued job waits until its credential has expired.
+            "AuthInfo": f"socket={there}/munge/socket,cred_expire=10",
             "StateSaveLocation": there / "state",
             "SlurmdSpoolDir": there / "spool" / "%n",
             "SlurmctldPidFile": there / "run" / "slurmctld.pid",
@@ -313,7 +408,8 @@ class SlurmCluster:
             "TCPTimeout": 2,
             "MinJobAge": 300,
             "MaxArraySize": 1001,
-            "MaxJobCount": 100_000,  # each element of an array is one, until MinJobAge after its end
+            # Each element of an array is one, until MinJobAge after its end.
+            "MaxJobCount": 100_000,
             "ReturnToService": 2,
             "JobRequeue": 1,
             "RebootProgram": "/bin/false",
@@ -329,7 +425,7 @@ class SlurmCluster:
             }
             if self.accounting
             else {}
-        )  # fmt: skip
+        )
 
     def _reconfigure(self, settings: dict[str, object]) -> None:
         self.settings = settings
@@ -350,7 +446,10 @@ class SlurmCluster:
         there = self.directory / "munge"
         (there / "key").touch(0o600)
         (there / "key").write_bytes(os.urandom(128))
-        files = [f"--{name}={there}/{name.partition('-')[0]}" for name in ("key-file", "log-file", "pid-file", "seed-file", "socket")]
+        files = [
+            f"--{name}={there}/{name.partition('-')[0]}"
+            for name in ("key-file", "log-file", "pid-file", "seed-file", "socket")
+        ]
         self._daemon(["munged", "--force", "--num-threads=10", *files])
         (self.directory / "run" / "munged.pid").symlink_to(there / "pid")
 
@@ -363,15 +462,34 @@ class SlurmCluster:
             "--innodb-log-file-size=8M",
             "--innodb-buffer-pool-size=16M",
         ]
-        self._call(["mariadb-install-db", *quietly, f"--auth-root-socket-user={self.user}", "--skip-test-db"])
+        self._call(
+            [
+                "mariadb-install-db",
+                *quietly,
+                f"--auth-root-socket-user={self.user}",
+                "--skip-test-db",
+            ]
+        )
         run = self.directory / "run"
         with (self.directory / "log" / "mariadb").open("wb") as log:
             # setsid and a shell that ends: mariadbd cannot put itself into the background.
             self._call(
-                ["sh", "-c", 'setsid "$@" & :', "sh", "mariadbd", *quietly, "--skip-networking", f"--socket={run}/mariadb.socket",
-                 f"--pid-file={run}/mariadb.pid", "--innodb-flush-log-at-trx-commit=0", "--skip-log-bin", "--innodb-lock-wait-timeout=900"],
+                [
+                    "sh",
+                    "-c",
+                    'setsid "$@" & :',
+                    "sh",
+                    "mariadbd",
+                    *quietly,
+                    "--skip-networking",
+                    f"--socket={run}/mariadb.socket",
+                    f"--pid-file={run}/mariadb.pid",
+                    "--innodb-flush-log-at-trx-commit=0",
+                    "--skip-log-bin",
+                    "--innodb-lock-wait-timeout=900",
+                ],
                 log=log.fileno(),
-            )  # fmt: skip
+            )
         conf = {
             "AuthType": "auth/munge",
             "AuthInfo": f"socket={self.directory}/munge/socket",
@@ -393,7 +511,9 @@ class SlurmCluster:
         self._wait((run / "mariadb.socket").exists, PATIENCE, "MariaDB to listen")
         self._daemon(["slurmdbd"])
         cluster = ["sacctmgr", "--immediate", "--readonly", "show", "cluster"]
-        self._wait(lambda: self.run(*cluster, check=False).returncode == 0, PATIENCE, "slurmdbd to answer")
+        self._wait(
+            lambda: self.run(*cluster, check=False).returncode == 0, PATIENCE, "slurmdbd to answer"
+        )
         self.run("sacctmgr", "--immediate", "add", "cluster", "test")
 
     @property
@@ -402,8 +522,10 @@ class SlurmCluster:
             DAEMON: str(self.directory),
             "PATH": _PATH,
             "LANG": "C.UTF-8",
-            "TMPDIR": f"{self.directory}/tmp",  # a MariaDB that starts removes the others' temporary tables
-            "MYSQL_UNIX_PORT": f"{self.directory}/run/mariadb.socket",  # where slurmdbd's library looks
+            # A MariaDB that starts removes the others' temporary tables.
+            "TMPDIR": f"{self.directory}/tmp",
+            # Where slurmdbd's library looks.
+            "MYSQL_UNIX_PORT": f"{self.directory}/run/mariadb.socket",
         }
 
     def _daemon(self, argv: list[str]) -> None:
@@ -414,12 +536,15 @@ class SlurmCluster:
     def _call(self, argv: list[str], log: int | None = None) -> None:
         output = subprocess.PIPE if log is None else log
         done = subprocess.run(
-            argv, env=self._daemons_environment, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            executable=shutil.which(argv[0], path=_PATH), timeout=PATIENCE, check=False,
+            argv, env=self._daemons_environment, cwd=self.directory, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output, executable=shutil.which(argv[0], path=_PATH),
+            timeout=PATIENCE, check=False,
         )  # fmt: skip
         if done.returncode:
             said = "" if log is not None else (done.stdout + done.stderr).decode(errors="replace")
-            raise ClusterError(f"{argv[0]} ended with exit code {done.returncode}\n{said}{self.tails()}")
+            raise ClusterError(
+                f"{argv[0]} ended with exit code {done.returncode}\n{said}{self.tails()}"
+            )
 
     def _pid(self, name: str) -> int | None:
         """Return a daemon's pid, while it runs and is this cluster's."""
@@ -469,7 +594,13 @@ class SlurmCluster:
 def missing_packages(*, accounting: bool) -> list[str]:
     """Return the Debian packages that would have to be installed."""
     wanted = PACKAGES | (ACCOUNTING if accounting else {})
-    return sorted({package for program, package in wanted.items() if shutil.which(program, path=_PATH) is None})
+    return sorted(
+        {
+            package
+            for program, package in wanted.items()
+            if shutil.which(program, path=_PATH) is None
+        }
+    )
 
 
 def _free(port: int) -> bool:
@@ -508,10 +639,19 @@ def _signal(pid: int, number: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", required=True, metavar="D", help="the cluster's directory; it must not exist, and is removed at the end")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dir",
+        required=True,
+        metavar="D",
+        help="the cluster's directory; it must not exist, and is removed at the end",
+    )
     parser.add_argument("--accounting", action="store_true", help="with slurmdbd and MariaDB")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a line of slurm.conf")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a line of slurm.conf"
+    )
     options = parser.parse_args()
     directory = Path(options.dir)
     if directory.exists():
@@ -522,7 +662,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cluster.start()
-        print("\n".join(f"export {name}={value}" for name, value in cluster.environment.items()), flush=True)
+        print(
+            "\n".join(f"export {name}={value}" for name, value in cluster.environment.items()),
+            flush=True,
+        )
         while sys.stdin.read(4096):
             pass
     except KeyboardInterrupt:

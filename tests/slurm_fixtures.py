@@ -1,7 +1,9 @@
-"""Fixtures that give a test a real Slurm: one cluster without accounting, one with, each started once, when the first test wants it.
+"""Fixtures that give a test a real Slurm: one cluster without accounting, one with, each started
+once, when the first test wants it.
 
-A test takes ``slurm``, ``slurm_accounted``, or ``slurm_cluster``, which runs it in both worlds. It finds the cluster's variables in its
-environment; when it ends, its jobs are cancelled and whatever it has killed or frozen runs again.
+A test takes ``slurm``, ``slurm_accounted``, or ``slurm_cluster``, which runs it in both worlds. It
+finds the cluster's variables in its environment; when it ends, its jobs are cancelled and whatever
+it has killed or frozen runs again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def _started(*options: str) -> Iterator[SlurmCluster]:
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     keeper = subprocess.Popen(
         [sys.executable, str(COMMAND), "--dir", str(directory / "cluster"), *options],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip
     assert keeper.stdin is not None
     assert keeper.stdout is not None
@@ -62,7 +65,9 @@ def _slurm_dbd() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="session", params=["none", "slurmdbd"])
 def _slurm_either(request: pytest.FixtureRequest) -> SlurmCluster:
-    cluster: SlurmCluster = request.getfixturevalue("_slurm_none" if request.param == "none" else "_slurm_dbd")
+    cluster: SlurmCluster = request.getfixturevalue(
+        "_slurm_none" if request.param == "none" else "_slurm_dbd"
+    )
     return cluster
 
 
@@ -73,12 +78,16 @@ def slurm(_slurm_none: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture
-def slurm_accounted(_slurm_dbd: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+def slurm_accounted(
+    _slurm_dbd: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SlurmCluster]:
     """Lend the test the cluster that has slurmdbd and MariaDB."""
     yield from _lent(_slurm_dbd, monkeypatch)
 
 
 @pytest.fixture
-def slurm_cluster(_slurm_either: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+def slurm_cluster(
+    _slurm_either: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SlurmCluster]:
     """Lend the test one cluster and then, in another run of it, the other."""
     yield from _lent(_slurm_either, monkeypatch)

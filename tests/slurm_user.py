@@ -1,4 +1,6 @@
-"""A user of a real Slurm in the tests: a directory, an interpreter that starts at once, and clusterjob as a command."""
+"""A user of a real Slurm in the tests: a directory, an interpreter that starts at once, and
+clusterjob as a command.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ import clusterjob
 
 PACKAGE = str(Path(clusterjob.__file__).parent)
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
-PROMPT = 30.0  # seconds; several times what needs two of clusterjob's questions to Slurm, which come every 5 s
+# Seconds; several times what needs two of clusterjob's questions to Slurm, which come every 5 s.
+PROMPT = 30.0
 
 # Names itself by a file, then waits for ever.
 SLEEPER = """
@@ -43,7 +46,9 @@ GUEST = """
 
 
 class User:
-    """Somebody on a login node. The interpreter of the jobs finds no torch to import, and so starts in a tenth of the time."""
+    """Somebody on a login node. The interpreter of the jobs finds no torch to import, and so starts
+    in a tenth of the time.
+    """
 
     def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.slurm = slurm
@@ -70,15 +75,23 @@ class User:
         return name
 
     def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
-        wait_until(lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}")
+        wait_until(
+            lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}"
+        )
 
     def command_first_on_path(self, name: str, text: str) -> Path:
-        """Put a shell script of this name before the real command, which it finds as $REAL; return a file for its notes, $NOTES."""
+        """Put a shell script of this name before the real command, which it finds as $REAL; return
+        a file for its notes, $NOTES.
+        """
         bin_, notes = self.directory.parent / "bin", self.directory.parent / f"notes-{name}"
         bin_.mkdir(exist_ok=True)
         notes.touch()
-        real = subprocess.run(["which", name], capture_output=True, text=True, check=False).stdout.strip()
-        (bin_ / name).write_text(f"#!/bin/sh\nREAL={shlex.quote(real)} NOTES={shlex.quote(str(notes))}\n{textwrap.dedent(text)}")
+        real = subprocess.run(
+            ["which", name], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        (bin_ / name).write_text(
+            f"#!/bin/sh\nREAL={shlex.quote(real)} NOTES={shlex.quote(str(notes))}\n{textwrap.dedent(text)}"
+        )
         (bin_ / name).chmod(0o755)
         if not os.environ["PATH"].startswith(f"{bin_}:"):
             self.patch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
@@ -86,19 +99,44 @@ class User:
 
     # -- commands -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: str, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *args: str, code: int = 0, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run clusterjob to its end; fail the test unless it ends with this code."""
-        options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, "timeout": PATIENCE, **options}
-        done = subprocess.run([*CLUSTERJOB, *args], check=False, capture_output=True, text=True, errors="surrogateescape", **options)
-        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
+        options = {
+            "cwd": self.directory,
+            "stdin": subprocess.DEVNULL,
+            "timeout": PATIENCE,
+            **options,
+        }
+        done = subprocess.run(
+            [*CLUSTERJOB, *args],
+            check=False,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            **options,
+        )
+        assert done.returncode == code, (
+            f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
+        )
         assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
         return done
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         """Start clusterjob; its output goes to files, which `said` returns."""
         number = len(self.running)
-        with self._output(number, "out").open("w") as out, self._output(number, "err").open("w") as err:
-            options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options}
+        with (
+            self._output(number, "out").open("w") as out,
+            self._output(number, "err").open("w") as err,
+        ):
+            options = {
+                "cwd": self.directory,
+                "stdin": subprocess.DEVNULL,
+                "stdout": out,
+                "stderr": err,
+                **options,
+            }
             self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
         return self.running[-1]
 
@@ -110,11 +148,15 @@ class User:
     def _output(self, number: int, stream: str) -> Path:
         return self.directory.parent / f"command{number}.{stream}"
 
-    def run(self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0
+    ) -> subprocess.CompletedProcess[str]:
         return self("run", "--cluster", "slurm", *options, self.script(text), *args, code=code)
 
     def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
-        return self("submit", "--cluster", "slurm", *options, self.script(text), *args).stdout.strip()
+        return self(
+            "submit", "--cluster", "slurm", *options, self.script(text), *args
+        ).stdout.strip()
 
     def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
         """Return what is said of a job that is refused, of which nothing may be left."""
@@ -125,7 +167,9 @@ class User:
         return said
 
     def _queued(self) -> set[str]:
-        return set(self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout.split())
+        return set(
+            self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout.split()
+        )
 
     def refused_by_nobody(self) -> str:
         """Return what is said of a job where no Slurm answers."""
@@ -136,19 +180,25 @@ class User:
     # -- jobs -----------------------------------------------------------------------------------------------------------
 
     def jobs(self, *ids: str) -> list[dict[str, Any]]:
-        jobs: list[dict[str, Any]] = json.loads(self(*(("status", "--json", *ids) if ids else ("list", "--json"))).stdout)["jobs"]
+        jobs: list[dict[str, Any]] = json.loads(
+            self(*(("status", "--json", *ids) if ids else ("list", "--json"))).stdout
+        )["jobs"]
         return jobs
 
     def job(self, job_id: str) -> dict[str, Any]:
         [job] = self.jobs(job_id)
         return job
 
-    def wait_for_state(self, job_id: str, *states: str, timeout: float = PATIENCE) -> dict[str, Any]:
+    def wait_for_state(
+        self, job_id: str, *states: str, timeout: float = PATIENCE
+    ) -> dict[str, Any]:
         def there() -> dict[str, Any] | None:
             job = self.job(job_id)
             return job if job["state"] in states else None
 
-        found = wait_until(there, timeout, f"{job_id} to be {' or '.join(states)}: {self.job(job_id)}")
+        found = wait_until(
+            there, timeout, f"{job_id} to be {' or '.join(states)}: {self.job(job_id)}"
+        )
         assert found is not None
         return found
 
@@ -158,7 +208,9 @@ class User:
 
     def slurm_id(self, job_id: str) -> str:
         """Return Slurm's id of a job, as its record has it."""
-        return str(json.loads((self.home / "records" / f"{job_id}.json").read_text())["handle"]["id"])
+        return str(
+            json.loads((self.home / "records" / f"{job_id}.json").read_text())["handle"]["id"]
+        )
 
     def slurm_job(self, job_id: str) -> dict[str, str]:
         return self.slurm.job(self.slurm_id(job_id))
@@ -173,12 +225,18 @@ class User:
 
     def logs(self) -> str:
         """Return the ends of what jobs have written where nobody looks while all is well."""
-        found = sorted([*self.home.glob("jobs/**/slurm*.out"), *self.home.glob("jobs/**/agent.log")])
-        return "\n".join(f"-- {path}:\n{path.read_text(errors='replace')[-2000:]}" for path in found)
+        found = sorted(
+            [*self.home.glob("jobs/**/slurm*.out"), *self.home.glob("jobs/**/agent.log")]
+        )
+        return "\n".join(
+            f"-- {path}:\n{path.read_text(errors='replace')[-2000:]}" for path in found
+        )
 
 
 @contextlib.contextmanager
-def user_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch, kind: type[User] = User) -> Iterator[User]:
+def user_of(
+    slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch, kind: type[User] = User
+) -> Iterator[User]:
     """Lend a user of a Slurm; what they have left is taken away."""
     directory = tmp_path / "work"
     directory.mkdir()
@@ -207,14 +265,20 @@ def user(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def user_of_either(slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
-    """Return a user of a Slurm without accounting and then, in another run of the test, of one with it."""
+def user_of_either(
+    slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[User]:
+    """Return a user of a Slurm without accounting and then, in another run of the test, of one with
+    it.
+    """
     with user_of(slurm_cluster, tmp_path, monkeypatch) as made:
         yield made
 
 
 @pytest.fixture
-def user_accounted(slurm_accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
+def user_accounted(
+    slurm_accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[User]:
     """Return a user of the Slurm that has accounting."""
     with user_of(slurm_accounted, tmp_path, monkeypatch) as made:
         yield made

@@ -1,4 +1,6 @@
-"""Jobs on the hosts of `sshworld`: a directory that they are submitted from, and what tests ask of them."""
+"""Jobs on the hosts of `sshworld`: a directory that they are submitted from, and what tests ask of
+them.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,18 @@ class Site:
         return name
 
     def flags(self, **flags: Any) -> dict[str, Any]:
-        options = {"ssh_config": str(self.world.config), "connect_timeout": "20", "need_torch": "false", **flags.pop("set", {})}
-        given = {"hosts": "gpu[1-2]", "python": self.python, "set": [f"{key}={value}" for key, value in options.items()], **flags}
+        options = {
+            "ssh_config": str(self.world.config),
+            "connect_timeout": "20",
+            "need_torch": "false",
+            **flags.pop("set", {}),
+        }
+        given = {
+            "hosts": "gpu[1-2]",
+            "python": self.python,
+            "set": [f"{key}={value}" for key, value in options.items()],
+            **flags,
+        }
         return {key: value for key, value in given.items() if value is not None}
 
     def plan(self, program: Program, **flags: Any) -> Plan:
@@ -76,7 +88,14 @@ class Site:
 
     def command(self, *words: str, **more: Any) -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", "clusterjob", *words]
-        return subprocess.Popen(argv, cwd=self.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+        return subprocess.Popen(
+            argv,
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **more,
+        )
 
     def options(self, **flags: Any) -> list[str]:
         words: list[str] = []
@@ -112,13 +131,17 @@ def hang_up() -> None:
 
 def lines_of(record: Record) -> list[str]:
     shown: list[Line] = []
-    verdict = jobs.follow(record, lambda batches: shown.extend(chain.from_iterable(batches)), lambda _: None)
+    verdict = jobs.follow(
+        record, lambda batches: shown.extend(chain.from_iterable(batches)), lambda _: None
+    )
     assert verdict.state.final
     return [f"{line.rank} {line.stream} {line.text}" for line in shown]
 
 
 def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
-    verdict = wait_until(lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}")
+    verdict = wait_until(
+        lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}"
+    )
     assert verdict is not None
     return verdict
 

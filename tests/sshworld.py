@@ -1,11 +1,13 @@
-"""A world of real hosts for the tests: each a network namespace with an address, a host name and an sshd of its own.
+"""A world of real hosts for the tests: each a network namespace with an address, a host name and an
+sshd of its own.
 
     client (10.77.0.100) --- gpu1 gpu2 gpu3 ... (10.77.0.1, .2, .3) --- bastion (10.77.0.50)
                                                                            |
-                                                  inner1 inner2 (10.78.0.1, .2), reached through the bastion alone
+                                                  inner1 inner2 (10.78.0.1, .2), reached through the
+                                                  bastion alone
 
-No traffic leaves the namespaces. All names carry the pid of the test run, so that two runs do not meet, and what a run that was
-killed has left is taken down by the next one.
+No traffic leaves the namespaces. All names carry the pid of the test run, so that two runs do not
+meet, and what a run that was killed has left is taken down by the next one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ _NETNS = Path("/run/netns")
 
 
 def sh(*argv: object, **more: object) -> str:
-    done = subprocess.run([str(word) for word in argv], capture_output=True, text=True, env={**os.environ, "PATH": _PATH}, check=False)
+    done = subprocess.run(
+        [str(word) for word in argv],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": _PATH},
+        check=False,
+    )
     assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
     return done.stdout
 
@@ -42,7 +50,11 @@ def missing() -> str:
     """Return why there can be no such world here; empty if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [name for name in ("sshd", "ip", "ssh-keygen", "unshare", "nsenter") if shutil.which(name, path=_PATH) is None]
+    absent = [
+        name
+        for name in ("sshd", "ip", "ssh-keygen", "unshare", "nsenter")
+        if shutil.which(name, path=_PATH) is None
+    ]
     return f"{', '.join(absent)} missing: tools/sshd.sh installs it" if absent else ""
 
 
@@ -80,26 +92,50 @@ class HostOfWorld:
     def start(self, **options: str) -> None:
         """Start the server; options replace lines of its configuration."""
         settings = {
-            "ListenAddress": "0.0.0.0", "Port": str(self.port), "HostKey": str(self.directory / "host_key"), "UsePAM": "no",
-            "PidFile": str(self.directory / "sshd.pid"), "AuthorizedKeysFile": str(self.world.directory / "authorized_keys"),
-            "StrictModes": "no", "PermitRootLogin": "yes", "PasswordAuthentication": "no", "KbdInteractiveAuthentication": "no",
-            "SetEnv": f"HOME={self.home}", "PrintMotd": "no", "LogLevel": "VERBOSE", "AcceptEnv": "none", "UseDNS": "no",
+            "ListenAddress": "0.0.0.0", "Port": str(self.port),
+            "HostKey": str(self.directory / "host_key"), "UsePAM": "no",
+            "PidFile": str(self.directory / "sshd.pid"),
+            "AuthorizedKeysFile": str(self.world.directory / "authorized_keys"),
+            "StrictModes": "no", "PermitRootLogin": "yes", "PasswordAuthentication": "no",
+            "KbdInteractiveAuthentication": "no", "SetEnv": f"HOME={self.home}", "PrintMotd": "no",
+            "LogLevel": "VERBOSE", "AcceptEnv": "none", "UseDNS": "no",
         } | options  # fmt: skip
         text = "".join(f"{key} {value}\n" for key, value in settings.items() if value)
         (self.directory / "sshd_config").write_text(text)
         (self.directory / "sshd.pid").unlink(missing_ok=True)
         server = shutil.which("sshd", path=_PATH) or "sshd"  # it insists on an absolute path
-        named = ("unshare", "--uts", "--mount", "sh", "-c", 'hostname "$1"; shift; exec "$@"', "sh", self.name)
-        self.run(*named, server, "-f", self.directory / "sshd_config", "-E", self.directory / "sshd.log")
+        named = (
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            'hostname "$1"; shift; exec "$@"',
+            "sh",
+            self.name,
+        )
+        self.run(
+            *named, server, "-f", self.directory / "sshd_config", "-E", self.directory / "sshd.log"
+        )
         pid_file = self.directory / "sshd.pid"
-        wait_until(lambda: pid_file.exists() and pid_file.read_text().strip(), 10, f"the sshd of {self.name}")
+        wait_until(
+            lambda: pid_file.exists() and pid_file.read_text().strip(),
+            10,
+            f"the sshd of {self.name}",
+        )
         self.sshd = int(pid_file.read_text())
 
     def run(self, *argv: object) -> str:
         """Run a command in the host's network."""
-        clean = {name: value for name, value in os.environ.items() if name != MARKER and not name.startswith("CLUSTERJOB")}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if name != MARKER and not name.startswith("CLUSTERJOB")
+        }
         words = ["nsenter", f"--net={_NETNS / self.namespace}", *map(str, argv)]
-        done = subprocess.run(words, capture_output=True, text=True, env={**clean, "PATH": _PATH}, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, env={**clean, "PATH": _PATH}, check=False
+        )
         assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
         return done.stdout
 
@@ -114,8 +150,14 @@ class HostOfWorld:
 
     def pids(self) -> list[int]:
         """Return all processes of the host but the server that listens."""
-        text = sh("ip", "netns", "pids", self.namespace) if (_NETNS / self.namespace).exists() else ""
-        return [int(word) for word in text.split() if int(word) not in (self.sshd, os.getpid()) and alive(int(word))]
+        text = (
+            sh("ip", "netns", "pids", self.namespace) if (_NETNS / self.namespace).exists() else ""
+        )
+        return [
+            int(word)
+            for word in text.split()
+            if int(word) not in (self.sshd, os.getpid()) and alive(int(word))
+        ]
 
     def link(self, state: str) -> None:
         """Cut the host off, or join it again: "down" or "up"."""
@@ -152,14 +194,24 @@ class World:
             host.start()
 
     def reset(self) -> None:
-        """Write the client's configuration and keys as they are at the beginning: all hosts are known."""
-        self.known_hosts.write_text("".join(f"{host.address} {host.public_key}\n" for host in self.hosts.values()))
+        """Write the client's configuration and keys as they are at the beginning: all hosts are
+        known.
+        """
+        self.known_hosts.write_text(
+            "".join(f"{host.address} {host.public_key}\n" for host in self.hosts.values())
+        )
         self.write_config()
 
     def write_config(self, more: str = "", **options: str) -> None:
         """Write the client's ssh configuration: lines of `more` come first, and win."""
-        common = {"User": "root", "IdentityFile": self.key, "IdentitiesOnly": "yes", "IdentityAgent": "none",
-                  "UserKnownHostsFile": self.known_hosts, "GlobalKnownHostsFile": "/dev/null"} | options  # fmt: skip
+        common = {
+            "User": "root",
+            "IdentityFile": self.key,
+            "IdentitiesOnly": "yes",
+            "IdentityAgent": "none",
+            "UserKnownHostsFile": self.known_hosts,
+            "GlobalKnownHostsFile": "/dev/null",
+        } | options
         text = more + "\n"
         for host in self.hosts.values():
             jump = "  ProxyJump bastion\n" if host.name.startswith("inner") else ""
@@ -180,7 +232,21 @@ class World:
 
     def _wire(self, name: str, network: str, address: str, interface: str) -> None:
         hub, end = f"{self.prefix}{network}", f"{self.prefix}{name}"
-        sh("ip", "-n", hub, "link", "add", f"p{name}", "type", "veth", "peer", "name", interface, "netns", end)
+        sh(
+            "ip",
+            "-n",
+            hub,
+            "link",
+            "add",
+            f"p{name}",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            interface,
+            "netns",
+            end,
+        )
         sh("ip", "-n", hub, "link", "set", f"p{name}", "master", "br0", "up")
         sh("ip", "-n", end, "addr", "add", f"{address}/24", "dev", interface)
         sh("ip", "-n", end, "link", "set", interface, "up")
@@ -188,7 +254,18 @@ class World:
     def _add(self, name: str, network: str, address: str) -> None:
         host = HostOfWorld(self, name, address)
         host.home.mkdir(parents=True)
-        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", host.directory / "host_key")
+        sh(
+            "ssh-keygen",
+            "-q",
+            "-t",
+            "ed25519",
+            "-N",
+            "",
+            "-C",
+            name,
+            "-f",
+            host.directory / "host_key",
+        )
         self._join(name, network, address, "eth0")
         self.hosts[name] = host
 
@@ -203,7 +280,10 @@ class World:
     def client(self) -> Iterator[None]:
         """Let this thread, and all that it starts, live in the client's network."""
         libc = ctypes.CDLL(None, use_errno=True)
-        with open("/proc/thread-self/ns/net") as own, open(_NETNS / f"{self.prefix}client") as there:
+        with (
+            open("/proc/thread-self/ns/net") as own,
+            open(_NETNS / f"{self.prefix}client") as there,
+        ):
             assert libc.setns(there.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
             try:
                 yield
@@ -212,10 +292,17 @@ class World:
 
     def left(self) -> dict[int, list[str]]:
         """Return what runs on the hosts beside their servers."""
-        return {pid: command_line(pid) for host in self.hosts.values() for pid in host.pids() if command_line(pid)}
+        return {
+            pid: command_line(pid)
+            for host in self.hosts.values()
+            for pid in host.pids()
+            if command_line(pid)
+        }
 
     def clean(self) -> dict[int, list[str]]:
-        """Wait until nothing runs on the hosts any more; kill, one by one, and return what does not end."""
+        """Wait until nothing runs on the hosts any more; kill, one by one, and return what does not
+        end.
+        """
         end = time.monotonic() + 5
         while (left := self.left()) and time.monotonic() < end:
             time.sleep(0.02)
@@ -232,7 +319,9 @@ class World:
 
     @staticmethod
     def remove_stale() -> None:
-        """Take down what a run that was killed has left: its pid is in the names, and is nobody's any more."""
+        """Take down what a run that was killed has left: its pid is in the names, and is nobody's
+        any more.
+        """
         for path in _NETNS.glob("cjt*-*") if _NETNS.is_dir() else []:
             match = re.match(r"cjt(\d+)-", path.name)
             if match and not Path(f"/proc/{match[1]}").exists():

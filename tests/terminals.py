@@ -18,9 +18,19 @@ from procs import PATIENCE
 
 
 class Terminal:
-    """A command whose stdout and stderr, and on request stdin, are a terminal of its own; a context manager."""
+    """A command whose stdout and stderr, and on request stdin, are a terminal of its own; a context
+    manager.
+    """
 
-    def __init__(self, argv: Sequence[str], *, cwd: Path | None = None, columns: int = 120, rows: int = 40, **options: Any) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        columns: int = 120,
+        rows: int = 40,
+        **options: Any,
+    ) -> None:
         self.shown = b""
         self._master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -41,7 +51,9 @@ class Terminal:
         """Read what is shown until these bytes have been; fail the test when they do not come."""
         end = time.monotonic() + patience
         while wanted not in self.shown:
-            assert self._read(end - time.monotonic()), f"{wanted!r} was not shown, but {self.shown!r}"
+            assert self._read(end - time.monotonic()), (
+                f"{wanted!r} was not shown, but {self.shown!r}"
+            )
 
     def finish(self, patience: float = PATIENCE) -> int:
         """Read to the end of the command; return its exit code."""
@@ -61,7 +73,9 @@ class Terminal:
 
 
 def show(argv: Sequence[str], **options: Any) -> tuple[int, str]:
-    """Run a command on a terminal; return its exit code and what it has shown, line breaks as ``\\n``."""
+    """Run a command on a terminal; return its exit code and what it has shown, line breaks as
+    ``\\n``.
+    """
     with Terminal(argv, **options) as terminal:
         code = terminal.finish()
         return code, terminal.shown.decode(errors="replace").replace("\r\n", "\n")

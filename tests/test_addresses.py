@@ -13,7 +13,11 @@ from clusterjob.node.environments.topology import Topology
 
 NOWHERE = "no-such-node.invalid"
 NODE = Topology(2, 1, None, NOWHERE, None, "slurm")
-BATCH = {"ENVIRONMENT": "BATCH", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.7", "SLURM_JOB_NODELIST": f"{NOWHERE},other"}
+BATCH = {
+    "ENVIRONMENT": "BATCH",
+    "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.7",
+    "SLURM_JOB_NODELIST": f"{NOWHERE},other",
+}
 
 
 @pytest.fixture
@@ -37,8 +41,12 @@ def test_a_single_node_is_loopback(no_scontrol: dict[str, str]) -> None:
     assert slurm_addresses.settle(node, no_scontrol).master_addr == "127.0.0.1"
 
 
-def test_the_launching_node_is_node_0_where_a_batch_script_s_first_node_is(no_scontrol: dict[str, str]) -> None:
-    assert slurm_addresses.settle(NODE, BATCH | no_scontrol) == replace(NODE, master_addr="192.0.2.7")
+def test_the_launching_node_is_node_0_where_a_batch_script_s_first_node_is(
+    no_scontrol: dict[str, str],
+) -> None:
+    assert slurm_addresses.settle(NODE, BATCH | no_scontrol) == replace(
+        NODE, master_addr="192.0.2.7"
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,15 +59,21 @@ def test_the_launching_node_is_node_0_where_a_batch_script_s_first_node_is(no_sc
         {"SLURM_LAUNCH_NODE_IPADDR": ""},
     ],
 )
-def test_where_it_may_be_another_node_or_nowhere_the_name_is_refused(change: dict[str, str], no_scontrol: dict[str, str]) -> None:
-    with pytest.raises(PlaceError, match=f"node 0 is {NOWHERE}, which does not resolve here") as caught:
+def test_where_it_may_be_another_node_or_nowhere_the_name_is_refused(
+    change: dict[str, str], no_scontrol: dict[str, str]
+) -> None:
+    with pytest.raises(
+        PlaceError, match=f"node 0 is {NOWHERE}, which does not resolve here"
+    ) as caught:
         slurm_addresses.settle(NODE, BATCH | change | no_scontrol)
     assert "\n" not in caught.value.message
 
 
 def test_slurm_is_asked_for_the_node_s_address_and_never_told_an_option(tmp_path: Path) -> None:
     tool = tmp_path / "scontrol"
-    tool.write_text(f"#!/bin/sh\necho \"$*\" >> {tmp_path}/asked\necho 'NodeName=x Arch=x86_64 NodeAddr=192.0.2.9 NodeHostName=y'\n")
+    tool.write_text(
+        f"#!/bin/sh\necho \"$*\" >> {tmp_path}/asked\necho 'NodeName=x Arch=x86_64 NodeAddr=192.0.2.9 NodeHostName=y'\n"
+    )
     tool.chmod(0o700)
     environ = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
     assert slurm_addresses.settle(NODE, environ).master_addr == "192.0.2.9"

@@ -1,4 +1,6 @@
-"""Arrays and sweeps as they are written: pure, with what must hold for every list of indices and every cut."""
+"""Arrays and sweeps as they are written: pure, with what must hold for every list of indices and
+every cut.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,18 @@ def expanded(text: str) -> list[int]:
 @pytest.mark.parametrize(
     ("text", "wanted", "at_once"),
     [
-        ("0-3", (0, 1, 2, 3), None), ("7", (7,), None), ("1,3,7-9", (1, 3, 7, 8, 9), None), ("0-20:5", (0, 5, 10, 15, 20), None),
-        ("3,1,2,1", (1, 2, 3), None), ("0-99%8", tuple(range(100)), 8), ("0-0", (0,), None), (" 1 , 2 ", (1, 2), None),
-        ("0-6:4", (0, 4), None), ("1,2%1", (1, 2), 1),
+        ("0-3", (0, 1, 2, 3), None),
+        ("7", (7,), None),
+        ("1,3,7-9", (1, 3, 7, 8, 9), None),
+        ("0-20:5", (0, 5, 10, 15, 20), None),
+        ("3,1,2,1", (1, 2, 3), None),
+        ("0-99%8", tuple(range(100)), 8),
+        ("0-0", (0,), None),
+        (" 1 , 2 ", (1, 2), None),
+        ("0-6:4", (0, 4), None),
+        ("1,2%1", (1, 2), 1),
     ],
-)  # fmt: skip
+)
 def test_an_array(text: str, wanted: tuple[int, ...], at_once: int | None) -> None:
     assert arrays.parse(text, ()) == Array(wanted, at_once)
 
@@ -38,12 +47,23 @@ def test_an_array(text: str, wanted: tuple[int, ...], at_once: int | None) -> No
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("x", "'x' is no index"), ("-1", "'-1' is no index"), ("1-", "'1-' is no index"), ("3-1", "'3-1' is an empty range"),
-        ("1-5:0", "empty range"), ("1,,2", "'' is no index"), ("0-3%", "'' is no number"), ("0-3%0", "'0' is no number"),
-        ("0-3%x", "'x' is no number"), ("0-100000", "100001 elements are more than"), ("0-999999999", "1000000000 elements"),
-        ("0-60000,70000-130000", "elements are more than"), ("٣", "is no index"), ("%8", "'' is no index"), ("1;2", "'1;2' is no index"),
+        ("x", "'x' is no index"),
+        ("-1", "'-1' is no index"),
+        ("1-", "'1-' is no index"),
+        ("3-1", "'3-1' is an empty range"),
+        ("1-5:0", "empty range"),
+        ("1,,2", "'' is no index"),
+        ("0-3%", "'' is no number"),
+        ("0-3%0", "'0' is no number"),
+        ("0-3%x", "'x' is no number"),
+        ("0-100000", "100001 elements are more than"),
+        ("0-999999999", "1000000000 elements"),
+        ("0-60000,70000-130000", "elements are more than"),
+        ("٣", "is no index"),
+        ("%8", "'' is no index"),
+        ("1;2", "'1;2' is no index"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_array(text: str, says: str) -> None:
     with pytest.raises(SpecError) as caught:
         arrays.parse(text, ())
@@ -59,18 +79,29 @@ def test_a_sweep_is_every_combination_the_last_name_varying_fastest() -> None:
     array = arrays.parse("%3", ["lr=0.1,0.01", "seed=0-2"])
     assert array is not None
     assert (array.indices, array.at_once) == (tuple(range(6)), 3)
-    assert [dict(values) for values in array.values] == [{"lr": lr, "seed": seed} for lr in ("0.1", "0.01") for seed in ("0", "1", "2")]
+    assert [dict(values) for values in array.values] == [
+        {"lr": lr, "seed": seed} for lr in ("0.1", "0.01") for seed in ("0", "1", "2")
+    ]
 
 
 @pytest.mark.parametrize(
     ("item", "values"),
     [
-        ("a=1", ["1"]), ('a=x,y z,""', ["x", "y z", ""]), ('a="p,,q",r', ["p,,q", "r"]), ('a="1,2",3', ["1,2", "3"]),
+        ("a=1", ["1"]),
+        ('a=x,y z,""', ["x", "y z", ""]),
+        ('a="p,,q",r', ["p,,q", "r"]),
+        ('a="1,2",3', ["1,2", "3"]),
         ('a="say ""hi"""', ['say "hi"']),
-        ("a=b=c", ["b=c"]), ("a=0-6:3,x", ["0", "3", "6", "x"]), ("a=-1,-2", ["-1", "-2"]), ("a=1e-3", ["1e-3"]), ("a.b-c=1", ["1"]),
-        ('a="x\ny",z', ["x\ny", "z"]), ("a=$(id),☃", ["$(id)", "☃"]), ("a=2024-01-01", ["2024-01-01"]),
+        ("a=b=c", ["b=c"]),
+        ("a=0-6:3,x", ["0", "3", "6", "x"]),
+        ("a=-1,-2", ["-1", "-2"]),
+        ("a=1e-3", ["1e-3"]),
+        ("a.b-c=1", ["1"]),
+        ('a="x\ny",z', ["x\ny", "z"]),
+        ("a=$(id),☃", ["$(id)", "☃"]),
+        ("a=2024-01-01", ["2024-01-01"]),
     ],
-)  # fmt: skip
+)
 def test_the_values_of_a_sweep(item: str, values: list[str]) -> None:
     array = arrays.parse("", [item])
     assert array is not None
@@ -80,13 +111,22 @@ def test_the_values_of_a_sweep(item: str, values: list[str]) -> None:
 @pytest.mark.parametrize(
     ("sweep", "says"),
     [
-        (["lr"], "is not NAME=VALUES"), (["=1"], "is not NAME=VALUES"), (["1a=2"], "is not NAME=VALUES"), (["a b=2"], "is not NAME=VALUES"),
-        (['a="1'], "are not a list"), (["a=1", "a=2"], "names 'a' twice"), (["a=0-999", "b=0-999"], "1000000 elements"),
-        (["a=9-1"], "empty range"), (["a="], "gives no value"),
-        (["lr=0.1,"], "a value is empty"), (["lr=,0.1"], "a value is empty"), (["lr=1,,2"], "a value is empty"),
-        (["seed=0..9"], "'0..9' is no range"), (["seed=1,3...5"], "'3...5' is no range"),
+        (["lr"], "is not NAME=VALUES"),
+        (["=1"], "is not NAME=VALUES"),
+        (["1a=2"], "is not NAME=VALUES"),
+        (["a b=2"], "is not NAME=VALUES"),
+        (['a="1'], "are not a list"),
+        (["a=1", "a=2"], "names 'a' twice"),
+        (["a=0-999", "b=0-999"], "1000000 elements"),
+        (["a=9-1"], "empty range"),
+        (["a="], "gives no value"),
+        (["lr=0.1,"], "a value is empty"),
+        (["lr=,0.1"], "a value is empty"),
+        (["lr=1,,2"], "a value is empty"),
+        (["seed=0..9"], "'0..9' is no range"),
+        (["seed=1,3...5"], "'3...5' is no range"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_sweep(sweep: list[str], says: str) -> None:
     with pytest.raises(SpecError) as caught:
         arrays.parse("", sweep)
@@ -100,7 +140,13 @@ def test_array_and_sweep_do_not_both_say_which_elements_there_are() -> None:
 
 def test_a_value_stands_where_its_name_is_marked_else_at_the_end() -> None:
     program = Program("script", "train.py", ("--lr", "{lr}", "{name}{lr}", "{other}"))
-    assert arrays.program_of(program, (("lr", "0.1"), ("seed", "7"))).args == ("--lr", "0.1", "{name}0.1", "{other}", "--seed=7")
+    assert arrays.program_of(program, (("lr", "0.1"), ("seed", "7"))).args == (
+        "--lr",
+        "0.1",
+        "{name}0.1",
+        "{other}",
+        "--seed=7",
+    )
     assert arrays.program_of(Program("script", "train.py"), ()).args == ()
 
 
@@ -108,11 +154,15 @@ def test_a_value_that_looks_like_a_name_s_mark_is_no_mark() -> None:
     """What one value brings in is not looked at again."""
     program = Program("script", "train.py", ("{a}", "{b}"))
     assert arrays.program_of(program, (("a", "{b}"), ("b", "1"))).args == ("{b}", "1")
-    assert arrays.program_of(Program("script", "train.py", ("{a}",)), (("a", "{b}"), ("b", "1"))).args == ("{b}", "--b=1")
+    assert arrays.program_of(
+        Program("script", "train.py", ("{a}",)), (("a", "{b}"), ("b", "1"))
+    ).args == ("{b}", "--b=1")
 
 
 @given(INDICES, st.integers(1, 300), st.none() | st.integers(1, 50))
-def test_pieces_are_the_array_and_each_fits(indices: list[int], largest: int, at_once: int | None) -> None:
+def test_pieces_are_the_array_and_each_fits(
+    indices: list[int], largest: int, at_once: int | None
+) -> None:
     pieces = arrays.pieces(Array(tuple(indices), at_once), largest)
     assert [piece.offset + index for piece in pieces for index in piece.indices] == indices
     assert all(0 <= index < largest for piece in pieces for index in piece.indices)

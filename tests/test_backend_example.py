@@ -1,4 +1,6 @@
-"""The example of docs/backends.md: a queue of its own becomes a cluster by installing a package, and runs real jobs."""
+"""The example of docs/backends.md: a queue of its own becomes a cluster by installing a package,
+and runs real jobs.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,21 @@ with bootstrap.init(timeout=90) as ctx:
 def _installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the example as a user does, into a place of its own."""
     place = tmp_path_factory.mktemp("installed")
-    words = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--quiet", "--target", place]
-    done = subprocess.run([sys.executable, "-m", "pip", "install", *words, EXAMPLE], capture_output=True, text=True, check=False)
+    words = [
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--target",
+        place,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *words, EXAMPLE],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return place
 
@@ -45,13 +60,17 @@ class User:
     def __init__(self, directory: Path, installed: Path) -> None:
         self._directory = directory
         self._more = {
-            "PYTHONPATH": f"{installed}{os.pathsep}{ROOT}", "PATH": f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "TINYQ_HOME": str(directory / "queue"), "CLUSTERJOB_HOME": os.environ["CLUSTERJOB_HOME"],
+            "PYTHONPATH": f"{installed}{os.pathsep}{ROOT}",
+            "PATH": f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "TINYQ_HOME": str(directory / "queue"),
+            "CLUSTERJOB_HOME": os.environ["CLUSTERJOB_HOME"],
             "XDG_CONFIG_HOME": os.environ["XDG_CONFIG_HOME"],
         }  # fmt: skip
 
     def clusterjob(self, *words: str) -> Run:
-        return run([sys.executable, "-m", "clusterjob", *words], self._directory / "work", self._more)
+        return run(
+            [sys.executable, "-m", "clusterjob", *words], self._directory / "work", self._more
+        )
 
     def queue(self, *words: str) -> Run:
         return run(["tinyq", *words], self._directory, self._more)
@@ -79,13 +98,26 @@ def _wait_for(is_so) -> None:  # type: ignore[no-untyped-def]
         time.sleep(0.1)
 
 
-FLAGS = ("--cluster", "tinyq", "--set", "poll=0.2", "--nodes", "2", "--nproc-per-node", "2", "--python", sys.executable)
+FLAGS = (
+    "--cluster",
+    "tinyq",
+    "--set",
+    "poll=0.2",
+    "--nodes",
+    "2",
+    "--nproc-per-node",
+    "2",
+    "--python",
+    sys.executable,
+)
 
 
 def test_a_job_runs_on_the_queue(user: User) -> None:
     ran = user.clusterjob("run", *FLAGS, "--setup", "echo setting up", "train.py", "it's")
     assert ran.code == 0, ran.err + ran.out
-    assert sorted(ran.out.splitlines()) == [f"[{rank}] rank {rank} of 4 on node {rank // 2} it's" for rank in range(4)]
+    assert sorted(ran.out.splitlines()) == [
+        f"[{rank}] rank {rank} of 4 on node {rank // 2} it's" for rank in range(4)
+    ]
     (task,) = user.tasks()
     job = str(task["name"])
     assert task["state"] == "succeeded"
@@ -105,7 +137,9 @@ def test_a_failure_is_the_rank_s_after_the_queue_has_tried_again(user: User) -> 
     tasks = user.tasks()
     assert [task["state"] for task in tasks] == ["failed", "failed"]
     assert len({task["name"] for task in tasks}) == 1
-    assert user.clusterjob("logs", "--rank", "2", str(tasks[0]["name"])).out.count("rank 2 of 4") == 2
+    assert (
+        user.clusterjob("logs", "--rank", "2", str(tasks[0]["name"])).out.count("rank 2 of 4") == 2
+    )
 
 
 def test_a_job_is_cancelled(user: User) -> None:

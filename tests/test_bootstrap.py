@@ -1,4 +1,6 @@
-"""The worker side, with real torch and real processes: under our launcher, under torchrun, by hand, and as a plain script."""
+"""The worker side, with real torch and real processes: under our launcher, under torchrun, by hand,
+and as a plain script.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LAUNCHERS, MARGIN, PATIENCE, by_hand, environment, finish, free_port, gave_up_after, launch, run, script, start, told
+from launching import (
+    LAUNCHERS,
+    MARGIN,
+    PATIENCE,
+    by_hand,
+    environment,
+    finish,
+    free_port,
+    gave_up_after,
+    launch,
+    run,
+    script,
+    start,
+    told,
+)
 
 from clusterjob import bootstrap
 from clusterjob.errors import PlaceError, UsageError
@@ -39,7 +55,9 @@ def test_importing_it_costs_at_most_15_ms(tmp_path: Path) -> None:
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled once
 
     def seconds(code: str) -> float:
-        """Return the processor time of a fresh Python: what else runs on the machine counts little in it."""
+        """Return the processor time of a fresh Python: what else runs on the machine counts little
+        in it.
+        """
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], env=env, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -196,9 +214,17 @@ def test_every_field_of_the_place_is_right(launched: Launched) -> None:
 def test_numbers_are_reduced_to_the_same_value_everywhere(launched: Launched) -> None:
     for rank in launched.ranks:
         assert rank["numbers"] == {"mean": 2.5, "sum": 5, "min": 2, "max": 3, "product": 6}
-        assert {op: type(value) for op, value in rank["numbers"].items()} == {op: float if op == "mean" else int for op in rank["numbers"]}
+        assert {op: type(value) for op, value in rank["numbers"].items()} == {
+            op: float if op == "mean" else int for op in rank["numbers"]
+        }
         assert rank["default"] == 1.5
-        assert rank["floats"] == {"mean": -1.25, "sum": -2.5, "min": -3.0, "max": 0.5, "product": -1.5}
+        assert rank["floats"] == {
+            "mean": -1.25,
+            "sum": -2.5,
+            "min": -3.0,
+            "max": 0.5,
+            "product": -1.5,
+        }
         assert rank["exact"] == 2**63 + 1
         assert rank["mixed"] == 1.5
         assert all(math.isnan(value) for value in rank["nan"])
@@ -264,7 +290,9 @@ def test_leaving_leaves_nothing_and_init_works_again(launched: Launched) -> None
         assert rank["child"] == 0
         assert rank["left"] is False
         formed, *left = rank["threads"]
-        assert all(threads <= formed for threads in left), "under our agents the last group is freed when a later one has formed"
+        assert all(threads <= formed for threads in left), (
+            "under our agents the last group is freed when a later one has formed"
+        )
         assert all("shut down" in message for message in rank["closed"])
         assert rank["rounds"] == [2, 2]
         assert rank["last"] == 2
@@ -311,7 +339,11 @@ ALONE = """
 
 def alone(directory: Path, launcher: str | None, **options: Any) -> dict[str, Any]:
     argv = [script(directory, ALONE), json.dumps(options)]
-    ran = launch(launcher, 1, argv, directory) if launcher else run([sys.executable, "-W", "error", *argv], directory)
+    ran = (
+        launch(launcher, 1, argv, directory)
+        if launcher
+        else run([sys.executable, "-W", "error", *argv], directory)
+    )
     assert ran.code == 0, ran.err
     assert "arning" not in ran.err
     assert "alone" in ran.out
@@ -330,13 +362,22 @@ def alone(directory: Path, launcher: str | None, **options: Any) -> dict[str, An
 
 def test_a_plain_script_is_a_world_of_one_without_a_group(tmp_path: Path) -> None:
     rank = alone(tmp_path, None)
-    assert (rank["source"], rank["backend"], rank["initialized"], rank["same"]) == ("none", None, False, True)
+    assert (rank["source"], rank["backend"], rank["initialized"], rank["same"]) == (
+        "none",
+        None,
+        False,
+        True,
+    )
     assert rank["master"] == [None, None]
 
 
 def test_a_plain_script_gets_a_group_if_it_asks_for_one(tmp_path: Path) -> None:
     rank = alone(tmp_path, None, process_group=True)
-    assert (rank["backend"], rank["initialized"], rank["wrapped"]) == ("gloo", True, "DistributedDataParallel")
+    assert (rank["backend"], rank["initialized"], rank["wrapped"]) == (
+        "gloo",
+        True,
+        "DistributedDataParallel",
+    )
     assert rank["master"] == [None, None]
 
 
@@ -345,7 +386,9 @@ def test_a_launched_world_of_one_has_a_group(tmp_path: Path) -> None:
     assert (rank["source"], rank["backend"], rank["initialized"]) == ("clusterjob", "gloo", True)
 
 
-def test_without_a_group_processes_cannot_mistake_their_own_value_for_everybodys(tmp_path: Path) -> None:
+def test_without_a_group_processes_cannot_mistake_their_own_value_for_everybodys(
+    tmp_path: Path,
+) -> None:
     text = """
         import torch
         from clusterjob import bootstrap
@@ -381,9 +424,19 @@ ONLY_INIT = """
 """
 
 
-@pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_half_set_environment_names_the_missing_variable(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+@pytest.mark.parametrize(
+    "missing", ["WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT"]
+)
+def test_a_half_set_environment_names_the_missing_variable(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     for name, value in whole.items():
         if name != missing:
             monkeypatch.setenv(name, value)
@@ -392,7 +445,9 @@ def test_a_half_set_environment_names_the_missing_variable(missing: str, monkeyp
 
 
 def test_a_half_set_environment_ends_the_script_before_torch_is_loaded(tmp_path: Path) -> None:
-    ran = run([sys.executable, script(tmp_path, ONLY_INIT)], tmp_path, {"RANK": "0", "WORLD_SIZE": "2"})
+    ran = run(
+        [sys.executable, script(tmp_path, ONLY_INIT)], tmp_path, {"RANK": "0", "WORLD_SIZE": "2"}
+    )
     assert ran.code == 1
     assert "PlaceError" in ran.err
     assert "LOCAL_RANK is not set" in ran.err
@@ -400,7 +455,11 @@ def test_a_half_set_environment_ends_the_script_before_torch_is_loaded(tmp_path:
 
 
 def test_the_place_of_a_node_needs_a_launcher(tmp_path: Path) -> None:
-    node = {"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_NODE_RANK": "1", "CLUSTERJOB_MASTER_ADDR": "127.0.0.1"}
+    node = {
+        "CLUSTERJOB_NNODES": "2",
+        "CLUSTERJOB_NODE_RANK": "1",
+        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
+    }
     ran = run([sys.executable, script(tmp_path, ONLY_INIT)], tmp_path, node)
     assert ran.code == 1
     assert "PlaceError" in ran.err
@@ -425,7 +484,13 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], words
 
 def test_processes_that_do_not_meet_say_so_in_time(tmp_path: Path) -> None:
     text = "from clusterjob import bootstrap\nbootstrap.init(timeout=1)\n"
-    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     ran = run([sys.executable, script(tmp_path, text)], tmp_path, place)
     assert ran.code == 1
     last = next(line for line in reversed(ran.err.splitlines()) if "GangError: " in line)
@@ -439,9 +504,18 @@ def test_processes_that_do_not_meet_say_so_in_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("local_rank", "gpus", "name"),
-    [(0, 0, "cpu"), (3, 0, "cpu"), (0, 1, "cuda:0"), (3, 1, "cuda:0"), (3, 8, "cuda:3"), (9, 8, "cuda:1")],
+    [
+        (0, 0, "cpu"),
+        (3, 0, "cpu"),
+        (0, 1, "cuda:0"),
+        (3, 1, "cuda:0"),
+        (3, 8, "cuda:3"),
+        (9, 8, "cuda:1"),
+    ],
 )
-def test_the_device_follows_the_local_rank_among_the_gpus_that_are_seen(local_rank: int, gpus: int, name: str) -> None:
+def test_the_device_follows_the_local_rank_among_the_gpus_that_are_seen(
+    local_rank: int, gpus: int, name: str
+) -> None:
     assert device.choose_device(local_rank, gpus) == name
 
 
@@ -557,7 +631,8 @@ def test_an_exception_ends_the_process_at_once_with_code_1(block: str, tmp_path:
     path = script(tmp_path, FAILS_WITH_A_COLLECTIVE_UNDER_WAY)
     survivor, failing = by_hand(2, [path, block], tmp_path, {"PYTHONUNBUFFERED": ""})
     try:
-        # Nobody takes part in its collective and nobody stops it: it has to come to its end by itself.
+        # Nobody takes part in its collective and nobody stops it: it has to come to its end by
+        # itself.
         ran = finish(failing, patience=PATIENCE / 2)
     finally:
         (tmp_path / "rank 1 has ended").touch()
@@ -592,13 +667,17 @@ def test_the_launcher_learns_the_time_of_the_first_failure(launcher: str, tmp_pa
         raise RuntimeError("this came later")
     """
     directory = tmp_path / "job"
-    ran = launch(launcher, 2, [script(tmp_path, text)], tmp_path, {"CLUSTERJOB_JOB_DIR": str(directory)})
+    ran = launch(
+        launcher, 2, [script(tmp_path, text)], tmp_path, {"CLUSTERJOB_JOB_DIR": str(directory)}
+    )
     assert ran.code == 1
     failure = json.loads((directory / "result.json").read_text())["failure"]
     assert (failure["rank"], failure["message"], failure["exit_code"]) == (1, "ValueError: boom", 1)
 
 
-def test_failures_are_reported_by_the_worker_itself_and_by_none_of_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_reported_by_the_worker_itself_and_by_none_of_its_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read, write = os.pipe()
     try:
         os.set_inheritable(write, True)
@@ -633,7 +712,11 @@ SUMS = """
 
 def tasks_of_a_step(directory: Path, tasks: list[dict[str, str]], **common: str) -> list[Any]:
     path = script(directory, SUMS)
-    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "no-such-node-[1-2]"} | common
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "no-such-node-[1-2]",
+    } | common
     processes = [start([sys.executable, path], directory, step | task) for task in tasks]
     for process in processes:
         ran = finish(process)
@@ -642,8 +725,17 @@ def tasks_of_a_step(directory: Path, tasks: list[dict[str, str]], **common: str)
 
 
 def test_the_tasks_of_a_step_meet_without_an_agent(tmp_path: Path) -> None:
-    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"}
-    ranks = tasks_of_a_step(tmp_path, [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)], **one_node)
+    one_node = {
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "3",
+        "SLURM_NODEID": "0",
+    }
+    ranks = tasks_of_a_step(
+        tmp_path,
+        [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)],
+        **one_node,
+    )
     port = ranks[0][6]
     assert 20000 <= port < 32000
     assert ranks == [[rank, 3, 3, 0, 1, "slurm", port, 6.0] for rank in range(3)]
@@ -652,17 +744,24 @@ def test_the_tasks_of_a_step_meet_without_an_agent(tmp_path: Path) -> None:
 def test_tasks_that_are_alone_on_their_nodes_are_processes_of_their_own(tmp_path: Path) -> None:
     port = free_port()
     two_nodes = {
-        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0",
         "CLUSTERJOB_MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    ranks = tasks_of_a_step(tmp_path, [{"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} for rank in range(2)], **two_nodes)
+    ranks = tasks_of_a_step(
+        tmp_path,
+        [{"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} for rank in range(2)],
+        **two_nodes,
+    )
     assert ranks == [[0, 1, 2, rank, 2, "slurm", port, 3.0] for rank in range(2)]
 
 
 @pytest.mark.parametrize("nproc", [None, 1, 4])
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 @pytest.mark.parametrize("process_group", [None, False])
-def test_a_task_that_would_leave_gpus_idle_is_refused(nproc: int | None, gpus: int, process_group: bool | None) -> None:
+def test_a_task_that_would_leave_gpus_idle_is_refused(
+    nproc: int | None, gpus: int, process_group: bool | None
+) -> None:
     worker = Worker(Topology(2, 1, nproc, "n1", 29500, "slurm"), 1, 0, 2, 1)
     if nproc is None and gpus == 8 and process_group is None:
         with pytest.raises(PlaceError) as caught:

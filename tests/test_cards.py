@@ -1,4 +1,6 @@
-"""A host's GPUs. No machine of the tests has any: a command of nvidia-smi's name says what there is, all else is real."""
+"""A host's GPUs. No machine of the tests has any: a command of nvidia-smi's name says what there
+is, all else is real.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,16 @@ class Smi:
 
     def say(self, used: list[int], apps: dict[int, list[tuple[int, str]]] | None = None) -> None:
         """Set the memory in use of each card (MiB), and who computes on which."""
-        rows = [f"{index}, GPU-{index:04d}, {mib}, 81559, NVIDIA H100, 80GB\n" for index, mib in enumerate(used)]
+        rows = [
+            f"{index}, GPU-{index:04d}, {mib}, 81559, NVIDIA H100, 80GB\n"
+            for index, mib in enumerate(used)
+        ]
         (self.directory / "gpus").write_text("".join(rows))
-        lines = [f"GPU-{index:04d}, {pid}, {name}\n" for index, users in (apps or {}).items() for pid, name in users]
+        lines = [
+            f"GPU-{index:04d}, {pid}, {name}\n"
+            for index, users in (apps or {}).items()
+            for pid, name in users
+        ]
         (self.directory / "apps").write_text("".join(lines))
 
 
@@ -66,7 +75,13 @@ def names(reservation: gpus.Reservation) -> list[str]:
 def test_cards_are_read(smi: Smi) -> None:
     smi.say([3, 70000], {1: [(os.getpid(), "python, with a comma"), (10**7, "/opt/x/other")]})
     first, second = gpus.read_cards()
-    assert (first.index, first.uuid, first.name, first.used, first.idle) == (0, "GPU-0000", "NVIDIA H100, 80GB", 3 << 20, True)
+    assert (first.index, first.uuid, first.name, first.used, first.idle) == (
+        0,
+        "GPU-0000",
+        "NVIDIA H100, 80GB",
+        3 << 20,
+        True,
+    )
     assert second.processes == ((os.getpid(), "python, with a comma"), (10**7, "/opt/x/other"))
     assert second.text() == (
         f"1 NVIDIA H100, 80GB: root's python, with a comma (pid {os.getpid()}), somebody's other (pid 10000000), 73.4 of 86 GB used"
@@ -81,7 +96,9 @@ def test_no_driver_no_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert gpus.read_cards() == []
 
 
-def test_a_library_without_a_driver_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_without_a_driver_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("pynvml")
     monkeypatch.setenv("PATH", str(tmp_path))
     if not Path("/proc/driver/nvidia").exists():
@@ -89,14 +106,25 @@ def test_a_library_without_a_driver_is_no_error(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_command_that_fails_is_said(smi: Smi) -> None:
-    (smi.directory / "nvidia-smi").write_text("#!/bin/sh\necho 'Unable to determine the device handle'\nexit 15\n")
+    (smi.directory / "nvidia-smi").write_text(
+        "#!/bin/sh\necho 'Unable to determine the device handle'\nexit 15\n"
+    )
     with pytest.raises(OSError, match="nvidia-smi fails: Unable to determine"):
         gpus.read_cards()
 
 
 @pytest.mark.parametrize(
     ("listed", "wanted"),
-    [(None, [0, 1, 2, 3]), ("", []), ("2,0", [2, 0]), ("0,9,1", [0]), ("1,1", [1]), ("GPU-0003, 1", [3, 1]), ("-1", []), ("x", [])],
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("0,9,1", [0]),
+        ("1,1", [1]),
+        ("GPU-0003, 1", [3, 1]),
+        ("-1", []),
+        ("x", []),
+    ],
 )
 def test_what_a_login_may_use(smi: Smi, listed: str | None, wanted: list[int]) -> None:
     assert [card.index for card in gpus.visible(gpus.read_cards(), listed)] == wanted
@@ -115,9 +143,13 @@ def test_too_few_say_who_holds_which(smi: Smi) -> None:
         gpus.pick("mine", "auto", 2, {})
     held.release()
     text = str(caught.value)
-    assert text.startswith("0 idle GPUs where 2 are asked for: 0 job other-job; 1 NVIDIA H100, 80GB: 2.1 of 86 GB used; 2 NVIDIA")
+    assert text.startswith(
+        "0 idle GPUs where 2 are asked for: 0 job other-job; 1 NVIDIA H100, 80GB: 2.1 of 86 GB used; 2 NVIDIA"
+    )
     assert "trainer (pid 1)" in text
-    assert names(gpus.pick("mine", "auto", 1, {})) == ["GPU-0000"], "the attempt that failed holds nothing"
+    assert names(gpus.pick("mine", "auto", 1, {})) == ["GPU-0000"], (
+        "the attempt that failed holds nothing"
+    )
 
 
 def test_a_list_is_taken_as_it_is_but_from_no_other_job(smi: Smi) -> None:
@@ -146,7 +178,12 @@ except cards.TooFewError:
 sys.stdin.read()
 """
     started = [
-        subprocess.Popen([sys.executable, "-c", code, smi.directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, smi.directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(6)
     ]
     said = [process.stdout.readline().strip() for process in started if process.stdout is not None]
@@ -203,8 +240,11 @@ def gpu_hosts(site: Site) -> Iterator[dict[str, Smi]]:
             path.unlink()
 
 
-def test_each_host_gives_idle_ones_and_the_next_job_gets_others(site: Site, gpu_hosts: dict[str, Smi]) -> None:
-    # The hosts of the tests share /tmp, where the locks lie: their cards have to have different names.
+def test_each_host_gives_idle_ones_and_the_next_job_gets_others(
+    site: Site, gpu_hosts: dict[str, Smi]
+) -> None:
+    # The hosts of the tests share /tmp, where the locks lie: their cards have to have different
+    # names.
     gpu_hosts["gpu1"].say([9000, 3, 3, 3], {0: [(1, "trainer")]})
     rows = (gpu_hosts["gpu2"].directory / "gpus").read_text().replace("GPU-0", "GPU-9")
     (gpu_hosts["gpu2"].directory / "gpus").write_text(rows)
@@ -241,7 +281,11 @@ def test_fewer_than_asked_for_are_a_rehearsal_unless_they_are_required(
     site: Site,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    record = site.submit('import os; print(repr(os.environ["CUDA_VISIBLE_DEVICES"]))', gpus_per_node=2, nproc_per_node=1)
+    record = site.submit(
+        'import os; print(repr(os.environ["CUDA_VISIBLE_DEVICES"]))',
+        gpus_per_node=2,
+        nproc_per_node=1,
+    )
     wait_until(lambda: jobs.status(record).verdict, PATIENCE, "its end")
     jobs.collect(record)
     assert (record.job_dir / "logs" / "node0" / "rank0.out").read_text() == "''\n"
@@ -253,9 +297,14 @@ def test_fewer_than_asked_for_are_a_rehearsal_unless_they_are_required(
 
 @pytest.mark.parametrize(
     ("flags", "why"),
-    [({"gpus": "auto"}, "does not say how many"), ({"gpus": "0,1", "gpus_per_node": 3}, "are 2 on each host"),
-     ({"gpus": "0,0"}, "no list of GPUs"), ({"gpus": "all"}, "no list of GPUs"), ({"gpus": "0;rm"}, "no list of GPUs")],
-)  # fmt: skip
+    [
+        ({"gpus": "auto"}, "does not say how many"),
+        ({"gpus": "0,1", "gpus_per_node": 3}, "are 2 on each host"),
+        ({"gpus": "0,0"}, "no list of GPUs"),
+        ({"gpus": "all"}, "no list of GPUs"),
+        ({"gpus": "0;rm"}, "no list of GPUs"),
+    ],
+)
 def test_what_makes_no_sense(site: Site, flags: dict[str, object], why: str) -> None:
     site.script("")
     with pytest.raises(SpecError, match=why):

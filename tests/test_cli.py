@@ -1,4 +1,6 @@
-"""The command line as a user meets it: each verb in a process of its own, real jobs, stdout, stderr and exit codes."""
+"""The command line as a user meets it: each verb in a process of its own, real jobs, stdout, stderr
+and exit codes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ GUEST = """
 
 
 class Terminal:
-    """A user in a directory, whose interpreter for jobs starts at once: it finds no torch to import."""
+    """A user in a directory, whose interpreter for jobs starts at once: it finds no torch to
+    import.
+    """
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.directory = directory
@@ -72,11 +76,19 @@ class Terminal:
         self.path(name).write_text(textwrap.dedent(text))
         return name
 
-    def __call__(self, *args: str, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *args: str, code: int = 0, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; fail the test unless it ends with this code."""
         options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, **options}
         done = subprocess.run(
-            [*CLUSTERJOB, *args], check=False, capture_output=True, text=True, errors="surrogateescape", timeout=PATIENCE, **options
+            [*CLUSTERJOB, *args],
+            check=False,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=PATIENCE,
+            **options,
         )
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
@@ -85,8 +97,17 @@ class Terminal:
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         """Start a command; its output goes to files, which `said` returns."""
         number = len(self.running)
-        with self._output(number, "out").open("w") as out, self._output(number, "err").open("w") as err:
-            options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options}
+        with (
+            self._output(number, "out").open("w") as out,
+            self._output(number, "err").open("w") as err,
+        ):
+            options = {
+                "cwd": self.directory,
+                "stdin": subprocess.DEVNULL,
+                "stdout": out,
+                "stderr": err,
+                **options,
+            }
             self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
         return self.running[-1]
 
@@ -111,7 +132,9 @@ class Terminal:
         return job
 
     def wait_for(self, *names: str) -> None:
-        wait_until(lambda: all(self.path(name).exists() for name in names), PATIENCE, f"the files {names}")
+        wait_until(
+            lambda: all(self.path(name).exists() for name in names), PATIENCE, f"the files {names}"
+        )
 
     def left_behind(self) -> list[str]:
         """Return every file that jobs have left; directories alone do not count."""
@@ -176,9 +199,13 @@ def test_submit_in_json(terminal: Terminal) -> None:
 
 @pytest.mark.parametrize("code", [0, 1, 3, 255])
 def test_run_ends_with_the_job_s_exit_code(terminal: Terminal, code: int) -> None:
-    script = terminal.script(f"import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit({code})")
+    script = terminal.script(
+        f"import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit({code})"
+    )
     done = terminal("run", script, code=code)
-    assert done.stdout == "to stdout\n", "the output of one worker has no labels, so that it can be piped on"
+    assert done.stdout == "to stdout\n", (
+        "the output of one worker has no labels, so that it can be piped on"
+    )
     assert done.stderr.startswith("to stderr\n")
     state = "FAILED" if code else "SUCCEEDED"
     assert re.search(rf"^clusterjob: job script-\w+ {state}", done.stderr, re.MULTILINE)
@@ -198,10 +225,15 @@ def test_run_shows_many_workers_with_their_ranks(terminal: Terminal) -> None:
     labels = [re.fullmatch(r"\[([\d,-]+)\] (.*)", line) for line in done.stdout.splitlines()]
     assert all(labels)
     said = [(match[1], match[2]) for match in labels if match]
-    assert sorted(text for label, text in said if text.startswith("own")) == [f"own {rank}" for rank in range(4)]
+    assert sorted(text for label, text in said if text.startswith("own")) == [
+        f"own {rank}" for rank in range(4)
+    ]
     assert all(label == text.removeprefix("own ") for label, text in said if text.startswith("own"))
     assert {text for _, text in said} == {"the same", *(f"own {rank}" for rank in range(4))}
-    assert all(re.fullmatch(r"\[[\d,-]+\] warning|clusterjob: job script-\w+ SUCCEEDED", line) for line in done.stderr.splitlines())
+    assert all(
+        re.fullmatch(r"\[[\d,-]+\] warning|clusterjob: job script-\w+ SUCCEEDED", line)
+        for line in done.stderr.splitlines()
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +243,9 @@ def test_run_shows_many_workers_with_their_ranks(terminal: Terminal) -> None:
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL", id="kill"),
     ],
 )
-def test_run_says_who_failed_and_why(terminal: Terminal, statement: str, code: int, how: str) -> None:
+def test_run_says_who_failed_and_why(
+    terminal: Terminal, statement: str, code: int, how: str
+) -> None:
     script = terminal.script(f"""
         import os, signal, sys, time
         if os.environ["RANK"] == "1":
@@ -228,13 +262,28 @@ def test_run_says_who_failed_and_why(terminal: Terminal, statement: str, code: i
     assert done.stdout == ""
     nothing_survives()
     failure = terminal.the_job()["failure"]
-    assert failure.keys() >= {"rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message"}
-    assert (failure["rank"], failure["local_rank"], failure["node_rank"], failure["host"]) == (1, 0, 1, HOST)
+    assert failure.keys() >= {
+        "rank",
+        "local_rank",
+        "node_rank",
+        "host",
+        "exit_code",
+        "signal",
+        "message",
+    }
+    assert (failure["rank"], failure["local_rank"], failure["node_rank"], failure["host"]) == (
+        1,
+        0,
+        1,
+        HOST,
+    )
     assert (failure["exit_code"], failure["signal"]) == (code, "SIGKILL" if code == 137 else None)
 
 
 def test_submit_and_follow_ends_with_the_job_s_exit_code(terminal: Terminal) -> None:
-    done = terminal("submit", "--follow", terminal.script("print('hello'); raise SystemExit(4)"), code=4)
+    done = terminal(
+        "submit", "--follow", terminal.script("print('hello'); raise SystemExit(4)"), code=4
+    )
     job_id, *rest = done.stdout.splitlines()
     assert job_id == terminal.the_job()["id"]
     assert rest == ["hello"]
@@ -245,15 +294,39 @@ def test_a_module_and_a_command_can_be_run(terminal: Terminal) -> None:
     terminal.path("package").mkdir()
     terminal.path("package/__init__.py").touch()
     terminal.script("import sys; print(__name__, sys.argv[1:])", "package/train.py")
-    assert terminal("run", "-m", "package.train", "--nodes", "7", "-m", "x").stdout == "__main__ ['--nodes', '7', '-m', 'x']\n"
+    assert (
+        terminal("run", "-m", "package.train", "--nodes", "7", "-m", "x").stdout
+        == "__main__ ['--nodes', '7', '-m', 'x']\n"
+    )
     command = ["bash", "-c", 'echo "$0" "$1" $RANK', "--help", "a  b"]
     assert terminal("run", "--name", "shell", "--", *command).stdout == "--help a  b 0\n"
 
 
 def test_what_follows_the_script_is_the_script_s(terminal: Terminal) -> None:
-    options = ["--nodes", "7", "-h", "--help", "--json", "-v", "--version", "--", "-m", "x", "", "a b", "--dry-run", "☃"]
-    assert terminal("run", terminal.script("import sys; print(sys.argv[1:])"), *options).stdout == f"{options}\n"
-    assert terminal("run", "--nodes=1", "--name", "-x", "script.py", "--nodes=9").stdout == "['--nodes=9']\n"
+    options = [
+        "--nodes",
+        "7",
+        "-h",
+        "--help",
+        "--json",
+        "-v",
+        "--version",
+        "--",
+        "-m",
+        "x",
+        "",
+        "a b",
+        "--dry-run",
+        "☃",
+    ]
+    assert (
+        terminal("run", terminal.script("import sys; print(sys.argv[1:])"), *options).stdout
+        == f"{options}\n"
+    )
+    assert (
+        terminal("run", "--nodes=1", "--name", "-x", "script.py", "--nodes=9").stdout
+        == "['--nodes=9']\n"
+    )
 
 
 def test_a_script_may_be_called_like_an_option(terminal: Terminal) -> None:
@@ -262,12 +335,19 @@ def test_a_script_may_be_called_like_an_option(terminal: Terminal) -> None:
 
 
 def test_variables_of_the_command_line_and_the_file_reach_the_workers(terminal: Terminal) -> None:
-    terminal.path("clusterjob.toml").write_text('[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n')
+    terminal.path("clusterjob.toml").write_text(
+        '[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n'
+    )
     script = terminal.script("import os; print(*(os.environ[name] for name in 'ABCD'))")
-    assert terminal("run", "--env", "B=x=y z", "--env", "D=", "--setup", "C=$C,flag", script).stdout == "file x=y z file,flag \n"
+    assert (
+        terminal("run", "--env", "B=x=y z", "--env", "D=", "--setup", "C=$C,flag", script).stdout
+        == "file x=y z file,flag \n"
+    )
 
 
-def test_a_rehearsal_on_the_cpu_says_so_in_one_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_on_the_cpu_says_so_in_one_line(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script = terminal.script("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] or 'none')")
     done = terminal("run", "--gpus-per-node", "1", script)
@@ -285,7 +365,16 @@ def test_a_rehearsal_on_the_cpu_says_so_in_one_line(terminal: Terminal, monkeypa
 
 
 def test_render_prints_the_plan_and_leaves_no_trace(terminal: Terminal) -> None:
-    options = ["--nodes", "2", "--env", "A=it's", "--setup", "module load cuda", terminal.script(""), "--flag"]
+    options = [
+        "--nodes",
+        "2",
+        "--env",
+        "A=it's",
+        "--setup",
+        "module load cuda",
+        terminal.script(""),
+        "--flag",
+    ]
     texts = []
     for command in (["render"], ["submit", "--dry-run"]):
         done = terminal(*command, *options)
@@ -295,7 +384,9 @@ def test_render_prints_the_plan_and_leaves_no_trace(terminal: Terminal) -> None:
     assert f"### {terminal.home}/jobs/ID/node.sh (0700)\n#!/usr/bin/env bash\n" in texts[0]
     assert "export A='it'\"'\"'s'" in texts[0]
     assert "module load cuda" in texts[0]
-    assert texts[0].splitlines()[-2:] == [f"CLUSTERJOB_NODE_RANK={rank} bash {terminal.home}/jobs/ID/node.sh" for rank in (0, 1)]
+    assert texts[0].splitlines()[-2:] == [
+        f"CLUSTERJOB_NODE_RANK={rank} bash {terminal.home}/jobs/ID/node.sh" for rank in (0, 1)
+    ]
     assert not terminal.home.exists()
 
 
@@ -304,10 +395,24 @@ def test_the_plan_in_json(terminal: Terminal, command: list[str]) -> None:
     plan = json.loads(terminal(*command, terminal.script("")).stdout)
     assert plan.keys() >= {"schema", "job_id", "backend", "job_dir", "files", "commands", "notes"}
     assert plan["schema"] == 1
-    assert [Path(file["path"]).name for file in plan["files"]] == ["spec.json", "clusterjob-node.pyz", "node.sh"]
+    assert [Path(file["path"]).name for file in plan["files"]] == [
+        "spec.json",
+        "clusterjob-node.pyz",
+        "node.sh",
+    ]
     assert [file["mode"] for file in plan["files"]] == ["0600", "0600", "0700"]
-    assert json.loads(plan["files"][0]["text"])["program"] == {"kind": "script", "target": "script.py", "args": []}
-    assert plan["commands"] == [{"argv": ["bash", plan["files"][2]["path"]], "env": {"CLUSTERJOB_NODE_RANK": "0"}, "node_rank": 0}]
+    assert json.loads(plan["files"][0]["text"])["program"] == {
+        "kind": "script",
+        "target": "script.py",
+        "args": [],
+    }
+    assert plan["commands"] == [
+        {
+            "argv": ["bash", plan["files"][2]["path"]],
+            "env": {"CLUSTERJOB_NODE_RANK": "0"},
+            "node_rank": 0,
+        }
+    ]
     assert not terminal.home.exists()
 
 
@@ -337,10 +442,16 @@ def test_status_and_list_tell_of_jobs_in_any_state(terminal: Terminal) -> None:
     ]  # fmt: skip
     for job in listed["jobs"]:
         assert job.keys() >= {
-            "id", "name", "cluster", "backend", "backend_id", "state", "exit_code", "nodes", "submitted_at", "started_at", "ended_at",
-            "reason", "restarts", "failure",
+            "id", "name", "cluster", "backend", "backend_id", "state", "exit_code", "nodes",
+            "submitted_at", "started_at", "ended_at", "reason", "restarts", "failure",
         }  # fmt: skip
-        assert (job["cluster"], job["backend"], job["backend_id"], job["nodes"], job["restarts"]) == ("local", "local", job["id"], 1, 0)
+        assert (
+            job["cluster"],
+            job["backend"],
+            job["backend_id"],
+            job["nodes"],
+            job["restarts"],
+        ) == ("local", "local", job["id"], 1, 0)
         assert RFC3339.fullmatch(job["submitted_at"])
         assert RFC3339.fullmatch(job["started_at"])
         assert (job["ended_at"] is None) == (job["state"] == "RUNNING")
@@ -348,8 +459,14 @@ def test_status_and_list_tell_of_jobs_in_any_state(terminal: Terminal) -> None:
     assert listed["jobs"][1]["failure"]["exit_code"] == 3
     header, *rows = terminal("list").stdout.splitlines()
     assert header.split() == ["ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON"]
-    assert [row.split()[:2] for row in rows] == [[good, "SUCCEEDED"], [bad, "FAILED"], [running, "RUNNING"]]
-    assert [row.split()[0] for row in terminal("status").stdout.splitlines()[1:]] == [running], "without ids, those that have not ended"
+    assert [row.split()[:2] for row in rows] == [
+        [good, "SUCCEEDED"],
+        [bad, "FAILED"],
+        [running, "RUNNING"],
+    ]
+    assert [row.split()[0] for row in terminal("status").stdout.splitlines()[1:]] == [running], (
+        "without ids, those that have not ended"
+    )
     told = terminal("status", bad, good).stdout
     assert [row.split()[0] for row in told.splitlines()[1:3]] == [bad, good]
     assert f"{bad} FAILED: rank 0" in told
@@ -369,11 +486,15 @@ def test_an_id_may_be_shortened(terminal: Terminal) -> None:
     four = terminal.submit(SLEEPER, "--name", "thrice")
     terminal.wait_for("up0")
     done = terminal("cancel", "t", code=2)
-    assert f"{four} (RUNNING), {three} (SUCCEEDED), {two} (SUCCEEDED)" in done.stderr, "the newest first, with their states"
+    assert f"{four} (RUNNING), {three} (SUCCEEDED), {two} (SUCCEEDED)" in done.stderr, (
+        "the newest first, with their states"
+    )
     terminal("cancel", four)
 
 
-def test_script_that_this_python_cannot_read_is_noted_where_another_one_runs_it(terminal: Terminal) -> None:
+def test_script_that_this_python_cannot_read_is_noted_where_another_one_runs_it(
+    terminal: Terminal,
+) -> None:
     done = terminal("run", terminal.script("print(1)\ndef f(:\n"), code=1)
     assert "clusterjob: script.py, line 2: SyntaxError: " in done.stderr.splitlines()[0]
     assert "FAILED: rank 0" in done.stderr
@@ -432,7 +553,12 @@ def test_logs_are_followed_from_another_terminal(terminal: Terminal) -> None:
     terminal.path("leave").touch()
     assert following.wait(PATIENCE) == 5
     out, err = terminal.said(following)
-    assert sorted(out.splitlines()) == ["[0] left 0", "[0] line of 0", "[1] left 1", "[1] line of 1"]
+    assert sorted(out.splitlines()) == [
+        "[0] left 0",
+        "[0] line of 0",
+        "[1] left 1",
+        "[1] line of 1",
+    ]
     assert re.search(r"^clusterjob: job \S+ FAILED: rank", err, re.MULTILINE)
     again = terminal("logs", "--follow", "--rank", "1", job_id, code=5)
     assert again.stdout == "[1] line of 1\n[1] left 1\n"
@@ -473,7 +599,9 @@ def test_ctrl_c_cancels_a_run(terminal: Terminal) -> None:
     assert (job["state"], job["reason"]) == ("CANCELLED", "cancelled")
     assert "interrupting" in err
     assert PACKAGE not in err
-    assert sorted(out.splitlines()) == ["[0] line of 0", "[1] line of 1"], "what was shown is not shown again"
+    assert sorted(out.splitlines()) == ["[0] line of 0", "[1] line of 1"], (
+        "what was shown is not shown again"
+    )
 
 
 # Sends this process Ctrl-C when it is about to import a module.
@@ -491,13 +619,24 @@ sys.meta_path.insert(0, Interrupter())
 @pytest.mark.parametrize(
     ("command", "module"),
     [
-        ("run", "clusterjob.cli"), ("run", "typer"), ("run", "clusterjob.core.jobs"), ("run", "clusterjob.core.render"), ("run", "jinja2"),
-        ("submit", "clusterjob.backends.local.backend"), ("list", "clusterjob.core.records"), ("launch", "clusterjob.node.launch"),
+        ("run", "clusterjob.cli"),
+        ("run", "typer"),
+        ("run", "clusterjob.core.jobs"),
+        ("run", "clusterjob.core.render"),
+        ("run", "jinja2"),
+        ("submit", "clusterjob.backends.local.backend"),
+        ("list", "clusterjob.core.records"),
+        ("launch", "clusterjob.node.launch"),
     ],
-)  # fmt: skip
-def test_ctrl_c_in_the_start_up_is_no_traceback(terminal: Terminal, tmp_path: Path, command: str, module: str) -> None:
+)
+def test_ctrl_c_in_the_start_up_is_no_traceback(
+    terminal: Terminal, tmp_path: Path, command: str, module: str
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTER)
-    variables = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}", "INTERRUPT_AT": module}
+    variables = os.environ | {
+        "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}",
+        "INTERRUPT_AT": module,
+    }
     program = [] if command == "list" else [terminal.script("")]
     done = terminal(command, *program, code=130, env=variables)
     assert "Traceback" not in done.stderr
@@ -527,7 +666,9 @@ def test_what_workers_say_when_they_are_cancelled_is_shown(terminal: Terminal) -
 
 
 @pytest.mark.parametrize("how", ["fork", "exec", "shell"])
-def test_every_rank_saves_in_except_keyboard_interrupt_of_the_first_ctrl_c(terminal: Terminal, how: str) -> None:
+def test_every_rank_saves_in_except_keyboard_interrupt_of_the_first_ctrl_c(
+    terminal: Terminal, how: str
+) -> None:
     script = terminal.script("""
         import os, time
         rank = os.environ["RANK"]
@@ -539,12 +680,21 @@ def test_every_rank_saves_in_except_keyboard_interrupt_of_the_first_ctrl_c(termi
             print("saved", rank)
     """)
     # bash does not pass on a signal; a terminal gives Ctrl-C to each process
-    words = ["--", "bash", "-c", f"{shlex.quote(sys.executable)} -u {script}; exit $?"] if how == "shell" else ["--start", how, script]
+    words = (
+        ["--", "bash", "-c", f"{shlex.quote(sys.executable)} -u {script}; exit $?"]
+        if how == "shell"
+        else ["--start", how, script]
+    )
     running = terminal.start("run", "--nodes", "2", "--grace", "60", *words)
     wait_until(lambda: terminal.said(running)[0].count("up") == 2, PATIENCE)
     running.send_signal(signal.SIGINT)
     assert running.wait(PATIENCE) == 130
-    assert sorted(terminal.said(running)[0].splitlines()) == ["[0] saved 0", "[0] up 0", "[1] saved 1", "[1] up 1"]
+    assert sorted(terminal.said(running)[0].splitlines()) == [
+        "[0] saved 0",
+        "[0] up 0",
+        "[1] saved 1",
+        "[1] up 1",
+    ]
     assert terminal.the_job()["state"] == "CANCELLED"
 
 
@@ -583,7 +733,9 @@ def test_ctrl_c_leaves_a_job_alone_that_is_only_watched(terminal: Terminal, comm
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_survives_the_end_of_run(terminal: Terminal, number: signal.Signals) -> None:
-    script = terminal.script("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + textwrap.dedent(SLEEPER))
+    script = terminal.script(
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + textwrap.dedent(SLEEPER)
+    )
     running = terminal.start("run", "--nodes", "2", script)
     terminal.wait_for("up0", "up1")
     running.send_signal(number)
@@ -595,7 +747,14 @@ def test_nothing_survives_the_end_of_run(terminal: Terminal, number: signal.Sign
 
 
 def test_nothing_survives_the_kill_of_run_during_a_setup_line(terminal: Terminal) -> None:
-    running = terminal.start("run", "--nodes", "2", "--setup", 'touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000', terminal.script(""))
+    running = terminal.start(
+        "run",
+        "--nodes",
+        "2",
+        "--setup",
+        'touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000',
+        terminal.script(""),
+    )
     terminal.wait_for("in0", "in1")
     running.kill()
     running.wait(PATIENCE)
@@ -604,16 +763,23 @@ def test_nothing_survives_the_kill_of_run_during_a_setup_line(terminal: Terminal
 
 
 def test_nothing_survives_the_kill_of_submit_in_the_middle(terminal: Terminal) -> None:
-    """It is killed as soon as the first agent's log is there; those that had finished by then are not counted."""
+    """It is killed as soon as the first agent's log is there; those that had finished by then are
+    not counted.
+    """
     script = terminal.script(SLEEPER)
     jobs_dir = terminal.home / "jobs"
     hits = 0
     for number in range(8):
         submitting = terminal.start("submit", "--nodes", "12", "--name", f"killed{number}", script)
-        wait_until(lambda number=number: list(jobs_dir.glob(f"killed{number}-*/logs/node0/agent.log")), PATIENCE)
+        wait_until(
+            lambda number=number: list(jobs_dir.glob(f"killed{number}-*/logs/node0/agent.log")),
+            PATIENCE,
+        )
         submitting.kill()
         submitting.wait(PATIENCE)
-        if terminal.said(submitting)[0] or list(jobs_dir.glob(f"killed{number}-*/detached")):  # the id is the last that it says
+        if terminal.said(submitting)[0] or list(
+            jobs_dir.glob(f"killed{number}-*/detached")
+        ):  # the id is the last that it says
             terminal("cancel", f"killed{number}")
             continue
         hits += 1
@@ -640,7 +806,11 @@ def test_a_terminal_s_ctrl_c_goes_to_the_command_alone(terminal: Terminal) -> No
         time.sleep(0.5)  # for another one, were there any
     """)
     with pseudo_terminal() as (master, slave):
-        session = {"stdin": slave, "start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
+        session = {
+            "stdin": slave,
+            "start_new_session": True,
+            "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        }
         running = terminal.start("run", script, **session)
         wait_until(lambda: "up" in terminal.said(running)[0], PATIENCE)  # shown: it watches the job
         os.write(master, b"\x03")
@@ -652,7 +822,11 @@ def test_a_terminal_s_ctrl_c_goes_to_the_command_alone(terminal: Terminal) -> No
 def test_progress_is_shown_in_a_terminal_while_a_job_waits(terminal: Terminal) -> None:
     with pseudo_terminal() as (master, slave):
         running = terminal.start(
-            "run", "--setup", "while [ ! -e go ]; do sleep 0.02; done", terminal.script("print('hello')"), stderr=slave
+            "run",
+            "--setup",
+            "while [ ! -e go ]; do sleep 0.02; done",
+            terminal.script("print('hello')"),
+            stderr=slave,
         )
         shown = b""
 
@@ -683,7 +857,11 @@ def pseudo_terminal() -> Iterator[tuple[int, int]]:
 
 THIS_PYTHON = ["submit", "--python", sys.executable]
 USAGE = {
-    "no script": (["submit", "scirpt.py"], "the script 'scirpt.py' is not there", "did you mean script.py?"),
+    "no script": (
+        ["submit", "scirpt.py"],
+        "the script 'scirpt.py' is not there",
+        "did you mean script.py?",
+    ),
     "no script at all": (["run", "nosuch.sh"], "the script 'nosuch.sh' is not there", ""),
     "a directory": (["run", "folder"], "'folder' is not a file", ""),
     "a shell script": (["run", "train.sh"], "'train.sh' is not a Python script", "-- ./train.sh"),
@@ -691,7 +869,11 @@ USAGE = {
     "nothing after --": (["run", "--"], "nothing to run", "SCRIPT"),
     "nothing after -m": (["run", "-m"], "nothing to run", "SCRIPT"),
     "an empty command": (["run", "--", ""], "the command is empty", ""),
-    "no module": (["run", "-m", "not-a/module"], "'not-a/module' is not a module's name", "package.train"),
+    "no module": (
+        ["run", "-m", "not-a/module"],
+        "'not-a/module' is not a module's name",
+        "package.train",
+    ),
     "nodes 0": (["submit", "--nodes", "0", "script.py"], "nodes is 0", ""),
     "nodes -1": (["submit", "--nodes", "-1", "script.py"], "nodes is -1", ""),
     "nodes --5": (["submit", "--nodes=--5", "script.py"], "'--5' is not a whole number", ""),
@@ -702,55 +884,164 @@ USAGE = {
     "gpus -1": (["submit", "--gpus-per-node", "-1", "script.py"], "gpus per node is -1", ""),
     "cpus 0": (["submit", "--cpus-per-task", "0", "script.py"], "cpus per task is 0", ""),
     "restarts -1": (["submit", "--max-restarts", "-1", "script.py"], "max restarts is -1", ""),
-    "potatoes": (["submit", "--mem", "12 potatoes", "script.py"], "'12 potatoes' is not a memory size", "64G"),
-    "endless memory": (["submit", "--mem", "9" * 400 + "G", "script.py"], "is not a memory size", "64G"),
-    "fortnight": (["submit", "--time", "1 fortnight", "script.py"], "'1 fortnight' is not a duration", "90s"),
-    "endless time": (["submit", "--time", "9" * 400 + "h", "script.py"], "is not a duration", "90s"),
-    "cluster": (["submit", "--cluster", "lcoal", "script.py"], "there is no cluster 'lcoal'", "did you mean local?"),
-    "env": (["submit", "--env", "NOVALUE", "script.py"], "--env NOVALUE: it is not set here", "--env NOVALUE=VALUE"),
-    "env name": (["submit", "--env", "A-B=1", "script.py"], "'A-B' cannot be a variable's name", "--env"),
-    "env of ours": (["submit", "--env", "RANK=1", "script.py"], "RANK is set by the launcher", "--env"),
+    "potatoes": (
+        ["submit", "--mem", "12 potatoes", "script.py"],
+        "'12 potatoes' is not a memory size",
+        "64G",
+    ),
+    "endless memory": (
+        ["submit", "--mem", "9" * 400 + "G", "script.py"],
+        "is not a memory size",
+        "64G",
+    ),
+    "fortnight": (
+        ["submit", "--time", "1 fortnight", "script.py"],
+        "'1 fortnight' is not a duration",
+        "90s",
+    ),
+    "endless time": (
+        ["submit", "--time", "9" * 400 + "h", "script.py"],
+        "is not a duration",
+        "90s",
+    ),
+    "cluster": (
+        ["submit", "--cluster", "lcoal", "script.py"],
+        "there is no cluster 'lcoal'",
+        "did you mean local?",
+    ),
+    "env": (
+        ["submit", "--env", "NOVALUE", "script.py"],
+        "--env NOVALUE: it is not set here",
+        "--env NOVALUE=VALUE",
+    ),
+    "env name": (
+        ["submit", "--env", "A-B=1", "script.py"],
+        "'A-B' cannot be a variable's name",
+        "--env",
+    ),
+    "env of ours": (
+        ["submit", "--env", "RANK=1", "script.py"],
+        "RANK is set by the launcher",
+        "--env",
+    ),
     "workdir": (["submit", "--workdir", "nowhere", "script.py"], "nowhere' is not there", ""),
-    "home of nobody": (["submit", "--workdir", "~nobody-of-this-name/x", "script.py"], "nobody-of-this-name", ""),
+    "home of nobody": (
+        ["submit", "--workdir", "~nobody-of-this-name/x", "script.py"],
+        "nobody-of-this-name",
+        "",
+    ),
     "name": (["submit", "--name", "a\nb", "script.py"], "cannot be a job's name", "printable"),
     "start": (["submit", "--start", "spwan", "script.py"], "start is 'spwan'", "fork"),
-    "launcher": (["submit", "--launcher", "mpirun", "script.py"], "launcher is 'mpirun'", "torchrun"),
+    "launcher": (
+        ["submit", "--launcher", "mpirun", "script.py"],
+        "launcher is 'mpirun'",
+        "torchrun",
+    ),
     "grace 0": (["submit", "--grace", "0", "script.py"], "grace is 0", ""),
     "grace nan": (["submit", "--grace", "nan", "script.py"], "grace is nan", ""),
     "grace x": (["submit", "--grace", "x", "script.py"], "'x' is not a number of seconds", ""),
     "set": (["submit", "--set", "partition=gpu", "script.py"], "no option 'partition'", ""),
-    "set without value": (["submit", "--set", "partition", "script.py"], "'partition' is not KEY=VALUE", ""),
+    "set without value": (
+        ["submit", "--set", "partition", "script.py"],
+        "'partition' is not KEY=VALUE",
+        "",
+    ),
     "template": (["submit", "--template", "nosuch.j2", "script.py"], "nosuch.j2' is not there", ""),
-    "undefined": (["submit", "--template", "undefined.j2", "script.py"], "undefined.j2, line 2: 'no_such_name' is undefined", ""),
-    "unquoted": (["submit", "--template", "unquoted.j2", "script.py"], "unquoted.j2, line 3: the value", "sh"),
+    "undefined": (
+        ["submit", "--template", "undefined.j2", "script.py"],
+        "undefined.j2, line 2: 'no_such_name' is undefined",
+        "",
+    ),
+    "unquoted": (
+        ["submit", "--template", "unquoted.j2", "script.py"],
+        "unquoted.j2, line 3: the value",
+        "sh",
+    ),
     "broken": (["submit", "--template", "broken.j2", "script.py"], "broken.j2, line 2: ", ""),
     "wrong": (["submit", "--template", "wrong.j2", "script.py"], "wrong.j2, line 2: ", ""),
-    "unknown option": (["submit", "--nodez", "2", "script.py"], "there is no option --nodez", "did you mean --nodes?"),
-    "an option that nothing is near": (["status", "--xyzzy"], "there is no option --xyzzy", "--help"),
-    "torchrun's nodes": (["run", "--nnodes", "2", "script.py"], "there is no option --nnodes", "did you mean --nodes?"),
-    "torchrun's underscores": (["run", "--nproc_per_node=2", "script.py"], "no option --nproc_per_node", "did you mean --nproc-per-node?"),
-    "torchrun's meeting point": (["run", "--master_port", "1", "script.py"], "no option --master_port", "find each other"),
-    "sbatch's nodes": (["submit", "-N", "2", "script.py"], "there is no option -N", "did you mean --nodes?"),
-    "sbatch's qos": (["submit", "--qos", "high", "script.py"], "there is no option --qos", "--set qos=VALUE"),
-    "a number for --gpus": (["run", "--gpus", "8", "script.py"], "--gpus 8 lists cards", "did you mean --gpus-per-node 8?"),
+    "unknown option": (
+        ["submit", "--nodez", "2", "script.py"],
+        "there is no option --nodez",
+        "did you mean --nodes?",
+    ),
+    "an option that nothing is near": (
+        ["status", "--xyzzy"],
+        "there is no option --xyzzy",
+        "--help",
+    ),
+    "torchrun's nodes": (
+        ["run", "--nnodes", "2", "script.py"],
+        "there is no option --nnodes",
+        "did you mean --nodes?",
+    ),
+    "torchrun's underscores": (
+        ["run", "--nproc_per_node=2", "script.py"],
+        "no option --nproc_per_node",
+        "did you mean --nproc-per-node?",
+    ),
+    "torchrun's meeting point": (
+        ["run", "--master_port", "1", "script.py"],
+        "no option --master_port",
+        "find each other",
+    ),
+    "sbatch's nodes": (
+        ["submit", "-N", "2", "script.py"],
+        "there is no option -N",
+        "did you mean --nodes?",
+    ),
+    "sbatch's qos": (
+        ["submit", "--qos", "high", "script.py"],
+        "there is no option --qos",
+        "--set qos=VALUE",
+    ),
+    "a number for --gpus": (
+        ["run", "--gpus", "8", "script.py"],
+        "--gpus 8 lists cards",
+        "did you mean --gpus-per-node 8?",
+    ),
     "time 0": (["submit", "--time", "0", "script.py"], "'0': a duration must be positive", "90s"),
-    "a script that Python cannot read": ([*THIS_PYTHON, "broken.py"], "broken.py, line 2: SyntaxError: ", "cannot run it"),
-    "a module that Python cannot read": ([*THIS_PYTHON, "-m", "folder.broken"], "folder/broken.py, line 1: IndentationError: ", ""),
-    "no interpreter": (["run", "--python", "./nosuch", "script.py"], "there is no interpreter ./nosuch", "--python"),
-    "no interpreter on PATH": (["run", "--python", "nosuch", "script.py"], "there is no interpreter nosuch", "--python"),
-    "a host twice": (["submit", "--hosts", "a,b,a", "script.py"], "the host a is named twice", "--nproc-per-node 2"),
+    "a script that Python cannot read": (
+        [*THIS_PYTHON, "broken.py"],
+        "broken.py, line 2: SyntaxError: ",
+        "cannot run it",
+    ),
+    "a module that Python cannot read": (
+        [*THIS_PYTHON, "-m", "folder.broken"],
+        "folder/broken.py, line 1: IndentationError: ",
+        "",
+    ),
+    "no interpreter": (
+        ["run", "--python", "./nosuch", "script.py"],
+        "there is no interpreter ./nosuch",
+        "--python",
+    ),
+    "no interpreter on PATH": (
+        ["run", "--python", "nosuch", "script.py"],
+        "there is no interpreter nosuch",
+        "--python",
+    ),
+    "a host twice": (
+        ["submit", "--hosts", "a,b,a", "script.py"],
+        "the host a is named twice",
+        "--nproc-per-node 2",
+    ),
     "unknown verb": (["sbumit", "script.py"], "No such command 'sbumit'", "--help"),
     "no value": (["submit", "--nodes"], "'--nodes' requires an argument", "--help"),
     "no id": (["wait"], "Missing argument", "--help"),
     "tail": (["logs", "x", "--tail", "-1"], "--tail", "--help"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", USAGE)
 def test_bad_input_gets_one_line_and_a_hint_before_anything_starts(
-    terminal: Terminal, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    terminal: Terminal,
+    case: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In this process, for there are many of them; an exception that is not translated would reach the test."""
+    """In this process, for there are many of them; an exception that is not translated would reach
+    the test.
+    """
     args, message, hint = USAGE[case]
     terminal.script("")
     terminal.path("folder").mkdir()
@@ -772,16 +1063,34 @@ CONFIGURATIONS = {
     "broken": ("[defaults]\nnodes = \n", "is not valid TOML", ""),
     "unknown key": ("[defaults]\nnodez = 1\n", "nodez", "did you mean nodes?"),
     "unknown top key": ("default = 1\n", "default", "did you mean defaults?"),
-    "unknown key of a cluster": ("[clusters.lab]\nbackend = 'local'\nnode = 1\n", "[clusters.lab] node", "did you mean nodes?"),
-    "wrong value": ("[defaults]\nmem = '12 potatoes'\n", "[defaults] mem: '12 potatoes' is not a memory size", "64G"),
+    "unknown key of a cluster": (
+        "[clusters.lab]\nbackend = 'local'\nnode = 1\n",
+        "[clusters.lab] node",
+        "did you mean nodes?",
+    ),
+    "wrong value": (
+        "[defaults]\nmem = '12 potatoes'\n",
+        "[defaults] mem: '12 potatoes' is not a memory size",
+        "64G",
+    ),
     "wrong type": ("[defaults]\nenv = 3\n", "[defaults] env: 3", ""),
-    "unknown cluster": ("cluster = 'lab'\n[clusters.lap]\nbackend = 'local'\n", "there is no cluster 'lab'", "did you mean lap?"),
-    "unknown backend": ("cluster = 'lab'\n[clusters.lab]\nbackend = 'lcoal'\n", "lcoal", "did you mean local?"),
+    "unknown cluster": (
+        "cluster = 'lab'\n[clusters.lap]\nbackend = 'local'\n",
+        "there is no cluster 'lab'",
+        "did you mean lap?",
+    ),
+    "unknown backend": (
+        "cluster = 'lab'\n[clusters.lab]\nbackend = 'lcoal'\n",
+        "lcoal",
+        "did you mean local?",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CONFIGURATIONS)
-def test_a_bad_file_gets_one_line_and_a_hint_before_anything_starts(terminal: Terminal, case: str) -> None:
+def test_a_bad_file_gets_one_line_and_a_hint_before_anything_starts(
+    terminal: Terminal, case: str
+) -> None:
     text, message, hint = CONFIGURATIONS[case]
     terminal.path("clusterjob.toml").write_text(text)
     done = terminal("submit", terminal.script(""), code=2)
@@ -802,16 +1111,27 @@ def one_line_and_a_hint(terminal: Terminal, out: str, err: str, message: str, hi
     return first
 
 
-def test_a_wrong_value_in_a_variable_names_the_variable(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_value_in_a_variable_names_the_variable(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CLUSTERJOB_NODES", "two")
     done = terminal("submit", terminal.script(""), code=2)
-    one_line_and_a_hint(terminal, done.stdout, done.stderr, "CLUSTERJOB_NODES: 'two' is not a whole number", "")
+    one_line_and_a_hint(
+        terminal, done.stdout, done.stderr, "CLUSTERJOB_NODES: 'two' is not a whole number", ""
+    )
 
 
 def test_the_cause_of_an_error_is_shown_on_request(terminal: Terminal) -> None:
     terminal.path("clusterjob.toml").write_text("[defaults\n")
     command = [*CLUSTERJOB, "-v", "config"]
-    done = subprocess.run(command, check=False, cwd=terminal.directory, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command,
+        check=False,
+        cwd=terminal.directory,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 2
     assert "TOMLDecodeError" in done.stderr
 
@@ -819,8 +1139,24 @@ def test_the_cause_of_an_error_is_shown_on_request(terminal: Terminal) -> None:
 @pytest.mark.parametrize(
     ("variables", "source"),
     [
-        ({"CLUSTERJOB_NNODES": "2", "CLUSTERJOB_NODE_RANK": "1", "CLUSTERJOB_MASTER_ADDR": "host0"}, "clusterjob"),
-        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}, "env"),
+        (
+            {
+                "CLUSTERJOB_NNODES": "2",
+                "CLUSTERJOB_NODE_RANK": "1",
+                "CLUSTERJOB_MASTER_ADDR": "host0",
+            },
+            "clusterjob",
+        ),
+        (
+            {
+                "RANK": "1",
+                "LOCAL_RANK": "1",
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "host0",
+                "MASTER_PORT": "29500",
+            },
+            "env",
+        ),
         ({"RANK": "1"}, "RANK"),
     ],
 )
@@ -844,11 +1180,29 @@ def test_inside_a_job_nothing_is_submitted_by_mistake(
 # -- env and config --------------------------------------------------------------------------------------------------------
 
 
-def test_env_tells_this_process_s_place(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {"nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rank", "local_rank", "world_size", "local_world_size"}
+def test_env_tells_this_process_s_place(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {
+        "nnodes",
+        "node_rank",
+        "nproc_per_node",
+        "master_addr",
+        "master_port",
+        "rank",
+        "local_rank",
+        "world_size",
+        "local_world_size",
+    }
     told = json.loads(terminal("env", "--json").stdout)
     assert told.keys() == {"schema", "source", "level", "evidence", "ignored", "conflicts"} | fields
-    assert (told["schema"], told["source"], told["level"], told["evidence"], told["conflicts"]) == (1, "none", "none", {}, [])
+    assert (told["schema"], told["source"], told["level"], told["evidence"], told["conflicts"]) == (
+        1,
+        "none",
+        "none",
+        {},
+        [],
+    )
     assert all(told[field] is None for field in fields)
     monkeypatch.setenv("CLUSTERJOB_NNODES", "2")
     monkeypatch.setenv("CLUSTERJOB_NODE_RANK", "1")
@@ -859,13 +1213,21 @@ def test_env_tells_this_process_s_place(terminal: Terminal, monkeypatch: pytest.
     assert "conflict: CLUSTERJOB_MASTER_ADDR is not set" in terminal("env", code=1).stdout
     monkeypatch.setenv("CLUSTERJOB_MASTER_ADDR", "host0")
     told = json.loads(terminal("env", "--json").stdout)
-    assert (told["level"], told["nnodes"], told["node_rank"], told["master_addr"], told["rank"]) == ("node", 2, 1, "host0", None)
+    assert (
+        told["level"],
+        told["nnodes"],
+        told["node_rank"],
+        told["master_addr"],
+        told["rank"],
+    ) == ("node", 2, 1, "host0", None)
     assert told["evidence"]["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
     table = terminal("env").stdout
     assert re.search(r"^nnodes\s+2\s+CLUSTERJOB_NNODES$", table, re.MULTILINE)
 
 
-def test_config_tells_where_each_setting_comes_from(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_tells_where_each_setting_comes_from(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = terminal.path("clusterjob.toml")
     path.write_text(
         "cluster = 'lab'\n[defaults]\nmem = '1G'\n[clusters.lab]\nbackend = 'local'\nworkdir = '/tmp'\nsetup = 'true'\n"
@@ -890,7 +1252,19 @@ def test_config_tells_where_each_setting_comes_from(terminal: Terminal, monkeypa
 
 # -- help, and readers that go away ----------------------------------------------------------------------------------------
 
-VERBS = ["submit", "run", "render", "launch", "status", "list", "wait", "cancel", "logs", "env", "config"]
+VERBS = [
+    "submit",
+    "run",
+    "render",
+    "launch",
+    "status",
+    "list",
+    "wait",
+    "cancel",
+    "logs",
+    "env",
+    "config",
+]
 
 
 def test_help_is_a_result(terminal: Terminal) -> None:
@@ -913,15 +1287,33 @@ def test_each_verb_has_help(terminal: Terminal, verb: str) -> None:
         assert "--gpus-per-node" in done.stdout
 
 
-@pytest.mark.parametrize("args", [["list"], ["list", "--json"], ["status", "--json"], ["logs", "ID"], ["render", "script.py"], ["--help"]])
-def test_a_reader_that_goes_away_is_no_error_worth_a_word(terminal: Terminal, args: list[str]) -> None:
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["list"],
+        ["list", "--json"],
+        ["status", "--json"],
+        ["logs", "ID"],
+        ["render", "script.py"],
+        ["--help"],
+    ],
+)
+def test_a_reader_that_goes_away_is_no_error_worth_a_word(
+    terminal: Terminal, args: list[str]
+) -> None:
     terminal("run", terminal.script("print('hello')"))
     args = [terminal.the_job()["id"] if word == "ID" else word for word in args]
     read, write = os.pipe()
     os.close(read)  # the surest way to be too late
     try:
         done = subprocess.run(
-            [*CLUSTERJOB, *args], check=False, cwd=terminal.directory, stdout=write, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
+            [*CLUSTERJOB, *args],
+            check=False,
+            cwd=terminal.directory,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE,
         )
     finally:
         os.close(write)
@@ -932,15 +1324,29 @@ def test_the_first_line_of_a_list_is_enough_for_head(terminal: Terminal) -> None
     for _ in range(3):
         terminal("wait", terminal.submit(""))
     command = f"{shlex.join([*CLUSTERJOB, 'list'])} | head -1"
-    done = subprocess.run(["bash", "-c", command], check=False, cwd=terminal.directory, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        check=False,
+        cwd=terminal.directory,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.stdout.split()[:2] == ["ID", "STATE"]
     assert len(done.stdout.splitlines()) == 1
     assert done.stderr == ""
 
 
-def test_output_that_the_terminal_s_encoding_lacks_is_shown_all_the_same(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_the_terminal_s_encoding_lacks_is_shown_all_the_same(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = terminal("run", "--name", "schneemann ☃", terminal.script("import os; os.write(1, '☃ \\n'.encode() + b'\\xff\\n')"))
+    done = terminal(
+        "run",
+        "--name",
+        "schneemann ☃",
+        terminal.script("import os; os.write(1, '☃ \\n'.encode() + b'\\xff\\n')"),
+    )
     assert len(done.stdout.splitlines()) == 2
     assert terminal.the_job()["name"] == "schneemann ☃"
 
@@ -973,7 +1379,9 @@ def test_logs_of_a_rank_or_a_node_that_the_job_never_had_are_refused(terminal: T
     assert "has no node 3" in terminal("logs", job_id, "--node", "3", code=2).stderr
 
 
-def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why(terminal: Terminal) -> None:
+def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why(
+    terminal: Terminal,
+) -> None:
     why = "starts its workers by exec: import torch failed: libcudart.so.99 is not there"
     broken = terminal.path("torch")
     broken.mkdir()
@@ -984,12 +1392,18 @@ def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why
         while not os.path.exists("leave"):
             time.sleep(0.01)
     """)
-    running = terminal.start("run", "--setup", f"export PYTHONPATH='{broken.parent}':$PYTHONPATH", script)
-    wait_until(lambda: "ran" in terminal.said(running)[0] and why in terminal.said(running)[1], PATIENCE)
+    running = terminal.start(
+        "run", "--setup", f"export PYTHONPATH='{broken.parent}':$PYTHONPATH", script
+    )
+    wait_until(
+        lambda: "ran" in terminal.said(running)[0] and why in terminal.said(running)[1], PATIENCE
+    )
     terminal.path("leave").touch()
     assert running.wait(PATIENCE) == 0
     out, err = terminal.said(running)
-    assert out == "ran\n", "a store that cannot be served is no reason to stop a job that wants none"
+    assert out == "ran\n", (
+        "a store that cannot be served is no reason to stop a job that wants none"
+    )
     assert err.count(why) == 1
 
 
@@ -1003,8 +1417,12 @@ def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why
     ],
 )
 @pytest.mark.parametrize("command", [["hosts"], ["render", "--cluster", "ssh", "train.py"]])
-def test_options_of_ssh_are_checked_alike_by_hosts_and_by_a_job(terminal: Terminal, command: list[str], flags: list[str], why: str) -> None:
+def test_options_of_ssh_are_checked_alike_by_hosts_and_by_a_job(
+    terminal: Terminal, command: list[str], flags: list[str], why: str
+) -> None:
     terminal.script("", "train.py")
-    done = terminal(command[0], *command[1:-1], "--hosts", "gpu1.invalid", *flags, *command[1:][-1:], code=2)
+    done = terminal(
+        command[0], *command[1:-1], "--hosts", "gpu1.invalid", *flags, *command[1:][-1:], code=2
+    )
     assert done.stdout == ""
     assert why in done.stderr

@@ -1,4 +1,6 @@
-"""Settings: which layer wins, where each value was written, and what is said of a file that is wrong."""
+"""Settings: which layer wins, where each value was written, and what is said of a file that is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def user_file(text: str) -> Path:
 
 
 def settings(
-    directory: Path, cluster: str | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+    directory: Path,
+    cluster: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> Settings:
     return resolve(flags or {}, cluster, environ or {}, directory, BACKENDS)
 
@@ -50,12 +55,19 @@ def test_without_files_the_first_backend_serves(project: Path) -> None:
 
 
 def test_the_stronger_layer_wins_and_is_named(project: Path) -> None:
-    user = user_file("[defaults]\nnodes = 1\nmax_restarts = 1\ngrace = 1\ntime = '1m'\nmem = '1G'\nname = 'u'\n[clusters.lab]\ngrace = 2\n")
+    user = user_file(
+        "[defaults]\nnodes = 1\nmax_restarts = 1\ngrace = 1\ntime = '1m'\nmem = '1G'\nname = 'u'\n[clusters.lab]\ngrace = 2\n"
+    )
     own = write(
         project / "clusterjob.toml",
         "[defaults]\nmax_restarts = 2\ngrace = 3\ntime = '2m'\nmem = '2G'\n[clusters.lab]\nbackend = 'ssh'\ntime = '3m'\nmem = '3G'\n",
     )
-    found = settings(project, "lab", {"CLUSTERJOB_MEM": "4G", "CLUSTERJOB_NPROC_PER_NODE": "4"}, {"nproc_per_node": "5"})
+    found = settings(
+        project,
+        "lab",
+        {"CLUSTERJOB_MEM": "4G", "CLUSTERJOB_NPROC_PER_NODE": "4"},
+        {"nproc_per_node": "5"},
+    )
     assert (found.cluster, found.backend) == ("lab", "ssh")
     assert {key: (value, found.origins[key]) for key, value in found.values.items()} == {
         "nodes": (1, f"{user}: [defaults] nodes"),
@@ -69,7 +81,10 @@ def test_the_stronger_layer_wins_and_is_named(project: Path) -> None:
 
 
 def test_another_cluster_s_profile_does_not_hold(project: Path) -> None:
-    write(project / "clusterjob.toml", "[clusters.lab]\nbackend = 'local'\nnodes = 2\n[clusters.other]\nbackend = 'local'\nnodes = 3\n")
+    write(
+        project / "clusterjob.toml",
+        "[clusters.lab]\nbackend = 'local'\nnodes = 2\n[clusters.other]\nbackend = 'local'\nnodes = 3\n",
+    )
     assert settings(project).values == {}
     assert settings(project, "other").values == {"nodes": 3}
 
@@ -80,17 +95,24 @@ def test_tables_and_lists_add_up_from_the_weakest_on(project: Path) -> None:
         project / "clusterjob.toml",
         "[clusters.local]\nenv = {B = 'own', C = 3, D = true, E = 0.5}\nsetup = ['second', 'third']\nset = {x = 1}\n",
     )
-    found = settings(project, flags={"env": ["C=flag", "F=a=b", "G="], "setup": ["fourth"], "set": ["y=2"]})
+    found = settings(
+        project, flags={"env": ["C=flag", "F=a=b", "G="], "setup": ["fourth"], "set": ["y=2"]}
+    )
     assert found.values == {
         "env": {"A": "user", "B": "own", "C": "flag", "D": "true", "E": "0.5", "F": "a=b", "G": ""},
         "setup": ("first", "second", "third", "fourth"),
         "set": {"x": "1", "y": "2"},
     }
     assert found.origins["env"] == f"{user}: [defaults] env; {own}: [clusters.local] env; --env"
-    assert found.origins["setup"] == f"{user}: [defaults] setup; {own}: [clusters.local] setup; --setup"
+    assert (
+        found.origins["setup"]
+        == f"{user}: [defaults] setup; {own}: [clusters.local] setup; --setup"
+    )
 
 
-def test_variables_of_the_environment_that_are_empty_or_add_up_are_not_settings(project: Path) -> None:
+def test_variables_of_the_environment_that_are_empty_or_add_up_are_not_settings(
+    project: Path,
+) -> None:
     environ = {
         "CLUSTERJOB_NODES": "",
         "CLUSTERJOB_ENV": "A=1",
@@ -104,14 +126,17 @@ def test_variables_of_the_environment_that_are_empty_or_add_up_are_not_settings(
 
 def test_every_scalar_setting_can_be_a_variable(project: Path) -> None:
     environ = {
-        "CLUSTERJOB_NODES": "2", "CLUSTERJOB_GPUS_PER_NODE": "4", "CLUSTERJOB_CPUS_PER_TASK": "3", "CLUSTERJOB_TIME": "90s",
-        "CLUSTERJOB_NAME": "n", "CLUSTERJOB_WORKDIR": "~/x", "CLUSTERJOB_PYTHON": "py", "CLUSTERJOB_START": "exec",
-        "CLUSTERJOB_LAUNCHER": "torchrun", "CLUSTERJOB_REQUIRE_GPUS": "yes", "CLUSTERJOB_TEMPLATE": "t.j2", "CLUSTERJOB_JOIN_TIMEOUT": "9",
-        "CLUSTERJOB_HEARTBEAT": "0.5", "CLUSTERJOB_LEASE": "5", "CLUSTERJOB_GRACE": "1.5",
+        "CLUSTERJOB_NODES": "2", "CLUSTERJOB_GPUS_PER_NODE": "4", "CLUSTERJOB_CPUS_PER_TASK": "3",
+        "CLUSTERJOB_TIME": "90s", "CLUSTERJOB_NAME": "n", "CLUSTERJOB_WORKDIR": "~/x",
+        "CLUSTERJOB_PYTHON": "py", "CLUSTERJOB_START": "exec", "CLUSTERJOB_LAUNCHER": "torchrun",
+        "CLUSTERJOB_REQUIRE_GPUS": "yes", "CLUSTERJOB_TEMPLATE": "t.j2",
+        "CLUSTERJOB_JOIN_TIMEOUT": "9", "CLUSTERJOB_HEARTBEAT": "0.5", "CLUSTERJOB_LEASE": "5",
+        "CLUSTERJOB_GRACE": "1.5",
     }  # fmt: skip
     assert settings(project, environ=environ).values == {
-        "nodes": 2, "gpus_per_node": 4, "cpus_per_task": 3, "time": 90, "name": "n", "workdir": Path.home() / "x", "python": "py",
-        "start": "exec", "launcher": "torchrun", "require_gpus": True, "template": project / "t.j2", "join_timeout": 9.0, "heartbeat": 0.5,
+        "nodes": 2, "gpus_per_node": 4, "cpus_per_task": 3, "time": 90, "name": "n",
+        "workdir": Path.home() / "x", "python": "py", "start": "exec", "launcher": "torchrun",
+        "require_gpus": True, "template": project / "t.j2", "join_timeout": 9.0, "heartbeat": 0.5,
         "lease": 5.0, "grace": 1.5,
     }  # fmt: skip
 
@@ -122,7 +147,8 @@ def test_values_of_a_file_have_the_types_of_toml(project: Path) -> None:
         "[defaults]\nnodes = 2\nmem = 64\ntime = 01:30:00\nrequire_gpus = false\ngrace = 2\nsetup = []\nenv = {}\nworkdir = '~'\n",
     )
     assert settings(project).values == {
-        "nodes": 2, "mem": 64 * 1024**2, "time": 5400, "require_gpus": False, "grace": 2.0, "setup": (), "env": {}, "workdir": Path.home(),
+        "nodes": 2, "mem": 64 * 1024**2, "time": 5400, "require_gpus": False, "grace": 2.0,
+        "setup": (), "env": {}, "workdir": Path.home(),
     }  # fmt: skip
 
 
@@ -161,15 +187,26 @@ def test_the_two_files_may_share_a_profile(project: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "environ", "chosen_at"),
-    [("lba", {}, "--cluster"), (None, {"CLUSTERJOB_CLUSTER": "lba"}, "CLUSTERJOB_CLUSTER"), (None, {}, "toml")],
+    [
+        ("lba", {}, "--cluster"),
+        (None, {"CLUSTERJOB_CLUSTER": "lba"}, "CLUSTERJOB_CLUSTER"),
+        (None, {}, "toml"),
+    ],
 )
 def test_an_unknown_cluster_is_named_with_who_named_it_and_the_nearest(
     project: Path, cluster: str | None, environ: dict[str, str], chosen_at: str
 ) -> None:
-    path = write(project / "clusterjob.toml", ("cluster = 'lba'\n" if chosen_at == "toml" else "") + "[clusters.lab]\nbackend = 'local'\n")
+    path = write(
+        project / "clusterjob.toml",
+        ("cluster = 'lba'\n" if chosen_at == "toml" else "")
+        + "[clusters.lab]\nbackend = 'local'\n",
+    )
     with pytest.raises(UnknownCluster) as caught:
         settings(project, cluster, environ)
-    assert caught.value.message == f"there is no cluster 'lba' ({str(path) if chosen_at == 'toml' else chosen_at})"
+    assert (
+        caught.value.message
+        == f"there is no cluster 'lba' ({str(path) if chosen_at == 'toml' else chosen_at})"
+    )
     assert caught.value.hint == "did you mean lab?"
     assert caught.value.exit_code == 2
 
@@ -279,16 +316,28 @@ def test_a_directory_is_no_file(project: Path) -> None:
         ("zzz = 1\n", "zzz means nothing here", "cluster"),
         ("[defaults]\nnodse = 1\n", "[defaults] nodse means nothing here", "did you mean nodes?"),
         ("[defaults]\nbackend = 'local'\n", "[defaults] backend means nothing here", ""),
-        ("[clusters.lab]\nbackned = 'local'\n", "[clusters.lab] backned means nothing here", "did you mean backend?"),
+        (
+            "[clusters.lab]\nbackned = 'local'\n",
+            "[clusters.lab] backned means nothing here",
+            "did you mean backend?",
+        ),
         ("cluster = 3\n", "cluster is not a name", ""),
-        ("[cluster.hpc]\nbackend = 'slurm'\n", "[cluster.hpc] is no table of a profile", "write it as [clusters.hpc]"),
+        (
+            "[cluster.hpc]\nbackend = 'slurm'\n",
+            "[cluster.hpc] is no table of a profile",
+            "write it as [clusters.hpc]",
+        ),
         ("defaults = 3\n", "defaults is not a table", "[defaults]"),
         ("clusters = 3\n", "clusters is not a table", "[clusters]"),
         ("clusters.lab = 3\n", "[clusters] lab is not a table", ""),
         ("[defaults]\nnodes = 'two'\n", "[defaults] nodes: 'two' is not a whole number", ""),
         ("[defaults]\nnodes = true\n", "[defaults] nodes: True is not a whole number", ""),
         ("[defaults]\nnodes = 1.5\n", "[defaults] nodes: 1.5 is not a whole number", ""),
-        ("[defaults]\nmem = '12 potatoes'\n", "[defaults] mem: '12 potatoes' is not a memory size", "64G"),
+        (
+            "[defaults]\nmem = '12 potatoes'\n",
+            "[defaults] mem: '12 potatoes' is not a memory size",
+            "64G",
+        ),
         ("[defaults]\ntime = 'soon'\n", "[defaults] time: 'soon' is not a duration", "90s"),
         ("[defaults]\nname = 3\n", "[defaults] name: 3 is not a text", ""),
         ("[defaults]\nworkdir = 3\n", "[defaults] workdir: 3 is not a text", ""),
@@ -297,13 +346,23 @@ def test_a_directory_is_no_file(project: Path) -> None:
         ("[defaults]\nenv = {A = [1]}\n", "[defaults] env: [1] is not a text or a number", ""),
         ("[defaults]\nsetup = 3\n", "[defaults] setup: 3 is not a list of lines", ""),
         ("[defaults]\nsetup = ['x', 3]\n", "[defaults] setup: 3 is not a text", ""),
-        ("[defaults]\nrequire_gpus = 'maybe'\n", "[defaults] require_gpus: 'maybe' is neither true nor false", ""),
+        (
+            "[defaults]\nrequire_gpus = 'maybe'\n",
+            "[defaults] require_gpus: 'maybe' is neither true nor false",
+            "",
+        ),
         ("[defaults]\ngrace = 'x'\n", "[defaults] grace: 'x' is not a number of seconds", ""),
-        ("[clusters.local]\nnodes = 'two'\n", "[clusters.local] nodes: 'two' is not a whole number", ""),
+        (
+            "[clusters.local]\nnodes = 'two'\n",
+            "[clusters.local] nodes: 'two' is not a whole number",
+            "",
+        ),
         ("[clusters.local]\nbackend = 3\n", "[clusters.local]", ""),
     ],
-)  # fmt: skip
-def test_what_is_wrong_is_named_with_its_file_and_key(project: Path, text: str, message: str, hint: str) -> None:
+)
+def test_what_is_wrong_is_named_with_its_file_and_key(
+    project: Path, text: str, message: str, hint: str
+) -> None:
     path = write(project / "clusterjob.toml", text)
     with pytest.raises(ConfigError) as caught:
         settings(project)
@@ -316,7 +375,13 @@ def test_what_is_wrong_is_named_with_its_file_and_key(project: Path, text: str, 
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("[defaults\n", 1), ("[defaults]\nnodes = \n", 2), ("[defaults]\n\nnodes = 1\nnodes = 2\n", 4), ("x = 'abc\n", 1), ("x = [\n1,\n", 3)],
+    [
+        ("[defaults\n", 1),
+        ("[defaults]\nnodes = \n", 2),
+        ("[defaults]\n\nnodes = 1\nnodes = 2\n", 4),
+        ("x = 'abc\n", 1),
+        ("x = [\n1,\n", 3),
+    ],
 )
 def test_a_broken_file_is_named_with_its_line(project: Path, text: str, line: int) -> None:
     path = write(project / "clusterjob.toml", text)
@@ -352,7 +417,9 @@ def test_wrong_flags_and_variables_are_named_by_their_own_names(project: Path) -
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_file_or_an_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_bytes_are_a_file_or_an_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any" / "clusterjob.toml"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
@@ -366,10 +433,18 @@ def test_any_bytes_are_a_file_or_an_error(tmp_path_factory: pytest.TempPathFacto
 
 
 def test_paths_in_a_file_are_relative_to_the_file(project: Path) -> None:
-    """The same job from any directory below it; a path on the command line is relative to where one stands."""
-    write(project / "clusterjob.toml", "[defaults]\ntemplate = 'mine.j2'\n[clusters.local]\nworkdir = 'runs'\n")
+    """The same job from any directory below it; a path on the command line is relative to where one
+    stands.
+    """
+    write(
+        project / "clusterjob.toml",
+        "[defaults]\ntemplate = 'mine.j2'\n[clusters.local]\nworkdir = 'runs'\n",
+    )
     below = project / "deep" / "below"
     below.mkdir(parents=True)
     found = settings(below, "local")
-    assert (found.values["template"], found.values["workdir"]) == (project / "mine.j2", project / "runs")
+    assert (found.values["template"], found.values["workdir"]) == (
+        project / "mine.j2",
+        project / "runs",
+    )
     assert settings(below, "local", flags={"workdir": "here"}).values["workdir"] == below / "here"

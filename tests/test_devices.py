@@ -16,7 +16,9 @@ CORES = len(os.sched_getaffinity(0))
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of a machine's device files, and of its kernel's GPU nodes, as both kinds of driver leave them."""
+    """Return the folder of a machine's device files, and of its kernel's GPU nodes, as both kinds
+    of driver leave them.
+    """
     monkeypatch.setattr(devices, "_DEVICES", str(tmp_path / "dev"))
     monkeypatch.setattr(devices, "_AMD_NODES", str(tmp_path / "nodes"))
     (tmp_path / "dev").mkdir()
@@ -29,9 +31,19 @@ def test_a_machine_without_gpus_has_none(machine: Path) -> None:
     assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
 
 
-@pytest.mark.parametrize(("listed", "count"), [(None, 8), ("", 0), ("3", 1), ("0,1,2", 3), ("GPU-aa,GPU-bb", 2), ("0,9,1", 1)])
-def test_nvidia_s_are_device_files_as_far_as_they_are_listed(machine: Path, listed: str | None, count: int) -> None:
-    for name in ["nvidiactl", "nvidia-uvm", "nvidia-modeset", *(f"nvidia{index}" for index in range(8))]:
+@pytest.mark.parametrize(
+    ("listed", "count"),
+    [(None, 8), ("", 0), ("3", 1), ("0,1,2", 3), ("GPU-aa,GPU-bb", 2), ("0,9,1", 1)],
+)
+def test_nvidia_s_are_device_files_as_far_as_they_are_listed(
+    machine: Path, listed: str | None, count: int
+) -> None:
+    for name in [
+        "nvidiactl",
+        "nvidia-uvm",
+        "nvidia-modeset",
+        *(f"nvidia{index}" for index in range(8)),
+    ]:
         (machine / "dev" / name).touch()
     assert devices.visible_gpus({} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}) == count
 
@@ -53,7 +65,9 @@ def test_nvidia_s_are_device_files_as_far_as_they_are_listed(machine: Path, list
         (None, [""], "empty or a double entry"),
     ],
 )
-def test_gpus_are_chosen_among_the_visible_ones(machine: Path, limit: str | None, wanted: list[str], refused: str) -> None:
+def test_gpus_are_chosen_among_the_visible_ones(
+    machine: Path, limit: str | None, wanted: list[str], refused: str
+) -> None:
     for index in range(8):
         (machine / "dev" / f"nvidia{index}").touch()
     environ = {} if limit is None else {"CUDA_VISIBLE_DEVICES": limit}
@@ -74,9 +88,16 @@ def test_gpus_of_a_machine_without_any_are_rehearsed_within_the_variable(machine
 
 @pytest.mark.parametrize(
     ("environ", "count"),
-    [({}, 2), ({"ROCR_VISIBLE_DEVICES": "0"}, 1), ({"HIP_VISIBLE_DEVICES": "1"}, 1), ({"HIP_VISIBLE_DEVICES": ""}, 0)],
+    [
+        ({}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, 1),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"HIP_VISIBLE_DEVICES": ""}, 0),
+    ],
 )
-def test_amd_s_are_nodes_of_the_kernel_with_simd_units(machine: Path, environ: dict[str, str], count: int) -> None:
+def test_amd_s_are_nodes_of_the_kernel_with_simd_units(
+    machine: Path, environ: dict[str, str], count: int
+) -> None:
     for index, units in enumerate([0, 304, 304]):  # the first is the processor
         (machine / "nodes" / str(index)).mkdir(parents=True)
         (machine / "nodes" / str(index) / "properties").write_text(
@@ -91,14 +112,24 @@ def test_amd_s_are_nodes_of_the_kernel_with_simd_units(machine: Path, environ: d
         ({}, 1, CORES),
         ({}, CORES, 1),
         ({}, 10 * CORES, 1),
-        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1"}, 4, 3),
+        (
+            {"SLURM_CPUS_PER_TASK": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1"},
+            4,
+            3,
+        ),
         # One task a node is an agent's, whose workers share what it has.
-        ({"SLURM_CPUS_PER_TASK": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}, CORES, 1),
+        (
+            {"SLURM_CPUS_PER_TASK": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"},
+            CORES,
+            1,
+        ),
         # mpirun has bound each process to cores of its own.
         ({"OMPI_MCA_orte_bound_at_launch": "1"}, 8, CORES),
     ],
 )
-def test_each_process_gets_its_share_of_the_cores(environ: dict[str, str], nproc: int, share: int) -> None:
+def test_each_process_gets_its_share_of_the_cores(
+    environ: dict[str, str], nproc: int, share: int
+) -> None:
     assert contract.thread_defaults(environ, nproc, None) == {"OMP_NUM_THREADS": str(share)}
     assert contract.thread_defaults(environ | {"OMP_NUM_THREADS": ""}, nproc, None) == {}
     assert contract.thread_defaults(environ, nproc, 5) == {"OMP_NUM_THREADS": "5"}
@@ -107,7 +138,15 @@ def test_each_process_gets_its_share_of_the_cores(environ: dict[str, str], nproc
 def test_interfaces_are_named_only_where_the_user_has_not() -> None:
     found = contract.quiet_defaults({}, "127.0.0.1", 2)
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
-    assert "GLOO_SOCKET_IFNAME" not in contract.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", 2)
-    assert contract.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", 2)["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert contract.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", 2)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in contract.quiet_defaults(
+        {"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", 2
+    )
+    assert (
+        contract.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", 2)["NCCL_SOCKET_IFNAME"]
+        == "=lo"
+    )
+    assert (
+        contract.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", 2)["GLOO_SOCKET_IFNAME"]
+        == "lo"
+    )
     assert "GLOO_SOCKET_IFNAME" not in contract.quiet_defaults({}, "no-such-host.invalid", 2)

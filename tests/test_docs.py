@@ -31,7 +31,14 @@ from clusterjob.worker.context import Context
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *DOCS.glob("*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+    ]
+)
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands
 WITH_JOB_OPTIONS = ("submit", "run", "render", "doctor")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -43,7 +50,9 @@ def read(page: str) -> str:
 
 
 def section(text: str, title: str) -> str:
-    """Return what stands below a heading, down to the next one of its level or above; empty where there is no such heading."""
+    """Return what stands below a heading, down to the next one of its level or above; empty where
+    there is no such heading.
+    """
     match = re.search(rf"^(#+) {re.escape(title)}$(.*?)(?=^\1 |\Z)", text, re.MULTILINE | re.DOTALL)
     return match[2] if match else ""
 
@@ -54,7 +63,12 @@ def flags_in(text: str) -> set[str]:
 
 
 def options_of(command: Any) -> set[str]:
-    return {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("-")}
+    return {
+        flag
+        for parameter in command.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+        if flag.startswith("-")
+    }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -62,18 +76,22 @@ def test_every_command_and_option_is_in_the_page_of_the_command_line(name: str) 
     page = read("cli.md")
     own = section(page, f"`clusterjob {name}`")
     assert own, f"docs/cli.md has no section for {name}"
-    described = flags_in(own) | (flags_in(section(page, "Options of a job")) if name in WITH_JOB_OPTIONS else set())
+    described = flags_in(own) | (
+        flags_in(section(page, "Options of a job")) if name in WITH_JOB_OPTIONS else set()
+    )
     assert options_of(COMMANDS[name]) - {"-h", "--help"} <= described
 
 
 def test_no_option_of_a_job_is_made_up() -> None:
-    assert flags_in(section(read("cli.md"), "Options of a job")) - flags_in(section(read("cli.md"), "`clusterjob launch`")) <= {
-        flag for name in WITH_JOB_OPTIONS for flag in options_of(COMMANDS[name])
-    }
+    assert flags_in(section(read("cli.md"), "Options of a job")) - flags_in(
+        section(read("cli.md"), "`clusterjob launch`")
+    ) <= {flag for name in WITH_JOB_OPTIONS for flag in options_of(COMMANDS[name])}
 
 
 def test_the_options_of_the_command_itself_are_described() -> None:
-    assert options_of(typer.main.get_command(app)) <= flags_in(read("cli.md").partition("## Exit codes")[0])
+    assert options_of(typer.main.get_command(app)) <= flags_in(
+        read("cli.md").partition("## Exit codes")[0]
+    )
 
 
 def test_every_option_of_launch_is_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,11 +116,18 @@ def test_every_setting_is_described_with_its_option_and_its_variable() -> None:
 def test_every_variable_of_ours_is_described() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "clusterjob").rglob("*.py"))
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "templates").iterdir())
-    named = {*re.findall(r"CLUSTERJOB_[A-Z_]+[A-Z]", code), *re.findall(r"export (CLUSTERJOB_\w+)", scripts)}
-    assert named - {"CLUSTERJOB_KEY"} <= set(re.findall(r"CLUSTERJOB_[A-Z_]+[A-Z]", read("configuration.md")))
+    named = {
+        *re.findall(r"CLUSTERJOB_[A-Z_]+[A-Z]", code),
+        *re.findall(r"export (CLUSTERJOB_\w+)", scripts),
+    }
+    assert named - {"CLUSTERJOB_KEY"} <= set(
+        re.findall(r"CLUSTERJOB_[A-Z_]+[A-Z]", read("configuration.md"))
+    )
 
 
-def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_variable_of_a_template_is_described(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     given: dict[str, Any] = {}
 
     def note(_template: object, values: dict[str, Any]) -> str:
@@ -110,7 +135,11 @@ def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPat
         return ""
 
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
-    for module, backend in ((local, local.LocalBackend()), (slurm_planning, slurm.SlurmBackend()), (mlp, mlp.MlpBackend())):
+    for module, backend in (
+        (local, local.LocalBackend()),
+        (slurm_planning, slurm.SlurmBackend()),
+        (mlp, mlp.MlpBackend()),
+    ):
         monkeypatch.setattr(module, "render", note)
         before = len(given)
         backend.plan(spec)
@@ -125,7 +154,10 @@ def test_every_variable_of_a_template_is_described(monkeypatch: pytest.MonkeyPat
 
 def test_every_argument_of_init_and_all_of_a_context_is_described() -> None:
     for_bootstrap_alone = {"join_group", "holds_group", "close", "leave"}
-    members = {name for name in vars(Context) if not name.startswith("_")} | {*inspect.signature(Context).parameters, "backend"}
+    members = {name for name in vars(Context) if not name.startswith("_")} | {
+        *inspect.signature(Context).parameters,
+        "backend",
+    }
     wanted = {*inspect.signature(bootstrap.init).parameters} | members - for_bootstrap_alone
     assert wanted <= set(re.findall(r"`(\w+)[`(]", read("bootstrap.md")))
 
@@ -141,7 +173,10 @@ def test_the_tree_is_that_of_the_package() -> None:
         above[(len(line) - len(line.lstrip())) // 2 :] = [name]
         assert description, f"{name} has no description"
         folders.add("".join(above))
-    assert folders == {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in (ROOT / "clusterjob").rglob("*.py")}
+    assert folders == {
+        f"{path.parent.relative_to(ROOT).as_posix()}/"
+        for path in (ROOT / "clusterjob").rglob("*.py")
+    }
 
 
 def test_texts_of_the_package_name_no_file_that_a_wheel_lacks() -> None:
@@ -149,7 +184,11 @@ def test_texts_of_the_package_name_no_file_that_a_wheel_lacks() -> None:
     for path in (ROOT / "clusterjob").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, described)}
+        docstrings = {
+            ast.get_docstring(node, clean=False)
+            for node in ast.walk(tree)
+            if isinstance(node, described)
+        }
         for node in ast.walk(tree):
             text = node.value if isinstance(node, ast.Constant) else None
             if (
@@ -176,14 +215,22 @@ def test_links_from_page_to_page_lead_somewhere() -> None:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub makes of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", _FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_commands_of_the_page_of_the_mlp_cluster_are_whole_with_the_profile_there(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_of_the_mlp_cluster_are_whole_with_the_profile_there(
+    tmp_path: Path,
+) -> None:
     page = read("mlp.md")
     profile = re.search(r"^```toml$(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    lines = re.findall(r"clusterjob (?:submit|run|render) (--cluster vemlp [^`\n]*[^`\n.])(?:`|$)", page, re.MULTILINE)
+    lines = re.findall(
+        r"clusterjob (?:submit|run|render) (--cluster vemlp [^`\n]*[^`\n.])(?:`|$)",
+        page,
+        re.MULTILINE,
+    )
     assert profile is not None
     assert len(lines) == 3
     (tmp_path / "clusterjob.toml").write_text(profile[1])

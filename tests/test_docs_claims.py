@@ -1,4 +1,6 @@
-"""What help and documentation claim holds in the code: choices, defaults, states, exit codes, keys, and every command that they show."""
+"""What help and documentation claim holds in the code: choices, defaults, states, exit codes, keys,
+and every command that they show.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def help_of(name: str, option: str) -> str:
 
 def row(page: str, title: str, first: str) -> str:
     """Return the row of a table whose first cell begins so."""
-    rows = [line for line in section(read(page), title).splitlines() if line.startswith(f"| `{first}")]
+    rows = [
+        line for line in section(read(page), title).splitlines() if line.startswith(f"| `{first}")
+    ]
     assert len(rows) == 1, f"{page}, {title}: {first}"
     return rows[0]
 
@@ -47,7 +51,9 @@ def test_help_and_page_name_every_choice(name: str) -> None:
 
 
 def test_every_backend_is_named_where_backends_are_listed() -> None:
-    exists = section((ROOT / "README.md").read_text(encoding="utf-8"), "What exists, what is planned")
+    exists = section(
+        (ROOT / "README.md").read_text(encoding="utf-8"), "What exists, what is planned"
+    )
     for name in BUILTIN:
         assert f"`{name}`" in exists
         assert f"`{name}`" in row("cli.md", "Options of a job", "--cluster")
@@ -67,15 +73,28 @@ def test_defaults_of_a_node_are_those_of_the_code() -> None:
         default = getattr(LaunchOptions, option.replace("-", "_"))
         assert f"default {default:g}" in row("cli.md", "`clusterjob launch`", f"--{option}")
     for option in ("join-timeout", "grace", "max-restarts"):
-        assert f"default {getattr(JobSpec, option.replace('-', '_')):g}" in row("cli.md", "Options of a job", f"--{option}")
+        assert f"default {getattr(JobSpec, option.replace('-', '_')):g}" in row(
+            "cli.md", "Options of a job", f"--{option}"
+        )
 
 
 def test_states_exit_codes_and_keys_are_those_of_the_code() -> None:
     page = read("cli.md")
-    assert set(re.findall(r"^\| ([A-Z]+) \|", section(page, "States"), re.MULTILINE)) == {str(state) for state in JobState}
+    assert set(re.findall(r"^\| ([A-Z]+) \|", section(page, "States"), re.MULTILINE)) == {
+        str(state) for state in JobState
+    }
     codes = set(re.findall(r"^\| (\d+) \|", section(page, "Exit codes"), re.MULTILINE))
     assert {
-        str(code) for code in (verdict.CANCELLED_EXIT_CODE, verdict.TIMEOUT_EXIT_CODE, verdict.PREEMPTED_EXIT_CODE, 0, 1, 2, 130)
+        str(code)
+        for code in (
+            verdict.CANCELLED_EXIT_CODE,
+            verdict.TIMEOUT_EXIT_CODE,
+            verdict.PREEMPTED_EXIT_CODE,
+            0,
+            1,
+            2,
+            130,
+        )
     } == codes
     described = section(page, "`result.json`")
     assert set(Verdict.__dataclass_fields__) <= set(re.findall(r"`(\w+)`", described))
@@ -83,7 +102,11 @@ def test_states_exit_codes_and_keys_are_those_of_the_code() -> None:
 
 
 def test_settings_that_need_trust_are_those_that_the_page_names() -> None:
-    sentence = re.search(r"need no trust: all settings but (.*?), and a `cluster`", read("configuration.md"), re.DOTALL)
+    sentence = re.search(
+        r"need no trust: all settings but (.*?), and a `cluster`",
+        read("configuration.md"),
+        re.DOTALL,
+    )
     assert sentence is not None
     assert set(re.findall(r"`(\w+)`", sentence[1])) == set(SETTINGS) - trust.HARMLESS
 
@@ -95,20 +118,29 @@ def test_contents_of_the_page_of_the_command_line_name_every_command() -> None:
 
 
 def shown_commands() -> list[tuple[str, str]]:
-    """Return every command line of ours that a page shows, in a block or in a sentence, with its page."""
+    """Return every command line of ours that a page shows, in a block or in a sentence, with its
+    page.
+    """
     found = []
     for page in PAGES:
         if page.name == "CHANGELOG.md":  # what was
             continue
         text = page.read_text(encoding="utf-8")
-        lines = re.findall(r"^(?:    |\$ )(?:[A-Z_]+=\S+ )*clusterjob ([a-z].*)$", text, re.MULTILINE)
+        lines = re.findall(
+            r"^(?:    |\$ )(?:[A-Z_]+=\S+ )*clusterjob ([a-z].*)$", text, re.MULTILINE
+        )
         lines += re.findall(r"`clusterjob ([a-z][^`\n]*)`", text)
-        found += [(str(page.relative_to(ROOT)), line.partition("  #")[0].partition(" | ")[0].strip()) for line in lines]
+        found += [
+            (str(page.relative_to(ROOT)), line.partition("  #")[0].partition(" | ")[0].strip())
+            for line in lines
+        ]
     return found
 
 
 def wrong_option(line: str) -> str:
-    """Return the first option before the program that the command does not have; empty where all are there."""
+    """Return the first option before the program that the command does not have; empty where all
+    are there.
+    """
     try:
         words = shlex.split(line.replace("...", ""))
     except ValueError:
@@ -118,7 +150,9 @@ def wrong_option(line: str) -> str:
         return words[0]
     if words[0] == "launch":
         try:
-            parse_launch([*words[1:], "x.py"] if len(words) > 1 and words[-1].startswith("-") else words[1:])
+            parse_launch(
+                [*words[1:], "x.py"] if len(words) > 1 and words[-1].startswith("-") else words[1:]
+            )
         except (UsageError, SystemExit) as error:
             return str(error) if "there is no option" in str(error) else ""
         return ""
@@ -128,11 +162,22 @@ def wrong_option(line: str) -> str:
         rest = command._split(rest)[0]
     elif rest and rest[0] in getattr(command, "commands", {}):
         known, rest = options_of(command.commands[rest[0]]), rest[1:]
-    return next((word for word in rest if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known), "")
+    return next(
+        (
+            word
+            for word in rest
+            if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known
+        ),
+        "",
+    )
 
 
 def test_every_command_that_a_page_shows_has_the_options_that_it_is_shown_with() -> None:
     shown = shown_commands()
     assert len(shown) > 60
-    assert [f"{page}: clusterjob {line}: {wrong}" for page, line in shown if (wrong := wrong_option(line))] == []
+    assert [
+        f"{page}: clusterjob {line}: {wrong}"
+        for page, line in shown
+        if (wrong := wrong_option(line))
+    ] == []
     assert wrong_option("run --nodez 2 train.py") == "--nodez"

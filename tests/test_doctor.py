@@ -1,4 +1,6 @@
-"""`clusterjob doctor` on this machine: each check as it is when all is well, and each made to fail for real."""
+"""`clusterjob doctor` on this machine: each check as it is when all is well, and each made to fail
+for real.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,21 @@ def home() -> Path:
 
 
 def test_a_machine_that_is_fit() -> None:
-    found = doctor(*LOCAL, "--python", sys.executable, "--nodes", "2", "--nproc-per-node", "4", first=True)
+    found = doctor(
+        *LOCAL, "--python", sys.executable, "--nodes", "2", "--nproc-per-node", "4", first=True
+    )
     assert found.fit
     assert found.words("job") == "2 nodes with 4 workers each"
-    assert found.words("interpreter") == f"{sys.executable}, Python {'.'.join(map(str, sys.version_info[:3]))}"
+    assert (
+        found.words("interpreter")
+        == f"{sys.executable}, Python {'.'.join(map(str, sys.version_info[:3]))}"
+    )
     assert re.match(r"\d+\.\d+\.\d+\S* for .*, with .*gloo", found.words("torch"))
     assert found.words("start") == "forked from one process that has imported torch"
-    assert [found.state(name) for name in ("directory", "disk", "bash", "torch", "start", "GPUs", "loopback")] == ["ok"] * 7
+    assert [
+        found.state(name)
+        for name in ("directory", "disk", "bash", "torch", "start", "GPUs", "loopback")
+    ] == ["ok"] * 7
     assert found.state("host name") in ("ok", "warning")
     assert not home().exists(), "it makes nothing"
 
@@ -59,13 +69,26 @@ def test_its_lines_and_its_exit_code(tmp_path: Path, plain: str) -> None:
     assert (bad.returncode, bad.stderr) == (1, "")
     lines = bad.stdout.splitlines()
     at = lines.index(f"failed   torch         no torch: {sys.executable} does not find it")
-    assert lines[at + 1] == f"{'':23}hint: `{sys.executable} -m pip install torch`, or --python names another"
+    assert (
+        lines[at + 1]
+        == f"{'':23}hint: `{sys.executable} -m pip install torch`, or --python names another"
+    )
     assert lines[at + 2] == "unknown  start         not checked: it needs 'torch'"
 
 
 def test_wrong_use(tmp_path: Path) -> None:
-    for words in (["--cluster", "nowhere"], ["--cluster", "local", "--nodes", "none"], ["script.py"]):
-        done = subprocess.run([*CLUSTERJOB, "doctor", *words], capture_output=True, text=True, check=False, timeout=PATIENCE)
+    for words in (
+        ["--cluster", "nowhere"],
+        ["--cluster", "local", "--nodes", "none"],
+        ["script.py"],
+    ):
+        done = subprocess.run(
+            [*CLUSTERJOB, "doctor", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+        )
         assert (done.returncode, done.stdout) == (2, ""), done
         assert "clusterjob: error: " in done.stderr
 
@@ -78,7 +101,9 @@ def test_a_backend_of_another_package_need_not_have_checks(tmp_path: Path) -> No
     (info / "entry_points.txt").write_text("[clusterjob.backends]\ntheirs = theirs:Theirs\n")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
     argv = [*CLUSTERJOB, "doctor", "--cluster", "theirs"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=PATIENCE, env=env)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, timeout=PATIENCE, env=env
+    )
     assert done.returncode == 1
     assert "error: the theirs backend has no checks of its own" in done.stderr
 
@@ -90,14 +115,24 @@ def test_no_interpreter() -> None:
     found = doctor(*LOCAL, "--python", "/nowhere/python")
     assert found.failed == ["interpreter"]
     assert found.words("interpreter") == "there is no interpreter /nowhere/python"
-    assert [found.state(name) for name in ("torch", "start", "GPUs", "loopback")] == ["unknown", "unknown", "unknown", "ok"]
+    assert [found.state(name) for name in ("torch", "start", "GPUs", "loopback")] == [
+        "unknown",
+        "unknown",
+        "unknown",
+        "ok",
+    ]
 
 
 def test_an_interpreter_that_is_too_old_or_none(tmp_path: Path) -> None:
     old, none = tmp_path / "old", tmp_path / "none"
-    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 8, 1); exec(sys.argv[-1])" "$@"\n')
+    old.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 8, 1); exec(sys.argv[-1])" "$@"\n'
+    )
     none.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
-    for path, words in ((old, "is 3.8.1, 3.10 or newer is needed"), (none, f"its interpreter {none} cannot be started: broken")):
+    for path, words in (
+        (old, "is 3.8.1, 3.10 or newer is needed"),
+        (none, f"its interpreter {none} cannot be started: broken"),
+    ):
         path.chmod(0o755)
         found = doctor(*LOCAL, "--python", str(path))
         assert found.failed == ["interpreter"]
@@ -105,11 +140,18 @@ def test_an_interpreter_that_is_too_old_or_none(tmp_path: Path) -> None:
 
 
 def test_a_setup_line_that_fails_and_one_that_finds_torch(tmp_path: Path, plain: str) -> None:
-    found = doctor(*LOCAL, "--python", plain, "--setup", "true", "--setup", "module-that-is-not load cuda")
+    found = doctor(
+        *LOCAL, "--python", plain, "--setup", "true", "--setup", "module-that-is-not load cuda"
+    )
     assert found.failed == ["interpreter"]
     assert "a setup line failed: module-that-is-not load cuda (bash: " in found.words("interpreter")
     library = light_torch(tmp_path / "lib")
-    assert doctor(*LOCAL, "--python", plain, "--setup", f"export PYTHONPATH={shlex.quote(str(library))}").state("torch") == "ok"
+    assert (
+        doctor(
+            *LOCAL, "--python", plain, "--setup", f"export PYTHONPATH={shlex.quote(str(library))}"
+        ).state("torch")
+        == "ok"
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +166,10 @@ def test_a_setup_line_that_fails_and_one_that_finds_torch(tmp_path: Path, plain:
             "import os, sys; print('no licence', file=sys.stderr); os._exit(7)",
             "importing torch ends the interpreter: exit code 7: no licence",
         ),
-        ("import no_such_module_of_torch_s", "import torch failed: No module named 'no_such_module_of_torch_s'"),
+        (
+            "import no_such_module_of_torch_s",
+            "import torch failed: No module named 'no_such_module_of_torch_s'",
+        ),
     ],
 )
 def test_a_torch_that_is_broken(tmp_path: Path, light: list[str], text: str, words: str) -> None:
@@ -135,15 +180,26 @@ def test_a_torch_that_is_broken(tmp_path: Path, light: list[str], text: str, wor
     assert found.state("start") == found.state("GPUs") == "unknown"
 
 
-@pytest.mark.parametrize(("mode", "state", "words"), [
-    ("auto", "warning", "by exec, each importing torch for itself: 2 threads run after the import of torch"),
-    ("fork", "failed", "--start fork is impossible: 2 threads run after the import of torch"),
-    ("exec", "ok", "by exec, as --start says"),
-])  # fmt: skip
-def test_a_fork_that_is_not_safe(tmp_path: Path, light: list[str], mode: str, state: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "state", "words"),
+    [
+        (
+            "auto",
+            "warning",
+            "by exec, each importing torch for itself: 2 threads run after the import of torch",
+        ),
+        ("fork", "failed", "--start fork is impossible: 2 threads run after the import of torch"),
+        ("exec", "ok", "by exec, as --start says"),
+    ],
+)
+def test_a_fork_that_is_not_safe(
+    tmp_path: Path, light: list[str], mode: str, state: str, words: str
+) -> None:
     """A thread is left after the import: a fork would copy its locks, and not it."""
     with (tmp_path / "lib" / "torch" / "__init__.py").open("a") as file:
-        file.write("import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n")
+        file.write(
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        )
     found = doctor(*LOCAL, *light, "--start", mode)
     assert (found.state("start"), found.words("start")) == (state, words)
     assert found.fit == (state != "failed")
@@ -152,7 +208,9 @@ def test_a_fork_that_is_not_safe(tmp_path: Path, light: list[str], mode: str, st
 def test_fewer_gpus_than_asked_for(light: list[str]) -> None:
     found = doctor(*LOCAL, *light, "--nodes", "2", "--gpus-per-node", "512")
     assert found.state("GPUs") == "warning"
-    assert "where 1024 are asked for: the job would be a rehearsal on the CPU" in found.words("GPUs")
+    assert "where 1024 are asked for: the job would be a rehearsal on the CPU" in found.words(
+        "GPUs"
+    )
     assert found.fit
     strict = doctor(*LOCAL, *light, "--nodes", "2", "--gpus-per-node", "512", "--require-gpus")
     assert strict.failed == ["job", "GPUs"]
@@ -163,7 +221,9 @@ def test_fewer_gpus_than_asked_for(light: list[str]) -> None:
 
 def test_a_home_that_cannot_be_made_or_written(tmp_path: Path, light: list[str]) -> None:
     (tmp_path / "file").touch()
-    found = doctor(*LOCAL, *light, env={**os.environ, "CLUSTERJOB_HOME": str(tmp_path / "file" / "below")})
+    found = doctor(
+        *LOCAL, *light, env={**os.environ, "CLUSTERJOB_HOME": str(tmp_path / "file" / "below")}
+    )
     assert found.failed == ["directory"]
     assert f"cannot be made: {tmp_path / 'file'} cannot be written" in found.words("directory")
     assert found.state("disk") == "unknown"
@@ -208,7 +268,9 @@ def test_no_bash(tmp_path: Path) -> None:
     assert found.state("interpreter") == found.state("torch") == "unknown"
     (tmp_path / "bash").write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / "bash").chmod(0o755)
-    assert "is no bash that works" in doctor(*LOCAL, env={**os.environ, "PATH": str(tmp_path)}).words("bash")
+    assert "is no bash that works" in doctor(
+        *LOCAL, env={**os.environ, "PATH": str(tmp_path)}
+    ).words("bash")
 
 
 def test_no_loopback_and_a_name_that_does_not_resolve(light: list[str]) -> None:
@@ -217,16 +279,29 @@ def test_no_loopback_and_a_name_that_does_not_resolve(light: list[str]) -> None:
     found = doctor(*LOCAL, *light, prefix=["unshare", "--net"])
     assert found.failed == ["loopback"]
     assert found.words("loopback").startswith("127.0.0.1 cannot be reached: ")
-    named = ["unshare", "--uts", "--net", "sh", "-c", 'hostname no-such-host-of-ours; ip link set lo up; exec "$@"', "sh"]
+    named = [
+        "unshare",
+        "--uts",
+        "--net",
+        "sh",
+        "-c",
+        'hostname no-such-host-of-ours; ip link set lo up; exec "$@"',
+        "sh",
+    ]
     unnamed = doctor(*LOCAL, *light, prefix=named)
     assert unnamed.fit
     assert unnamed.state("loopback") == "ok"
-    assert (unnamed.state("host name"), unnamed.words("host name")) == ("warning", "no-such-host-of-ours does not resolve")
+    assert (unnamed.state("host name"), unnamed.words("host name")) == (
+        "warning",
+        "no-such-host-of-ours does not resolve",
+    )
 
 
 def test_the_json_is_one_document(light: list[str]) -> None:
     argv = [*CLUSTERJOB, "doctor", *LOCAL, "--json", *light]
-    said = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout)
+    said = json.loads(
+        subprocess.run(argv, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+    )
     assert {key: said[key] for key in ("schema", "cluster", "backend", "fit")} == {
         "schema": 1, "cluster": "local", "backend": "local", "fit": True,
     }  # fmt: skip

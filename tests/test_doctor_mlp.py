@@ -1,4 +1,6 @@
-"""`clusterjob doctor` on a profile of the mlp cluster, against the stand-in platform: an account that is fit, and what makes one unfit."""
+"""`clusterjob doctor` on a profile of the mlp cluster, against the stand-in platform: an account
+that is fit, and what makes one unfit.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Clinic:
         for old, new in replaced:
             assert old in text
             text = text.replace(old, new)
-        own = Path(self.env["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"  # the user's own, which needs no trust
+        own = (
+            Path(self.env["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
+        )  # the user's own, which needs no trust
         own.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(text)
 
@@ -78,11 +82,19 @@ def test_an_account_without_a_task(clinic: Clinic) -> None:
     found = clinic("--nodes", "2", "--gpus-per-node", "8")
     assert found.fit
     states = {check["name"]: check["state"] for check in found.checks}
-    assert [name for name, state in states.items() if state == "unknown"] == ["fields", "instances", "logs", "first task"]
+    assert [name for name, state in states.items() if state == "unknown"] == [
+        "fields",
+        "instances",
+        "logs",
+        "first task",
+    ]
     assert [name for name, state in states.items() if state == "warning"] == [], found
     assert found.words("command") == f"{clinic.platform.bin}/volc, with mlp beside it"
     assert found.words("version") == "1.2.57"
-    assert found.words("credentials") == f"[default] of {clinic.platform.home}/.volc/credentials (mode 0600)"
+    assert (
+        found.words("credentials")
+        == f"[default] of {clinic.platform.home}/.volc/credentials (mode 0600)"
+    )
     assert found.words("region") == "cn-beijing"
     assert re.fullmatch(r"the platform answers, in \d+\.\d s", found.words("list"))
     assert found.words("task").startswith("queue train, image vemlp-cn-beijing.cr.volces.com/")
@@ -127,11 +139,18 @@ def test_a_command_without_its_sibling(clinic: Clinic) -> None:
 
 
 def test_versions(clinic: Clinic) -> None:
-    newer = clinic(**clinic.volc_is('[ "$1" = version ] && echo volc/2.0.1 && exit\nexec "$REAL" "$@"'))
+    newer = clinic(
+        **clinic.volc_is('[ "$1" = version ] && echo volc/2.0.1 && exit\nexec "$REAL" "$@"')
+    )
     assert newer.fit
-    assert (newer.state("version"), newer.words("version")) == ("warning", "2.0.1, and this was built from the documentation of 1.2.57")
+    assert (newer.state("version"), newer.words("version")) == (
+        "warning",
+        "2.0.1, and this was built from the documentation of 1.2.57",
+    )
     assert newer.state("command") == "warning", "the two are of two installations"
-    silent = clinic(**clinic.volc_is('[ "$1" = version ] && echo nonsense && exit 3\nexec "$REAL" "$@"'))
+    silent = clinic(
+        **clinic.volc_is('[ "$1" = version ] && echo nonsense && exit 3\nexec "$REAL" "$@"')
+    )
     assert silent.state("version") == "warning"
     assert silent.fit
 
@@ -146,12 +165,18 @@ def test_nobody_is_logged_in(clinic: Clinic) -> None:
     assert found.words("credentials").startswith("nobody is logged in: ")
     assert "volc configure" in found.hints("credentials")
     assert found.state("list") == "unknown"
-    keys = {"VOLC_AK": clinic.platform.ak, "VOLC_SK": clinic.platform.sk, "VOLC_REGION": "cn-beijing"}
+    keys = {
+        "VOLC_AK": clinic.platform.ak,
+        "VOLC_SK": clinic.platform.sk,
+        "VOLC_REGION": "cn-beijing",
+    }
     by_variables = clinic(**keys)
     assert by_variables.fit
     assert by_variables.words("credentials") == "VOLC_AK and VOLC_SK"
     assert clinic(**{**keys, "VOLC_SK": None}).failed == ["credentials"]
-    assert not any(value in str(by_variables) for value in (clinic.platform.ak, clinic.platform.sk)), "keys are never shown"
+    assert not any(
+        value in str(by_variables) for value in (clinic.platform.ak, clinic.platform.sk)
+    ), "keys are never shown"
 
 
 def test_keys_that_are_wrong_half_or_readable_by_others(clinic: Clinic) -> None:
@@ -159,7 +184,10 @@ def test_keys_that_are_wrong_half_or_readable_by_others(clinic: Clinic) -> None:
     path.chmod(0o644)
     found = clinic()
     assert found.fit
-    assert (found.state("credentials"), found.hints("credentials")) == ("warning", f"chmod 600 {path}")
+    assert (found.state("credentials"), found.hints("credentials")) == (
+        "warning",
+        f"chmod 600 {path}",
+    )
     assert clinic(VOLC_AK=clinic.platform.ak).state("credentials") == "warning"
     clinic.platform.login(sk="another")
     wrong = clinic()
@@ -205,7 +233,9 @@ def test_a_network_that_fails(clinic: Clinic) -> None:
     clinic.platform.break_calls("list")
     found = clinic()
     assert found.failed == ["list"]
-    assert "the platform does not answer" in found.words("list") or "is not reached" in found.words("list")
+    assert "the platform does not answer" in found.words("list") or "is not reached" in found.words(
+        "list"
+    )
 
 
 # -- another build of the command --------------------------------------------------------------------------------------------
@@ -213,20 +243,37 @@ def test_a_network_that_fails(clinic: Clinic) -> None:
 
 def test_fields_that_are_called_otherwise(clinic: Clinic) -> None:
     clinic.run_a_task()
-    renamed = clinic(**clinic.volc_is('[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/JobName/Title/g'))
+    renamed = clinic(
+        **clinic.volc_is(
+            '[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/JobName/Title/g'
+        )
+    )
     assert renamed.failed == ["fields"]
     assert "Title" in renamed.hints("fields")
     assert renamed.state("instances") == "unknown"
-    stateless = clinic(**clinic.volc_is('[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/Status/Condition/g'))
+    stateless = clinic(
+        **clinic.volc_is(
+            '[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/Status/Condition/g'
+        )
+    )
     assert stateless.failed == ["fields"]
     assert stateless.words("fields") == "a task's state is not found in the answer of `list`"
     ageless = clinic(
-        **clinic.volc_is('[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed "s/\\"t-[0-9]*-/\\"task-/g; s/Time/Moment/g"')
+        **clinic.volc_is(
+            '[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed "s/\\"t-[0-9]*-/\\"task-/g; s/Time/Moment/g"'
+        )
     )
     assert ageless.state("fields") == "warning", ageless
-    strange = clinic(**clinic.volc_is('[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/Success/Paused/g'))
+    strange = clinic(
+        **clinic.volc_is(
+            '[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/Success/Paused/g'
+        )
+    )
     assert strange.fit
-    assert (strange.state("fields"), strange.words("fields")) == ("warning", "states that are not known: Paused")
+    assert (strange.state("fields"), strange.words("fields")) == (
+        "warning",
+        "states that are not known: Paused",
+    )
     noise = clinic(**clinic.volc_is('[ "$2" = list ] || exec "$REAL" "$@"\necho 7'))
     assert noise.failed == ["list"]
 
@@ -243,7 +290,9 @@ def test_flags(clinic: Clinic) -> None:
     assert "cannot be read" in silent.words("flags")
 
 
-def test_the_flags_that_are_looked_for_are_those_that_are_used(clinic: Clinic, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_flags_that_are_looked_for_are_those_that_are_used(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name, value in clinic.platform.variables.items():
         monkeypatch.setenv(name, value)
     task_id = clinic.run_a_task()
@@ -257,7 +306,9 @@ def test_the_flags_that_are_looked_for_are_those_that_are_used(clinic: Clinic, m
     volc.cancel(task_id)  # which has ended, and stays as it is
     for operation, names in checks.FLAGS.items():
         words: Sequence[str] = clinic.platform.calls("ml_task", *operation.split())[-1]
-        assert {word for word in words if word.startswith("--")} == {f"--{name}" for name in names}, operation
+        assert {word for word in words if word.startswith("--")} == {
+            f"--{name}" for name in names
+        }, operation
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------------
@@ -270,13 +321,18 @@ def test_what_a_task_has_to_have(clinic: Clinic) -> None:
     assert found.words("task") == "the platform takes no task without flavor and queue"
     assert 'flavor = "..."' in found.hints("task")
     assert "--gpus-per-node finds a flavor" in found.hints("task"), "there is a table of them"
-    assert clinic("--set", "queue=train", "--gpus-per-node", "8").fit, "the flavor is found by its GPUs"
+    assert clinic("--set", "queue=train", "--gpus-per-node", "8").fit, (
+        "the flavor is found by its GPUs"
+    )
     assert clinic("--set", "queeue=train").failed == ["job", "task", "GPUs", "secrets"]
 
 
 def test_gpus_of_a_flavor(clinic: Clinic) -> None:
     idle = clinic("--gpus-per-node", "2")
-    assert (idle.state("GPUs"), idle.words("GPUs")) == ("warning", "ml.hpcpni2l has 8: 6 of them stay idle")
+    assert (idle.state("GPUs"), idle.words("GPUs")) == (
+        "warning",
+        "ml.hpcpni2l has 8: 6 of them stay idle",
+    )
     assert "GPUs" in clinic("--gpus-per-node", "9").failed
     clinic.profile(('flavors = { "ml.hpcpni2l" = 8 }\n', ""))
     assert clinic("--gpus-per-node", "8").state("GPUs") == "warning"

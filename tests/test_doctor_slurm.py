@@ -1,4 +1,6 @@
-"""`clusterjob doctor` on a real Slurm, from a login node and from a laptop: fit ones, and each of what makes one unfit."""
+"""`clusterjob doctor` on a real Slurm, from a login node and from a laptop: fit ones, and each of
+what makes one unfit.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,28 @@ from doctoring import Diagnosis, doctor
 from login_user import Laptop
 from slurm_user import SLEEPER, User
 
-CHECKS = ["directory", "disk", "commands", "controller", "version", "partitions", "GPUs", "accounting", "nodes", "job"]
+CHECKS = [
+    "directory",
+    "disk",
+    "commands",
+    "controller",
+    "version",
+    "partitions",
+    "GPUs",
+    "accounting",
+    "nodes",
+    "job",
+]
 
 
 def at(user: User, *words: str, **more: Any) -> Diagnosis:
-    return doctor("--cluster", "hpc" if isinstance(user, Laptop) else "slurm", *words, cwd=user.directory, **more)
+    return doctor(
+        "--cluster",
+        "hpc" if isinstance(user, Laptop) else "slurm",
+        *words,
+        cwd=user.directory,
+        **more,
+    )
 
 
 def queue(user: User) -> set[str]:
@@ -30,18 +49,29 @@ def test_a_cluster_that_is_fit(user_of_either: User) -> None:
     found = at(user, "--nodes", "2", "--gpus-per-node", "4", "--time", "10m")
     assert found.fit
     assert list(dict.fromkeys(check["name"] for check in found.checks)) == CHECKS
-    assert {check["name"]: check["state"] for check in found.checks} == dict.fromkeys(CHECKS, "ok") | {"nodes": "unknown"}
-    assert re.match(r"Slurmctld\(primary\) at \S+ is UP; it answers in \d\.\d\d s", found.words("controller"))
+    assert {check["name"]: check["state"] for check in found.checks} == dict.fromkeys(
+        CHECKS, "ok"
+    ) | {"nodes": "unknown"}
+    assert re.match(
+        r"Slurmctld\(primary\) at \S+ is UP; it answers in \d\.\d\d s", found.words("controller")
+    )
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", found.words("version"))
     main, small = found.words("partitions").splitlines()
     assert main == "main (default): up, no time limit, nodes: 4 idle, 8 GPUs a node"
     assert small == "small: up, time limit 1:00:00, nodes: 1 idle, 8 GPUs a node"
     assert found.words("GPUs") == "8 a node in main, as gres"
     accounted = "sacct answers" in found.words("accounting")
-    assert accounted == ("slurmdbd" in user.slurm.conf.read_text()) != ("none here: Slurm forgets a job" in found.words("accounting"))
+    assert (
+        accounted
+        == ("slurmdbd" in user.slurm.conf.read_text())
+        != ("none here: Slurm forgets a job" in found.words("accounting"))
+    )
     assert f"{user.home}/jobs" in found.words("nodes")
     assert found.words("job").splitlines()[0] == "2 nodes with 4 workers each"
-    assert re.search(r"sbatch --test-only: Job \d+ to start at .* on nodes n\[1-2\] in partition main", found.words("job"))
+    assert re.search(
+        r"sbatch --test-only: Job \d+ to start at .* on nodes n\[1-2\] in partition main",
+        found.words("job"),
+    )
     assert queue(user) <= before
     assert user.left_behind() == []
 
@@ -49,25 +79,60 @@ def test_a_cluster_that_is_fit(user_of_either: User) -> None:
 @pytest.mark.parametrize(
     ("options", "failed", "words", "hint"),
     [
-        (("--partition", "nowhere"), ["partitions", "job"], "there is no partition nowhere", "there is main, small"),
-        (("--gpus-per-node", "9"), ["GPUs", "job"], "no node of main has 9 GPUs: Slurm knows of 8", "sinfo -o '%P %D %G'"),
-        (("--nodes", "5"), ["job"], "Slurm refuses the job: Requested node configuration is not available", "sinfo"),
-        (("--partition", "small", "--time", "2h"), ["job"], "is above that of the partition small", "--set qos=NAME"),
-        (("--set", "partion=main"), ["job"], "sbatch has no option --partion", "did you mean partition?"),
+        (
+            ("--partition", "nowhere"),
+            ["partitions", "job"],
+            "there is no partition nowhere",
+            "there is main, small",
+        ),
+        (
+            ("--gpus-per-node", "9"),
+            ["GPUs", "job"],
+            "no node of main has 9 GPUs: Slurm knows of 8",
+            "sinfo -o '%P %D %G'",
+        ),
+        (
+            ("--nodes", "5"),
+            ["job"],
+            "Slurm refuses the job: Requested node configuration is not available",
+            "sinfo",
+        ),
+        (
+            ("--partition", "small", "--time", "2h"),
+            ["job"],
+            "is above that of the partition small",
+            "--set qos=NAME",
+        ),
+        (
+            ("--set", "partion=main"),
+            ["job"],
+            "sbatch has no option --partion",
+            "did you mean partition?",
+        ),
         (("--hosts", "gpu1"), ["job"], "the slurm cluster takes no hosts", "--cluster ssh"),
     ],
 )
-def test_a_job_that_slurm_would_refuse(user: User, options: tuple[str, ...], failed: list[str], words: str, hint: str) -> None:
+def test_a_job_that_slurm_would_refuse(
+    user: User, options: tuple[str, ...], failed: list[str], words: str, hint: str
+) -> None:
     found = at(user, *options)
     assert found.failed == failed
-    assert any(words in check["words"] and hint in check["hint"] for check in found.checks if check["state"] == "failed"), found
+    assert any(
+        words in check["words"] and hint in check["hint"]
+        for check in found.checks
+        if check["state"] == "failed"
+    ), found
     assert found.state("controller") == "ok"
     assert user.left_behind() == []
 
 
 def test_the_lines_of_a_template_of_one_s_own_are_asked_about_too(user: User) -> None:
-    user.path("mine.sh.j2").write_text('#!/bin/bash\n#SBATCH --partition=nowhere\n{% include "agent.sh.j2" %}\n')
-    assert "invalid partition specified: nowhere" in at(user, "--template", "mine.sh.j2").words("job")
+    user.path("mine.sh.j2").write_text(
+        '#!/bin/bash\n#SBATCH --partition=nowhere\n{% include "agent.sh.j2" %}\n'
+    )
+    assert "invalid partition specified: nowhere" in at(user, "--template", "mine.sh.j2").words(
+        "job"
+    )
 
 
 def test_partitions_that_are_down_or_have_no_nodes(user: User) -> None:
@@ -100,9 +165,13 @@ def test_a_controller_that_is_down(user: User) -> None:
     user.slurm.stop_controller()
     found = at(user)
     assert found.failed == ["controller"]
-    assert "is DOWN" in found.words("controller") or "Unable to contact slurm controller" in found.words("controller")
+    assert "is DOWN" in found.words(
+        "controller"
+    ) or "Unable to contact slurm controller" in found.words("controller")
     assert "scontrol ping" in found.hints("controller")
-    assert [found.state(name) for name in ("version", "partitions", "GPUs", "accounting", "job")] == ["unknown"] * 5
+    assert [
+        found.state(name) for name in ("version", "partitions", "GPUs", "accounting", "job")
+    ] == ["unknown"] * 5
     assert found.state("nodes") == "unknown"
 
 
@@ -126,7 +195,9 @@ def test_no_configuration_and_no_commands(user: User) -> None:
 
 
 def test_accounting_that_does_not_answer(user_accounted: User) -> None:
-    user_accounted.command_first_on_path("sacct", 'echo "sacct: error: Problem talking to the database" >&2\nexit 1\n')
+    user_accounted.command_first_on_path(
+        "sacct", 'echo "sacct: error: Problem talking to the database" >&2\nexit 1\n'
+    )
     found = at(user_accounted)
     assert found.fit
     assert (found.state("accounting"), found.words("accounting")) == (
@@ -135,7 +206,9 @@ def test_accounting_that_does_not_answer(user_accounted: User) -> None:
 
 
 def test_a_controller_that_is_slow(user: User) -> None:
-    user.command_first_on_path("squeue", '[ -s "$NOTES" ] || { echo once > "$NOTES"; sleep 3.5; }\nexec "$REAL" "$@"\n')
+    user.command_first_on_path(
+        "squeue", '[ -s "$NOTES" ] || { echo once > "$NOTES"; sleep 3.5; }\nexec "$REAL" "$@"\n'
+    )
     found = at(user)
     assert found.fit
     assert found.state("controller") == "warning"
@@ -156,7 +229,9 @@ def test_a_cluster_behind_a_login_host(laptop: Laptop) -> None:
     before = queue(laptop)
     found = at(laptop, "--nodes", "2", "--gpus-per-node", "4")
     assert found.fit
-    assert {check["name"]: check["state"] for check in found.checks} == dict.fromkeys([*CHECKS, "login"], "ok") | {"nodes": "unknown"}
+    assert {check["name"]: check["state"] for check in found.checks} == dict.fromkeys(
+        [*CHECKS, "login"], "ok"
+    ) | {"nodes": "unknown"}
     login = found.words("login").splitlines()
     assert login[0].startswith("login1 is ")
     assert f"free in {laptop.login.home}/.clusterjob there" in login[1]
@@ -185,7 +260,9 @@ def test_a_login_host_that_is_not_reached_or_not_trusted(laptop: Laptop) -> None
     away = at(laptop)
     assert away.failed == ["login"]
     assert "connection refused" in away.words("login")
-    assert [away.state(name) for name in ("commands", "controller", "job", "nodes")] == ["unknown"] * 4
+    assert [away.state(name) for name in ("commands", "controller", "job", "nodes")] == [
+        "unknown"
+    ] * 4
 
 
 def test_a_login_host_without_slurm_or_without_its_configuration(laptop: Laptop) -> None:

@@ -1,4 +1,6 @@
-"""`clusterjob doctor` on real hosts over real sshd servers: fit ones, and each of what makes one unfit."""
+"""`clusterjob doctor` on real hosts over real sshd servers: fit ones, and each of what makes one
+unfit.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class Clinic:
         return light_torch(library, version)
 
     def __call__(self, *words: str, **flags: Any) -> Diagnosis:
-        flags = {"setup": ['export PYTHONPATH="$HOME/lib"'], **flags, "set": {"need_torch": "true", **flags.get("set", {})}}
+        flags = {
+            "setup": ['export PYTHONPATH="$HOME/lib"'],
+            **flags,
+            "set": {"need_torch": "true", **flags.get("set", {})},
+        }
         return doctor(*self.site.options(**flags), *words, cwd=self.site.directory)
 
 
@@ -49,7 +55,10 @@ def test_hosts_that_are_fit(clinic: Clinic) -> None:
     assert found.fit
     assert [check["state"] for check in found.checks] == ["ok"] * len(found.checks), found
     assert found.words("job") == "3 nodes with 2 workers each"
-    assert found.words("reached") == "gpu1 (root@10.77.0.1:22), gpu2 (root@10.77.0.2:22), gpu3 (root@10.77.0.3:22)"
+    assert (
+        found.words("reached")
+        == "gpu1 (root@10.77.0.1:22), gpu2 (root@10.77.0.2:22), gpu3 (root@10.77.0.3:22)"
+    )
     assert found.words("machines") == "gpu1 is gpu1, gpu2 is gpu2, gpu3 is gpu3"
     assert found.words("torch") == "2.9.0 for the CPU alone, with gloo, on all 3 hosts"
     assert found.words("rendezvous") == "gpu1 is reached at 10.77.0.1 by gpu2, gpu3"
@@ -61,7 +70,10 @@ def test_hosts_that_are_fit(clinic: Clinic) -> None:
 
 def test_one_host_and_torch_itself(site: Site) -> None:
     """The torch of these tests, imported on a host."""
-    found = doctor(*site.options(hosts="gpu1", python=sys.executable, set={"need_torch": "true"}), cwd=site.directory)
+    found = doctor(
+        *site.options(hosts="gpu1", python=sys.executable, set={"need_torch": "true"}),
+        cwd=site.directory,
+    )
     assert found.fit
     assert found.words("torch").startswith("gpu1: 2.")
     assert found.words("start") == "gpu1: forked from one process that has imported torch"
@@ -77,9 +89,17 @@ def test_hosts_behind_a_bastion(site: Site) -> None:
 
 def test_hosts_that_are_not_reached_or_not_trusted(clinic: Clinic) -> None:
     world = clinic.site.world
-    world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\nHost strange\n  HostName 10.77.0.3\n  User nobody\n")
-    keys = [line for line in world.known_hosts.read_text().splitlines() if not line.startswith("10.77.0.2 ")]
-    world.known_hosts.write_text("\n".join([*keys, f"10.77.0.2 {world.hosts['gpu3'].public_key}"]) + "\n")
+    world.write_config(
+        "Host closed\n  HostName 10.77.0.1\n  Port 9\nHost strange\n  HostName 10.77.0.3\n  User nobody\n"
+    )
+    keys = [
+        line
+        for line in world.known_hosts.read_text().splitlines()
+        if not line.startswith("10.77.0.2 ")
+    ]
+    world.known_hosts.write_text(
+        "\n".join([*keys, f"10.77.0.2 {world.hosts['gpu3'].public_key}"]) + "\n"
+    )
     found = clinic(hosts="gpu1,closed,no-such-host.invalid,gpu2,strange,gpu3")
     assert found.failed == ["reached"]
     closed, absent, changed, strange, fit = found.words("reached").splitlines()
@@ -98,21 +118,36 @@ def test_hosts_that_are_not_reached_or_not_trusted(clinic: Clinic) -> None:
 def test_a_key_that_is_unknown_and_no_host_at_all(clinic: Clinic) -> None:
     clinic.site.world.known_hosts.write_text("")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        clinic.site.world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n  ConnectTimeout 3\n")
+        clinic.site.world.write_config(
+            f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n  ConnectTimeout 3\n"
+        )
         found = clinic(hosts="gpu1,hole")
     assert found.failed == ["reached"]
     unknown, hole = found.words("reached").splitlines()
     assert unknown.startswith("gpu1: its key is unknown")
     assert hole == "hole: it accepts TCP and says nothing for 3 s"
     states = {
-        found.state(name) for name in ("machines", "interpreter", "torch", "start", "GPUs", "disks", "clock", "versions", "rendezvous")
+        found.state(name)
+        for name in (
+            "machines",
+            "interpreter",
+            "torch",
+            "start",
+            "GPUs",
+            "disks",
+            "clock",
+            "versions",
+            "rendezvous",
+        )
     }
     assert states == {"unknown"}
 
 
 def test_a_job_without_hosts_is_wrong_use(site: Site) -> None:
     argv = [*CLUSTERJOB, "doctor", "--cluster", "ssh"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=PATIENCE, cwd=site.directory)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, timeout=PATIENCE, cwd=site.directory
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert "the ssh cluster needs hosts" in done.stderr
 
@@ -181,14 +216,19 @@ def test_a_disk_that_is_full(clinic: Clinic, full_disk: HostOfWorld) -> None:
     light_torch(full_disk.home / "lib")
     found = clinic()
     assert found.failed == ["disks"]
-    assert [line.partition(": ")[0] for line in found.words("disks").splitlines()] == ["gpu1", "gpu2"]
+    assert [line.partition(": ")[0] for line in found.words("disks").splitlines()] == [
+        "gpu1",
+        "gpu2",
+    ]
     assert "gpu2: disk full: " in found.words("disks")
 
 
 def test_a_clock_that_is_wrong(clinic: Clinic, tmp_path: Path) -> None:
     """Namespaces share the kernel's clock: the host's interpreter reads it an hour late."""
     late = tmp_path / "late-python"
-    shift = "import sys, time; real = time.time; time.time = lambda: real() - 3600; exec(sys.argv[1])"
+    shift = (
+        "import sys, time; real = time.time; time.time = lambda: real() - 3600; exec(sys.argv[1])"
+    )
     late.write_text(
         f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} -S "$@"\nshift; exec {sys.executable} -S -c {shlex.quote(shift)} "$@"\n'
     )

@@ -1,4 +1,6 @@
-"""Variables that a script sets before it imports torch count in forked workers too, or the workers are not forked."""
+"""Variables that a script sets before it imports torch count in forked workers too, or the workers
+are not forked.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,14 @@ SETS_NOT = {
     "read again": 'import os\nos.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch',
     "of nobody": 'import os\nos.environ["TOKENIZERS_PARALLELISM"] = "false"\nimport torch',
     "another mapping": 'import os\nconfig = {}\nconfig["TORCH_LOGS"] = os.environ.get("TORCH_LOGS")\nimport torch',
-    "no Python": 'os.environ[',
-}  # fmt: skip
+    "no Python": "os.environ[",
+}
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in SETS.items()])
-def test_a_variable_that_is_set_before_the_import_is_found_in_the_script(tmp_path: Path, text: str) -> None:
+def test_a_variable_that_is_set_before_the_import_is_found_in_the_script(
+    tmp_path: Path, text: str
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
     why = early_variables.set_in(Program("script", str(script)), GIVEN)
@@ -59,7 +63,9 @@ def test_a_variable_that_changes_nothing_is_no_reason(tmp_path: Path, text: str)
     assert early_variables.set_in(Program("script", str(script)), GIVEN) is None
 
 
-def test_modules_are_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_found_without_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     package = tmp_path / "project"
     package.mkdir()
@@ -68,7 +74,9 @@ def test_modules_are_found_without_an_import(tmp_path: Path, monkeypatch: pytest
         (package / name).write_text(SETS["item"])
     for module, file in (("project", "__main__.py"), ("project.train", "train.py")):
         why = early_variables.set_in(Program("module", module), {})
-        assert why == f"{file} line 2 sets PYTORCH_ALLOC_CONF, which torch reads while it is imported"
+        assert (
+            why == f"{file} line 2 sets PYTORCH_ALLOC_CONF, which torch reads while it is imported"
+        )
     assert early_variables.set_in(Program("module", "elsewhere.train"), {}) is None
 
 
@@ -98,7 +106,10 @@ def test_a_worker_has_the_variables_of_before_its_import(new_job: NewJob, start:
     log = job.dir / "logs" / "node0"
     assert json.loads((log / "rank0.out").read_text()) == ["DETAIL", 1]
     # What a forked worker cannot make up for is said.
-    assert ("torch was imported before this script set TORCH_SHOW_CPP_STACKTRACES" in (log / "rank0.err").read_text()) is (start == "fork")
+    assert (
+        "torch was imported before this script set TORCH_SHOW_CPP_STACKTRACES"
+        in (log / "rank0.err").read_text()
+    ) is (start == "fork")
 
 
 def test_a_script_that_sets_more_is_started_by_exec(new_job: NewJob) -> None:

@@ -21,8 +21,14 @@ def test_ends_come_back_in_the_order_of_their_nodes(job_dir: Path) -> None:
     for node_rank in (10, 2, 0):
         ends.write(job_dir, node_rank, {"state": "FAILED"})
     (job_dir / "ends" / "node3.json").write_text("[1, 2")
-    (job_dir / "ends" / "node4.json").write_text('{"node_rank": 0, "state": "SUCCEEDED"}')  # by a host that speaks for another
-    assert [(end["node_rank"], end["state"]) for end in ends.written(job_dir)] == [(0, "FAILED"), (2, "FAILED"), (10, "FAILED")]
+    (job_dir / "ends" / "node4.json").write_text(
+        '{"node_rank": 0, "state": "SUCCEEDED"}'
+    )  # by a host that speaks for another
+    assert [(end["node_rank"], end["state"]) for end in ends.written(job_dir)] == [
+        (0, "FAILED"),
+        (2, "FAILED"),
+        (10, "FAILED"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,9 @@ def test_ends_come_back_in_the_order_of_their_nodes(job_dir: Path) -> None:
         ("", 1, "", ""),
     ],
 )
-def test_a_refusal_is_a_failure_of_its_node(job_dir: Path, text: str, code: int, host: str, why: str) -> None:
+def test_a_refusal_is_a_failure_of_its_node(
+    job_dir: Path, text: str, code: int, host: str, why: str
+) -> None:
     (job_dir / "ends" / "node4.refused").write_text(text)
     (job_dir / "ends" / "nodex.refused").write_text("1\nh: no node's name")
     (job_dir / "ends" / "node5.refused.part").write_text("1\nh: not whole yet")
@@ -43,13 +51,21 @@ def test_a_refusal_is_a_failure_of_its_node(job_dir: Path, text: str, code: int,
     log.parent.mkdir(parents=True)
     log.write_text("module: not found\n")
     (failure,) = ends.refusals(job_dir)
-    assert (failure.rank, failure.node_rank, failure.exit_code, failure.host, failure.message) == (None, 4, code, host, why)
+    assert (failure.rank, failure.node_rank, failure.exit_code, failure.host, failure.message) == (
+        None,
+        4,
+        code,
+        host,
+        why,
+    )
     assert failure.last_lines == ("module: not found",)
 
 
 def test_texts_of_ends_that_hosts_wrote_are_cut(job_dir: Path) -> None:
     ends.write(job_dir, 0, {"state": "LOST"})
-    (job_dir / "ends" / "node1.json").write_text(json.dumps({"node_rank": 1, "state": "LOST", "reason": "x" * 1_000_000}))
+    (job_dir / "ends" / "node1.json").write_text(
+        json.dumps({"node_rank": 1, "state": "LOST", "reason": "x" * 1_000_000})
+    )
     (job_dir / "ends" / "node1.refused").write_text(f"1\n{'h' * 100_000}: {'x' * 100_000}")
     assert [len(end["reason"]) for end in ends.written(job_dir)] == [0, 4000]
     (refusal,) = ends.refusals(job_dir)
@@ -105,5 +121,10 @@ def test_an_older_start_s_verdict_is_put_aside(job_dir: Path) -> None:
 def test_a_warning_is_for_one_start(job_dir: Path) -> None:
     ends.warn(job_dir, 1)
     ends.warn(job_dir, 1)
-    assert [ends.warned(job_dir, attempt) for attempt in (0, 1, 2, 11)] == [False, True, False, False]
+    assert [ends.warned(job_dir, attempt) for attempt in (0, 1, 2, 11)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     ends.warn(job_dir / "gone", 0)

@@ -16,12 +16,13 @@ from clusterjob.node.environments import detect
 from clusterjob.node.environments.topology import Topology, Worker
 
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
 OURS = {
-    "CLUSTERJOB_NNODES": "3", "CLUSTERJOB_NODE_RANK": "2", "CLUSTERJOB_NPROC_PER_NODE": "8", "CLUSTERJOB_MASTER_ADDR": "n0",
-    "CLUSTERJOB_MASTER_PORT": "2222",
+    "CLUSTERJOB_NNODES": "3", "CLUSTERJOB_NODE_RANK": "2", "CLUSTERJOB_NPROC_PER_NODE": "8",
+    "CLUSTERJOB_MASTER_ADDR": "n0", "CLUSTERJOB_MASTER_PORT": "2222",
 }  # fmt: skip
 
 
@@ -33,11 +34,22 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, {"PATH": "/bin"}, {"RANK": "", "LOCAL_RANK": "", "CLUSTERJOB_NNODES": ""}, {"WORLD_SIZE": "1", "MASTER_ADDR": "h"}]
+    "environ",
+    [
+        {},
+        {"PATH": "/bin"},
+        {"RANK": "", "LOCAL_RANK": "", "CLUSTERJOB_NNODES": ""},
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "h"},
+    ],
 )
 def test_an_environment_that_names_no_job_is_sound(environ: dict[str, str]) -> None:
     finding = detect(environ)
-    assert (finding.source, finding.place, finding.level, finding.sound) == ("none", None, "none", True)
+    assert (finding.source, finding.place, finding.level, finding.sound) == (
+        "none",
+        None,
+        "none",
+        True,
+    )
     assert finding.check() is finding
 
 
@@ -49,8 +61,9 @@ def test_a_process_of_torchrun() -> None:
     assert finding.place == Worker(Topology(2, 1, 4, "10.0.0.1", 29500, "torchrun"), 5, 1, 8, 4)
     assert (finding.source, finding.level, finding.conflicts) == ("torchrun", "worker", ())
     assert finding.evidence == {
-        "rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE",
-        "node_rank": "GROUP_RANK", "nnodes": "GROUP_WORLD_SIZE", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
+        "rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE", "node_rank": "GROUP_RANK",
+        "nnodes": "GROUP_WORLD_SIZE", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
     }  # fmt: skip
 
 
@@ -59,16 +72,26 @@ def test_a_process_whose_launcher_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "nproc", "first"), [(0, 4, 0), (3, 4, 4), (0, 1, 4)])
-def test_our_own_agent_s_variables_give_the_worker_that_it_meant(local_rank: int, nproc: int, first: int) -> None:
+def test_our_own_agent_s_variables_give_the_worker_that_it_meant(
+    local_rank: int, nproc: int, first: int
+) -> None:
     world = World(0, "10.0.0.1", 4321, True, 1, 2, nproc, first, 8)
     environ = contract.worker_variables(world, local_rank, "job", 3)
     environ |= {contract.JOB_ID: "job", contract.REPORT_FD: "5:77"}
     finding = detect(environ)
     assert finding.source == "clusterjob"
-    assert finding.place == Worker(Topology(2, 1, nproc, "10.0.0.1", 4321, "clusterjob"), first + local_rank, local_rank, 8, nproc)
+    assert finding.place == Worker(
+        Topology(2, 1, nproc, "10.0.0.1", 4321, "clusterjob"),
+        first + local_rank,
+        local_rank,
+        8,
+        nproc,
+    )
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+)
 def test_a_half_set_process_is_refused_and_the_missing_variable_named(missing: str) -> None:
     for environ in (without(TORCHRUN, missing), TORCHRUN | {missing: "  "}):
         finding = detect(environ)
@@ -77,14 +100,27 @@ def test_a_half_set_process_is_refused_and_the_missing_variable_named(missing: s
             finding.check()
 
 
-def test_rank_without_local_rank_counts_nodes_unless_something_else_says_that_it_is_a_process_s() -> None:
+def test_rank_without_local_rank_counts_nodes_unless_something_else_says_that_it_is_a_process_s() -> (
+    None
+):
     alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     assert detect(alone).level == "node"
     for variable in ("LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         assert "LOCAL_RANK is not set" in "; ".join(detect(alone | {variable: "1"}).conflicts)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "MASTER_PORT",
+    ],
+)
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "1_0", "²", "٣", "4 4", "+1"])
 def test_what_is_no_number_is_named(name: str, value: str) -> None:
     finding = detect(TORCHRUN | {name: value})
@@ -110,9 +146,15 @@ def test_what_is_impossible_together_is_named(change: dict[str, str], words: str
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:29500", "h\x1b[31m", "\udcff", "a b", "[]"])
-@pytest.mark.parametrize(("environ", "name"), [(TORCHRUN, "MASTER_ADDR"), (OURS, "CLUSTERJOB_MASTER_ADDR")])
-def test_a_master_that_is_no_host_is_refused(environ: dict[str, str], name: str, address: str) -> None:
-    assert f"{name}={address!r} is no host" in "; ".join(detect(environ | {name: address}).conflicts)
+@pytest.mark.parametrize(
+    ("environ", "name"), [(TORCHRUN, "MASTER_ADDR"), (OURS, "CLUSTERJOB_MASTER_ADDR")]
+)
+def test_a_master_that_is_no_host_is_refused(
+    environ: dict[str, str], name: str, address: str
+) -> None:
+    assert f"{name}={address!r} is no host" in "; ".join(
+        detect(environ | {name: address}).conflicts
+    )
 
 
 def test_a_master_s_ipv6_address_may_have_brackets() -> None:
@@ -128,12 +170,18 @@ def test_the_node_is_worked_out_where_no_variable_gives_it() -> None:
 
 
 def test_one_node_where_nothing_speaks_of_more() -> None:
-    finding = detect(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE") | {"LOCAL_RANK": "5"})
+    finding = detect(
+        without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        | {"LOCAL_RANK": "5"}
+    )
     assert finding.place == Worker(Topology(1, 0, 8, "10.0.0.1", 29500, "torchrun"), 5, 5, 8, 8)
 
 
 def test_white_space_around_a_value_is_no_part_of_it() -> None:
-    assert detect({name: f" {value}\n" for name, value in TORCHRUN.items()}).place == detect(TORCHRUN).place
+    assert (
+        detect({name: f" {value}\n" for name, value in TORCHRUN.items()}).place
+        == detect(TORCHRUN).place
+    )
 
 
 # -- our own family ----------------------------------------------------------------------------------------------------------
@@ -144,15 +192,16 @@ def test_a_node_of_ours() -> None:
     assert finding.place == Topology(3, 2, 8, "n0", 2222, "clusterjob")
     assert (finding.source, finding.level) == ("clusterjob", "node")
     assert finding.evidence == {
-        "nnodes": "CLUSTERJOB_NNODES", "node_rank": "CLUSTERJOB_NODE_RANK", "nproc_per_node": "CLUSTERJOB_NPROC_PER_NODE",
-        "master_addr": "CLUSTERJOB_MASTER_ADDR", "master_port": "CLUSTERJOB_MASTER_PORT",
+        "nnodes": "CLUSTERJOB_NNODES", "node_rank": "CLUSTERJOB_NODE_RANK",
+        "nproc_per_node": "CLUSTERJOB_NPROC_PER_NODE", "master_addr": "CLUSTERJOB_MASTER_ADDR",
+        "master_port": "CLUSTERJOB_MASTER_PORT",
     }  # fmt: skip
 
 
 def test_a_node_of_ours_may_leave_open_what_the_agent_decides() -> None:
-    assert detect(without(OURS, "CLUSTERJOB_NPROC_PER_NODE", "CLUSTERJOB_MASTER_PORT")).place == Topology(
-        3, 2, None, "n0", None, "clusterjob"
-    )
+    assert detect(
+        without(OURS, "CLUSTERJOB_NPROC_PER_NODE", "CLUSTERJOB_MASTER_PORT")
+    ).place == Topology(3, 2, None, "n0", None, "clusterjob")
 
 
 def test_several_nodes_never_meet_at_a_default() -> None:
@@ -162,7 +211,9 @@ def test_several_nodes_never_meet_at_a_default() -> None:
 
 
 def test_a_single_node_needs_no_address() -> None:
-    assert detect({"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).place == Topology(1, 0, None, "127.0.0.1", None, "clusterjob")
+    assert detect({"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).place == Topology(
+        1, 0, None, "127.0.0.1", None, "clusterjob"
+    )
 
 
 @pytest.mark.parametrize("missing", ["CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK"])
@@ -172,7 +223,9 @@ def test_a_half_set_node_is_refused(missing: str) -> None:
 
 
 def test_an_impossible_node_is_named() -> None:
-    assert "node_rank is 3, outside 0..2" in "; ".join(detect(OURS | {"CLUSTERJOB_NODE_RANK": "3"}).conflicts)
+    assert "node_rank is 3, outside 0..2" in "; ".join(
+        detect(OURS | {"CLUSTERJOB_NODE_RANK": "3"}).conflicts
+    )
 
 
 # -- both --------------------------------------------------------------------------------------------------------------------
@@ -182,8 +235,12 @@ def test_a_worker_s_own_variables_come_before_its_node_s() -> None:
     finding = detect(OURS | TORCHRUN)
     assert finding.level == "worker"
     assert {item.variable for item in finding.ignored} == {
-        "CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK", "CLUSTERJOB_MASTER_ADDR", "CLUSTERJOB_MASTER_PORT", "CLUSTERJOB_NPROC_PER_NODE"
-    }  # fmt: skip
+        "CLUSTERJOB_NNODES",
+        "CLUSTERJOB_NODE_RANK",
+        "CLUSTERJOB_MASTER_ADDR",
+        "CLUSTERJOB_MASTER_PORT",
+        "CLUSTERJOB_NPROC_PER_NODE",
+    }
     assert all(item.why for item in finding.ignored)
 
 
@@ -193,9 +250,17 @@ def test_a_half_set_worker_does_not_fall_back_to_its_node() -> None:
 
 # -- whatever the variables hold -------------------------------------------------------------------------------------------
 
-NAMES = [*TORCHRUN, *OURS, "CLUSTERJOB_JOB_ID", "CLUSTERJOB_REPORT_FD", "TORCHELASTIC_RESTART_COUNT"]
+NAMES = [
+    *TORCHRUN,
+    *OURS,
+    "CLUSTERJOB_JOB_ID",
+    "CLUSTERJOB_REPORT_FD",
+    "TORCHELASTIC_RESTART_COUNT",
+]
 values = (
-    st.integers(-1, 9).map(str) | st.sampled_from(["", " ", "h", "65536", "99999999999999999999", "١", "a b", '"2"']) | st.text(max_size=4)
+    st.integers(-1, 9).map(str)
+    | st.sampled_from(["", " ", "h", "65536", "99999999999999999999", "١", "a b", '"2"'])
+    | st.text(max_size=4)
 )
 environs = st.dictionaries(st.sampled_from(NAMES), values)
 
@@ -225,7 +290,10 @@ def test_any_mapping_gives_a_sound_place_or_its_conflicts(environ: dict[str, str
     elif finding.source != "none":
         with pytest.raises(PlaceError):
             finding.check()
-    assert finding.level == {Worker: "worker", Topology: "node", type(None): "none"}[type(finding.place)]
+    assert (
+        finding.level
+        == {Worker: "worker", Topology: "node", type(None): "none"}[type(finding.place)]
+    )
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
@@ -247,7 +315,12 @@ def test_every_rank_of_every_world_is_found_again(sizes: list[int], restart: int
         for local_rank in range(nproc):
             place = detect(contract.worker_variables(world, local_rank, "job", 9)).place
             assert isinstance(place, Worker)
-            assert (place.topology.node_rank, place.topology.nnodes, place.local_rank, place.local_world_size) == (
+            assert (
+                place.topology.node_rank,
+                place.topology.nnodes,
+                place.local_rank,
+                place.local_world_size,
+            ) == (
                 node_rank,
                 len(sizes),
                 local_rank,
@@ -260,7 +333,13 @@ def test_every_rank_of_every_world_is_found_again(sizes: list[int], restart: int
 
 def test_more_than_one_node_of_unknown_size_is_refused() -> None:
     """RANK=9 with LOCAL_RANK=1 is no world of one node, whatever else is not set."""
-    environ = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    environ = {
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "16",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
     found = detect(environ)
     assert found.place is None
     assert any("LOCAL_WORLD_SIZE" in conflict for conflict in found.conflicts)

@@ -47,9 +47,14 @@ def test_texts_that_nodes_send_are_cut_so_that_their_event_is_read(tmp_path: Pat
 
 @given(
     st.text(st.characters()),
-    st.dictionaries(st.sampled_from(["why", "host", "reason"]), st.text(st.characters()) | st.integers() | st.lists(st.text())),
+    st.dictionaries(
+        st.sampled_from(["why", "host", "reason"]),
+        st.text(st.characters()) | st.integers() | st.lists(st.text()),
+    ),
 )
-def test_any_words_come_back(tmp_path_factory: pytest.TempPathFactory, event: str, details: dict[str, object]) -> None:
+def test_any_words_come_back(
+    tmp_path_factory: pytest.TempPathFactory, event: str, details: dict[str, object]
+) -> None:
     path = tmp_path_factory.mktemp("events", numbered=True) / "events.jsonl"
     EventLog(path).add(event, **details)
     EventLog(path).add("next")
@@ -62,13 +67,17 @@ def test_any_words_come_back(tmp_path_factory: pytest.TempPathFactory, event: st
 
 
 def printable(value: object) -> bool:
-    return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode() == json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode() == json.dumps(
+        value, ensure_ascii=False
+    )
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
 def test_what_some_take_for_the_end_of_a_line_is_none(tmp_path: Path, separator: str) -> None:
     EventLog(tmp_path / "events.jsonl").add("ended", reason=f"one{separator}two")
-    assert [event["reason"] for event in read_events(tmp_path / "events.jsonl")] == [f"one{separator}two"]
+    assert [event["reason"] for event in read_events(tmp_path / "events.jsonl")] == [
+        f"one{separator}two"
+    ]
 
 
 def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:

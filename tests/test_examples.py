@@ -35,7 +35,9 @@ def test_digits_under_our_launcher(processes: int, tmp_path: Path) -> None:
 def test_digits_that_are_not_learned_fail_the_job_and_say_so(tmp_path: Path) -> None:
     ran = launch("fork", 2, [DIGITS, "--epochs", 1, "--target", 0.999], tmp_path)
     assert ran.code == 1
-    assert re.search(r"FAILED: rank 0 .*: held-out accuracy 0\.\d+ is below the target of 0\.999", ran.err)
+    assert re.search(
+        r"FAILED: rank 0 .*: held-out accuracy 0\.\d+ is below the target of 0\.999", ran.err
+    )
 
 
 @pytest.mark.parametrize("launcher", ["fork", "torchrun"])

@@ -1,4 +1,6 @@
-"""What a verdict says of a worker's end: its last exception, its own last lines, and a hint where it needs one."""
+"""What a verdict says of a worker's end: its last exception, its own last lines, and a hint where
+it needs one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def failure_of(job: Job) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_a_program_that_prints_its_traceback_and_exits_is_told_by_the_exception(new_job: NewJob, mode: str) -> None:
+def test_a_program_that_prints_its_traceback_and_exits_is_told_by_the_exception(
+    new_job: NewJob, mode: str
+) -> None:
     job = new_job(1)
     script = job.script("""
         import sys, traceback
@@ -58,4 +62,6 @@ def test_nccl_in_a_rehearsal_without_gpus_is_told_what_suits_it(new_job: NewJob)
     assert job.wait() == [1]
     message = failure_of(job)["message"]
     assert "NCCL" in message
-    assert message.endswith('; this worker sees no GPU: init_process_group("gloo") suits a rehearsal, and backend=None suits both')
+    assert message.endswith(
+        '; this worker sees no GPU: init_process_group("gloo") suits a rehearsal, and backend=None suits both'
+    )

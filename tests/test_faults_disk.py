@@ -1,4 +1,6 @@
-"""Disks that are full or read-only: an error that says so, exit code 1, and nothing half-recorded. Real file systems, as root."""
+"""Disks that are full or read-only: an error that says so, exit code 1, and nothing half-recorded.
+Real file systems, as root.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ Mount = Callable[..., Path]
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Return a function that mounts a small file system in memory; all are unmounted at the end, come what may."""
+    """Return a function that mounts a small file system in memory; all are unmounted at the end,
+    come what may.
+    """
     if os.geteuid() != 0 or not shutil.which("mount"):
         pytest.skip("mounting a file system takes root")
     mounted: list[Path] = []
@@ -43,7 +47,12 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     def make(options: str, at: Path | None = None) -> Path:
         path = at or tmp_path / f"disk{len(mounted)}"
         path.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
         mounted.append(path)
@@ -61,7 +70,9 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 def fill(directory: Path, leave: int) -> None:
-    """Fill a file system but for so many bytes; one that is to be full is so, whatever a job writes there meanwhile."""
+    """Fill a file system but for so many bytes; one that is to be full is so, whatever a job writes
+    there meanwhile.
+    """
     status = os.statvfs(directory)
     with (directory / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         stream.write(b"x" * (status.f_bavail * status.f_frsize - leave))
@@ -70,7 +81,9 @@ def fill(directory: Path, leave: int) -> None:
 
 
 def remount(directory: Path, option: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{option}", str(directory)], check=True, capture_output=True)
+    subprocess.run(
+        ["mount", "-o", f"remount,{option}", str(directory)], check=True, capture_output=True
+    )
 
 
 def files_in(directory: Path) -> list[str]:
@@ -79,7 +92,9 @@ def files_in(directory: Path) -> list[str]:
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with a script, and an interpreter for jobs that starts at once: it finds no torch to import."""
+    """Return a directory with a script, and an interpreter for jobs that starts at once: it finds
+    no torch to import.
+    """
     directory = tmp_path / "work"
     directory.mkdir()
     python = directory / "python"
@@ -92,7 +107,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(work: Path, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end; whatever happens, no traceback of ours is shown."""
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": work, **options}
+    options = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "cwd": work,
+        **options,
+    }
     command = [sys.executable, "-m", "clusterjob", *args]
     done = subprocess.run(command, text=True, timeout=PATIENCE, check=False, **options)
     assert PACKAGE not in (done.stderr or ""), done.stderr
@@ -114,25 +135,35 @@ def refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
 
 @pytest.mark.parametrize("verb", ["submit", "run"])
 @pytest.mark.parametrize("space", [0, PAGE, 16 * PAGE])
-def test_a_full_disk_is_said_and_nothing_is_left(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch, verb: str, space: int) -> None:
+def test_a_full_disk_is_said_and_nothing_is_left(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch, verb: str, space: int
+) -> None:
     """Not even the first file fits, or the token and spec.json do, or not the node zip."""
     disk = mount("size=64k")
     fill(disk, space)
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk / "home"))
     refused(run(work, verb, "script.py"), "No space left on device")
-    assert [name for name in files_in(disk) if name not in ("filler", "home", "home/jobs", "home/records")] == []
+    assert [
+        name
+        for name in files_in(disk)
+        if name not in ("filler", "home", "home/jobs", "home/records")
+    ] == []
     assert json.loads(run(work, "list", "--json").stdout)["jobs"] == []
     assert own_marked() == []
 
 
-def test_a_disk_without_inodes_is_said_and_nothing_is_left(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_inodes_is_said_and_nothing_is_left(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = mount("size=1m,nr_inodes=8")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
     refused(run(work, "submit", "script.py"), "No space left on device")
     assert [name for name in files_in(disk) if name not in ("jobs", "records")] == []
 
 
-def test_a_read_only_disk_is_said_and_nothing_is_left(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_disk_is_said_and_nothing_is_left(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = mount("size=1m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk / "home"))
     remount(disk, "ro")
@@ -141,11 +172,16 @@ def test_a_read_only_disk_is_said_and_nothing_is_left(mount: Mount, work: Path, 
     assert run(work, "list").returncode == 0
 
 
-def test_a_directory_that_may_not_be_changed_is_said(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_may_not_be_changed_is_said(
+    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Root minds no mode bits; the immutable flag stops even root."""
     home = tmp_path / "immutable"
     home.mkdir()
-    if not shutil.which("chattr") or subprocess.run(["chattr", "+i", str(home)], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("chattr")
+        or subprocess.run(["chattr", "+i", str(home)], capture_output=True, check=False).returncode
+    ):
         pytest.skip("no chattr +i here")
     try:
         monkeypatch.setenv("CLUSTERJOB_HOME", str(home))
@@ -155,7 +191,9 @@ def test_a_directory_that_may_not_be_changed_is_said(tmp_path: Path, work: Path,
         subprocess.run(["chattr", "-i", str(home)], check=True)
 
 
-def test_a_home_that_is_a_file_is_said(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_is_a_file_is_said(
+    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CLUSTERJOB_HOME", str(tmp_path / "file"))
     for verb in ("submit", "run"):
@@ -166,7 +204,9 @@ def test_a_home_that_is_a_file_is_said(tmp_path: Path, work: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("option", ["size=4k", "size=64k,nr_inodes=1", "ro"])
-def test_records_that_cannot_be_written_are_said_and_the_job_is_not_there(mount: Mount, work: Path, option: str) -> None:
+def test_records_that_cannot_be_written_are_said_and_the_job_is_not_there(
+    mount: Mount, work: Path, option: str
+) -> None:
     """The job's directory was written by then, on another disk."""
     home = Path(os.environ["CLUSTERJOB_HOME"])
     disk = mount("size=64k" if option == "ro" else option, home / "records")
@@ -175,14 +215,19 @@ def test_records_that_cannot_be_written_are_said_and_the_job_is_not_there(mount:
     elif "inodes" not in option:
         fill(disk, 0)
     before = files_in(disk)
-    refused(run(work, "submit", "script.py"), "Read-only file system" if option == "ro" else "No space left on device")
+    refused(
+        run(work, "submit", "script.py"),
+        "Read-only file system" if option == "ro" else "No space left on device",
+    )
     assert files_in(disk) == before
     assert files_in(home / "jobs") == []
     assert own_marked() == []
 
 
 def test_a_disk_that_is_full_once_the_agents_run_ends_them(mount: Mount, work: Path) -> None:
-    """The intent fits on it, the handle does not: nobody could ask for the job, so it must not be left running."""
+    """The intent fits on it, the handle does not: nobody could ask for the job, so it must not be
+    left running.
+    """
     home = Path(os.environ["CLUSTERJOB_HOME"])
     disk = mount(f"size={2 * PAGE}", home / "records")
     fill(disk, PAGE)
@@ -199,8 +244,12 @@ def test_a_disk_that_is_full_once_the_agents_run_ends_them(mount: Mount, work: P
 # -- a job whose disk becomes full -------------------------------------------------------------------------------------
 
 
-def test_output_that_fills_the_disk_costs_its_end_and_no_more(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker learns of it as of any full disk; what was written can be shown; no verdict is no success."""
+def test_output_that_fills_the_disk_costs_its_end_and_no_more(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker learns of it as of any full disk; what was written can be shown; no verdict is no
+    success.
+    """
     disk = mount("size=512k")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
     (work / "script.py").write_text(
@@ -223,8 +272,12 @@ def test_output_that_fills_the_disk_costs_its_end_and_no_more(mount: Mount, work
     assert run(work, "wait", job["id"]).returncode != 0
 
 
-def test_a_disk_that_others_fill_and_empty_again_costs_a_job_nothing(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes on how far the output had grown are lost meanwhile, the output's order perhaps, no line and not the verdict."""
+def test_a_disk_that_others_fill_and_empty_again_costs_a_job_nothing(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Notes on how far the output had grown are lost meanwhile, the output's order perhaps, no line
+    and not the verdict.
+    """
     disk = mount("size=1m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
     (work / "script.py").write_text(
@@ -249,7 +302,10 @@ def test_a_disk_that_others_fill_and_empty_again_costs_a_job_nothing(mount: Moun
     (work / "empty").touch()
     done = run(work, "wait", job_id)
     assert done.returncode == 0, done.stderr
-    assert sorted(run(work, "logs", "--rank", "1", job_id).stdout.splitlines()) == ["[1] after", "[1] before"]
+    assert sorted(run(work, "logs", "--rank", "1", job_id).stdout.splitlines()) == [
+        "[1] after",
+        "[1] before",
+    ]
 
 
 LEAVING = """
@@ -266,7 +322,9 @@ FAULTS = {"full": "size=2m", "no inodes": "size=2m,nr_inodes=100", "read-only": 
 
 @pytest.mark.parametrize("verb", ["submit", "run"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_verdict_survives_a_broken_disk(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch, fault: str, verb: str) -> None:
+def test_verdict_survives_a_broken_disk(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch, fault: str, verb: str
+) -> None:
     """Rank 1 ends with 3 once nothing can be written any more."""
     disk = mount(FAULTS[fault])
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
@@ -278,7 +336,9 @@ def test_verdict_survives_a_broken_disk(mount: Mount, work: Path, monkeypatch: p
     else:
         follow = [sys.executable, "-m", "clusterjob", "run", *options]
     with (work / "out").open("wb") as out:
-        following = subprocess.Popen(follow, cwd=work, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        following = subprocess.Popen(
+            follow, cwd=work, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
     wait_until(lambda: (work / "up0").exists() and (work / "up1").exists(), PATIENCE)
     break_disk(disk, fault)
     (work / "leave").touch()
@@ -305,12 +365,16 @@ def break_disk(disk: Path, fault: str) -> None:
         with contextlib.suppress(OSError):
             for number in range(1000):
                 (disk / f"filler{number}").touch()
-    else:  # files of the workers are open for writing, so it cannot be remounted: it is mounted once more, read-only, on itself
+    else:
+        # Files of the workers are open for writing, so it cannot be remounted: it is mounted once
+        # more, read-only, on itself.
         for words in (["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)]):
             subprocess.run(["mount", *words], check=True, capture_output=True)
 
 
-def test_lost_job_on_a_full_disk_says_so(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_job_on_a_full_disk_says_so(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = mount("size=2m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
     (work / "script.py").write_text(LEAVING)
@@ -342,26 +406,37 @@ def test_large_verdict_fits_into_what_is_reserved(mount: Mount) -> None:
     assert [end["reason"] for end in ends.written(disk)] == ["x"]
 
 
-def test_cancel_works_on_a_full_disk(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_works_on_a_full_disk(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = mount("size=1m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
-    (work / "script.py").write_text("import os, time\nopen('up' + os.environ['RANK'], 'w').close()\ntime.sleep(1000)\n")
+    (work / "script.py").write_text(
+        "import os, time\nopen('up' + os.environ['RANK'], 'w').close()\ntime.sleep(1000)\n"
+    )
     job_id = run(work, "submit", "--nodes", "2", "script.py").stdout.strip()
     wait_until(lambda: (work / "up0").exists() and (work / "up1").exists(), PATIENCE)
     fill(disk, 0)
     done = run(work, "cancel", job_id)
     assert done.returncode == 0, done.stderr
     wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
-    assert json.loads(run(work, "status", "--json", job_id).stdout)["jobs"][0]["state"] in ("CANCELLED", "LOST")
+    assert json.loads(run(work, "status", "--json", job_id).stdout)["jobs"][0]["state"] in (
+        "CANCELLED",
+        "LOST",
+    )
 
 
-def test_ctrl_c_ends_a_run_on_a_full_disk(mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_run_on_a_full_disk(
+    mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = mount("size=1m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
     (work / "script.py").write_text("import time\nopen('up', 'w').close()\ntime.sleep(1000)\n")
     command = [sys.executable, "-m", "clusterjob", "run", "script.py"]
     with (work / "out").open("wb") as out:
-        running = subprocess.Popen(command, cwd=work, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        running = subprocess.Popen(
+            command, cwd=work, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
     wait_until((work / "up").exists, PATIENCE)
     fill(disk, 0)
     running.send_signal(signal.SIGINT)
@@ -384,13 +459,19 @@ def test_what_was_there_stays_when_the_new_does_not_fit(mount: Mount) -> None:
     assert files_in(disk) == ["file.json", "filler"]
 
 
-def test_the_end_of_a_job_that_cannot_be_noted_is_told_all_the_same(mount: Mount, work: Path) -> None:
+def test_the_end_of_a_job_that_cannot_be_noted_is_told_all_the_same(
+    mount: Mount, work: Path
+) -> None:
     home = Path(os.environ["CLUSTERJOB_HOME"])
     disk = mount("size=64k", home / "records")
     job_dir = work / "job"
     job_dir.mkdir()
-    handle = Handle("local", "x-222222", {"agents": [], "boot_id": "b", "host": os.uname().nodename})
-    record = Record("x-222222", "x", "local", "local", job_dir, 1, "2026-01-01T00:00:00.000Z", {}, handle)
+    handle = Handle(
+        "local", "x-222222", {"agents": [], "boot_id": "b", "host": os.uname().nodename}
+    )
+    record = Record(
+        "x-222222", "x", "local", "local", job_dir, 1, "2026-01-01T00:00:00.000Z", {}, handle
+    )
     Records().save(record)
     fill(disk, 0)
     assert jobs.status(record).state is JobState.LOST
@@ -398,7 +479,15 @@ def test_the_end_of_a_job_that_cannot_be_noted_is_told_all_the_same(mount: Mount
 
 
 @pytest.mark.parametrize(
-    "args", [["list"], ["list", "--json"], ["status", "--json"], ["render", "script.py"], ["--help"], ["submit", "script.py"]]
+    "args",
+    [
+        ["list"],
+        ["list", "--json"],
+        ["status", "--json"],
+        ["render", "script.py"],
+        ["--help"],
+        ["submit", "script.py"],
+    ],
 )
 def test_results_that_cannot_be_written_are_an_error(work: Path, args: list[str]) -> None:
     if not Path("/dev/full").exists():

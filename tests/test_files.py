@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from clusterjob.node.system import files
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters()), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters()),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters()), inner, max_size=4)
+    ),
     max_leaves=10,
 )
 
@@ -32,7 +38,9 @@ def test_a_file_is_written_with_its_mode_and_nothing_beside_it(weird_path: Path)
     assert os.listdir(weird_path) == [path.name]
 
 
-def test_a_failed_write_leaves_the_old_content_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_content_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     files.write_atomic(path, b"old")
 

@@ -1,4 +1,6 @@
-"""Python functions as jobs: the process group is ready, results and exceptions come back, the jobs are jobs like all others."""
+"""Python functions as jobs: the process group is ready, results and exceptions come back, the jobs
+are jobs like all others.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,32 @@ def unreadable() -> None:
 
 
 def check_group(cluster: str) -> None:
-    job = clusterjob.submit(share, 2.0, kwargs={"factor": 3.0}, nodes=2, nproc_per_node=2, cluster=cluster, name="shared")
+    job = clusterjob.submit(
+        share,
+        2.0,
+        kwargs={"factor": 3.0},
+        nodes=2,
+        nproc_per_node=2,
+        cluster=cluster,
+        name="shared",
+    )
     assert job.id.startswith("shared-")
     assert job.results() == [(rank, 4, 30.0) for rank in range(4)]
     assert job.result() == (0, 4, 30.0)
     assert job.done()
     assert job.state() is clusterjob.JobState.SUCCEEDED
-    done = subprocess.run([sys.executable, "-m", "clusterjob", "logs", job.id], capture_output=True, text=True, check=True)
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] rank {rank} was here" for rank in range(4)]
-    listed = subprocess.run([sys.executable, "-m", "clusterjob", "list"], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterjob", "logs", job.id],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] rank {rank} was here" for rank in range(4)
+    ]
+    listed = subprocess.run(
+        [sys.executable, "-m", "clusterjob", "list"], capture_output=True, text=True, check=True
+    ).stdout
     assert job.id in listed
 
 
@@ -136,7 +155,14 @@ def test_functions_of_main_travel_and_find_the_modules_beside_them(tmp_path: Pat
     )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    done = subprocess.run([sys.executable, str(main)], cwd=elsewhere, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, str(main)],
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
     assert (done.returncode, done.stdout) == (0, "82\n"), done.stderr
 
 
@@ -153,5 +179,10 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
         clusterjob.submit(abs, 1, cluster="ssh", hosts="a,b")
     with pytest.raises(ClusterJobError, match="cannot be pickled"):
         clusterjob.submit(threading.Lock().acquire, cluster="local")
-    done = subprocess.run([sys.executable, "-m", "clusterjob", "list", "--json"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterjob", "list", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert '"jobs": []' in done.stdout

@@ -1,4 +1,6 @@
-"""Whole jobs of one to three nodes on this machine: real agents, real workers, and what becomes of them under faults."""
+"""Whole jobs of one to three nodes on this machine: real agents, real workers, and what becomes of
+them under faults.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE, WITH_TORCH, Job, alive, below, command_line, heeds, nothing_left, own_marked, wait_until
+from procs import (
+    PATIENCE,
+    WITH_TORCH,
+    Job,
+    alive,
+    below,
+    command_line,
+    heeds,
+    nothing_left,
+    own_marked,
+    wait_until,
+)
 
 NewJob = Callable[..., Job]
 HOST = socket.gethostname()
@@ -46,7 +59,9 @@ DAEMON = """
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """Give a port at which an agent can listen, and which nobody else is given meanwhile: it is bound, and nobody listens."""
+    """Give a port at which an agent can listen, and which nobody else is given meanwhile: it is
+    bound, and nobody listens.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -59,10 +74,21 @@ def held_port() -> Iterator[int]:
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_two_nodes_succeed_together(new_job: NewJob, start: str) -> None:
     job = new_job(2)
-    job.start_all("--start", start, "--nproc-per-node", "2", job.script("import os; print('rank', os.environ['RANK'])"))
+    job.start_all(
+        "--start",
+        start,
+        "--nproc-per-node",
+        "2",
+        job.script("import os; print('rank', os.environ['RANK'])"),
+    )
     assert job.wait() == [0, 0]
     result = job.result
-    assert (result["state"], result["exit_code"], result["failure"], result["consequences"]) == ("SUCCEEDED", 0, None, [])
+    assert (result["state"], result["exit_code"], result["failure"], result["consequences"]) == (
+        "SUCCEEDED",
+        0,
+        None,
+        [],
+    )
     assert (result["schema"], result["restarts"], result["attempt"]) == (1, 0, 0)
     assert result["started_at"] <= result["ended_at"]
     for rank in range(4):
@@ -70,13 +96,20 @@ def test_two_nodes_succeed_together(new_job: NewJob, start: str) -> None:
         assert job.log(rank // 2, f"rank{rank}.err") == ""
         assert f"[{rank}] rank {rank}\n" in job.stdout(job.agents[rank // 2])
     assert [job.end_of(node)["state"] for node in (0, 1)] == ["SUCCEEDED", "SUCCEEDED"]
-    assert [len(job.events(name)) for name in ("listening", "joined", "started", "ended")] == [1, 2, 1, 1]
+    assert [len(job.events(name)) for name in ("listening", "joined", "started", "ended")] == [
+        1,
+        2,
+        1,
+        1,
+    ]
     assert "SUCCEEDED" in job.stderr(job.agents[0])
     assert not own_marked()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_nodes_of_different_size_get_consecutive_ranks(new_job: NewJob, order: tuple[int, ...]) -> None:
+def test_nodes_of_different_size_get_consecutive_ranks(
+    new_job: NewJob, order: tuple[int, ...]
+) -> None:
     job = new_job(3)
     script = job.script("""
         import json, os
@@ -85,7 +118,15 @@ def test_nodes_of_different_size_get_consecutive_ranks(new_job: NewJob, order: t
     """)
     sizes = [3, 1, 2]
     for node_rank in order:
-        job.start(node_rank, "--nproc-per-node", str(sizes[node_rank]), "--max-restarts", "4", script, env={"CLUSTERJOB_ATTEMPT": "7"})
+        job.start(
+            node_rank,
+            "--nproc-per-node",
+            str(sizes[node_rank]),
+            "--max-restarts",
+            "4",
+            script,
+            env={"CLUSTERJOB_ATTEMPT": "7"},
+        )
     assert job.wait() == [0, 0, 0]
     rank = 0
     ports = set()
@@ -95,10 +136,12 @@ def test_nodes_of_different_size_get_consecutive_ranks(new_job: NewJob, order: t
             ports.add(seen.pop("MASTER_PORT"))
             assert seen.pop("CLUSTERJOB_REPORT_FD")
             assert seen.items() >= {
-                "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": str(size),
-                "GROUP_RANK": str(node_rank), "GROUP_WORLD_SIZE": "3", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "6",
-                "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": job.id, "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_MAX_RESTARTS": "4", "CLUSTERJOB_JOB_ID": job.id, "CLUSTERJOB_JOB_DIR": str(job.dir),
+                "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "6",
+                "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": str(node_rank),
+                "GROUP_WORLD_SIZE": "3", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "6",
+                "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": job.id,
+                "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "4",
+                "CLUSTERJOB_JOB_ID": job.id, "CLUSTERJOB_JOB_DIR": str(job.dir),
                 "CLUSTERJOB_ATTEMPT": "7",
             }.items()  # fmt: skip
             rank += 1
@@ -108,15 +151,33 @@ def test_nodes_of_different_size_get_consecutive_ranks(new_job: NewJob, order: t
 
 def test_one_node_needs_no_variables(new_job: NewJob, tmp_path: Path) -> None:
     job = new_job()
-    script = job.script("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
-    command = [sys.executable, "-S", "-m", "clusterjob.node", "--nproc-per-node", "2", script, "--nproc-per-node", "a b\n'\""]
+    script = job.script(
+        "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
+    )
+    command = [
+        sys.executable,
+        "-S",
+        "-m",
+        "clusterjob.node",
+        "--nproc-per-node",
+        "2",
+        script,
+        "--nproc-per-node",
+        "a b\n'\"",
+    ]
     env = os.environ | {"TMPDIR": str(tmp_path)}
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE, env=env)
+    ended = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=PATIENCE, env=env
+    )
     assert ended.returncode == 0
     arguments = ["--nproc-per-node", "a b\n'\""]
-    assert sorted(ended.stdout.splitlines()) == [f"[{rank}] {rank} 2 {arguments}" for rank in (0, 1)]
+    assert sorted(ended.stdout.splitlines()) == [
+        f"[{rank}] {rank} 2 {arguments}" for rank in (0, 1)
+    ]
     assert ended.stderr == "clusterjob: SUCCEEDED\n"
-    assert not list(tmp_path.glob("clusterjob-*"))  # a directory that nobody named goes with its job
+    assert not list(
+        tmp_path.glob("clusterjob-*")
+    )  # a directory that nobody named goes with its job
 
 
 def test_hostile_paths_names_and_arguments(new_job: NewJob, weird_path: Path) -> None:
@@ -160,9 +221,17 @@ def test_workers_start_with_empty_stdin_and_no_stranger_s_descriptors(new_job: N
         said = job.log(0, f"rank{rank}.out").splitlines()
         assert said[0] == "''"
         descriptors = dict(line.split(" ", 1) for line in said[1:])
-        assert [descriptors.pop(number).rpartition("/")[2] for number in "012"] == ["null", f"rank{rank}.out", f"rank{rank}.err"]
-        others = sorted(descriptors.values())  # the second is the worker's own, where it would show its stack
-        assert others == ["/memfd", "pipe"], "beside the report pipe nothing of the starter's may reach a worker"
+        assert [descriptors.pop(number).rpartition("/")[2] for number in "012"] == [
+            "null",
+            f"rank{rank}.out",
+            f"rank{rank}.err",
+        ]
+        others = sorted(
+            descriptors.values()
+        )  # the second is the worker's own, where it would show its stack
+        assert others == ["/memfd", "pipe"], (
+            "beside the report pipe nothing of the starter's may reach a worker"
+        )
 
 
 # -- a failure anywhere ends the job and is named ------------------------------------------------------------------------
@@ -192,7 +261,12 @@ def test_a_failure_on_the_other_node_is_everyone_s(new_job: NewJob, end: str, st
     assert job.wait() == [code, code]
     result, failure = job.result, job.result["failure"]
     assert (result["state"], result["exit_code"]) == ("FAILED", code)
-    assert (failure["rank"], failure["local_rank"], failure["node_rank"], failure["host"]) == (3, 1, 1, HOST)
+    assert (failure["rank"], failure["local_rank"], failure["node_rank"], failure["host"]) == (
+        3,
+        1,
+        1,
+        HOST,
+    )
     assert (failure["exit_code"], failure["signal"]) == (code, signal_name)
     assert "this rank is about to fail" in failure["last_lines"]
     assert message in failure["message"]
@@ -247,7 +321,11 @@ def test_a_failure_counts_from_the_moment_of_the_exception(new_job: NewJob) -> N
     """)
     job.start_all(script)
     assert job.wait() == [1, 1]
-    assert (job.result["failure"]["rank"], job.result["failure"]["exit_code"], job.result["failure"]["signal"]) == (0, 1, None)
+    assert (
+        job.result["failure"]["rank"],
+        job.result["failure"]["exit_code"],
+        job.result["failure"]["signal"],
+    ) == (0, 1, None)
     assert "the first" in job.result["failure"]["message"]
     assert [item["rank"] for item in job.result["consequences"]] == [1]
 
@@ -264,7 +342,10 @@ def test_a_failed_worker_that_never_ends_is_not_waited_for(new_job: NewJob) -> N
     """)
     job.start_all(script)
     assert job.wait() == [1, 1]
-    assert (job.result["failure"]["rank"], job.result["failure"]["message"]) == (1, "ValueError: boom")
+    assert (job.result["failure"]["rank"], job.result["failure"]["message"]) == (
+        1,
+        "ValueError: boom",
+    )
 
 
 def test_a_child_of_a_worker_may_fail_without_failing_the_worker(new_job: NewJob) -> None:
@@ -295,11 +376,19 @@ def test_a_child_of_a_worker_may_fail_without_failing_the_worker(new_job: NewJob
         pytest.param(rb"\n[]\nnull\n{}\n\xff\xfe\n", id="no report"),
         pytest.param(b'"' + b"x" * 200_000 + b'"\n', id="long"),
         pytest.param(b"[" * 5000 + b"\n", id="deep"),
-        pytest.param(b'{"local_rank": 1e999, "monotonic": 1, "message": "m", "exit_code": 1}\n', id="infinite"),
-        pytest.param(b'{"local_rank": 99, "monotonic": 1, "message": "m", "exit_code": 1}\n', id="no rank of this node"),
+        pytest.param(
+            b'{"local_rank": 1e999, "monotonic": 1, "message": "m", "exit_code": 1}\n',
+            id="infinite",
+        ),
+        pytest.param(
+            b'{"local_rank": 99, "monotonic": 1, "message": "m", "exit_code": 1}\n',
+            id="no rank of this node",
+        ),
     ],
 )
-def test_whatever_a_worker_writes_to_the_report_pipe_harms_nobody(new_job: NewJob, junk: bytes) -> None:
+def test_whatever_a_worker_writes_to_the_report_pipe_harms_nobody(
+    new_job: NewJob, junk: bytes
+) -> None:
     job = new_job()
     job.path("junk").write_bytes(junk)
     script = job.script("""
@@ -315,7 +404,9 @@ def test_whatever_a_worker_writes_to_the_report_pipe_harms_nobody(new_job: NewJo
 
 
 def test_stderr_of_any_bytes_makes_a_verdict(new_job: NewJob) -> None:
-    """Last lines that are long, binary or full of control characters still make a message between agents."""
+    """Last lines that are long, binary or full of control characters still make a message between
+    agents.
+    """
     job = new_job(2)
     script = job.script(r"""
         import os, sys, time
@@ -378,13 +469,21 @@ ALL_REDUCE = """
 """
 
 
-# A process that raises with a process group open may abort while it exits ("terminate called without an active exception"):
-# only a forked worker says beforehand that it was the exception.
+# A process that raises with a process group open may abort while it exits ("terminate called
+# without an active exception"): only a forked worker says beforehand that it was the exception.
 ABORTS_AT_EXIT = (134, "SIGABRT")
 
 
 def blame(job: Job, how: str, guilty: int, *arguments: str) -> None:
-    job.start_all("--nproc-per-node", "2", *arguments, job.script(ALL_REDUCE), how, str(guilty), python=WITH_TORCH)
+    job.start_all(
+        "--nproc-per-node",
+        "2",
+        *arguments,
+        job.script(ALL_REDUCE),
+        how,
+        str(guilty),
+        python=WITH_TORCH,
+    )
     ends = {"raise": [(1, None)], "kill": [(137, "SIGKILL")], "exit": [(11, None)]}[how]
     if "exec" in arguments and how == "raise":
         ends.append(ABORTS_AT_EXIT)
@@ -394,12 +493,17 @@ def blame(job: Job, how: str, guilty: int, *arguments: str) -> None:
     assert (failure["exit_code"], failure["signal"]) in ends, job.result
     assert codes == [failure["exit_code"]] * 2
     if how == "raise":
-        assert any("ValueError: the root cause" in line for line in failure["last_lines"]), job.result
+        assert any("ValueError: the root cause" in line for line in failure["last_lines"]), (
+            job.result
+        )
         assert failure["signal"] or failure["message"].startswith("ValueError: the root cause")
     assert all(item["effect"] for item in job.result["consequences"]), job.result
 
 
-@pytest.mark.parametrize(("how", "guilty"), [("raise", 3), ("kill", 0), ("exit", 1), ("kill", 2), ("raise", 0), ("kill", 3)])
+@pytest.mark.parametrize(
+    ("how", "guilty"),
+    [("raise", 3), ("kill", 0), ("exit", 1), ("kill", 2), ("raise", 0), ("kill", 3)],
+)
 def test_the_root_cause_is_never_an_effect(new_job: NewJob, how: str, guilty: int) -> None:
     blame(new_job(2), how, guilty)
 
@@ -407,7 +511,9 @@ def test_the_root_cause_is_never_an_effect(new_job: NewJob, how: str, guilty: in
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.parametrize("how", ["raise", "kill", "exit"])
-def test_the_root_cause_is_never_an_effect_in_ten_runs(new_job: NewJob, how: str, start: str) -> None:
+def test_the_root_cause_is_never_an_effect_in_ten_runs(
+    new_job: NewJob, how: str, start: str
+) -> None:
     for run in range(10):
         blame(new_job(2), how, run % 4, "--start", start)
 
@@ -415,7 +521,16 @@ def test_the_root_cause_is_never_an_effect_in_ten_runs(new_job: NewJob, how: str
 @pytest.mark.parametrize("launcher", ["agent", "torchrun"])
 def test_an_all_reduce_over_two_nodes(new_job: NewJob, launcher: str) -> None:
     job = new_job(2)
-    job.start_all("--launcher", launcher, "--nproc-per-node", "2", job.script(ALL_REDUCE), "none", "-1", python=WITH_TORCH)
+    job.start_all(
+        "--launcher",
+        launcher,
+        "--nproc-per-node",
+        "2",
+        job.script(ALL_REDUCE),
+        "none",
+        "-1",
+        python=WITH_TORCH,
+    )
     assert job.wait() == [0, 0], [job.stderr(agent) for agent in job.agents]
     names = ["torchrun.out"] if launcher == "torchrun" else ["rank0.out", "rank1.out"]
     said = "".join(job.log(0, name) for name in names).splitlines()
@@ -462,7 +577,9 @@ def test_kill_9_of_node_0_s_agent(new_job: NewJob, start: str) -> None:
     job.agents[0].kill()
     nothing_left(10)
     assert job.wait() == [-9, 1]
-    assert not (job.dir / "result.json").exists()  # nobody was left to give it; absence is never success
+    assert not (
+        job.dir / "result.json"
+    ).exists()  # nobody was left to give it; absence is never success
     assert [job.end_of(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
     assert "lost node 0" in job.end_of(1)["reason"]
     assert "LOST" in job.stderr(job.agents[1])
@@ -493,7 +610,12 @@ def test_kill_9_of_an_agent_that_is_alone(new_job: NewJob) -> None:
 
 def test_kill_9_of_all_agents_at_once(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all(job.script(textwrap.dedent(DAEMON) + "leave_a_daemon('daemon' + os.environ['RANK'])\ntime.sleep(1000)\n"))
+    job.start_all(
+        job.script(
+            textwrap.dedent(DAEMON)
+            + "leave_a_daemon('daemon' + os.environ['RANK'])\ntime.sleep(1000)\n"
+        )
+    )
     job.wait_for("daemon0", "daemon1")
     for agent in job.agents:
         agent.kill()
@@ -587,7 +709,12 @@ def test_escaped_grandchildren_end_with_the_job(new_job: NewJob, end: str) -> No
 @pytest.mark.parametrize("victim", ["agent 0", "agent 1", "starter"])
 def test_escaped_grandchildren_end_with_a_killed_agent(new_job: NewJob, victim: str) -> None:
     job = new_job(2)
-    job.start_all(job.script(textwrap.dedent(DAEMON) + "leave_a_daemon('daemon' + os.environ['RANK'])\ntime.sleep(1000)\n"))
+    job.start_all(
+        job.script(
+            textwrap.dedent(DAEMON)
+            + "leave_a_daemon('daemon' + os.environ['RANK'])\ntime.sleep(1000)\n"
+        )
+    )
     job.wait_for("daemon0", "daemon1")
     if victim == "starter":
         os.kill(job.starter_of(job.agents[1]), signal.SIGKILL)
@@ -624,7 +751,12 @@ def test_a_stopped_worker_is_killed_too(new_job: NewJob) -> None:
     """SIGTERM does nothing to a process that is stopped; SIGKILL does."""
     job = new_job()
     job.start(
-        0, "--grace", "0.3", job.script("import os, pathlib, signal; pathlib.Path('up').touch(); os.kill(os.getpid(), signal.SIGSTOP)")
+        0,
+        "--grace",
+        "0.3",
+        job.script(
+            "import os, pathlib, signal; pathlib.Path('up').touch(); os.kill(os.getpid(), signal.SIGSTOP)"
+        ),
     )
     job.wait_for("up")
     job.agents[0].terminate()
@@ -639,11 +771,18 @@ def test_the_roll_call_names_who_is_missing(new_job: NewJob) -> None:
     job = new_job(3)
     script = job.script(SLEEPER)
     job.start(2, "--join-timeout", "30", script)
-    wait_until(lambda: heeds(job.agents[0].pid, signal.SIGTERM), PATIENCE)  # it is the first by far to be ready
+    wait_until(
+        lambda: heeds(job.agents[0].pid, signal.SIGTERM), PATIENCE
+    )  # it is the first by far to be ready
     job.start(0, "--join-timeout", "6", script)
     assert job.wait() == [1, 1]
     failure = job.result["failure"]
-    assert (job.result["state"], job.result["started_at"], failure["node_rank"], failure["rank"]) == ("FAILED", None, 1, None)
+    assert (
+        job.result["state"],
+        job.result["started_at"],
+        failure["node_rank"],
+        failure["rank"],
+    ) == ("FAILED", None, 1, None)
     assert "node 1 of 3 never joined within 6 s" in failure["message"]
     assert "node 1 of 3 never joined" in job.stderr(job.agents[1])
     assert not job.path("up0").exists()
@@ -660,7 +799,9 @@ def test_a_member_says_where_it_looked_for_the_lead(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "node0..cluster"])
-def test_an_address_that_does_not_resolve_is_said_on_both_sides(new_job: NewJob, address: str) -> None:
+def test_an_address_that_does_not_resolve_is_said_on_both_sides(
+    new_job: NewJob, address: str
+) -> None:
     job = new_job(2)
     variables = {"CLUSTERJOB_MASTER_ADDR": address, "RES_OPTIONS": "timeout:1 attempts:1"}
     for node_rank in (1, 0):
@@ -759,7 +900,10 @@ def test_the_lead_takes_the_next_port_where_one_is_taken(new_job: NewJob) -> Non
 
     job = new_job(2)
     first, second = ports.candidates(job.id, 0, None)[:2]
-    with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", second)) as rude:
+    with (
+        socket.create_server(("127.0.0.1", first)),
+        socket.create_server(("127.0.0.1", second)) as rude,
+    ):
         rude.settimeout(PATIENCE)
         job.start_all(job.script("print('ran')"))
         rude.accept()[0].close()
@@ -780,7 +924,11 @@ def test_a_named_port_that_is_taken_is_said(new_job: NewJob) -> None:
 
 def test_a_secret_file_that_is_not_there_is_said_in_one_line(new_job: NewJob) -> None:
     job = new_job()
-    job.start(0, job.script("print('ran')"), env={"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": "/nowhere/token"})
+    job.start(
+        0,
+        job.script("print('ran')"),
+        env={"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": "/nowhere/token"},
+    )
     assert job.wait()[0] in (1, 2)
     assert "/nowhere/token" in job.stderr(job.agents[0])
     assert "Traceback" not in job.stderr(job.agents[0])
@@ -830,7 +978,11 @@ def test_workers_are_started_again(new_job: NewJob, start: str) -> None:
     """)
     job.start_all("--start", start, "--max-restarts", "2", script)
     assert job.wait() == [0, 0]
-    assert (job.result["state"], job.result["restarts"], job.result["failure"]) == ("SUCCEEDED", 2, None)
+    assert (job.result["state"], job.result["restarts"], job.result["failure"]) == (
+        "SUCCEEDED",
+        2,
+        None,
+    )
     names = [
         f"node{node}/rank{node}{restart}.{stream}"
         for node in (0, 1)
@@ -844,23 +996,43 @@ def test_workers_are_started_again(new_job: NewJob, start: str) -> None:
     assert "restart 2 of 2: rank 1" in job.stderr(job.agents[0])
 
 
-def test_a_node_that_still_imports_torch_when_another_fails_takes_part_in_the_restart(new_job: NewJob) -> None:
+def test_a_node_that_still_imports_torch_when_another_fails_takes_part_in_the_restart(
+    new_job: NewJob,
+) -> None:
     job = new_job(2)
     slow = job.path("slow") / "torch"
     slow.mkdir(parents=True)
-    (slow / "__init__.py").write_text("import time\ntime.sleep(2)\nraise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    script = job.script("import os; raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '0')")
+    (slow / "__init__.py").write_text(
+        "import time\ntime.sleep(2)\nraise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+    )
+    script = job.script(
+        "import os; raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '0')"
+    )
     job.start(0, "--max-restarts", "1", script)
-    job.start(1, "--max-restarts", "1", script, env={"PYTHONPATH": f"{slow.parent}:{os.environ.get('PYTHONPATH', '')}"})
+    job.start(
+        1,
+        "--max-restarts",
+        "1",
+        script,
+        env={"PYTHONPATH": f"{slow.parent}:{os.environ.get('PYTHONPATH', '')}"},
+    )
     assert job.wait() == [0, 0]
     assert job.result["restarts"] == 1
 
 
 def test_restarts_come_to_an_end(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all("--max-restarts", "2", job.script("import os, sys; sys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))"))
+    job.start_all(
+        "--max-restarts",
+        "2",
+        job.script("import os, sys; sys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))"),
+    )
     assert job.wait() == [12, 12]
-    assert (job.result["state"], job.result["restarts"], job.result["exit_code"]) == ("FAILED", 2, 12)
+    assert (job.result["state"], job.result["restarts"], job.result["exit_code"]) == (
+        "FAILED",
+        2,
+        12,
+    )
     assert "FAILED after 2 restarts" in job.stderr(job.agents[0])
 
 
@@ -875,7 +1047,9 @@ def test_a_lost_node_is_not_restarted(new_job: NewJob) -> None:
 
 def test_a_wish_to_cancel_ends_the_restarts(new_job: NewJob) -> None:
     job = new_job(2)
-    script = job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(0.1); raise SystemExit(1)")
+    script = job.script(
+        "import pathlib, time; pathlib.Path('up').touch(); time.sleep(0.1); raise SystemExit(1)"
+    )
     job.start_all("--max-restarts", "1000", script)
     job.wait_for("up")
     wait_until(lambda: len(job.events("restart")) > 2, PATIENCE)
@@ -902,8 +1076,13 @@ def test_a_restart_has_a_fresh_store(new_job: NewJob, how: str) -> None:
 # -- ends that were wished for ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("node", "number"), [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP)])
-def test_a_signal_to_any_agent_cancels_the_job_everywhere(new_job: NewJob, node: int, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("node", "number"),
+    [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP)],
+)
+def test_a_signal_to_any_agent_cancels_the_job_everywhere(
+    new_job: NewJob, node: int, number: signal.Signals
+) -> None:
     job = new_job(2)
     script = job.script(
         """
@@ -921,7 +1100,11 @@ def test_a_signal_to_any_agent_cancels_the_job_everywhere(new_job: NewJob, node:
     job.wait_for("up0", "up1")
     job.agents[node].send_signal(number)
     assert job.wait() == [143, 143]
-    assert (job.result["state"], job.result["exit_code"], job.result["failure"]) == ("CANCELLED", 143, None)
+    assert (job.result["state"], job.result["exit_code"], job.result["failure"]) == (
+        "CANCELLED",
+        143,
+        None,
+    )
     assert number.name in job.result["reason"]
     assert HOST in job.result["reason"]
     assert job.path("saved0").exists()
@@ -931,7 +1114,9 @@ def test_a_signal_to_any_agent_cancels_the_job_everywhere(new_job: NewJob, node:
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_after_an_interrupt_waits_for_no_worker(new_job: NewJob, second: signal.Signals) -> None:
+def test_a_second_signal_after_an_interrupt_waits_for_no_worker(
+    new_job: NewJob, second: signal.Signals
+) -> None:
     job = new_job(2)
     script = job.script("""
         import os, pathlib, signal, time
@@ -945,7 +1130,9 @@ def test_a_second_signal_after_an_interrupt_waits_for_no_worker(new_job: NewJob,
     job.start_all("--grace", "1000", script)
     job.wait_for("up0", "up1")
     job.agents[1].send_signal(signal.SIGINT)
-    job.agents[1].send_signal(signal.SIGINT)  # the same keystroke, passed on by a command in between
+    job.agents[1].send_signal(
+        signal.SIGINT
+    )  # the same keystroke, passed on by a command in between
     job.wait_for("interrupted0", "interrupted1")
     assert [agent.poll() for agent in job.agents] == [None, None]
     time.sleep(0.6)  # or it would be the same keystroke
@@ -958,7 +1145,10 @@ def test_a_second_signal_after_an_interrupt_waits_for_no_worker(new_job: NewJob,
 def test_a_wait_for_the_others_can_be_cancelled(new_job: NewJob, node: int) -> None:
     job = new_job(2)
     job.start(node, job.script(SLEEPER))
-    wait_until(lambda: heeds(job.agents[0].pid, signal.SIGTERM) and (node == 1 or job.events("listening")), PATIENCE)
+    wait_until(
+        lambda: heeds(job.agents[0].pid, signal.SIGTERM) and (node == 1 or job.events("listening")),
+        PATIENCE,
+    )
     time.sleep(0.2)  # node 1 leaves no sign of its search
     job.agents[0].terminate()
     assert job.wait() == [143]
@@ -968,16 +1158,29 @@ def test_a_wait_for_the_others_can_be_cancelled(new_job: NewJob, node: int) -> N
 def test_a_signal_at_any_moment_of_the_start_leaves_nothing(new_job: NewJob) -> None:
     for step in range(8):
         job = new_job()
-        job.start(0, "--nproc-per-node", "2", job.script(SLEEPER), python=WITH_TORCH if step % 2 else (sys.executable, "-S"))
+        job.start(
+            0,
+            "--nproc-per-node",
+            "2",
+            job.script(SLEEPER),
+            python=WITH_TORCH if step % 2 else (sys.executable, "-S"),
+        )
         time.sleep(0.03 + 0.07 * step)
         job.agents[0].terminate()
-        assert job.wait()[0] in (143, -signal.SIGTERM)  # before the agent listens, the signal has its own effect
+        assert job.wait()[0] in (
+            143,
+            -signal.SIGTERM,
+        )  # before the agent listens, the signal has its own effect
         nothing_left(10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_all_while_the_agent_loads_is_a_wish_and_no_death(new_job: NewJob, number: signal.Signals) -> None:
-    """A scheduler signals every process of a job at once; one that has a starter already must not seem to have been killed."""
+def test_a_signal_to_all_while_the_agent_loads_is_a_wish_and_no_death(
+    new_job: NewJob, number: signal.Signals
+) -> None:
+    """A scheduler signals every process of a job at once; one that has a starter already must not
+    seem to have been killed.
+    """
     job = new_job()
     (job.path("slow")).mkdir()
     job.script(
@@ -1031,7 +1234,14 @@ def test_the_time_limit(new_job: NewJob, nnodes: int) -> None:
 
 def test_the_time_limit_counts_over_restarts(new_job: NewJob) -> None:
     job = new_job()
-    job.start(0, "--time-limit", "4", "--max-restarts", "1000", job.script("import time; time.sleep(0.4); raise SystemExit(1)"))
+    job.start(
+        0,
+        "--time-limit",
+        "4",
+        "--max-restarts",
+        "1000",
+        job.script("import time; time.sleep(0.4); raise SystemExit(1)"),
+    )
     assert job.wait() == [124]
     assert job.result["restarts"] > 0
 
@@ -1041,7 +1251,9 @@ def test_the_end_of_the_lifeline_cancels(new_job: NewJob, node: int) -> None:
     job = new_job(2)
     script = job.script(SLEEPER)
     for node_rank in (0, 1):
-        job.start(node_rank, *(["--lifeline"] if node_rank == node else []), script, stdin=subprocess.PIPE)
+        job.start(
+            node_rank, *(["--lifeline"] if node_rank == node else []), script, stdin=subprocess.PIPE
+        )
     job.wait_for("up0", "up1")
     job.agents[node].stdin.close()
     assert job.wait() == [143, 143]
@@ -1076,10 +1288,21 @@ def test_a_lifeline_that_never_was_one_cancels(new_job: NewJob) -> None:
 
 
 def test_workers_that_have_just_been_forked_hear_the_order_to_stop(new_job: NewJob) -> None:
-    """The grace is for workers that have something to save; one that has not begun must not ignore SIGTERM."""
+    """The grace is for workers that have something to save; one that has not begun must not ignore
+    SIGTERM.
+    """
     for _ in range(5):
         job = new_job()
-        job.start(0, "--lifeline", "--grace", "50", "--nproc-per-node", "4", job.script(SLEEPER), stdin=subprocess.DEVNULL)
+        job.start(
+            0,
+            "--lifeline",
+            "--grace",
+            "50",
+            "--nproc-per-node",
+            "4",
+            job.script(SLEEPER),
+            stdin=subprocess.DEVNULL,
+        )
         assert job.wait(30) == [143]
 
 
@@ -1117,10 +1340,14 @@ def test_a_command_that_is_not_there_is_127(new_job: NewJob, command: str) -> No
 
 
 def test_a_command_finds_signals_as_a_shell_would_leave_them(new_job: NewJob) -> None:
-    """Python ignores SIGPIPE, and what is ignored stays so over exec: ``yes | head`` would complain."""
+    """Python ignores SIGPIPE, and what is ignored stays so over exec: ``yes | head`` would
+    complain.
+    """
     job = new_job()
     command = ["sh", "-c", "grep -E 'Sig(Ign|Blk)' /proc/self/status; yes | head -n 1"]
-    as_from_a_shell = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # whatever these tests run under
+    as_from_a_shell = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout  # whatever these tests run under
     assert as_from_a_shell.endswith("y\n")
     job.start(0, "--", *command)
     assert job.wait() == [0]
@@ -1139,7 +1366,9 @@ def test_a_script_that_is_not_there_is_said(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, "nowhere.py")
     assert job.wait() == [2]
-    assert "nowhere.py" in job.result["failure"]["message"] + "".join(job.result["failure"]["last_lines"])
+    assert "nowhere.py" in job.result["failure"]["message"] + "".join(
+        job.result["failure"]["last_lines"]
+    )
     assert "No such file" in "".join(job.result["failure"]["last_lines"])
 
 
@@ -1150,7 +1379,9 @@ def test_nobody_reads_the_agent_s_output_any_more(new_job: NewJob) -> None:
     job = new_job(2)
     out, out_other = os.pipe()
     err, err_other = os.pipe()
-    script = job.script("import os; print('x' * 1000); raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
+    script = job.script(
+        "import os; print('x' * 1000); raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    )
     job.start(0, "--max-restarts", "1", script, stdout=out_other, stderr=err_other)
     for descriptor in (out, out_other, err, err_other):
         os.close(descriptor)
@@ -1191,7 +1422,9 @@ def test_output_may_be_left_in_the_files(new_job: NewJob) -> None:
 def test_a_job_directory_that_cannot_be_made_is_said_in_one_line(new_job: NewJob) -> None:
     job = new_job()
     job.path("file").touch()
-    job.start(0, job.script("print('ran')"), env={"CLUSTERJOB_JOB_DIR": str(job.path("file") / "job")})
+    job.start(
+        0, job.script("print('ran')"), env={"CLUSTERJOB_JOB_DIR": str(job.path("file") / "job")}
+    )
     assert job.wait() == [1]
     assert job.stderr(job.agents[0]).startswith("clusterjob: the job's directory ")
     assert "Traceback" not in job.stderr(job.agents[0])
@@ -1232,7 +1465,11 @@ def test_a_disk_that_fills_up_is_no_success(new_job: NewJob, small_disk: Path) -
 
 def test_a_disk_that_is_full_from_the_start_ends_the_job(new_job: NewJob, small_disk: Path) -> None:
     job = new_job(2)
-    subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/ballast", "bs=4k"], check=False, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        ["dd", "if=/dev/zero", f"of={small_disk}/ballast", "bs=4k"],
+        check=False,
+        stderr=subprocess.DEVNULL,
+    )
     assert os.statvfs(small_disk).f_bavail == 0
     job.dir = small_disk / "job"
     job.start_all(job.script("print('a line for which there is no room', flush=True)"))

@@ -1,4 +1,5 @@
-"""Scripts, commands and detected environments are the recorded ones; a change shows as a difference of these files.
+"""Scripts, commands and detected environments are the recorded ones; a change shows as a difference
+of these files.
 
 `python tests/test_golden.py` records them anew, in tests/golden/. The inputs stand there too.
 """
@@ -32,21 +33,69 @@ BACKENDS = {
     "slurm_login": ("--cluster", "slurm", "--login", "me@login1"),
     "ssh": ("--cluster", "ssh", "--hosts", "a,b"),
     "mlp": ("--cluster", "mlp"),
-    "mlp_task": ("--cluster", "mlp", "--set", "image=torch:2", "--set", "flavor=ml.8gpu", "--set", "queue=q-1"),
+    "mlp_task": (
+        "--cluster",
+        "mlp",
+        "--set",
+        "image=torch:2",
+        "--set",
+        "flavor=ml.8gpu",
+        "--set",
+        "queue=q-1",
+    ),
 }
 SHAPES: dict[str, tuple[str, ...]] = {
     "one_node": ("--nproc-per-node", "4", *SCRIPT),
-    "two_nodes": ("--nodes", "2", "--gpus-per-node", "8", "--cpus-per-task", "6", "--mem", "64G", "--time", "2h", *SCRIPT),
+    "two_nodes": (
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "8",
+        "--cpus-per-task",
+        "6",
+        "--mem",
+        "64G",
+        "--time",
+        "2h",
+        *SCRIPT,
+    ),
     "module": ("--nodes", "2", "-m", "pkg.train", "--lr", "0.1"),
     "command": ("--nodes", "2", "--", "bash", "-c", "echo $0; exit 3"),
     "array": ("--array", "0-7%2", *SCRIPT),
     "sweep": ("--sweep", "lr=0.1,0.2", "--sweep", "seed=1,2", "train.py"),
     "environment": (
-        "--nodes", "2", "--env", "A=it's \"$B\"", "--secret", "KEY=secret.txt", "--setup", "module load cuda/12", "--setup",
-        "source 'my env/bin/activate'", "--workdir", "my project", "--python", "/opt/py thon/bin/python3", "--name", "it's mine", *SCRIPT,
+        "--nodes",
+        "2",
+        "--env",
+        'A=it\'s "$B"',
+        "--secret",
+        "KEY=secret.txt",
+        "--setup",
+        "module load cuda/12",
+        "--setup",
+        "source 'my env/bin/activate'",
+        "--workdir",
+        "my project",
+        "--python",
+        "/opt/py thon/bin/python3",
+        "--name",
+        "it's mine",
+        *SCRIPT,
     ),
     "restarts": (
-        "--nodes", "2", "--max-restarts", "3", "--time", "90m", "--grace", "7", "--join-timeout", "600", "--start", "exec", *SCRIPT,
+        "--nodes",
+        "2",
+        "--max-restarts",
+        "3",
+        "--time",
+        "90m",
+        "--grace",
+        "7",
+        "--join-timeout",
+        "600",
+        "--start",
+        "exec",
+        *SCRIPT,
     ),
     "requeue": ("--nodes", "2", "--requeue", "--time", "90m", "--signal-before", "90s", *SCRIPT),
     "torchrun": ("--nodes", "2", "--nproc-per-node", "2", "--launcher", "torchrun", *SCRIPT),
@@ -54,20 +103,36 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "container": ("--nodes", "2", "--container", "pyxis:nvcr/pytorch:24.01", *SCRIPT),
     "apptainer": ("--container", "apptainer:image.sif", *SCRIPT),
     "resources": (
-        "--nodes", "2", "--account", "lab", "--partition", "gpu", "--nodelist", "n[1-4]", "--exclude", "n3", "--reservation", "night",
-        "--require-gpus", *SCRIPT,
+        "--nodes",
+        "2",
+        "--account",
+        "lab",
+        "--partition",
+        "gpu",
+        "--nodelist",
+        "n[1-4]",
+        "--exclude",
+        "n3",
+        "--reservation",
+        "night",
+        "--require-gpus",
+        *SCRIPT,
     ),
     "own_template": ("--template", "mine.sh.j2", *SCRIPT),
     "qos": ("--set", "qos=high", "--set", "constraint=a100", *SCRIPT),
     "no_sync": ("--no-sync", "--gpus", "0,1", "--gpus-per-node", "2", *SCRIPT),
-}  # fmt: skip
+}
 CASES = [(backend, shape) for backend in BACKENDS for shape in SHAPES]
 
 
 def run(argv: tuple[str, ...]) -> tuple[int, str]:
     """Return exit code and stdout of a `clusterjob` command in this process."""
     shown, said = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
-    with mock.patch.object(sys, "argv", ["clusterjob", *argv]), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said):
+    with (
+        mock.patch.object(sys, "argv", ["clusterjob", *argv]),
+        contextlib.redirect_stdout(shown),
+        contextlib.redirect_stderr(said),
+    ):
         code = main()
     shown.seek(0)
     return code, shown.read()
@@ -81,11 +146,13 @@ def project(home: Path) -> Iterator[Path]:
     for folder in (workdir, workdir / "my project"):
         (folder / "train.py").write_text("print(1)\n")
         (folder / "secret.txt").write_text("s3cret\n")
-        (folder / "mine.sh.j2").write_text("#!/bin/bash\necho {{ job_id|sh }} in {{ workdir|sh }}\n")
+        (folder / "mine.sh.j2").write_text(
+            "#!/bin/bash\necho {{ job_id|sh }} in {{ workdir|sh }}\n"
+        )
         (folder / "image.sif").write_text("")
     variables = {
-        "PATH": os.defpath, "HOME": str(home), "CLUSTERJOB_HOME": str(home / "state"), "CUDA_VISIBLE_DEVICES": "", "USER": "me",
-        "XDG_CONFIG_HOME": str(home / "config"),
+        "PATH": os.defpath, "HOME": str(home), "CLUSTERJOB_HOME": str(home / "state"),
+        "CUDA_VISIBLE_DEVICES": "", "USER": "me", "XDG_CONFIG_HOME": str(home / "config"),
     }  # fmt: skip
     before = Path.cwd()
     os.chdir(workdir)
@@ -108,7 +175,12 @@ def rendered(backend: str, shape: str, home: Path) -> str:
         file["text"] = re.sub(r"\(\d+ bytes, sha256 \w+\)", "(bytes)", file["text"]).split("\n")
     text = json.dumps(plan, indent=1, ensure_ascii=False)
     stem = job_id.rpartition("-")[0]
-    for value, name in ((job_id, f"{stem}-JOB"), (str(workdir), "/WORKDIR"), (str(home), "/HOME"), (sys.executable, "/PYTHON")):
+    for value, name in (
+        (job_id, f"{stem}-JOB"),
+        (str(workdir), "/WORKDIR"),
+        (str(home), "/HOME"),
+        (sys.executable, "/PYTHON"),
+    ):
         text = text.replace(value, name)
     return text + "\n"
 
@@ -130,7 +202,9 @@ def record() -> None:
     RENDERED.mkdir()
     for backend, shape in CASES:
         with tempfile.TemporaryDirectory() as home:
-            (RENDERED / f"{backend}_{shape}.json").write_text(rendered(backend, shape, Path(home).resolve()))
+            (RENDERED / f"{backend}_{shape}.json").write_text(
+                rendered(backend, shape, Path(home).resolve())
+            )
 
 
 @pytest.mark.parametrize(("backend", "shape"), CASES)
@@ -138,7 +212,9 @@ def test_a_job_is_rendered_as_recorded(backend: str, shape: str, tmp_path: Path)
     assert rendered(backend, shape, tmp_path) == (RENDERED / f"{backend}_{shape}.json").read_text()
 
 
-@pytest.mark.parametrize("name", json.loads(ENVIRONMENTS.read_text()) if ENVIRONMENTS.exists() else [])
+@pytest.mark.parametrize(
+    "name", json.loads(ENVIRONMENTS.read_text()) if ENVIRONMENTS.exists() else []
+)
 def test_an_environment_is_detected_as_recorded(name: str) -> None:
     case = json.loads(ENVIRONMENTS.read_text())[name]
     assert detected(case["variables"]) == {"exit_code": case["exit_code"], "shown": case["shown"]}

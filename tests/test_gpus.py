@@ -21,13 +21,31 @@ MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"
 @pytest.mark.parametrize(
     ("listed", "installed", "found"),
     [
-        ("", 8, []), ("0", 8, ["0"]), ("0,1", 8, ["0", "1"]), ("3,1", 8, ["3", "1"]), (" 0 , 1 ", 8, ["0", "1"]),
-        (f"{UUID},{MIG}", 8, [UUID, MIG]), ("-1", 8, []), ("0,-1,1", 8, ["0"]), ("NoDevFiles", 8, []), ("0,,1", 8, ["0"]), ("none", 8, []),
-        ("0,1,0", 8, ["0", "1"]), ("0,1,2", 2, ["0", "1"]), ("7,0", 2, []), ("0,1", 0, []), (UUID, 0, []), ("²", 8, []),
-        (None, 2, ["0", "1"]), (None, 0, []), ("9" * 5000, 8, []),
+        ("", 8, []),
+        ("0", 8, ["0"]),
+        ("0,1", 8, ["0", "1"]),
+        ("3,1", 8, ["3", "1"]),
+        (" 0 , 1 ", 8, ["0", "1"]),
+        (f"{UUID},{MIG}", 8, [UUID, MIG]),
+        ("-1", 8, []),
+        ("0,-1,1", 8, ["0"]),
+        ("NoDevFiles", 8, []),
+        ("0,,1", 8, ["0"]),
+        ("none", 8, []),
+        ("0,1,0", 8, ["0", "1"]),
+        ("0,1,2", 2, ["0", "1"]),
+        ("7,0", 2, []),
+        ("0,1", 0, []),
+        (UUID, 0, []),
+        ("²", 8, []),
+        (None, 2, ["0", "1"]),
+        (None, 0, []),
+        ("9" * 5000, 8, []),
     ],
-)  # fmt: skip
-def test_what_is_listed_and_there_holds_up_to_the_first_that_is_not(listed: str | None, installed: int, found: list[str]) -> None:
+)
+def test_what_is_listed_and_there_holds_up_to_the_first_that_is_not(
+    listed: str | None, installed: int, found: list[str]
+) -> None:
     assert listed_gpus(listed, installed) == found
 
 
@@ -77,7 +95,9 @@ def test_each_node_gets_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert devices(tmp_path, nodes=1, gpus_per_node=5) == ([f"3,1,{UUID},0,7"], ())
 
 
-def test_a_job_that_asks_for_no_gpus_is_left_as_it_is_or_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_asks_for_no_gpus_is_left_as_it_is_or_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert devices(tmp_path, nodes=2) == ([None, None], ())
     assert devices(tmp_path, nodes=2, gpus_per_node=0) == (["", ""], ())
@@ -85,7 +105,9 @@ def test_a_job_that_asks_for_no_gpus_is_left_as_it_is_or_gets_none(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_too_few_gpus_are_a_rehearsal_for_all_nodes_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_a_rehearsal_for_all_nodes_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     found, notes = devices(tmp_path, nodes=2, gpus_per_node=2)
     assert found == ["", ""]
@@ -96,10 +118,14 @@ def test_too_few_gpus_are_a_rehearsal_for_all_nodes_and_one_line(tmp_path: Path,
         devices(tmp_path, nodes=2, gpus_per_node=2, require_gpus=True)
 
 
-def test_gpus_that_the_variable_lists_and_the_machine_has_not_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_the_variable_lists_and_the_machine_has_not_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A variable that a shell's profile sets, on a machine that has fewer."""
     installed = len(visible_gpus({}))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(index) for index in range(installed + 2)))
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", ",".join(str(index) for index in range(installed + 2))
+    )
     found, notes = devices(tmp_path, gpus_per_node=installed + 2)
     assert found == [""]
     assert len(notes) == 1

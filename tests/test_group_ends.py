@@ -1,4 +1,6 @@
-"""Process groups in a job's processes: freed late, one after another, in forked children, and beside other backends."""
+"""Process groups in a job's processes: freed late, one after another, in forked children, and
+beside other backends.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import pytest
 from hooked import MODES, hooked_path, python, unfolded
 from launching import free_port, launch, script
 
-# A function makes the model and ends its group: the model is freed after it. A corner of the store for each round, so that
-# nothing but that can go wrong in a torch without the hook.
+# A function makes the model and ends its group: the model is freed after it. A corner of the store
+# for each round, so that nothing but that can go wrong in a torch without the hook.
 FREED_LATE = """
     import os
     import torch, torch.distributed as dist
@@ -36,7 +38,9 @@ FREED_LATE = """
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_models_that_are_freed_after_their_groups_neither_hang_nor_abort(tmp_path: Path, mode: str) -> None:
+def test_models_that_are_freed_after_their_groups_neither_hang_nor_abort(
+    tmp_path: Path, mode: str
+) -> None:
     ended = launch(mode, 3, [script(tmp_path, FREED_LATE)], tmp_path)
     assert ended.code == 0, ended.err
     assert {f"[{rank}] ended well" for rank in range(3)} == set(unfolded(ended.out))
@@ -63,7 +67,9 @@ def test_the_classic_script_ends_well_each_time(tmp_path: Path, mode: str) -> No
 
 
 @pytest.mark.parametrize("own_port", [True, False])
-def test_groups_one_after_another_meet_and_keep_no_more_files_and_threads(tmp_path: Path, own_port: bool) -> None:
+def test_groups_one_after_another_meet_and_keep_no_more_files_and_threads(
+    tmp_path: Path, own_port: bool
+) -> None:
     program = f"""
         import os
         import torch, torch.distributed as dist
@@ -92,7 +98,9 @@ def test_groups_one_after_another_meet_and_keep_no_more_files_and_threads(tmp_pa
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_trials_whose_other_ranks_are_new_processes_meet_each_time(tmp_path: Path, mode: str) -> None:
+def test_trials_whose_other_ranks_are_new_processes_meet_each_time(
+    tmp_path: Path, mode: str
+) -> None:
     program = """
         import multiprocessing, os
         import torch, torch.distributed as dist
@@ -120,7 +128,9 @@ def test_trials_whose_other_ranks_are_new_processes_meet_each_time(tmp_path: Pat
     assert ended.out.split("\n") == ["[0] met 2", "[0] met 3", "[0] met 2", "[0] met 2", ""]
 
 
-def test_trials_by_bootstrap_whose_other_ranks_are_new_processes_meet_each_time(tmp_path: Path) -> None:
+def test_trials_by_bootstrap_whose_other_ranks_are_new_processes_meet_each_time(
+    tmp_path: Path,
+) -> None:
     program = """
         import multiprocessing
         from clusterjob import bootstrap
@@ -146,7 +156,9 @@ def test_trials_by_bootstrap_whose_other_ranks_are_new_processes_meet_each_time(
     assert ended.out.split("\n") == ["[0] met 2", "[0] met 3", "[0] met 2", ""]
 
 
-def test_bootstrap_serves_a_store_at_the_scripts_own_port_for_one_group_after_another(tmp_path: Path) -> None:
+def test_bootstrap_serves_a_store_at_the_scripts_own_port_for_one_group_after_another(
+    tmp_path: Path,
+) -> None:
     program = """
         import os, sys
         from clusterjob import bootstrap
@@ -174,7 +186,12 @@ def test_a_new_group_without_this_process_frees_nothing(tmp_path: Path) -> None:
     """
     ended = launch("fork", 2, [script(tmp_path, program)], tmp_path)
     assert ended.code == 0, ended.err
-    assert unfolded(ended.out) == ["[0] [0, 1] False", "[0] [1] True", "[1] [0, 1] False", "[1] [1] False"]
+    assert unfolded(ended.out) == [
+        "[0] [0, 1] False",
+        "[0] [1] True",
+        "[1] [0, 1] False",
+        "[1] [1] False",
+    ]
 
 
 # -- groups of one process ------
@@ -186,7 +203,9 @@ def path(tmp_path: Path) -> str:
 
 
 def alone(path: str, code: str) -> list[str]:
-    """Return the lines of a program with groups of one process; one that hangs is killed by its own alarm."""
+    """Return the lines of a program with groups of one process; one that hangs is killed by its own
+    alarm.
+    """
     told = python(path, f"""
         import gc, os, signal, sys
         signal.alarm(60)

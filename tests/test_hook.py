@@ -31,7 +31,11 @@ def test_the_users_sitecustomize_runs_and_the_hooks_directory_is_not_on_sys_path
 
 def test_the_users_usercustomize_runs_where_python_runs_it(path: str) -> None:
     base = Path(sys.base_prefix) / "bin" / "python3"  # a virtual environment has none
-    told = python(path, "import site, sys; print(site.ENABLE_USER_SITE == hasattr(sys, 'from_user'))", interpreter=str(base))
+    told = python(
+        path,
+        "import site, sys; print(site.ENABLE_USER_SITE == hasattr(sys, 'from_user'))",
+        interpreter=str(base),
+    )
     assert (told.stdout, told.stderr) == ("True\n", "")
 
 
@@ -42,21 +46,32 @@ def test_an_error_in_the_users_sitecustomize_is_shown_as_always(path: str) -> No
 
 
 @pytest.mark.parametrize("flag", ["-S", "-I", "-E"])
-def test_pythons_that_load_no_sitecustomize_of_pythonpath_run_without_the_hook(path: str, flag: str) -> None:
+def test_pythons_that_load_no_sitecustomize_of_pythonpath_run_without_the_hook(
+    path: str, flag: str
+) -> None:
     told = python(path, LOADED, flag)
     assert (told.returncode, told.stdout, told.stderr) == (0, "0 False\n", "")
 
 
 def interpreter(version: str) -> str:
     """Return an interpreter of this version; the test is skipped where there is none."""
-    versions = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"  # what it puts on PATH refuses to run
-    found = [*versions.glob(f"{version}.*/bin/python{version}"), *Path("/usr/bin").glob(f"python{version}")]
+    versions = (
+        Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    )  # what it puts on PATH refuses to run
+    found = [
+        *versions.glob(f"{version}.*/bin/python{version}"),
+        *Path("/usr/bin").glob(f"python{version}"),
+    ]
     return str(found[0]) if found else pytest.skip(f"there is no Python {version} here")
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.6", "3.7"])
-@pytest.mark.parametrize("own", ["import sys; sys.from_site = True", "import a_module_that_is_missing", None])
-def test_an_old_python_says_no_more_than_without_the_hook(path: str, version: str, own: str | None) -> None:
+@pytest.mark.parametrize(
+    "own", ["import sys; sys.from_site = True", "import a_module_that_is_missing", None]
+)
+def test_an_old_python_says_no_more_than_without_the_hook(
+    path: str, version: str, own: str | None
+) -> None:
     other, directory = interpreter(version), Path(path.split(os.pathsep)[1])
     (directory / "sitecustomize.py").unlink()
     if own is not None:
@@ -68,7 +83,9 @@ def test_an_old_python_says_no_more_than_without_the_hook(path: str, version: st
 
 
 @pytest.mark.parametrize(("version", "installed"), [("2.7", False), ("3.6", False), ("3.7", True)])
-def test_the_hook_is_installed_in_pythons_for_which_its_changes_are_written(path: str, version: str, installed: bool) -> None:
+def test_the_hook_is_installed_in_pythons_for_which_its_changes_are_written(
+    path: str, version: str, installed: bool
+) -> None:
     other = interpreter(version)
     code = "import sys; print(any(hasattr(finder, 'of_clusterjob') for finder in sys.meta_path))"
     assert python(path, code, interpreter=other).stdout == f"{installed}\n"
@@ -80,7 +97,9 @@ def test_the_hook_is_installed_in_pythons_for_which_its_changes_are_written(path
 
 def test_the_hook_of_a_job_inside_another_is_installed_once(path: str, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
-    inner = hook_directory.variables({"PYTHONPATH": path}, hook_directory.write(tmp_path / "inner"))["PYTHONPATH"]
+    inner = hook_directory.variables(
+        {"PYTHONPATH": path}, hook_directory.write(tmp_path / "inner")
+    )["PYTHONPATH"]
     told = python(inner, f"{LOADED}; print(sys.from_site)")
     assert (told.stdout, told.stderr) == ("1 False\nTrue\n", "")
 
@@ -134,6 +153,9 @@ def test_other_finders_neither_stop_the_import_of_torch_nor_change_it_twice(path
 
 
 def test_every_import_of_the_hook_is_of_the_standard_library() -> None:
-    told = python(str(ROOT), "import sys; before = set(sys.modules); from clusterjob.node.workers import hook; hook.install()\n"
-                  "print(sorted(name for name in set(sys.modules) - before if not name.startswith('clusterjob')))")  # fmt: skip
+    told = python(
+        str(ROOT),
+        "import sys; before = set(sys.modules); from clusterjob.node.workers import hook; hook.install()\n"
+        "print(sorted(name for name in set(sys.modules) - before if not name.startswith('clusterjob')))",
+    )
     assert told.stdout == "['__future__']\n", told.stderr

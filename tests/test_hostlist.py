@@ -1,4 +1,6 @@
-"""Host lists as Slurm writes them: the written order, zeros kept, and nothing that a hostile list could blow up."""
+"""Host lists as Slurm writes them: the written order, zeros kept, and nothing that a hostile list
+could blow up.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,30 @@ def test_names_come_in_the_written_order(text: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "a[1-2", "a]", "a[1-2]]", "a[[1-2]]", "a[3-1]", "a[]", "a[b]", "a[1,,2]", "a[-3]", "a[1-]", "a[1 - 2]", "a[١-٣]", "a[1-2-3]",
-        "a;b", "$(id)", "a'b", 'a"b', "a`b`", "a|b", "a\\b", "a\x00b", "../b",
+        "a[1-2",
+        "a]",
+        "a[1-2]]",
+        "a[[1-2]]",
+        "a[3-1]",
+        "a[]",
+        "a[b]",
+        "a[1,,2]",
+        "a[-3]",
+        "a[1-]",
+        "a[1 - 2]",
+        "a[١-٣]",
+        "a[1-2-3]",
+        "a;b",
+        "$(id)",
+        "a'b",
+        'a"b',
+        "a`b`",
+        "a|b",
+        "a\\b",
+        "a\x00b",
+        "../b",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_list_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(PlaceError) as caught:
         expand_hostlist(text)
@@ -55,10 +77,20 @@ def test_what_is_no_list_is_refused_in_one_line(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "a[0-65536]", "a[0-99999999999999999]", "a[0-999][0-999]", "[0-9]" * 9, "a[0-65535],b", ",".join(["a[1-1000]"] * 66),
-        "x" * 5000 + "[1-65536]", "a[" + "0" * 300 + "1-2]", "a[1-9]" + "y" * 300, "[" * 100000, "a[0-1]" * 1000, "x" * (1 << 23),
+        "a[0-65536]",
+        "a[0-99999999999999999]",
+        "a[0-999][0-999]",
+        "[0-9]" * 9,
+        "a[0-65535],b",
+        ",".join(["a[1-1000]"] * 66),
+        "x" * 5000 + "[1-65536]",
+        "a[" + "0" * 300 + "1-2]",
+        "a[1-9]" + "y" * 300,
+        "[" * 100000,
+        "a[0-1]" * 1000,
+        "x" * (1 << 23),
     ],
-)  # fmt: skip
+)
 def test_a_hostile_list_costs_little(text: str) -> None:
     tracemalloc.start()
     try:
@@ -78,19 +110,29 @@ def slurm_conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("scontrol") is None:
         pytest.skip("there is no scontrol here")
     path = tmp_path_factory.mktemp("slurm") / "slurm.conf"
-    path.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=n1\n")
+    path.write_text(
+        "ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=n1\n"
+    )
     return path
 
 
 def _ranges() -> st.SearchStrategy[str]:
-    padded = st.tuples(st.integers(0, 120), st.integers(1, 4)).map(lambda pair: f"{pair[0]:0{pair[1]}d}")
-    spans = st.tuples(padded, st.integers(0, 12)).map(lambda pair: f"{pair[0]}-{int(pair[0]) + pair[1]}")
-    return st.lists(padded | spans, min_size=1, max_size=4).map(lambda parts: f"[{','.join(parts)}]")
+    padded = st.tuples(st.integers(0, 120), st.integers(1, 4)).map(
+        lambda pair: f"{pair[0]:0{pair[1]}d}"
+    )
+    spans = st.tuples(padded, st.integers(0, 12)).map(
+        lambda pair: f"{pair[0]}-{int(pair[0]) + pair[1]}"
+    )
+    return st.lists(padded | spans, min_size=1, max_size=4).map(
+        lambda parts: f"[{','.join(parts)}]"
+    )
 
 
 _stems = st.text("abz-", min_size=1, max_size=3).map(lambda text: f"n{text}")
 _items = st.one_of(
-    _stems, st.tuples(_stems, _ranges()).map("".join), st.tuples(_stems, _ranges(), _stems, _ranges()).map("".join)
+    _stems,
+    st.tuples(_stems, _ranges()).map("".join),
+    st.tuples(_stems, _ranges(), _stems, _ranges()).map("".join),
 )  # what Slurm 22.05 itself understands
 
 
@@ -99,7 +141,14 @@ _items = st.one_of(
 def test_slurm_s_own_tool_agrees(slurm_conf: Path, items: list[str]) -> None:
     text = ",".join(items)
     environ = os.environ | {"SLURM_CONF": str(slurm_conf)}
-    shown = subprocess.run(["scontrol", "show", "hostnames", text], env=environ, capture_output=True, text=True, timeout=30, check=True)
+    shown = subprocess.run(
+        ["scontrol", "show", "hostnames", text],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
     assert expand_hostlist(text) == shown.stdout.split()
 
 

@@ -22,7 +22,10 @@ from clusterjob.errors import SpecError
         ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
         ("root@n[1-2]:22", ["root@n1:22", "root@n2:22"]),
         ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
-        ("2001:db8::1,[2001:db8::2]:2222,me@[fe80::1%eth0]:22", ["2001:db8::1", "[2001:db8::2]:2222", "me@[fe80::1%eth0]:22"]),
+        (
+            "2001:db8::1,[2001:db8::2]:2222,me@[fe80::1%eth0]:22",
+            ["2001:db8::1", "[2001:db8::2]:2222", "me@[fe80::1%eth0]:22"],
+        ),
         ("ssh://me@a:22", ["me@a:22"]),
         ("me@site.org@a", ["me@site.org@a"]),
         ("b,a,b", ["b", "a", "b"]),
@@ -38,10 +41,43 @@ def test_a_list_keeps_its_parts() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " , ", "a[1-2", "a]1", "a[x]", "a[2-1]", "a[1-99999]", "-oProxyCommand=x", "a:0", "a:99999", "a:b", "me@", "@a", "a;b", "a$(b)",
-     "-l@a", "a/b", "a\nb c'd", "user@-a", "$(id)@a", "`id`@a",
-     "a;b@c", "a|b@c", "a&b@c", "a>b@c", "a*@c", "{a}@c", "$HOME@c", "a(b)@c", "~root@c", "#a@b", "n[1-99][1-99]", "a[[1]]", "ü:1:2x"],
-)  # fmt: skip
+    [
+        "",
+        " , ",
+        "a[1-2",
+        "a]1",
+        "a[x]",
+        "a[2-1]",
+        "a[1-99999]",
+        "-oProxyCommand=x",
+        "a:0",
+        "a:99999",
+        "a:b",
+        "me@",
+        "@a",
+        "a;b",
+        "a$(b)",
+        "-l@a",
+        "a/b",
+        "a\nb c'd",
+        "user@-a",
+        "$(id)@a",
+        "`id`@a",
+        "a;b@c",
+        "a|b@c",
+        "a&b@c",
+        "a>b@c",
+        "a*@c",
+        "{a}@c",
+        "$HOME@c",
+        "a(b)@c",
+        "~root@c",
+        "#a@b",
+        "n[1-99][1-99]",
+        "a[[1]]",
+        "ü:1:2x",
+    ],
+)
 def test_what_is_no_list(text: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_hosts(text)
@@ -92,7 +128,10 @@ def test_number_of_workers_is_not_taken_for_a_port(tmp_path: Path, text: str) ->
         assert "slots=" in caught.value.hint
 
 
-@pytest.mark.parametrize("line", ["gpu2 slots", "gpu2 slots=x", "gpu2 8", "gpu2 slots=0", "gpu2 slots=-1", "[", "gpu2;rm"])
+@pytest.mark.parametrize(
+    "line",
+    ["gpu2 slots", "gpu2 slots=x", "gpu2 8", "gpu2 slots=0", "gpu2 slots=-1", "[", "gpu2;rm"],
+)
 def test_a_wrong_line_of_a_host_file_is_named(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, f"gpu1\n{line}\n")
     with pytest.raises(SpecError, match="line 2: ") as caught:
@@ -113,7 +152,10 @@ def test_host_files_that_are_none(tmp_path: Path) -> None:
 def test_the_host_file_and_the_port_of_an_mpi_task_are_found(tmp_path: Path) -> None:
     path = write(tmp_path, "10.0.0.1 slots=8\n10.0.0.2:2200 slots=8\n")
     environ = {"MLP_MPI_HOSTFILE": f'"{path}"', "MLP_SSH_PORT": "'2222'"}
-    assert of_platform(environ) == (Host("10.0.0.1", None, 2222, 8), Host("10.0.0.2", None, 2200, 8))
+    assert of_platform(environ) == (
+        Host("10.0.0.1", None, 2222, 8),
+        Host("10.0.0.2", None, 2200, 8),
+    )
     assert of_platform({"MLP_MPI_HOSTFILE": str(path)})[0].port is None
     assert of_platform({}) == ()
     with pytest.raises(SpecError, match="MLP_SSH_PORT"):

@@ -1,4 +1,6 @@
-"""What can be done with jobs, as functions: from settings to a spec, a plan, a record; the local backend carries them out."""
+"""What can be done with jobs, as functions: from settings to a spec, a plan, a record; the local
+backend carries them out.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ MakePlan = Callable[..., Plan]
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with a script, and an interpreter for jobs that starts at once: it finds no torch to import."""
+    """Return a directory with a script, and an interpreter for jobs that starts at once: it finds
+    no torch to import.
+    """
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
     python.chmod(0o755)
@@ -80,8 +84,20 @@ def spec_of(directory: Path, **values: Any) -> JobSpec:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}, ["clusterjob", "CLUSTERJOB_NNODES"]),
-        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, ["env", "LOCAL_RANK"]),
+        (
+            {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"},
+            ["clusterjob", "CLUSTERJOB_NNODES"],
+        ),
+        (
+            {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "h",
+                "MASTER_PORT": "1",
+            },
+            ["env", "LOCAL_RANK"],
+        ),
         ({"RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, ["torchrun", "RANK"]),
         ({"CLUSTERJOB_NODE_RANK": "0"}, ["clusterjob", "CLUSTERJOB_NODE_RANK"]),
     ],
@@ -102,13 +118,15 @@ def test_inside_a_job_a_cluster_has_to_be_named(
 def test_settings_become_a_spec(work: Path) -> None:
     (work / "t.j2").touch()
     spec = spec_of(
-        work, nodes=2, gpus_per_node=4, cpus_per_task=3, mem=5, time=6, name="n", env={"A": "b"}, workdir=Path("."), python="py",
-        setup=("s",), max_restarts=7, start="exec", launcher="torchrun", require_gpus=True, template=Path("t.j2"), set={"x": "y"},
+        work, nodes=2, gpus_per_node=4, cpus_per_task=3, mem=5, time=6, name="n", env={"A": "b"},
+        workdir=Path("."), python="py", setup=("s",), max_restarts=7, start="exec",
+        launcher="torchrun", require_gpus=True, template=Path("t.j2"), set={"x": "y"},
         join_timeout=8.0, heartbeat=0.5, lease=9.0, grace=10.0,
     )  # fmt: skip
     assert spec == JobSpec(
-        SCRIPT, work, name="n", python="py", env={"A": "b"}, setup=("s",), resources=Resources(2, 4, 3, 5, 6), nproc_per_node=4,
-        max_restarts=7, start="exec", launcher="torchrun", require_gpus=True, template=work / "t.j2", options={"x": "y"},
+        SCRIPT, work, name="n", python="py", env={"A": "b"}, setup=("s",),
+        resources=Resources(2, 4, 3, 5, 6), nproc_per_node=4, max_restarts=7, start="exec",
+        launcher="torchrun", require_gpus=True, template=work / "t.j2", options={"x": "y"},
         join_timeout=8.0, heartbeat=0.5, lease=9.0, grace=10.0,
     )  # fmt: skip
 
@@ -123,7 +141,9 @@ def test_settings_become_a_spec(work: Path) -> None:
         ({"gpus_per_node": 4, "nproc_per_node": 2}, 2),
     ],
 )
-def test_there_is_a_worker_for_each_gpu_unless_told_otherwise(work: Path, values: dict[str, int], nproc: int) -> None:
+def test_there_is_a_worker_for_each_gpu_unless_told_otherwise(
+    work: Path, values: dict[str, int], nproc: int
+) -> None:
     assert spec_of(work, **values).nproc_per_node == nproc
 
 
@@ -148,13 +168,17 @@ def test_the_interpreter_is_the_active_environment_s(tmp_path: Path) -> None:
     venv, conda, empty = (str(tmp_path / name) for name in ("venv", "conda", "empty"))
     assert jobs.default_python({"VIRTUAL_ENV": venv, "CONDA_PREFIX": conda}) == f"{venv}/bin/python"
     assert jobs.default_python({"CONDA_PREFIX": conda}) == f"{conda}/bin/python"
-    assert jobs.default_python({"VIRTUAL_ENV": empty, "CONDA_PREFIX": conda}) == f"{conda}/bin/python"
+    assert (
+        jobs.default_python({"VIRTUAL_ENV": empty, "CONDA_PREFIX": conda}) == f"{conda}/bin/python"
+    )
     assert jobs.default_python({"VIRTUAL_ENV": empty}) == sys.executable
     assert jobs.default_python({"VIRTUAL_ENV": ""}) == sys.executable
     assert jobs.default_python({}) == sys.executable
 
 
-def test_an_isolated_installation_s_interpreter_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isolated_installation_s_interpreter_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").write_text("#!/bin/sh\n")
     (tmp_path / "bin" / "python3").chmod(0o755)
@@ -190,7 +214,13 @@ def test_a_submitted_job_has_a_record_with_its_handle(make_plan: MakePlan) -> No
     plan = make_plan(nodes="2", name="a name")
     record = jobs.submit(plan, "lab", detach=True)
     assert Records().find(plan.job_id).to_json() == json.loads(json.dumps(record.to_json()))
-    assert (record.job_id, record.name, record.cluster, record.backend, record.nodes) == (plan.job_id, "a name", "lab", "local", 2)
+    assert (record.job_id, record.name, record.cluster, record.backend, record.nodes) == (
+        plan.job_id,
+        "a name",
+        "lab",
+        "local",
+        2,
+    )
     assert (record.job_dir, record.spec["nproc_per_node"], record.end) == (plan.job_dir, 1, None)
     assert record.handle is not None
     assert (record.handle.backend, record.handle.id) == ("local", plan.job_id)
@@ -199,15 +229,26 @@ def test_a_submitted_job_has_a_record_with_its_handle(make_plan: MakePlan) -> No
 
 
 def test_a_job_is_followed_to_its_verdict(make_plan: MakePlan) -> None:
-    record = jobs.submit(make_plan("print('one')\nprint('two')\nraise SystemExit(3)\n"), "local", detach=True)
+    record = jobs.submit(
+        make_plan("print('one')\nprint('two')\nraise SystemExit(3)\n"), "local", detach=True
+    )
     lines: list[Line] = []
     looks: list[Status] = []
-    verdict = jobs.follow(record, lambda batches: lines.extend(chain.from_iterable(batches)), looks.append)
-    assert [(line.rank, line.stream, line.text) for line in lines] == [(0, "out", "one"), (0, "out", "two")]
+    verdict = jobs.follow(
+        record, lambda batches: lines.extend(chain.from_iterable(batches)), looks.append
+    )
+    assert [(line.rank, line.stream, line.text) for line in lines] == [
+        (0, "out", "one"),
+        (0, "out", "two"),
+    ]
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 3)
     assert all(not look.state.final for look in looks)
     lines.clear()
-    again = jobs.follow(Records().find(record.job_id), lambda batches: lines.extend(chain.from_iterable(batches)), looks.append)
+    again = jobs.follow(
+        Records().find(record.job_id),
+        lambda batches: lines.extend(chain.from_iterable(batches)),
+        looks.append,
+    )
     assert again == verdict, "and again, on another day"
     assert [line.text for line in lines] == ["one", "two"]
     assert jobs.wait(record) == verdict
@@ -215,22 +256,38 @@ def test_a_job_is_followed_to_its_verdict(make_plan: MakePlan) -> None:
 
 def test_many_jobs_are_asked_after_in_one_question(make_plan: MakePlan) -> None:
     text = "import os\nraise SystemExit(int(os.environ['CODE']))\n"
-    records = [jobs.submit(make_plan(text, env=[f"CODE={code}"]), "local", detach=True) for code in (0, 1, 2)]
+    records = [
+        jobs.submit(make_plan(text, env=[f"CODE={code}"]), "local", detach=True)
+        for code in (0, 1, 2)
+    ]
     for record in records:
         jobs.wait(record)
     pairs = jobs.statuses([*records, records[1]])
-    assert [status.verdict.exit_code if status.verdict else None for _, status in pairs] == [0, 1, 2, 1]
-    assert [record.job_id for record, _ in pairs] == [record.job_id for record in (*records, records[1])]
+    assert [status.verdict.exit_code if status.verdict else None for _, status in pairs] == [
+        0,
+        1,
+        2,
+        1,
+    ]
+    assert [record.job_id for record, _ in pairs] == [
+        record.job_id for record in (*records, records[1])
+    ]
     assert all(record.end is not None for record, _ in pairs)
     assert jobs.statuses([]) == []
 
 
 def test_several_may_wait_for_one_job(make_plan: MakePlan, work: Path) -> None:
     record = jobs.submit(
-        make_plan("import os, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.01)\nraise SystemExit(5)\n"), "local", detach=True
+        make_plan(
+            "import os, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.01)\nraise SystemExit(5)\n"
+        ),
+        "local",
+        detach=True,
     )
     codes: list[int] = []
-    waiting = [threading.Thread(target=lambda: codes.append(jobs.wait(record).exit_code)) for _ in range(4)]
+    waiting = [
+        threading.Thread(target=lambda: codes.append(jobs.wait(record).exit_code)) for _ in range(4)
+    ]
     for thread in waiting:
         thread.start()
     (work / "leave").touch()
@@ -250,7 +307,9 @@ def test_a_job_that_cannot_be_recorded_is_not_there(make_plan: MakePlan) -> None
     assert not plan.job_dir.exists()
 
 
-def test_ctrl_c_wherever_it_comes_is_a_wish_that_the_job_end(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_wherever_it_comes_is_a_wish_that_the_job_end(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupted(LocalBackend):
         def submit(self, plan: Plan) -> Handle:
             raise KeyboardInterrupt
@@ -263,7 +322,9 @@ def test_ctrl_c_wherever_it_comes_is_a_wish_that_the_job_end(make_plan: MakePlan
     assert jobs.status(gone).state is JobState.CANCELLED
 
 
-def test_a_job_that_may_have_been_taken_is_named(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_may_have_been_taken_is_named(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class InDoubt(LocalBackend):
         def submit(self, plan: Plan) -> Handle:
             raise SubmitInDoubtError("nobody knows")

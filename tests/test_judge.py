@@ -14,7 +14,13 @@ from clusterjob.node.verdict import Failure
 
 
 def failure(
-    rank: int | None, *, effect: bool = False, node: int = 0, code: int = 1, signal: str | None = None, message: str = "m"
+    rank: int | None,
+    *,
+    effect: bool = False,
+    node: int = 0,
+    code: int = 1,
+    signal: str | None = None,
+    message: str = "m",
 ) -> Failure:
     return Failure(rank, rank, node, "host", code, signal, message, (), effect)
 
@@ -90,7 +96,10 @@ def test_the_exit_adds_to_the_early_report_and_leaves_its_time_and_words() -> No
     judge = Judge()
     judge.hear(failure(0, message="ValueError: boom"), 10.0, exited=False)
     judge.hear(failure(1, message="later"), 10.1, exited=True)
-    end = replace(failure(0, code=1, message="exited with code 1"), last_lines=("Traceback", "ValueError: boom"))
+    end = replace(
+        failure(0, code=1, message="exited with code 1"),
+        last_lines=("Traceback", "ValueError: boom"),
+    )
     judge.hear(end, 12.0, exited=True)
     assert judge.root() == replace(end, message="ValueError: boom")
     assert judge.consequences() == (failure(1, message="later"),)
@@ -101,7 +110,10 @@ def test_a_signal_after_the_announcement_is_told_and_is_not_the_cause() -> None:
     judge = Judge()
     judge.hear(failure(0, message="ValueError: boom"), 10.0, exited=False)
     judge.hear(
-        replace(failure(0, code=134, signal="SIGABRT", message="was killed by SIGABRT"), last_lines=("ValueError: boom",)),
+        replace(
+            failure(0, code=134, signal="SIGABRT", message="was killed by SIGABRT"),
+            last_lines=("ValueError: boom",),
+        ),
         10.5,
         exited=True,
     )
@@ -116,7 +128,9 @@ def test_a_worker_that_was_stopped_on_its_way_out_keeps_its_own_exit_code() -> N
     judge = Judge()
     judge.hear(failure(0, code=3, message="sys.exit(3)"), 10.0, exited=False)
     judge.stopped(15.0)
-    judge.hear(failure(0, code=143, signal="SIGTERM", message="was killed by SIGTERM"), 15.1, exited=True)
+    judge.hear(
+        failure(0, code=143, signal="SIGTERM", message="was killed by SIGTERM"), 15.1, exited=True
+    )
     root = judge.root()
     assert root is not None
     assert (root.exit_code, root.signal, root.message) == (3, None, "sys.exit(3)")
@@ -199,8 +213,12 @@ def test_rank_that_ended_with_zero_is_not_blamed_for_a_lost_connection_of_the_sc
     assert judge.consequences() == ()
 
 
-@pytest.mark.parametrize(("lines", "where"), [(ALL_REDUCE, "all_reduce"), (NCCL_ABORT, "a collective")])
-def test_rank_that_ended_with_zero_is_blamed_where_torch_lost_it(lines: tuple[str, ...], where: str) -> None:
+@pytest.mark.parametrize(
+    ("lines", "where"), [(ALL_REDUCE, "all_reduce"), (NCCL_ABORT, "a collective")]
+)
+def test_rank_that_ended_with_zero_is_blamed_where_torch_lost_it(
+    lines: tuple[str, ...], where: str
+) -> None:
     judge = Judge()
     judge.note_exit(failure(0, code=0), 10.0)
     own = replace(failure(1, effect=True, message=OWN_CONNECTION[-1]), last_lines=OWN_CONNECTION)
@@ -217,19 +235,29 @@ def test_rank_whose_traceback_was_cut_is_not_named_beside_one_that_names_its_col
     judge = Judge()
     judge.note_exit(failure(0, code=0), 10.0)
     judge.hear(replace(failure(1, effect=True), last_lines=ALL_REDUCE), 10.5, exited=True)
-    judge.hear(replace(failure(2, effect=True, message=ALL_REDUCE[-1]), last_lines=ALL_REDUCE[:2]), 10.6, exited=True)
+    judge.hear(
+        replace(failure(2, effect=True, message=ALL_REDUCE[-1]), last_lines=ALL_REDUCE[:2]),
+        10.6,
+        exited=True,
+    )
     root = judge.root()
     assert root is not None
     assert root.message == "ended with exit code 0 0.5 s before; rank 1 was in all_reduce"
 
 
 heard = st.tuples(
-    st.integers(0, 3), st.integers(0, 2), st.floats(0, 100, allow_nan=False), st.booleans(), st.booleans()
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.floats(0, 100, allow_nan=False),
+    st.booleans(),
+    st.booleans(),
 )  # node, local rank, time, effect, exited
 
 
 @given(st.lists(heard), st.one_of(st.none(), st.floats(0, 100, allow_nan=False)))
-def test_one_cause_and_every_other_failure_once_in_order(reports: list[tuple[int, int, float, bool, bool]], stopped: float | None) -> None:
+def test_one_cause_and_every_other_failure_once_in_order(
+    reports: list[tuple[int, int, float, bool, bool]], stopped: float | None
+) -> None:
     judge = Judge()
     if stopped is not None:
         judge.stopped(stopped)

@@ -30,13 +30,29 @@ def job(tmp_path: Path) -> Path:
     """Return the log directory of a job of one worker that has ended; its id is x-222222."""
     folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True)
-    handle = Handle("local", "x-222222", {"agents": [], "boot_id": "b", "host": os.uname().nodename})
+    handle = Handle(
+        "local", "x-222222", {"agents": [], "boot_id": "b", "host": os.uname().nodename}
+    )
     end, at = Verdict(JobState.SUCCEEDED, 0).to_json(), "2026-01-01T00:00:00.000Z"
-    Records().save(Record("x-222222", "x", "local", "local", tmp_path, 1, at, {"nproc_per_node": 1}, handle, end=end))
+    Records().save(
+        Record(
+            "x-222222",
+            "x",
+            "local",
+            "local",
+            tmp_path,
+            1,
+            at,
+            {"nproc_per_node": 1},
+            handle,
+            end=end,
+        )
+    )
     return folder
 
 
-# A process counts the memory of the one that it was forked from: this test's own is larger than what is measured.
+# A process counts the memory of the one that it was forked from: this test's own is larger than
+# what is measured.
 MEASURE = """
 import resource, subprocess, sys
 with open(sys.argv[1], "wb") as out:
@@ -47,9 +63,22 @@ sys.exit(code)
 
 
 def show(tmp_path: Path, *args: str) -> tuple[bytes, int]:
-    """Run ``logs``; return the output, or a digest where it is long, and the most memory that it took (bytes)."""
+    """Run ``logs``; return the output, or a digest where it is long, and the most memory that it
+    took (bytes).
+    """
     out = tmp_path / "out"
-    command = [sys.executable, "-c", MEASURE, str(out), sys.executable, "-m", "clusterjob", "logs", "x-222222", *args]
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(out),
+        sys.executable,
+        "-m",
+        "clusterjob",
+        "logs",
+        "x-222222",
+        *args,
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE * 3, check=True)
     data = out.read_bytes()
     return (data if len(data) < 4096 else hashlib.sha256(data).digest()), int(done.stdout)
@@ -83,7 +112,9 @@ def test_tail_of_a_large_log_takes_little_memory(job: Path, tmp_path: Path, size
 
 @pytest.mark.parametrize("size", [20, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("option", [(), ("--raw",)])
-def test_one_line_of_any_length_passes_in_little_memory(job: Path, tmp_path: Path, size: int, option: tuple[str, ...]) -> None:
+def test_one_line_of_any_length_passes_in_little_memory(
+    job: Path, tmp_path: Path, size: int, option: tuple[str, ...]
+) -> None:
     piece = b"abcdefgh" * (MIB // 8)
     digest = write(job / "rank0.out", piece, size)
     with (job / "rank0.out").open("ab") as stream:
@@ -109,7 +140,11 @@ def test_a_progress_bar_of_many_updates_takes_little_memory(job: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_large_log_is_shown_whole_in_little_memory(job: Path, tmp_path: Path) -> None:
-    digest = write(job / "rank0.out", b"".join(b"line %d of many that are alike\n" % number for number in range(1000)), 2000)
+    digest = write(
+        job / "rank0.out",
+        b"".join(b"line %d of many that are alike\n" % number for number in range(1000)),
+        2000,
+    )
     note(job)
     out, memory = show(tmp_path)
     assert out == digest
@@ -137,7 +172,9 @@ def test_raw_passes_bytes_through(job: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alike", [False, True])
-def test_merged_output_takes_a_bounded_multiple_of_a_plain_copy(tmp_path: Path, alike: bool) -> None:
+def test_merged_output_takes_a_bounded_multiple_of_a_plain_copy(
+    tmp_path: Path, alike: bool
+) -> None:
     ranks, count = 4, 30_000
     folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True)
@@ -145,11 +182,16 @@ def test_merged_output_takes_a_bounded_multiple_of_a_plain_copy(tmp_path: Path, 
     for rank, file in enumerate(files):
         who = "all" if alike else f"{rank:3}"
         file.write_text(
-            "".join(f"rank {who} step {step:8} loss {step % 97 / 97:.6f} lr 0.000300 tokens/s 12345.678\n" for step in range(count))
+            "".join(
+                f"rank {who} step {step:8} loss {step % 97 / 97:.6f} lr 0.000300 tokens/s 12345.678\n"
+                for step in range(count)
+            )
         )
     sizes = [file.stat().st_size for file in files]
     notes = [
-        f"{moment / 10:.3f} {file.name} {size * moment // 50}\n" for moment in range(1, 51) for file, size in zip(files, sizes, strict=True)
+        f"{moment / 10:.3f} {file.name} {size * moment // 50}\n"
+        for moment in range(1, 51)
+        for file, size in zip(files, sizes, strict=True)
     ]
     (folder / "timeline").write_text("".join(notes))
 
@@ -170,5 +212,6 @@ def test_merged_output_takes_a_bounded_multiple_of_a_plain_copy(tmp_path: Path, 
                 begin = time.process_time()
                 function(out)
                 seconds.append(time.process_time() - begin)
-    # 13 times as much, which is 4 us a line; it was 34 times, and a run took minutes to show 100 MB.
+    # 13 times as much, which is 4 us a line; it was 34 times, and a run took minutes to show 100
+    # MB.
     assert min(taken[merged]) < 25 * min(taken[plainly]), taken

@@ -40,7 +40,12 @@ def needs(program: str) -> str:
 
 def is_open_mpi() -> bool:
     """Return whether plain mpirun, which Debian lets an administrator choose, is Open MPI's."""
-    return "Open" in subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+    return (
+        "Open"
+        in subprocess.run(
+            ["mpirun", "--version"], capture_output=True, text=True, check=False
+        ).stdout
+    )
 
 
 def check(directory: Path, world: int, source: str) -> list[dict[str, Any]]:
@@ -52,13 +57,23 @@ def check(directory: Path, world: int, source: str) -> list[dict[str, Any]]:
     return ranks
 
 
-ROOT_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+ROOT_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["nothing said", "master given"])
 def test_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
-    extra = ROOT_MPI | ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if given else {})
-    ran = run([needs("mpirun.openmpi"), "-n", "3", sys.executable, script(tmp_path, TRAIN)], tmp_path, extra)
+    extra = ROOT_MPI | (
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if given else {}
+    )
+    ran = run(
+        [needs("mpirun.openmpi"), "-n", "3", sys.executable, script(tmp_path, TRAIN)],
+        tmp_path,
+        extra,
+    )
     assert ran.code == 0, ran.err
     check(tmp_path, 3, "openmpi")
 
@@ -66,7 +81,11 @@ def test_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "inside a shell"])
 def test_mpiexec_of_mpich(tmp_path: Path, wrapped: bool) -> None:
     path = script(tmp_path, TRAIN)
-    command = ["sh", "-c", f"cd . && '{sys.executable}' '{path}'; exit $?"] if wrapped else [sys.executable, path]
+    command = (
+        ["sh", "-c", f"cd . && '{sys.executable}' '{path}'; exit $?"]
+        if wrapped
+        else [sys.executable, path]
+    )
     ran = run([needs("mpirun.mpich"), "-n", "3", *command], tmp_path)
     assert ran.code == 0, ran.err
     check(tmp_path, 3, "hydra")
@@ -76,18 +95,35 @@ def test_two_starts_of_mpich_at_once_do_not_meet(tmp_path: Path) -> None:
     """Hydra names no job: what tells two of them apart is the process behind PMI_FD."""
     code = "from clusterjob.node.environments import detect, look; import os; print(detect(look(os.environ)).place.topology.master_port)"
     ports = [
-        set(run([needs("mpirun.mpich"), "-n", "2", sys.executable, "-c", code], tmp_path).out.split()) for _ in range(3)
-    ]  # fmt: skip
+        set(
+            run(
+                [needs("mpirun.mpich"), "-n", "2", sys.executable, "-c", code], tmp_path
+            ).out.split()
+        )
+        for _ in range(3)
+    ]
     assert all(len(each) == 1 for each in ports)
     assert len(set.union(*ports)) > 1  # the same one by chance: 1 in 144 million
 
 
 def test_torch_distributed_launch(tmp_path: Path) -> None:
-    argv = ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-port", str(free_port()), script(tmp_path, TRAIN), "--own"]
+    argv = [
+        "-m",
+        "torch.distributed.launch",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        script(tmp_path, TRAIN),
+        "--own",
+    ]
     ran = run([sys.executable, *argv], tmp_path)
     assert ran.code == 0, ran.err
     ranks = check(tmp_path, 2, "torchrun")
-    assert all(rank["argv"][-1] == "--own" and rank["argv"][0].startswith("--local-rank=") for rank in ranks)
+    assert all(
+        rank["argv"][-1] == "--own" and rank["argv"][0].startswith("--local-rank=")
+        for rank in ranks
+    )
 
 
 def test_a_local_rank_that_is_in_argv_alone(tmp_path: Path) -> None:
@@ -96,7 +132,9 @@ def test_a_local_rank_that_is_in_argv_alone(tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
         subprocess.Popen(
-            [sys.executable, path, f"--local{dash}rank={rank}"], cwd=tmp_path, env=environment(tmp_path, common | {"RANK": str(rank)})
+            [sys.executable, path, f"--local{dash}rank={rank}"],
+            cwd=tmp_path,
+            env=environment(tmp_path, common | {"RANK": str(rank)}),
         )
         for rank, dash in enumerate("-_")
     ]
@@ -107,8 +145,25 @@ def test_a_local_rank_that_is_in_argv_alone(tmp_path: Path) -> None:
 def test_accelerate_launch(tmp_path: Path) -> None:
     """Its processes on CPUs are torchrun's."""
     pytest.importorskip("accelerate")
-    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    argv = ["-m", "accelerate.commands.launch", *options, "--main_process_port", str(free_port()), script(tmp_path, TRAIN)]
+    options = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    argv = [
+        "-m",
+        "accelerate.commands.launch",
+        *options,
+        "--main_process_port",
+        str(free_port()),
+        script(tmp_path, TRAIN),
+    ]
     ran = run([sys.executable, *argv], tmp_path, {"HF_HOME": str(tmp_path)})
     assert ran.code == 0, ran.err
     check(tmp_path, 2, "torchrun")
@@ -120,9 +175,31 @@ def test_accelerate_launch_through_mpirun(tmp_path: Path) -> None:
     if not is_open_mpi():
         pytest.skip("mpirun is not Open MPI's here")
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    options = ["--cpu", "--mpirun_hostfile", "hosts", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    argv = ["-m", "accelerate.commands.launch", *options, "--dynamo_backend", "no", "--main_process_port", str(free_port())]
-    ran = run([sys.executable, *argv, script(tmp_path, TRAIN)], tmp_path, ROOT_MPI | {"HF_HOME": str(tmp_path)})
+    options = [
+        "--cpu",
+        "--mpirun_hostfile",
+        "hosts",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+    ]
+    argv = [
+        "-m",
+        "accelerate.commands.launch",
+        *options,
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        str(free_port()),
+    ]
+    ran = run(
+        [sys.executable, *argv, script(tmp_path, TRAIN)],
+        tmp_path,
+        ROOT_MPI | {"HF_HOME": str(tmp_path)},
+    )
     assert ran.code == 0, ran.err
     check(tmp_path, 2, "openmpi")
 
@@ -140,13 +217,20 @@ TORCHRUNX = """
 
 
 def test_torchrunx(tmp_path: Path) -> None:
-    """It lets go of the port that it has chosen before its workers take it: on a machine of its own, nobody else does meanwhile."""
+    """It lets go of the port that it has chosen before its workers take it: on a machine of its
+    own, nobody else does meanwhile.
+    """
     pytest.importorskip("torchrunx")
     if why_not():
         pytest.skip(why_not())
     path = script(tmp_path, TRAIN)
     with machines(1) as [machine]:
-        ran = run(machine.command(sys.executable, script(tmp_path, TORCHRUNX.format(path=str(path)), "start.py")), tmp_path)
+        ran = run(
+            machine.command(
+                sys.executable, script(tmp_path, TORCHRUNX.format(path=str(path)), "start.py")
+            ),
+            tmp_path,
+        )
     assert ran.code == 0, ran.err
     check(tmp_path, 2, "env")
 
@@ -154,7 +238,12 @@ def test_torchrunx(tmp_path: Path) -> None:
 def test_cores_are_shared_among_the_processes_of_a_node(tmp_path: Path) -> None:
     """Without it each of them starts as many threads as there are cores."""
     path = script(tmp_path, TRAIN)
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     started = []
     for rank in range(2):
         env = environment(tmp_path, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -168,7 +257,9 @@ def test_cores_are_shared_among_the_processes_of_a_node(tmp_path: Path) -> None:
 def test_env_works_without_torch_and_without_the_submit_half(tmp_path: Path) -> None:
     assert importlib.util.find_spec("typer") is not None
     argv = [sys.executable, "-S", "-m", "clusterjob", "env", "--json"]  # -S: no installed packages
-    ran = run(argv, tmp_path, {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1", "MLP_WORKER_0_HOST": "h"})
+    ran = run(
+        argv, tmp_path, {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1", "MLP_WORKER_0_HOST": "h"}
+    )
     assert ran.code == 0, ran.err
     assert '"source": "mlp"' in ran.out
     refused = run([*argv[:-1]], tmp_path, {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1"})

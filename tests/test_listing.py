@@ -1,4 +1,6 @@
-"""`list` of many jobs: rows of ended ones come from a cache, and are right whatever has changed since."""
+"""`list` of many jobs: rows of ended ones come from a cache, and are right whatever has changed
+since.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,25 @@ def listed() -> tuple[list[Row], list[str]]:
 
 def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Record:
     handle = Handle("local", job_id, {"agents": [], "boot_id": "b", "host": os.uname().nodename})
-    record = Record(job_id, "x", "local", "local", job_dir, 1, f"2026-01-01T00:00:00.{job_id[-3:]}Z", {}, handle, **fields)
+    record = Record(
+        job_id,
+        "x",
+        "local",
+        "local",
+        job_dir,
+        1,
+        f"2026-01-01T00:00:00.{job_id[-3:]}Z",
+        {},
+        handle,
+        **fields,
+    )
     records.save(record)
     return record
 
 
-def test_rows_of_ended_jobs_come_from_the_cache(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_ended_jobs_come_from_the_cache(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, broken = listed()
     assert (len(rows), broken) == (100, [])
     assert rows[7][:5] == ("job-000007", "FAILED", "3", "1", "local")
@@ -59,7 +74,16 @@ def test_a_record_that_was_replaced_is_read_again(records: Records, tmp_path: Pa
     assert "job-000008" not in rows
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema": 1}', '{"schema": 1, "rows": {"job-000001": [1]}}', '{"schema": 1, "rows": 7}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"schema": 1}',
+        '{"schema": 1, "rows": {"job-000001": [1]}}',
+        '{"schema": 1, "rows": 7}',
+    ],
+)
 def test_a_cache_of_any_content_is_made_again(records: Records, content: str) -> None:
     rows, _ = listed()
     (records.directory / CACHE).write_text(content)
@@ -67,9 +91,15 @@ def test_a_cache_of_any_content_is_made_again(records: Records, content: str) ->
     assert len(json.loads((records.directory / CACHE).read_bytes())["rows"]) == 100
 
 
-def test_elements_of_an_array_are_listed_wherever_their_ends_are(records: Records, tmp_path: Path) -> None:
+def test_elements_of_an_array_are_listed_wherever_their_ends_are(
+    records: Records, tmp_path: Path
+) -> None:
     array = save(records, tmp_path, "arr-000900", array={"indices": [0, 1, 10], "pieces": [0]})
-    records.save(array.element(1).__class__(**{**vars(array.element(1)), "end": ENDED, "handle": array.handle}))
+    records.save(
+        array.element(1).__class__(
+            **{**vars(array.element(1)), "end": ENDED, "handle": array.handle}
+        )
+    )
     for _ in range(2):
         found = Listing(records)
         assert sorted(row.job_id for row in found.rows if row.array_id) == ["arr-000900_1"]
@@ -87,6 +117,8 @@ def test_end_that_was_guessed_is_asked_for_again(records: Records, tmp_path: Pat
 
 
 def test_guess_of_long_ago_is_an_end(records: Records, tmp_path: Path) -> None:
-    guess = Verdict(JobState.LOST, 1, "gpu1 is not reached", ended_at="2026-01-01T00:00:00Z").to_json()
+    guess = Verdict(
+        JobState.LOST, 1, "gpu1 is not reached", ended_at="2026-01-01T00:00:00Z"
+    ).to_json()
     save(records, tmp_path, "job-000007", end=guess, provisional=True)
     assert Listing(records).open == []

@@ -20,13 +20,29 @@ CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 
 
 def submit(work: Path) -> str:
-    done = subprocess.run([*CLUSTERJOB, "submit", "train.py"], cwd=work, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [*CLUSTERJOB, "submit", "train.py"],
+        cwd=work,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def settle(work: Path, job_id: str) -> None:
-    assert subprocess.run([*CLUSTERJOB, "wait", job_id], cwd=work, capture_output=True, timeout=PATIENCE, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [*CLUSTERJOB, "wait", job_id],
+            cwd=work,
+            capture_output=True,
+            timeout=PATIENCE,
+            check=False,
+        ).returncode
+        == 0
+    )
 
 
 @pytest.fixture
@@ -36,15 +52,23 @@ def work(tmp_path: Path) -> Path:
 
 
 def test_next_submit_removes_what_killed_submits_left(work: Path) -> None:
-    """SIGKILL at the first write into each place, by a limit on the size of files that a signal follows."""
+    """SIGKILL at the first write into each place, by a limit on the size of files that a signal
+    follows.
+    """
     home = Path(os.environ["CLUSTERJOB_HOME"])
     killed = 0
     for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
-        process = subprocess.Popen([*CLUSTERJOB, "submit", "train.py"], cwd=work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*CLUSTERJOB, "submit", "train.py"],
+            cwd=work,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         before = set(os.listdir(home / "records")) if (home / "records").exists() else set()
         wait_until(
             lambda process=process, before=before: (
-                process.poll() is not None or ((home / "records").exists() and set(os.listdir(home / "records")) - before)
+                process.poll() is not None
+                or ((home / "records").exists() and set(os.listdir(home / "records")) - before)
             ),
             PATIENCE,
         )
@@ -59,9 +83,13 @@ def test_next_submit_removes_what_killed_submits_left(work: Path) -> None:
     records = os.listdir(home / "records")
     assert [name for name in records if name.startswith(".")] == []
     assert sorted(os.listdir(home / "jobs")) == sorted(
-        name.removesuffix(".json") for name in records if (home / "jobs" / name.removesuffix(".json")).exists()
+        name.removesuffix(".json")
+        for name in records
+        if (home / "jobs" / name.removesuffix(".json")).exists()
     )
-    listed = subprocess.run([*CLUSTERJOB, "list"], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    listed = subprocess.run(
+        [*CLUSTERJOB, "list"], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert "PENDING" not in listed.stdout
 
 
@@ -76,7 +104,9 @@ def test_next_submit_leaves_what_others_write_or_wrote(work: Path) -> None:
     os.utime(home / "jobs" / "old-222222", (time.time() - 4000,) * 2)
     (home / "jobs" / "fresh-222222" / "logs").mkdir(parents=True)
     settle(work, submit(work))
-    assert sorted(name for name in os.listdir(home / "records") if name.startswith(".")) == sorted(others)
+    assert sorted(name for name in os.listdir(home / "records") if name.startswith(".")) == sorted(
+        others
+    )
     assert (home / "jobs" / "old-222222").is_dir()
     assert (home / "jobs" / "fresh-222222").is_dir()
 

@@ -36,7 +36,9 @@ print("over", file=sys.stderr)
 @pytest.mark.parametrize("verb", ["run", "launch"])
 def test_bars_of_two_ranks_are_shown_while_they_run(tmp_path: Path, verb: str) -> None:
     (tmp_path / "train.py").write_text(BAR)
-    with Terminal([*CLUSTERJOB, verb, "--nproc-per-node", "2", "train.py"], cwd=tmp_path) as terminal:
+    with Terminal(
+        [*CLUSTERJOB, verb, "--nproc-per-node", "2", "train.py"], cwd=tmp_path
+    ) as terminal:
         for rank in (b"0", b"1"):
             terminal.read_until(b"[%s]  70%%|#######   | rank %s" % (rank, rank))
         (tmp_path / "go").touch()
@@ -49,7 +51,9 @@ def test_bars_of_two_ranks_are_shown_while_they_run(tmp_path: Path, verb: str) -
 
 
 def rendered(text: str) -> list[str]:
-    """Return what a terminal shows in the end, of what our moving lines use: CR, LF, cursor up, erase below."""
+    """Return what a terminal shows in the end, of what our moving lines use: CR, LF, cursor up,
+    erase below.
+    """
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
         if token == "\n":
@@ -64,7 +68,9 @@ def rendered(text: str) -> list[str]:
         elif token.endswith("K"):
             lines[row] = "" if token == "\x1b[2K" else lines[row][:column]
         elif not token.startswith("\x1b"):
-            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            lines[row] = (
+                lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            )
             column += len(token)
     return lines
 
@@ -94,7 +100,10 @@ live.clear()
     first = text.partition("=")[0].splitlines()
     assert len(first) == 7
     assert first[-1].startswith("... and 2")
-    assert all(sum(2 if character == "\u4e2d" else 1 for character in line) < columns for line in first[:-1])
+    assert all(
+        sum(2 if character == "\u4e2d" else 1 for character in line) < columns
+        for line in first[:-1]
+    )
     assert "\x1b]" not in text
     assert rendered(text)[-1] == ""
 
@@ -112,7 +121,10 @@ def test_a_pipe_gets_no_moving_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_watch_folds_lines_of_all_ranks_and_asks_for_open_lines_once_a_look(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
 ) -> None:
     directory = node_directory(tmp_path, 0)
     directory.mkdir(parents=True)
@@ -120,7 +132,17 @@ def test_watch_folds_lines_of_all_ranks_and_asks_for_open_lines_once_a_look(
         (directory / f"rank{rank}.out").write_text("ready\n")
     Timeline(directory).note()
     end = Verdict(JobState.SUCCEEDED, 0).to_json()
-    record = Record("job-000001", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00Z", {"nproc_per_node": 4}, end=end)
+    record = Record(
+        "job-000001",
+        "x",
+        "local",
+        "local",
+        tmp_path,
+        1,
+        "2026-01-01T00:00:00Z",
+        {"nproc_per_node": 4},
+        end=end,
+    )
     asked: list[LogReader] = []
     monkeypatch.setattr(LogReader, "open_lines", lambda reader: asked.append(reader) or [])
     monkeypatch.setattr(output, "_live", LiveLines())

@@ -1,4 +1,6 @@
-"""Jobs on this machine as the backend runs them: real agents, real workers, what is seen of them and what faults make of them."""
+"""Jobs on this machine as the backend runs them: real agents, real workers, what is seen of them
+and what faults make of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE, alive, below, command_line, kill_one_by_one, nothing_left, own_marked, stat_of, wait_until
+from procs import (
+    PATIENCE,
+    alive,
+    below,
+    command_line,
+    kill_one_by_one,
+    nothing_left,
+    own_marked,
+    stat_of,
+    wait_until,
+)
 
 from clusterjob.backends.local.backend import LocalBackend
 from clusterjob.core import jobs
@@ -46,7 +58,9 @@ SLEEPER = """
 
 
 class Place:
-    """A directory that jobs are submitted from, with an interpreter that starts at once: it finds no torch to import."""
+    """A directory that jobs are submitted from, with an interpreter that starts at once: it finds
+    no torch to import.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -63,20 +77,32 @@ class Place:
 
     def plan(self, program: Program, **flags: Any) -> Plan:
         flags = {"nodes": 2, "python": str(self.python), **flags}
-        settings: Settings = jobs.settle({key: value for key, value in flags.items() if value is not None}, "local", self.directory)
+        settings: Settings = jobs.settle(
+            {key: value for key, value in flags.items() if value is not None},
+            "local",
+            self.directory,
+        )
         return jobs.plan(jobs.make_spec(program, settings, self.directory), settings)
 
     def submit(self, text: str, *args: str, **flags: Any) -> Record:
-        """Submit a script that is given by its text; as ``clusterjob submit`` does, the job is left to itself."""
-        return jobs.submit(self.plan(Program("script", self.script(text), args), **flags), "local", detach=True)
+        """Submit a script that is given by its text; as ``clusterjob submit`` does, the job is left
+        to itself.
+        """
+        return jobs.submit(
+            self.plan(Program("script", self.script(text), args), **flags), "local", detach=True
+        )
 
     def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
-        wait_until(lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}")
+        wait_until(
+            lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}"
+        )
 
 
 def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
     """Return the verdict of a job; fail the test when there is none in time."""
-    verdict = wait_until(lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}")
+    verdict = wait_until(
+        lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}"
+    )
     assert verdict is not None
     return verdict
 
@@ -84,7 +110,10 @@ def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
 def agents_of(record: Record) -> list[int]:
     """Return the pids of a job's agents, node by node."""
     assert record.handle is not None
-    return [agent["pid"] for agent in sorted(record.handle.data["agents"], key=lambda agent: agent["node_rank"])]
+    return [
+        agent["pid"]
+        for agent in sorted(record.handle.data["agents"], key=lambda agent: agent["node_rank"])
+    ]
 
 
 def children(pid: int) -> list[int]:
@@ -93,7 +122,11 @@ def children(pid: int) -> list[int]:
 
 def text_of(record: Record) -> str:
     """Return all that the job's agents and workers wrote."""
-    return "\n".join(path.read_text(errors="replace") for path in sorted((record.job_dir / "logs").rglob("*")) if path.is_file())
+    return "\n".join(
+        path.read_text(errors="replace")
+        for path in sorted((record.job_dir / "logs").rglob("*"))
+        if path.is_file()
+    )
 
 
 @pytest.fixture
@@ -134,17 +167,30 @@ def test_a_job_is_pending_then_running_then_over(place: Place) -> None:
     assert Records().find(record.job_id).end is None
     place.path("leave").touch()
     verdict = end_of(record)
-    assert (verdict.state, verdict.exit_code, verdict.reason, verdict.failure) == (JobState.SUCCEEDED, 0, "", None)
+    assert (verdict.state, verdict.exit_code, verdict.reason, verdict.failure) == (
+        JobState.SUCCEEDED,
+        0,
+        "",
+        None,
+    )
     assert verdict.started_at == during.started_at
     assert record.submitted_at <= str(verdict.started_at) <= str(verdict.ended_at)
-    assert Records().find(record.job_id).end == verdict.to_json(), "the record keeps the end, whatever becomes of the directory"
+    assert Records().find(record.job_id).end == verdict.to_json(), (
+        "the record keeps the end, whatever becomes of the directory"
+    )
     nothing_left(PROMPT)
 
 
 def test_what_was_planned_is_what_is_done(place: Place) -> None:
-    """Byte for byte, files and commands alike; beside them only the token and the directories that the agents fill."""
+    """Byte for byte, files and commands alike; beside them only the token and the directories that
+    the agents fill.
+    """
     place.script("")
-    plan = place.plan(Program("script", "script.py", ("a b", "-x")), env=["A=1 2"], setup="while [ ! -e go ]; do sleep 0.02; done")
+    plan = place.plan(
+        Program("script", "script.py", ("a b", "-x")),
+        env=["A=1 2"],
+        setup="while [ ! -e go ]; do sleep 0.02; done",
+    )
     assert not plan.job_dir.parent.exists(), "a plan alone leaves no trace"
     record = jobs.submit(plan, "local", detach=True)
     for file in plan.files:
@@ -155,9 +201,17 @@ def test_what_was_planned_is_what_is_done(place: Place) -> None:
     logs = {f"logs/node{node}{name}" for node in (0, 1) for name in ("", "/agent.log")}
     assert found == planned | logs | {"token", "logs", "ends", "detached"}
     for pid, command in zip(agents_of(record), plan.commands, strict=True):
-        assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1] == [word.encode() for word in command.argv]
-        environ = dict(entry.split(b"=", 1) for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if entry)
-        assert environ.items() >= {(name.encode(), value.encode()) for name, value in command.env.items()}
+        assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1] == [
+            word.encode() for word in command.argv
+        ]
+        environ = dict(
+            entry.split(b"=", 1)
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if entry
+        )
+        assert environ.items() >= {
+            (name.encode(), value.encode()) for name, value in command.env.items()
+        }
         assert os.getsid(pid) == pid, "it is no part of the submitter's session"
     place.path("go").touch()
     assert end_of(record).state is JobState.SUCCEEDED
@@ -187,12 +241,15 @@ def test_output_is_followed_by_rank_and_stream(place: Place) -> None:
         nproc_per_node="2",
     )
     lines: list[Any] = []
-    verdict = jobs.follow(record, lambda batches: lines.extend(chain.from_iterable(batches)), lambda _: None)
+    verdict = jobs.follow(
+        record, lambda batches: lines.extend(chain.from_iterable(batches)), lambda _: None
+    )
     assert verdict.state is JobState.SUCCEEDED
     for rank in range(4):
         own = [(line.node_rank, line.stream, line.text) for line in lines if line.rank == rank]
         assert sorted(own) == sorted(
-            (rank // 2, *rest) for rest in (("out", f"out of {rank}"), ("err", f"err of {rank}"), ("out", "no end"))
+            (rank // 2, *rest)
+            for rest in (("out", f"out of {rank}"), ("err", f"err of {rank}"), ("out", "no end"))
         )
 
 
@@ -206,11 +263,15 @@ def test_jobs_that_run_at_once_do_not_meet(place: Place) -> None:
             assert out.read_text() == f"{2 * count} {record.job_id}\n"
 
 
-def test_a_job_from_inside_a_job_is_a_job_of_its_own(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_from_inside_a_job_is_a_job_of_its_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     foreign = {
-        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x",
-        "TORCHELASTIC_ERROR_FILE": "x", "CLUSTERJOB_JOB_ID": "outer", "CLUSTERJOB_NNODES": "9", "CLUSTERJOB_NODE_RANK": "7",
-        "CLUSTERJOB_TOKEN": "outer", "CLUSTERJOB_ATTEMPT": "3", "CLUSTERJOB_REPORT_FD": "3:1", "CLUSTERJOB_JOB_DIR": "/nonexistent",
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "MASTER_ADDR": "192.0.2.1",
+        "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_ERROR_FILE": "x",
+        "CLUSTERJOB_JOB_ID": "outer", "CLUSTERJOB_NNODES": "9", "CLUSTERJOB_NODE_RANK": "7",
+        "CLUSTERJOB_TOKEN": "outer", "CLUSTERJOB_ATTEMPT": "3", "CLUSTERJOB_REPORT_FD": "3:1",
+        "CLUSTERJOB_JOB_DIR": "/nonexistent",
     }  # fmt: skip
     for name, value in foreign.items():
         monkeypatch.setenv(name, value)
@@ -222,12 +283,15 @@ def test_a_job_from_inside_a_job_is_a_job_of_its_own(place: Place, monkeypatch: 
     assert end_of(record).state is JobState.SUCCEEDED
     seen = json.loads((record.job_dir / "logs" / "node1" / "rank1.out").read_text())
     assert seen == {
-        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "CLUSTERJOB_JOB_ID": record.job_id,
-        "CLUSTERJOB_ATTEMPT": "0", "TORCHELASTIC_RUN_ID": record.job_id, "TORCHELASTIC_ERROR_FILE": None,
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "CLUSTERJOB_JOB_ID": record.job_id, "CLUSTERJOB_ATTEMPT": "0",
+        "TORCHELASTIC_RUN_ID": record.job_id, "TORCHELASTIC_ERROR_FILE": None,
     }  # fmt: skip
 
 
-def test_hostile_names_arguments_and_variables_arrive_as_they_are(place: Place, weird_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_names_arguments_and_variables_arrive_as_they_are(
+    place: Place, weird_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CLUSTERJOB_HOME", str(weird_path / "home"))
     hostile = [
         "",
@@ -261,33 +325,49 @@ def test_hostile_names_arguments_and_variables_arrive_as_they_are(place: Place, 
     )
     env = [f"H_{index}={value}" for index, value in enumerate(hostile)]
     plan = there.plan(
-        Program("script", name, tuple(hostile)), env=env, name="a 'job' \"named\" $(touch pwned) ☃", setup="H_SETUP='a b'; export H_SETUP"
+        Program("script", name, tuple(hostile)),
+        env=env,
+        name="a 'job' \"named\" $(touch pwned) ☃",
+        setup="H_SETUP='a b'; export H_SETUP",
     )
     record = jobs.submit(plan, "local", detach=True)
     verdict = end_of(record)
     assert verdict.state is JobState.SUCCEEDED, verdict.text()
     for rank in (0, 1):
-        arguments, file, cwd, variables = json.loads((record.job_dir / "logs" / f"node{rank}" / f"rank{rank}.out").read_text())
+        arguments, file, cwd, variables = json.loads(
+            (record.job_dir / "logs" / f"node{rank}" / f"rank{rank}.out").read_text()
+        )
         assert arguments == hostile
         assert Path(file) == directory / name
         assert cwd == str(directory)
-        assert variables == {f"H_{index}": value for index, value in enumerate(hostile)} | {"H_SETUP": "a b"}
+        assert variables == {f"H_{index}": value for index, value in enumerate(hostile)} | {
+            "H_SETUP": "a b"
+        }
     assert not list(weird_path.rglob("pwned"))
 
 
-def test_everything_of_a_job_is_its_owner_s_alone_and_the_token_is_nowhere_else(place: Place) -> None:
+def test_everything_of_a_job_is_its_owner_s_alone_and_the_token_is_nowhere_else(
+    place: Place,
+) -> None:
     old = os.umask(0)
     try:
         record = place.submit(SLEEPER, env=["A=1"])
         place.wait_for("up0", "up1")
         token = (record.job_dir / "token").read_text()
         assert len(token) >= 32
-        tokens = [path for path in record.job_dir.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+        tokens = [
+            path
+            for path in record.job_dir.rglob("*")
+            if path.is_file() and token.encode() in path.read_bytes()
+        ]
         assert tokens == [record.job_dir / "token"]
         assert token not in json.dumps(Records().find(record.job_id).to_json())
         assert not [pid for pid in own_marked() if token in command_line(pid)]
         assert stat.S_IMODE((record.job_dir / "token").stat().st_mode) == 0o600
-        for directory in (record.job_dir, *(path for path in record.job_dir.rglob("*") if path.is_dir())):
+        for directory in (
+            record.job_dir,
+            *(path for path in record.job_dir.rglob("*") if path.is_dir()),
+        ):
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700, directory
         assert stat.S_IMODE((Records().directory / f"{record.job_id}.json").stat().st_mode) == 0o600
         jobs.cancel([record])
@@ -306,7 +386,9 @@ def test_setup_lines_and_variables_reach_the_workers(place: Place) -> None:
         setup=('export FROM_SETUP="$FROM_ENV set" # a comment', "cat", "true &"),
     )
     assert end_of(record).state is JobState.SUCCEEDED, text_of(record)
-    assert (record.job_dir / "logs" / "node0" / "rank0.out").read_text() == "it's it's set ['/mine']\n"
+    assert (
+        record.job_dir / "logs" / "node0" / "rank0.out"
+    ).read_text() == "it's it's set ['/mine']\n"
 
 
 @pytest.mark.parametrize("line", ["", "# only a comment", "  "])
@@ -331,7 +413,11 @@ def test_a_setup_line_that_fails_fails_the_job(place: Place, line: str, code: in
     print(f"a failing setup line ended the job after {time.monotonic() - begin:.2f} s")
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, code), verdict.text()
     assert verdict.failure is not None
-    assert (verdict.failure.rank, verdict.failure.host, verdict.failure.exit_code) == (None, HOST, code)
+    assert (verdict.failure.rank, verdict.failure.host, verdict.failure.exit_code) == (
+        None,
+        HOST,
+        code,
+    )
     assert "setup line failed" in verdict.reason
     assert "no such module" in verdict.text()
     nothing_left(PROMPT)
@@ -344,7 +430,9 @@ def test_a_setup_line_that_is_no_shell_fails_the_job(place: Place) -> None:
     assert "syntax error" in verdict.text()
 
 
-@pytest.mark.parametrize("line", ['[ "$CLUSTERJOB_NODE_RANK" != 1 ]', '[ "$CLUSTERJOB_NODE_RANK" != 1 ] || exit 1'])
+@pytest.mark.parametrize(
+    "line", ['[ "$CLUSTERJOB_NODE_RANK" != 1 ]', '[ "$CLUSTERJOB_NODE_RANK" != 1 ] || exit 1']
+)
 def test_a_setup_line_that_fails_on_one_node_fails_all(place: Place, line: str) -> None:
     record = place.submit(SLEEPER, setup=line, join_timeout="60")
     verdict = end_of(record, PROMPT)
@@ -357,7 +445,9 @@ def test_a_setup_line_that_fails_on_one_node_fails_all(place: Place, line: str) 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_an_interpreter_that_is_not_there_fails_the_job(place: Place, nodes: int) -> None:
-    record = place.submit(SLEEPER, nodes=nodes, python="/nonexistent/py thon", setup="true")  # setup lines might bring it
+    record = place.submit(
+        SLEEPER, nodes=nodes, python="/nonexistent/py thon", setup="true"
+    )  # setup lines might bring it
     verdict = end_of(record, PROMPT)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 127)
     assert verdict.reason.startswith("node 0 (host ")
@@ -388,7 +478,9 @@ def test_a_script_that_went_away_fails_the_job(place: Place) -> None:
     assert "script.py" in verdict.text()
 
 
-def test_agents_that_cannot_be_started_leave_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_that_cannot_be_started_leave_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.script("")
     plan = place.plan(Program("script", "script.py"))
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -401,7 +493,9 @@ def test_agents_that_cannot_be_started_leave_nothing(place: Place, monkeypatch: 
 def test_an_agent_that_cannot_be_started_takes_the_others_with_it(place: Place) -> None:
     place.script(SLEEPER)
     plan = place.plan(Program("script", "script.py"))
-    plan = replace(plan, commands=(plan.commands[0], PlannedCommand(("/nonexistent/bash",), node_rank=1)))
+    plan = replace(
+        plan, commands=(plan.commands[0], PlannedCommand(("/nonexistent/bash",), node_rank=1))
+    )
     with pytest.raises(SubmitError, match="No such file"):
         jobs.submit(plan, "local", detach=True)
     assert own_marked() == []
@@ -413,9 +507,13 @@ def test_an_agent_that_cannot_be_started_takes_the_others_with_it(place: Place) 
 # -- GPUs -----------------------------------------------------------------------------------------------------------------
 
 
-def test_too_few_gpus_make_a_rehearsal_on_the_cpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_make_a_rehearsal_on_the_cpu(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    place.script("import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']), os.environ['WORLD_SIZE'])")
+    place.script(
+        "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']), os.environ['WORLD_SIZE'])"
+    )
     plan = place.plan(Program("script", "script.py"), gpus_per_node="2")
     assert len(plan.notes) == 1
     assert "0 of the 4 GPUs" in plan.notes[0]
@@ -423,10 +521,14 @@ def test_too_few_gpus_make_a_rehearsal_on_the_cpu(place: Place, monkeypatch: pyt
     record = jobs.submit(plan, "local", detach=True)
     assert end_of(record).state is JobState.SUCCEEDED
     for rank in range(4):
-        assert (record.job_dir / "logs" / f"node{rank // 2}" / f"rank{rank}.out").read_text() == "'' 4\n"
+        assert (
+            record.job_dir / "logs" / f"node{rank // 2}" / f"rank{rank}.out"
+        ).read_text() == "'' 4\n"
 
 
-def test_required_gpus_that_are_not_there_are_an_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_gpus_that_are_not_there_are_an_error(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     place.script("")
     with pytest.raises(SpecError, match="0 of the 4 GPUs") as caught:
@@ -440,7 +542,9 @@ def test_an_option_that_this_backend_does_not_know_is_an_error(place: Place) -> 
         place.plan(Program("script", "script.py"), set=["partition=gpu"])
 
 
-def test_a_job_directory_that_pythonpath_cannot_carry_is_an_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_directory_that_pythonpath_cannot_carry_is_an_error(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CLUSTERJOB_HOME", str(place.path("a:b")))
     place.script("")
     with pytest.raises(SpecError, match="colon"):
@@ -487,10 +591,18 @@ def test_a_worker_that_dies_ends_both_nodes(place: Place, end: str, guilty: int)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, code)
     failure = verdict.failure
     assert failure is not None
-    assert (failure.rank, failure.local_rank, failure.node_rank, failure.host) == (guilty, guilty % 2, guilty // 2, HOST)
+    assert (failure.rank, failure.local_rank, failure.node_rank, failure.host) == (
+        guilty,
+        guilty % 2,
+        guilty // 2,
+        HOST,
+    )
     assert (failure.exit_code, failure.signal) == (code, signal_name)
     assert verdict.consequences == ()
-    assert f"FAILED: rank {guilty} (node {guilty // 2}, local rank {guilty % 2}, host {HOST})" in verdict.text()
+    assert (
+        f"FAILED: rank {guilty} (node {guilty // 2}, local rank {guilty % 2}, host {HOST})"
+        in verdict.text()
+    )
     assert "| these are\n  | my last words" in verdict.text()
 
 
@@ -512,7 +624,9 @@ def test_real_process_groups_on_two_nodes(place: Place) -> None:
     verdict = end_of(record)
     assert verdict.state is JobState.SUCCEEDED, verdict.text()
     for rank in range(4):
-        assert (record.job_dir / "logs" / f"node{rank // 2}" / f"rank{rank}.out").read_text() == f"{rank} 4 [10.0, 10.0, 10.0]\n"
+        assert (
+            record.job_dir / "logs" / f"node{rank // 2}" / f"rank{rank}.out"
+        ).read_text() == f"{rank} 4 [10.0, 10.0, 10.0]\n"
 
 
 def test_the_root_cause_among_effects_in_a_real_process_group(place: Place) -> None:
@@ -533,7 +647,9 @@ def test_the_root_cause_among_effects_in_a_real_process_group(place: Place) -> N
     )
     verdict = end_of(record)
     nothing_left(PROMPT)
-    print(f"nothing was left {time.monotonic() - float(place.path('moment').read_text()):.2f} s after the exception")
+    print(
+        f"nothing was left {time.monotonic() - float(place.path('moment').read_text()):.2f} s after the exception"
+    )
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
     assert verdict.failure is not None
     assert verdict.failure.rank == 3
@@ -574,7 +690,9 @@ def test_the_time_limit_ends_a_job(place: Place) -> None:
 # -- processes that are killed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["agent 0", "agent 1", "starter 0", "starter 1", "worker 0", "worker 1", "all agents"])
+@pytest.mark.parametrize(
+    "kind", ["agent 0", "agent 1", "starter 0", "starter 1", "worker 0", "worker 1", "all agents"]
+)
 def test_nothing_survives_the_kill_of_any_process(place: Place, kind: str) -> None:
     record = place.submit(SLEEPER + "\n", nproc_per_node="2")
     place.wait_for(*(f"up{rank}" for rank in range(4)))
@@ -585,15 +703,26 @@ def test_nothing_survives_the_kill_of_any_process(place: Place, kind: str) -> No
     assert [len(group) for group in workers] == [2, 2]
     what, _, node = kind.partition(" ")
     node_rank = int(node) if node.isdigit() else 0
-    targets = {"agent": [agents[node_rank]], "starter": [starters[node_rank]], "worker": [workers[node_rank][0]], "all": agents}[what]
+    targets = {
+        "agent": [agents[node_rank]],
+        "starter": [starters[node_rank]],
+        "worker": [workers[node_rank][0]],
+        "all": agents,
+    }[what]
     kill_one_by_one(targets)
     took = nothing_left(LOST)
     verdict = end_of(record, PROMPT)
-    print(f"kill -9 of {kind}: nothing was left {took:.2f} s after it; {verdict.text().splitlines()[0]}")
+    print(
+        f"kill -9 of {kind}: nothing was left {took:.2f} s after it; {verdict.text().splitlines()[0]}"
+    )
     if what == "worker":
         assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 137)
         assert verdict.failure is not None
-        assert (verdict.failure.node_rank, verdict.failure.local_rank, verdict.failure.signal) == (node_rank, 0, "SIGKILL")
+        assert (verdict.failure.node_rank, verdict.failure.local_rank, verdict.failure.signal) == (
+            node_rank,
+            0,
+            "SIGKILL",
+        )
     else:
         assert verdict.state in (JobState.FAILED, JobState.LOST)
         assert verdict.exit_code != 0
@@ -605,8 +734,12 @@ def test_nothing_survives_the_kill_of_any_process(place: Place, kind: str) -> No
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
-def test_nothing_survives_the_kill_of_a_node_that_is_still_being_set_up(place: Place, node_rank: int) -> None:
-    """Its shell is killed and its setup command is not; the other node's agent waits no longer than it may."""
+def test_nothing_survives_the_kill_of_a_node_that_is_still_being_set_up(
+    place: Place, node_rank: int
+) -> None:
+    """Its shell is killed and its setup command is not; the other node's agent waits no longer than
+    it may.
+    """
     line = f'[ "$CLUSTERJOB_NODE_RANK" != {node_rank} ] || {{ touch in; sleep 1000; }}'
     record = place.submit(SLEEPER, setup=line, join_timeout="2")
     place.wait_for("in")
@@ -693,14 +826,19 @@ def test_a_worker_that_ignores_the_wish_is_killed_after_the_grace(place: Place) 
 
 
 def test_a_job_can_be_cancelled_at_every_moment_of_its_start(place: Place) -> None:
-    """From the shell's first line to the running worker: each pause ends somewhere else on that way."""
+    """From the shell's first line to the running worker: each pause ends somewhere else on that
+    way.
+    """
     states = {}
     for milliseconds in (0, 5, 15, 30, 60, 100, 150, 250, 400):
         record = place.submit(SLEEPER)
         time.sleep(milliseconds / 1000)
         jobs.cancel([record])
         status = jobs.status(record)
-        states[milliseconds] = (str(status.state), status.verdict.exit_code if status.verdict else None)
+        states[milliseconds] = (
+            str(status.state),
+            status.verdict.exit_code if status.verdict else None,
+        )
         nothing_left(PROMPT)
     assert states == dict.fromkeys(states, ("CANCELLED", 143))
 
@@ -719,8 +857,12 @@ def test_a_job_is_cancelled_during_a_long_setup_line(place: Place) -> None:
     assert status.verdict.exit_code == 143
 
 
-def test_a_setup_line_that_ignores_the_wish_to_end_is_killed_with_all_its_children(place: Place) -> None:
-    record = place.submit(SLEEPER, setup='trap "" TERM; touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000', grace="0.3")
+def test_a_setup_line_that_ignores_the_wish_to_end_is_killed_with_all_its_children(
+    place: Place,
+) -> None:
+    record = place.submit(
+        SLEEPER, setup='trap "" TERM; touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000', grace="0.3"
+    )
     place.wait_for("in0", "in1")
     jobs.cancel([record])
     nothing_left(PROMPT)
@@ -740,8 +882,12 @@ def test_a_job_that_has_ended_is_not_cancelled(place: Place) -> None:
 def test_a_directory_deleted_under_a_running_job(place: Place) -> None:
     record = place.submit(SLEEPER)
     place.wait_for("up0", "up1")
-    shutil.rmtree(record.job_dir.rename(place.path("deleted")))  # at once: what writes into it would make it again
-    assert jobs.status(record).state in (JobState.RUNNING, JobState.UNKNOWN), "it was started: it cannot be pending"
+    shutil.rmtree(
+        record.job_dir.rename(place.path("deleted"))
+    )  # at once: what writes into it would make it again
+    assert jobs.status(record).state in (JobState.RUNNING, JobState.UNKNOWN), (
+        "it was started: it cannot be pending"
+    )
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
     nothing_left(PROMPT)
     status = jobs.status(record)
@@ -760,7 +906,9 @@ def test_verdict_of_a_job_whose_directory_was_deleted_is_kept_on_this_machine(pl
         """
     )
     place.wait_for("up0", "up1")
-    shutil.rmtree(record.job_dir.rename(place.path("deleted")))  # at once: what writes into it would make it again
+    shutil.rmtree(
+        record.job_dir.rename(place.path("deleted"))
+    )  # at once: what writes into it would make it again
     place.path("leave").touch()
     nothing_left(PROMPT)
     verdict = end_of(record)
@@ -775,7 +923,9 @@ def test_a_directory_deleted_after_the_end(place: Place) -> None:
     nothing_left(PROMPT)
     shutil.rmtree(known.job_dir)
     shutil.rmtree(unasked.job_dir)
-    assert jobs.status(Records().find(known.job_id)).state is JobState.SUCCEEDED, "its end was noted in the record"
+    assert jobs.status(Records().find(known.job_id)).state is JobState.SUCCEEDED, (
+        "its end was noted in the record"
+    )
     assert jobs.status(Records().find(unasked.job_id)).state is JobState.LOST
     assert jobs.follow(Records().find(known.job_id), lambda _: None, lambda _: None).exit_code == 0
 
@@ -785,16 +935,25 @@ def test_a_job_from_before_a_reboot_is_lost(place: Place) -> None:
     place.wait_for("up0", "up1")
     handle = record.handle
     assert handle is not None
-    stale = replace(record, handle=replace(handle, data={**handle.data, "boot_id": "00000000-0000-0000-0000-000000000000"}))
+    stale = replace(
+        record,
+        handle=replace(
+            handle, data={**handle.data, "boot_id": "00000000-0000-0000-0000-000000000000"}
+        ),
+    )
     agents = agents_of(record)
     assert jobs.status(stale).state is JobState.LOST
     assert [was_running for _, was_running in jobs.cancel([stale])] == [False]
-    assert all(alive(agent) for agent in agents), "whoever has these pids on this boot is someone else"
+    assert all(alive(agent) for agent in agents), (
+        "whoever has these pids on this boot is someone else"
+    )
     jobs.cancel([record])
 
 
 @pytest.mark.parametrize("ticks", ["another process's", "none"])
-def test_a_pid_that_another_process_has_now_is_not_taken_for_the_agent(place: Place, ticks: str) -> None:
+def test_a_pid_that_another_process_has_now_is_not_taken_for_the_agent(
+    place: Place, ticks: str
+) -> None:
     record = place.submit("")
     assert end_of(record).state is JobState.SUCCEEDED
     bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -802,10 +961,18 @@ def test_a_pid_that_another_process_has_now_is_not_taken_for_the_agent(place: Pl
         own = processes.start_ticks(bystander.pid)
         assert own is not None
         assert record.handle is not None
-        agents = [{"node_rank": 0, "pid": bystander.pid, "ticks": own - 1 if ticks != "none" else 0}]
-        wait_until(lambda: not any(alive(agent) for agent in agents_of(record)), PATIENCE)  # one that finds no result writes it
+        agents = [
+            {"node_rank": 0, "pid": bystander.pid, "ticks": own - 1 if ticks != "none" else 0}
+        ]
+        wait_until(
+            lambda: not any(alive(agent) for agent in agents_of(record)), PATIENCE
+        )  # one that finds no result writes it
         (record.job_dir / "result.json").unlink()
-        stale = replace(record, end=None, handle=replace(record.handle, data={**record.handle.data, "agents": agents}))
+        stale = replace(
+            record,
+            end=None,
+            handle=replace(record.handle, data={**record.handle.data, "agents": agents}),
+        )
         assert jobs.status(stale).state is JobState.LOST
         jobs.cancel([stale])
         assert bystander.poll() is None
@@ -815,13 +982,27 @@ def test_a_pid_that_another_process_has_now_is_not_taken_for_the_agent(place: Pl
         bystander.wait()
 
 
-def test_a_job_of_another_host_is_neither_judged_nor_said_to_be_cancelled(place: Place, tmp_path: Path) -> None:
+def test_a_job_of_another_host_is_neither_judged_nor_said_to_be_cancelled(
+    place: Place, tmp_path: Path
+) -> None:
     """The record may lie in a home directory that several hosts share."""
     agents = [{"node_rank": 0, "pid": os.getpid(), "ticks": processes.start_ticks(os.getpid())}]
-    handle = Handle("local", "x-222222", {"agents": agents, "boot_id": processes.boot_id(), "host": "elsewhere"})
+    handle = Handle(
+        "local", "x-222222", {"agents": agents, "boot_id": processes.boot_id(), "host": "elsewhere"}
+    )
     job_dir = tmp_path / "job"
     job_dir.mkdir()
-    record = Record("x-222222", "x", "local", "local", job_dir, 1, "2026-01-01T00:00:00.000Z", {"grace": 0.1}, handle)
+    record = Record(
+        "x-222222",
+        "x",
+        "local",
+        "local",
+        job_dir,
+        1,
+        "2026-01-01T00:00:00.000Z",
+        {"grace": 0.1},
+        handle,
+    )
     Records().save(record)
     status = jobs.status(record)
     assert (status.state, status.verdict) == (JobState.UNKNOWN, None)
@@ -846,10 +1027,14 @@ class LookedAtWhileItSubmits(LocalBackend):
         return handle
 
 
-def test_a_job_that_is_being_submitted_is_not_taken_for_dead(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_being_submitted_is_not_taken_for_dead(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its record is on disk before its handle is."""
     listing = [sys.executable, "-m", "clusterjob", "list", "--json"]
-    backend = LookedAtWhileItSubmits(lambda: subprocess.run(listing, capture_output=True, timeout=PATIENCE, check=True).stdout)
+    backend = LookedAtWhileItSubmits(
+        lambda: subprocess.run(listing, capture_output=True, timeout=PATIENCE, check=True).stdout
+    )
     monkeypatch.setitem(jobs._loaded, "local", backend)
     record = place.submit(SLEEPER)
     place.wait_for("up0", "up1")
@@ -857,7 +1042,9 @@ def test_a_job_that_is_being_submitted_is_not_taken_for_dead(place: Place, monke
     assert [job["state"] for job in json.loads(backend.seen)["jobs"]] == ["PENDING"]
 
 
-def test_whoever_read_a_record_before_its_handle_was_there_does_not_overwrite_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_read_a_record_before_its_handle_was_there_does_not_overwrite_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = LookedAtWhileItSubmits(lambda: Records().all())
     monkeypatch.setitem(jobs._loaded, "local", backend)
     record = place.submit(SLEEPER)
@@ -865,7 +1052,9 @@ def test_whoever_read_a_record_before_its_handle_was_there_does_not_overwrite_it
     jobs.statuses(backend.seen)  # the other terminal judges what it has read a moment ago
     again = Records().find(record.job_id)
     jobs.cancel([record])
-    assert again.handle == record.handle, "without it the job can no longer be asked after or cancelled"
+    assert again.handle == record.handle, (
+        "without it the job can no longer be asked after or cancelled"
+    )
     assert again.end is None
 
 

@@ -1,4 +1,6 @@
-"""Output of many workers as one stream: in the order of time, whole lines, nothing lost, nothing invented."""
+"""Output of many workers as one stream: in the order of time, whole lines, nothing lost, nothing
+invented.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,30 @@ def texts(lines: list[Line]) -> list[str]:
 def test_where_logs_lie(tmp_path: Path) -> None:
     directory = log_files.node_directory(tmp_path, 3)
     assert directory == tmp_path / "logs" / "node3"
-    assert log_files.rank_files(directory, 5, 0) == (directory / "rank5.out", directory / "rank5.err")
-    assert log_files.rank_files(directory, 5, 2) == (directory / "rank5.restart2.out", directory / "rank5.restart2.err")
-    assert log_files.torchrun_files(directory, 0) == (directory / "torchrun.out", directory / "torchrun.err")
-    assert log_files.torchrun_files(directory, 1) == (directory / "torchrun.restart1.out", directory / "torchrun.restart1.err")
-    assert log_files.rank_files(directory, 5, 0, 1) == (directory / "rank5.attempt1.out", directory / "rank5.attempt1.err")
+    assert log_files.rank_files(directory, 5, 0) == (
+        directory / "rank5.out",
+        directory / "rank5.err",
+    )
+    assert log_files.rank_files(directory, 5, 2) == (
+        directory / "rank5.restart2.out",
+        directory / "rank5.restart2.err",
+    )
+    assert log_files.torchrun_files(directory, 0) == (
+        directory / "torchrun.out",
+        directory / "torchrun.err",
+    )
+    assert log_files.torchrun_files(directory, 1) == (
+        directory / "torchrun.restart1.out",
+        directory / "torchrun.restart1.err",
+    )
+    assert log_files.rank_files(directory, 5, 0, 1) == (
+        directory / "rank5.attempt1.out",
+        directory / "rank5.attempt1.err",
+    )
     assert log_files.rank_files(directory, 5, 2, 3)[0] == directory / "rank5.attempt3.restart2.out"
-    assert log_files.torchrun_files(directory, 1, 2)[1] == directory / "torchrun.attempt2.restart1.err"
+    assert (
+        log_files.torchrun_files(directory, 1, 2)[1] == directory / "torchrun.attempt2.restart1.err"
+    )
 
 
 def test_workers_without_an_agent_are_read_as_they_write(tmp_path: Path) -> None:
@@ -81,8 +100,8 @@ def test_lines_of_all_nodes_come_in_the_order_of_time(tmp_path: Path) -> None:
     nodes[1].write("rank1.out", "six\n")
     reader = LogReader(tmp_path)
     assert reader.read() == [
-        Line(0, 0, "out", "one"), Line(1, 1, "err", "two"), Line(0, 0, "err", "three"), Line(0, 0, "out", "four"),
-        Line(0, 0, "out", "five"), Line(1, 1, "out", "six"),
+        Line(0, 0, "out", "one"), Line(1, 1, "err", "two"), Line(0, 0, "err", "three"),
+        Line(0, 0, "out", "four"), Line(0, 0, "out", "five"), Line(1, 1, "out", "six"),
     ]  # fmt: skip
     assert reader.read() == []
     assert reader.finish() == []
@@ -128,7 +147,9 @@ def test_restarts_are_read_after_each_other(tmp_path: Path) -> None:
     node.write("rank0.out", "first start\n")
     node.write("rank0.restart1.out", "second start\n")
     node.write("rank0.restart10.out", "eleventh start\n")
-    assert LogReader(tmp_path).read() == [Line(0, 0, "out", f"{word} start") for word in ("first", "second", "eleventh")]
+    assert LogReader(tmp_path).read() == [
+        Line(0, 0, "out", f"{word} start") for word in ("first", "second", "eleventh")
+    ]
 
 
 @pytest.mark.usefixtures("clock")
@@ -136,16 +157,28 @@ def test_restarts_without_a_timeline_are_read_in_their_order(tmp_path: Path) -> 
     node = Node(tmp_path, 0)
     for name in ("rank0.restart10.out", "rank0.out", "rank0.restart2.out"):
         node.write(name, f"{name}\n", note=False)
-    assert texts(LogReader(tmp_path).finish()) == ["rank0.out", "rank0.restart2.out", "rank0.restart10.out"]
+    assert texts(LogReader(tmp_path).finish()) == [
+        "rank0.out",
+        "rank0.restart2.out",
+        "rank0.restart10.out",
+    ]
 
 
-STARTS = ("rank0.out", "rank0.restart2.out", "rank0.attempt2.out", "rank0.attempt2.restart1.out", "rank0.attempt10.out")
+STARTS = (
+    "rank0.out",
+    "rank0.restart2.out",
+    "rank0.attempt2.out",
+    "rank0.attempt2.restart1.out",
+    "rank0.attempt10.out",
+)
 
 
 @pytest.mark.parametrize("noted", [False, True])
 @pytest.mark.usefixtures("clock")
 def test_attempts_are_read_in_their_order(tmp_path: Path, noted: bool) -> None:
-    """What an agent wrote at its end may be noted by that of the next attempt, together with that one's first lines."""
+    """What an agent wrote at its end may be noted by that of the next attempt, together with that
+    one's first lines.
+    """
     node = Node(tmp_path, 0)
     for name in sorted(STARTS):
         node.write(name, f"{name}\n", note=False)
@@ -162,7 +195,10 @@ def test_a_torchrun_s_lines_have_no_rank(tmp_path: Path) -> None:
     node = Node(tmp_path, 1)
     node.write("torchrun.err", "W1105 torchrun says\n")
     node.write("torchrun.restart1.out", "again\n")
-    assert LogReader(tmp_path).read() == [Line(1, None, "err", "W1105 torchrun says"), Line(1, None, "out", "again")]
+    assert LogReader(tmp_path).read() == [
+        Line(1, None, "err", "W1105 torchrun says"),
+        Line(1, None, "out", "again"),
+    ]
 
 
 @pytest.mark.usefixtures("clock")
@@ -181,7 +217,16 @@ def test_one_rank_or_one_node_may_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("clock")
 def test_files_that_are_no_logs_are_left_alone(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
-    for name in ("store.log", "agent.log", "rank.out", "rank1.txt", "rank1.out.gz", "rankx.err", "xrank1.out", "core"):
+    for name in (
+        "store.log",
+        "agent.log",
+        "rank.out",
+        "rank1.txt",
+        "rank1.out.gz",
+        "rankx.err",
+        "xrank1.out",
+        "core",
+    ):
         node.write(name, "no log\n")
     (tmp_path / "logs" / "nodex").mkdir()
     (tmp_path / "logs" / "node7").touch()
@@ -220,7 +265,9 @@ def test_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
         b"nan rank0.out 3\n",
     ],
 )
-def test_a_timeline_that_was_cut_off_or_spoilt_costs_the_order_alone(tmp_path: Path, junk: bytes) -> None:
+def test_a_timeline_that_was_cut_off_or_spoilt_costs_the_order_alone(
+    tmp_path: Path, junk: bytes
+) -> None:
     """A full disk, or an agent that was killed while it wrote."""
     node = Node(tmp_path, 0)
     node.write("rank0.out", "one\n")
@@ -235,11 +282,17 @@ def test_a_timeline_that_was_cut_off_or_spoilt_costs_the_order_alone(tmp_path: P
 def test_a_name_in_a_timeline_leads_nowhere_else(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     (tmp_path / "logs" / "rank5.out").write_text("elsewhere\n")
-    node.write("timeline", "1700000000.000 ../rank5.out 10\n1700000000.000 /etc/passwd 10\n1700000000.000 rank6.out 10\n", note=False)
+    node.write(
+        "timeline",
+        "1700000000.000 ../rank5.out 10\n1700000000.000 /etc/passwd 10\n1700000000.000 rank6.out 10\n",
+        note=False,
+    )
     assert LogReader(tmp_path).finish() == []
 
 
-def test_a_clock_that_is_set_back_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_back_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = iter([100.0, 200.0, 50.0, 60.0])
     monkeypatch.setattr(log_files.time, "time", lambda: next(times))
     node = Node(tmp_path, 0)
@@ -259,7 +312,9 @@ def test_a_timeline_notes_growth_and_nothing_else(tmp_path: Path) -> None:
     node.write("rank0.err", "1", note=False)
     node.write("store.log", "1", note=False)
     node.timeline.note()
-    assert [line.split()[1:] for line in (node.directory / "timeline").read_text().splitlines()] == [["rank0.out", "5"], ["rank0.err", "1"]]
+    assert [
+        line.split()[1:] for line in (node.directory / "timeline").read_text().splitlines()
+    ] == [["rank0.out", "5"], ["rank0.err", "1"]]
 
 
 def test_a_timeline_of_a_directory_that_is_gone_is_quiet(tmp_path: Path) -> None:
@@ -296,12 +351,18 @@ def test_nothing_is_lost_and_nothing_invented(
             seen += reader.read()
     seen += reader.finish()
     for (node_rank, rank, stream), text in written.items():
-        mine = [line.text for line in seen if (line.node_rank, line.rank, line.stream) == (node_rank, rank, stream)]
+        mine = [
+            line.text
+            for line in seen
+            if (line.node_rank, line.rank, line.stream) == (node_rank, rank, stream)
+        ]
         assert "\n".join(mine) == text.removesuffix("\n")
     assert {(line.node_rank, line.rank, line.stream) for line in seen} <= written.keys()
 
 
-def test_a_directory_that_goes_away_between_two_looks_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_goes_away_between_two_looks_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = LogReader(tmp_path)
     monkeypatch.setattr(reader, "_nodes", lambda: [0])
     assert reader.read() == reader.finish() == []
@@ -318,7 +379,10 @@ def test_a_directory_that_goes_away_between_two_looks_is_quiet(tmp_path: Path, m
         (b"one", ("one",)),
         (b"one\n\n  two  \n\n", ("one", "  two")),
         (b"\xff\n", ("\ufffd",)),
-        (b"".join(b"%d\n" % number for number in range(100)), tuple(str(number) for number in range(80, 100))),
+        (
+            b"".join(b"%d\n" % number for number in range(100)),
+            tuple(str(number) for number in range(80, 100)),
+        ),
     ],
 )
 def test_last_lines(tmp_path: Path, content: bytes, wanted: tuple[str, ...]) -> None:
@@ -339,7 +403,11 @@ def test_last_lines_are_few_and_from_the_end(tmp_path: Path) -> None:
 
 def test_a_progress_bar_does_not_crowd_out_the_last_lines(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"Traceback\n" + b"\r".join(b"%d%%" % number for number in range(101)) + b"\nValueError: boom\n")
+    path.write_bytes(
+        b"Traceback\n"
+        + b"\r".join(b"%d%%" % number for number in range(101))
+        + b"\nValueError: boom\n"
+    )
     assert last_lines(path, 3) == ("Traceback", "100%", "ValueError: boom")
 
 
@@ -347,7 +415,14 @@ def test_a_progress_bar_does_not_crowd_out_the_last_lines(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("numbers", "wanted"), [([], []), ([3], ["3"]), ([0, 1], ["0-1"]), ([0, 1, 2, 5], ["0-2", "5"]), ([0, 2, 4, 5], ["0", "2", "4-5"])]
+    ("numbers", "wanted"),
+    [
+        ([], []),
+        ([3], ["3"]),
+        ([0, 1], ["0-1"]),
+        ([0, 1, 2, 5], ["0-2", "5"]),
+        ([0, 2, 4, 5], ["0", "2", "4-5"]),
+    ],
 )
 def test_ranges(numbers: list[int], wanted: list[str]) -> None:
     assert ranges(numbers) == wanted
@@ -363,12 +438,17 @@ def test_ranges_name_each_number_once(numbers: set[int]) -> None:
 
 
 def test_lines_that_ranks_write_alike_are_one() -> None:
-    lines = [Line(0, rank, "out", "loading") for rank in (0, 1, 2, 5)] + [Line(0, 3, "out", "other")]
+    lines = [Line(0, rank, "out", "loading") for rank in (0, 1, 2, 5)] + [
+        Line(0, 3, "out", "other")
+    ]
     assert fold(lines) == [Folded("0-2,5", "out", "loading"), Folded("3", "out", "other")]
 
 
 def test_streams_are_never_mixed() -> None:
-    assert fold([Line(0, 0, "out", "x"), Line(0, 1, "err", "x")]) == [Folded("0", "out", "x"), Folded("1", "err", "x")]
+    assert fold([Line(0, 0, "out", "x"), Line(0, 1, "err", "x")]) == [
+        Folded("0", "out", "x"),
+        Folded("1", "err", "x"),
+    ]
 
 
 def test_a_rank_s_own_repetitions_stay() -> None:
@@ -381,7 +461,12 @@ def test_torchruns_are_named_by_their_node() -> None:
 
 
 def test_ranks_that_drifted_apart_are_told_apart() -> None:
-    lines = [Line(0, 0, "out", "a"), Line(0, 1, "out", "b"), Line(0, 0, "out", "b"), Line(0, 1, "out", "a")]
+    lines = [
+        Line(0, 0, "out", "a"),
+        Line(0, 1, "out", "b"),
+        Line(0, 0, "out", "b"),
+        Line(0, 1, "out", "a"),
+    ]
     shown = fold(lines)
     assert [item.text for item in shown if "0" in item.label.replace("-", "0")][:1] == ["a"]
     assert Counter(rank for item in shown for rank in members(item.label)) == {0: 2, 1: 2}
@@ -420,13 +505,23 @@ def test_folding_keeps_each_rank_s_lines_in_their_order(lines: list[Line]) -> No
         return found
 
     shown = fold(lines)
-    said = by_writer([(f"node{line.node_rank}" if line.rank is None else line.rank, line.stream, line.text) for line in lines])
-    told = by_writer([(who, item.stream, item.text) for item in shown for who in members(item.label)])
+    said = by_writer(
+        [
+            (f"node{line.node_rank}" if line.rank is None else line.rank, line.stream, line.text)
+            for line in lines
+        ]
+    )
+    told = by_writer(
+        [(who, item.stream, item.text) for item in shown for who in members(item.label)]
+    )
     assert told == said
     assert len(shown) <= len(lines)
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=10), st.integers(1, 20))
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=10),
+    st.integers(1, 20),
+)
 def test_equal_output_of_all_ranks_is_shown_once(said: list[str], ranks: int) -> None:
     lines = [Line(0, rank, "out", text) for rank in range(ranks) for text in said]
     label = "0" if ranks == 1 else f"0-{ranks - 1}"

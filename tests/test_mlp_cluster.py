@@ -1,4 +1,6 @@
-"""The mlp cluster end to end, against a stand-in of the platform: real agents on nodes that share nothing with the submitter."""
+"""The mlp cluster end to end, against a stand-in of the platform: real agents on nodes that share
+nothing with the submitter.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class User:
         self.home = directory / "state"
         self.code.mkdir()
         self.options = {
-            "image": "cr.example.com/train:1", "queue": "train", "flavor": "ml.pni3ln.8xlarge", "flavors": "{ml.pni3ln.8xlarge: 2}",
-            "poll": "0.2",
+            "image": "cr.example.com/train:1", "queue": "train", "flavor": "ml.pni3ln.8xlarge",
+            "flavors": "{ml.pni3ln.8xlarge: 2}", "poll": "0.2",
         }  # fmt: skip
         self.environ = {**volc.variables, "CLUSTERJOB_HOME": str(self.home)}
 
@@ -46,16 +48,27 @@ class User:
         (self.code / name).write_text(text)
 
     def start(self, *words: object, **environ: str):
-        return start([sys.executable, "-m", "clusterjob", *words], self.code, self.environ | environ)
+        return start(
+            [sys.executable, "-m", "clusterjob", *words], self.code, self.environ | environ
+        )
 
     def run(self, *words: object, **environ: str) -> Run:
         return finish(self.start(*words, **environ))
 
-    def job(self, verb: str, *words: object, environ: Mapping[str, str] | None = None, **options: str) -> Run:
-        sets = [word for key, value in (self.options | options).items() if value for word in ("--set", f"{key}={value}")]
+    def job(
+        self, verb: str, *words: object, environ: Mapping[str, str] | None = None, **options: str
+    ) -> Run:
+        sets = [
+            word
+            for key, value in (self.options | options).items()
+            if value
+            for word in ("--set", f"{key}={value}")
+        ]
         return self.run(verb, "--cluster", "mlp", *sets, *words, **(environ or {}))
 
-    def submit(self, *words: object, environ: Mapping[str, str] | None = None, **options: str) -> str:
+    def submit(
+        self, *words: object, environ: Mapping[str, str] | None = None, **options: str
+    ) -> str:
         ran = self.job("submit", *words, environ=environ, **options)
         assert ran.code == 0, ran.err
         return ran.out.strip()
@@ -90,19 +103,36 @@ def test_two_nodes_train_together_and_all_comes_back(user: User) -> None:
     for rank in range(4):
         assert f"[{rank}] rank {rank} sums 4 it's \"$HOME\" ['--lr', 'a b']" in shown.out
         assert f"[{rank}] to stderr from {rank}" in shown.err
-    assert user.run("logs", job, "--rank", "3").out.splitlines() == ["[3] rank 3 sums 4 it's \"$HOME\" ['--lr', 'a b']"]
-    assert {line[:3] for line in user.run("logs", job, "--node", "1").out.splitlines()} == {"[2]", "[3]"}
+    assert user.run("logs", job, "--rank", "3").out.splitlines() == [
+        "[3] rank 3 sums 4 it's \"$HOME\" ['--lr', 'a b']"
+    ]
+    assert {line[:3] for line in user.run("logs", job, "--node", "1").out.splitlines()} == {
+        "[2]",
+        "[3]",
+    }
     (status,) = user.status(job)
-    assert (status["state"], status["exit_code"], status["nodes"], status["backend"]) == ("SUCCEEDED", 0, 2, "mlp")
+    assert (status["state"], status["exit_code"], status["nodes"], status["backend"]) == (
+        "SUCCEEDED",
+        0,
+        2,
+        "mlp",
+    )
     (task,) = user.volc.tasks()
     assert status["backend_id"] == task["id"]
     conf = task["conf"]
-    assert (conf["TaskName"], conf["Description"], conf["TaskRoleSpecs"][0]["RoleReplicas"]) == (job, "train", 2)
+    assert (conf["TaskName"], conf["Description"], conf["TaskRoleSpecs"][0]["RoleReplicas"]) == (
+        job,
+        "train",
+        2,
+    )
     assert not (user.home / "jobs" / job / "upload").exists(), "the copy that was sent is not kept"
 
 
 def test_run_follows_and_a_failing_rank_is_named(user: User) -> None:
-    user.write(TRAIN + "if os.environ['RANK'] == '2':\n    raise ValueError('boom at step 7')\nimport time; time.sleep(1000)\n")
+    user.write(
+        TRAIN
+        + "if os.environ['RANK'] == '2':\n    raise ValueError('boom at step 7')\nimport time; time.sleep(1000)\n"
+    )
     ran = user.job("run", "--nodes", "2", "train.py")
     assert ran.code == 1, ran.err
     assert "rank 0 sums 4" in ran.out
@@ -112,7 +142,11 @@ def test_run_follows_and_a_failing_rank_is_named(user: User) -> None:
     assert "ValueError: boom at step 7" in ran.err
     (status,) = user.status(task["name"])
     failure = status["failure"]
-    assert (failure["rank"], failure["node_rank"], failure["message"]) == (2, 1, "ValueError: boom at step 7")
+    assert (failure["rank"], failure["node_rank"], failure["message"]) == (
+        2,
+        1,
+        "ValueError: boom at step 7",
+    )
 
 
 @pytest.mark.slow
@@ -136,9 +170,13 @@ def test_a_running_job_is_followed_and_cancelled(user: User) -> None:
 
 
 def test_secrets_are_in_no_record_and_no_argument(user: User) -> None:
-    user.write("import os\nprint('got', os.environ['WANDB_KEY'] == os.environ['EXPECTED'], len(os.environ.get('CLUSTERJOB_TOKEN', '')))\n")
+    user.write(
+        "import os\nprint('got', os.environ['WANDB_KEY'] == os.environ['EXPECTED'], len(os.environ.get('CLUSTERJOB_TOKEN', '')))\n"
+    )
     words = ("--env", f"EXPECTED={SECRET[::-1]}", "train.py")
-    dry = user.job("submit", "--dry-run", *words, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET})
+    dry = user.job(
+        "submit", "--dry-run", *words, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET}
+    )
     assert dry.code == 0, dry.err
     assert '{"Name": "WANDB_KEY", "IsPrivate": true}' in dry.out
     job = user.submit(*words, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET})
@@ -163,13 +201,25 @@ def test_secrets_are_in_no_record_and_no_argument(user: User) -> None:
 
 
 def test_a_sweep_is_a_task_an_element(user: User) -> None:
-    user.write("import os, sys\nprint(sys.argv[1:], os.environ['CLUSTERJOB_ARRAY_INDEX'])\nsys.exit(3 if '--lr=x y' in sys.argv else 0)\n")
-    job = user.submit("--sweep", "lr=0.1,x y", "train.py", submit_rate="20", flavor="ml.pni3ln.4xlarge", flavors="{ml.pni3ln.4xlarge: 1}")
+    user.write(
+        "import os, sys\nprint(sys.argv[1:], os.environ['CLUSTERJOB_ARRAY_INDEX'])\nsys.exit(3 if '--lr=x y' in sys.argv else 0)\n"
+    )
+    job = user.submit(
+        "--sweep",
+        "lr=0.1,x y",
+        "train.py",
+        submit_rate="20",
+        flavor="ml.pni3ln.4xlarge",
+        flavors="{ml.pni3ln.4xlarge: 1}",
+    )
     waited = user.run("wait", job)
     assert waited.code == 3, waited.err
     assert sorted(task["name"] for task in user.volc.tasks()) == [f"{job}_0", f"{job}_1"]
     assert user.run("logs", f"{job}_1").out.strip() == "['--lr=x y'] 1"
-    assert {status["id"]: status["state"] for status in user.status(job)} == {f"{job}_0": "SUCCEEDED", f"{job}_1": "FAILED"}
+    assert {status["id"]: status["state"] for status in user.status(job)} == {
+        f"{job}_0": "SUCCEEDED",
+        f"{job}_1": "FAILED",
+    }
 
 
 @pytest.mark.slow
@@ -185,15 +235,28 @@ def test_a_retried_task_has_numbered_attempts(user: User) -> None:
     )
     storages = "[{Type: Vepfs, MountPath: /data, VepfsId: vepfs-1}]"
     one = {"flavor": "ml.pni3ln.4xlarge", "flavors": "{ml.pni3ln.4xlarge: 1}"}
-    job = user.submit("--max-restarts", "2", "train.py", storages=storages, retry_interval="1", **one)
+    job = user.submit(
+        "--max-restarts", "2", "train.py", storages=storages, retry_interval="1", **one
+    )
     waited = user.run("wait", job)
     assert waited.code == 0, waited.err
     first, second = user.volc.tasks(job)
-    assert first["conf"]["RetryOptions"] == {"EnableRetry": True, "MaxRetryTimes": 2, "IntervalSeconds": 1, "PolicySets": ["Failed"]}
+    assert first["conf"]["RetryOptions"] == {
+        "EnableRetry": True,
+        "MaxRetryTimes": 2,
+        "IntervalSeconds": 1,
+        "PolicySets": ["Failed"],
+    }
     (status,) = user.status(job)
-    assert (status["state"], status["restarts"], status["backend_id"]) == ("SUCCEEDED", 1, first["id"])
+    assert (status["state"], status["restarts"], status["backend_id"]) == (
+        "SUCCEEDED",
+        1,
+        first["id"],
+    )
     assert user.run("logs", job).out.splitlines() == [f"try {first['id']}", f"try {second['id']}"]
-    names = sorted(path.name for path in (user.home / "jobs" / job / "logs" / "node0").glob("rank0*.out"))
+    names = sorted(
+        path.name for path in (user.home / "jobs" / job / "logs" / "node0").glob("rank0*.out")
+    )
     assert names == ["rank0.attempt1.out", "rank0.out"]
 
 
@@ -207,7 +270,9 @@ def test_a_reclaimed_task_is_expected_again(user: User) -> None:
     assert task["conf"]["RetryOptions"]["PolicySets"] == ["InstanceReclaimed"]
     user.volc.reclaim(task["id"])
     pending = user.wait_for(job, "PENDING")
-    assert "the platform starts it again (attempt 2 of 6); it was preempted" in str(pending["reason"])
+    assert "the platform starts it again (attempt 2 of 6); it was preempted" in str(
+        pending["reason"]
+    )
     assert user.run("cancel", job).code == 0
     assert user.run("wait", job).code == 143
 
@@ -225,9 +290,14 @@ def test_the_workers_of_a_reclaimed_task_are_warned_and_leave(user: User) -> Non
     user.volc.wait_for_line(task["id"], "up")
     user.volc.reclaim(task["id"])
     pending = user.wait_for(job, "PENDING")
-    assert "the platform starts it again (attempt 2 of 6); it was preempted" in str(pending["reason"])
+    assert "the platform starts it again (attempt 2 of 6); it was preempted" in str(
+        pending["reason"]
+    )
     out = user.run("logs", job).out.splitlines()
-    assert sorted(line for line in out if "saved" in line) in (["[0-1] saved"], ["[0] saved", "[1] saved"])
+    assert sorted(line for line in out if "saved" in line) in (
+        ["[0-1] saved"],
+        ["[0] saved", "[1] saved"],
+    )
     assert user.run("cancel", job).code == 0
     assert user.run("wait", job).code == 143
 
@@ -251,7 +321,11 @@ def test_a_reclaimed_task_runs_again(user: User) -> None:
 def test_a_retry_that_comes_after_the_cancel_is_cancelled_too(user: User) -> None:
     user.write("import sys\nsys.exit(5)\n")
     job = user.submit("--max-restarts", "1", "train.py", retry_interval="2")
-    wait_until(lambda: user.volc.tasks(job)[0]["status"] in ("Running", "Failed"), PATIENCE, "the first attempt")
+    wait_until(
+        lambda: user.volc.tasks(job)[0]["status"] in ("Running", "Failed"),
+        PATIENCE,
+        "the first attempt",
+    )
     user.volc.hold("Queue")
     wait_until(lambda: user.volc.tasks(job)[0]["status"] == "Failed", PATIENCE, "its end")
     assert user.run("cancel", job).code == 0
@@ -310,7 +384,9 @@ def test_wrong_situations_are_told_in_words(user: User, tmp_path: Path) -> None:
     bin_ = str(user.volc.bin)
     bare = os.environ["PATH"]
 
-    def told(words: str, *more: str, environ: Mapping[str, str] | None = None, **options: str) -> None:
+    def told(
+        words: str, *more: str, environ: Mapping[str, str] | None = None, **options: str
+    ) -> None:
         ran = user.job("submit", *more, "train.py", environ=environ, **options)
         assert ran.code in (1, 2), ran
         assert words in ran.err, ran.err
@@ -322,7 +398,10 @@ def test_wrong_situations_are_told_in_words(user: User, tmp_path: Path) -> None:
     told("which is not on PATH", environ={"PATH": bare})
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "volc").symlink_to(f"{bin_}/volc")
-    told("volc does not find its sibling mlp", environ={"PATH": f"{tmp_path / 'half'}{os.pathsep}{bare}"})
+    told(
+        "volc does not find its sibling mlp",
+        environ={"PATH": f"{tmp_path / 'half'}{os.pathsep}{bare}"},
+    )
     (user.volc.home / ".volc" / "bin").unlink()
     user.volc.logout()
     told("nobody is logged in to the platform")
@@ -380,7 +459,17 @@ def test_a_platform_that_does_not_answer_is_no_end(user: User) -> None:
 def test_ctrl_c_while_a_sweep_is_submitted_cancels_what_was_taken(user: User) -> None:
     user.write(SLEEP)
     sets = [word for key, value in user.options.items() for word in ("--set", f"{key}={value}")]
-    process = user.start("submit", "--cluster", "mlp", *sets, "--set", "submit_rate=0.01", "--array", "0-5", "train.py")
+    process = user.start(
+        "submit",
+        "--cluster",
+        "mlp",
+        *sets,
+        "--set",
+        "submit_rate=0.01",
+        "--array",
+        "0-5",
+        "train.py",
+    )
     wait_until(lambda: len(user.volc.tasks()) == 1, PATIENCE, "the first element")
     wait_until(lambda: len(user.volc.calls("ml_task", "submit")) == 1, PATIENCE, "its submission")
     process.send_signal(signal.SIGINT)
@@ -405,7 +494,16 @@ def test_many_jobs_are_one_question(user: User) -> None:
 
 @pytest.mark.slow
 def test_code_that_lies_there_already_is_not_sent(user: User) -> None:
-    job = user.submit("--no-sync", "--nproc-per-node", "1", "--", "bash", "-c", "pwd; ls -A /root/code", workdir="/usr/share")
+    job = user.submit(
+        "--no-sync",
+        "--nproc-per-node",
+        "1",
+        "--",
+        "bash",
+        "-c",
+        "pwd; ls -A /root/code",
+        workdir="/usr/share",
+    )
     waited = user.run("wait", job)
     assert waited.code == 0, waited.err
     assert user.run("logs", job).out.splitlines() == ["/usr/share", "clusterjob-entry"]
@@ -423,7 +521,9 @@ def test_a_long_log_that_lags_comes_back_whole(user: User) -> None:
 @pytest.mark.slow
 def test_a_node_that_cannot_start_is_named(user: User) -> None:
     user.write("print('trained')\n")
-    job = user.submit("--nodes", "2", "--setup", '[ "$MLP_ROLE_INDEX" = 0 ]', "--join-timeout", "60", "train.py")
+    job = user.submit(
+        "--nodes", "2", "--setup", '[ "$MLP_ROLE_INDEX" = 0 ]', "--join-timeout", "60", "train.py"
+    )
     waited = user.run("wait", job)
     assert waited.code != 0
     assert "node 1" in waited.err

@@ -1,4 +1,6 @@
-"""Volcengine's MLP_* variables: hosts of two kinds, an index of two kinds, roles, quotes, and tasks of the MPI kind."""
+"""Volcengine's MLP_* variables: hosts of two kinds, an index of two kinds, roles, quotes, and tasks
+of the MPI kind.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ from clusterjob.node.rendezvous import protocol
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Gathering
 
-# As the platform documents them, for worker 2 of 3 with RDMA: hosts are RDMA's addresses, primary hosts the VPC's.
+# As the platform documents them, for worker 2 of 3 with RDMA: hosts are RDMA's addresses, primary
+# hosts the VPC's.
 NODE = {
-    "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": "2", "MLP_WORKER_NUM": "3", "MLP_WORKER_GPU": "8", "MLP_WORKER_CPU": "112",
-    "MLP_WORKER_ALL_HOSTS": "192.168.0.1,192.168.0.2,192.168.0.3", "MLP_WORKER_0_HOST": "192.168.0.1", "MLP_WORKER_0_PORT": "2222",
-    "MLP_WORKER_1_HOST": "192.168.0.2", "MLP_WORKER_2_HOST": "192.168.0.3", "MLP_HOST": "192.168.0.3", "MLP_PRIMARY_HOST": "10.0.0.3",
-    "MLP_WORKER_0_PRIMARY_HOST": "10.0.0.1", "MLP_WORKER_ALL_PRIMARY_HOSTS": "10.0.0.1,10.0.0.2,10.0.0.3",
-    "MLP_WORKER_RACK_RANK_INDEX": "1", "MLP_SSH_PORT": "2200", "MLP_IFNAME": "eth0",
+    "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": "2", "MLP_WORKER_NUM": "3", "MLP_WORKER_GPU": "8",
+    "MLP_WORKER_CPU": "112", "MLP_WORKER_ALL_HOSTS": "192.168.0.1,192.168.0.2,192.168.0.3",
+    "MLP_WORKER_0_HOST": "192.168.0.1", "MLP_WORKER_0_PORT": "2222",
+    "MLP_WORKER_1_HOST": "192.168.0.2", "MLP_WORKER_2_HOST": "192.168.0.3",
+    "MLP_HOST": "192.168.0.3", "MLP_PRIMARY_HOST": "10.0.0.3",
+    "MLP_WORKER_0_PRIMARY_HOST": "10.0.0.1",
+    "MLP_WORKER_ALL_PRIMARY_HOSTS": "10.0.0.1,10.0.0.2,10.0.0.3", "MLP_WORKER_RACK_RANK_INDEX": "1",
+    "MLP_SSH_PORT": "2200", "MLP_IFNAME": "eth0",
 }  # fmt: skip
 
 
@@ -40,8 +46,9 @@ def test_the_primary_host_and_the_index_by_rack_come_first() -> None:
     finding = detect(NODE)
     assert finding.place == Topology(3, 1, 8, "10.0.0.1", 2222, "mlp")
     assert finding.evidence == {
-        "nnodes": "MLP_WORKER_NUM", "node_rank": "MLP_WORKER_RACK_RANK_INDEX", "nproc_per_node": "MLP_WORKER_GPU",
-        "master_addr": "MLP_WORKER_0_PRIMARY_HOST", "master_port": "MLP_WORKER_0_PORT",
+        "nnodes": "MLP_WORKER_NUM", "node_rank": "MLP_WORKER_RACK_RANK_INDEX",
+        "nproc_per_node": "MLP_WORKER_GPU", "master_addr": "MLP_WORKER_0_PRIMARY_HOST",
+        "master_port": "MLP_WORKER_0_PORT",
     }  # fmt: skip
     ignored = {item.variable: item.why for item in finding.ignored}
     assert "RDMA" in ignored["MLP_WORKER_0_HOST"]
@@ -49,21 +56,35 @@ def test_the_primary_host_and_the_index_by_rack_come_first() -> None:
 
 
 def test_without_them_the_documented_launch_line_s_variables_do() -> None:
-    plain = without("MLP_WORKER_RACK_RANK_INDEX", "MLP_WORKER_0_PRIMARY_HOST", "MLP_WORKER_ALL_PRIMARY_HOSTS")
+    plain = without(
+        "MLP_WORKER_RACK_RANK_INDEX", "MLP_WORKER_0_PRIMARY_HOST", "MLP_WORKER_ALL_PRIMARY_HOSTS"
+    )
     finding = detect(plain)
     assert finding.place == Topology(3, 2, 8, "192.168.0.1", 2222, "mlp")
-    assert (finding.evidence["node_rank"], finding.evidence["master_addr"]) == ("MLP_ROLE_INDEX", "MLP_WORKER_0_HOST")
+    assert (finding.evidence["node_rank"], finding.evidence["master_addr"]) == (
+        "MLP_ROLE_INDEX",
+        "MLP_WORKER_0_HOST",
+    )
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_values_may_carry_quotes(quote: str) -> None:
-    assert detect({name: f"{quote}{value}{quote}" for name, value in NODE.items()}).place == detect(NODE).place
+    assert (
+        detect({name: f"{quote}{value}{quote}" for name, value in NODE.items()}).place
+        == detect(NODE).place
+    )
     assert "MLP_WORKER_NUM=" in conflict(NODE | {"MLP_WORKER_NUM": f"{quote}3"})
 
 
 @pytest.mark.parametrize("host", ["[fd00::1]", "fd00::1", "'[fd00::1]'"])
 def test_addresses_may_be_of_ipv6(host: str) -> None:
-    found = detect(NODE | {"MLP_WORKER_0_PRIMARY_HOST": host, "MLP_WORKER_ALL_PRIMARY_HOSTS": "[fd00::1]:22,fd00::2,fd00::3"}).place
+    found = detect(
+        NODE
+        | {
+            "MLP_WORKER_0_PRIMARY_HOST": host,
+            "MLP_WORKER_ALL_PRIMARY_HOSTS": "[fd00::1]:22,fd00::2,fd00::3",
+        }
+    ).place
     assert isinstance(found, Topology)
     assert found.master_addr == "fd00::1"
 
@@ -76,16 +97,26 @@ def test_a_machine_without_gpus_leaves_the_number_of_workers_open() -> None:
 
 
 def test_the_role_names_the_variables() -> None:
-    chief = {name.replace("WORKER", "CHIEF"): value.replace("WORKER", "chief") for name, value in NODE.items()}
+    chief = {
+        name.replace("WORKER", "CHIEF"): value.replace("WORKER", "chief")
+        for name, value in NODE.items()
+    }
     assert detect(chief).place == detect(NODE).place
     assert "MLP_CHIEF_NUM" in detect(chief).evidence.values()
     assert detect(without("MLP_ROLE")).place == detect(NODE).place
-    assert "MLP_ROLE='DRIVER' is none of WORKER, CHIEF, PS" in conflict(NODE | {"MLP_ROLE": "driver"})
+    assert "MLP_ROLE='DRIVER' is none of WORKER, CHIEF, PS" in conflict(
+        NODE | {"MLP_ROLE": "driver"}
+    )
 
 
 @pytest.mark.parametrize("role", ["PS", "SERVER", "SCHEDULER", "EVALUATOR"])
 def test_whoever_stands_beside_the_workers_does_not_train_alone(role: str) -> None:
-    beside = NODE | {"MLP_ROLE": role, "MLP_ROLE_INDEX": "0", f"MLP_{role}_NUM": "1", f"MLP_{role}_0_HOST": "10.0.0.9"}
+    beside = NODE | {
+        "MLP_ROLE": role,
+        "MLP_ROLE_INDEX": "0",
+        f"MLP_{role}_NUM": "1",
+        f"MLP_{role}_0_HOST": "10.0.0.9",
+    }
     assert f"MLP_ROLE={role}, beside MLP_WORKER_NUM=3" in conflict(beside)
     assert detect(NODE | {f"MLP_{role}_NUM": "1"}).sound  # the workers themselves
 
@@ -93,7 +124,10 @@ def test_whoever_stands_beside_the_workers_does_not_train_alone(role: str) -> No
 @pytest.mark.parametrize(("own", "rack"), [("0", "1"), ("2", "0")])
 def test_both_indices_agree_about_node_0(own: str, rack: str) -> None:
     words = conflict(NODE | {"MLP_ROLE_INDEX": own, "MLP_WORKER_RACK_RANK_INDEX": rack})
-    assert words == f"MLP_ROLE_INDEX={own} and MLP_WORKER_RACK_RANK_INDEX={rack} disagree about who is node 0"
+    assert (
+        words
+        == f"MLP_ROLE_INDEX={own} and MLP_WORKER_RACK_RANK_INDEX={rack} disagree about who is node 0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +142,10 @@ def test_both_indices_agree_about_node_0(own: str, rack: str) -> None:
         ),
         ({"MLP_WORKER_0_PRIMARY_HOST": "a; rm -rf /"}, "is no host"),
         ({"MLP_WORKER_ALL_PRIMARY_HOSTS": "10.0.0.1"}, "lists 1 hosts, MLP_WORKER_NUM is 3"),
-        ({"MLP_MPI_HOSTS": "10.0.0.1,10.0.0.2,10.0.0.3"}, "runs its entry command on worker 0 alone, and there are 3 hosts"),
+        (
+            {"MLP_MPI_HOSTS": "10.0.0.1,10.0.0.2,10.0.0.3"},
+            "runs its entry command on worker 0 alone, and there are 3 hosts",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(change: dict[str, str], words: str) -> None:
@@ -124,21 +161,23 @@ def test_a_task_of_the_mpi_kind_is_told_how_to_fan_out() -> None:
 
 def test_processes_that_mpirun_starts_there_are_mpirun_s() -> None:
     started = {
-        "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2222",
+        "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2222",
     }  # fmt: skip
     finding = detect(NODE | {"MLP_MPI_HOSTS": "a,b"} | started)
     assert (finding.source, finding.level, finding.conflicts) == ("openmpi", "worker", ())
 
 
 def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: Path) -> None:
-    """One node's launch script may have been given the index by rack, another's not: ranks would come twice, or trade places."""
+    """One node's launch script may have been given the index by rack, another's not: ranks would
+    come twice, or trade places.
+    """
 
     def agent(environ: dict[str, str], node_rank: int) -> dict[str, object]:
         counted_by = find_node(environ).evidence["node_rank"]
         return {
-            "job": "j", "attempt": 0, "node_rank": node_rank, "nnodes": 3, "nproc": 1, "host": f"h{node_rank}", "pid": 7,
-            "counted_by": counted_by,
+            "job": "j", "attempt": 0, "node_rank": node_rank, "nnodes": 3, "nproc": 1,
+            "host": f"h{node_rank}", "pid": 7, "counted_by": counted_by,
         }  # fmt: skip
 
     by_rack, by_role = NODE, without("MLP_WORKER_RACK_RANK_INDEX")
@@ -164,7 +203,9 @@ def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: P
         ({"LOCAL_RANK": "0", "RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK, RANK, WORLD_SIZE"),
     ],
 )
-def test_stale_variables_of_a_process_beside_a_complete_set_are_named(stale: dict[str, str], names: str) -> None:
+def test_stale_variables_of_a_process_beside_a_complete_set_are_named(
+    stale: dict[str, str], names: str
+) -> None:
     finding = detect(NODE | stale)
     assert (finding.source, finding.place) == ("env", None)
     verb = "say" if "," in names else "says"
@@ -172,8 +213,15 @@ def test_stale_variables_of_a_process_beside_a_complete_set_are_named(stale: dic
         finding.conflicts[0]
         == f"{names} {verb} that this is a process of a job, and the variables of mlp give a node's place: unset {names}"
     )
-    assert detect(without("MLP_WORKER_NUM") | stale).conflicts[0] == ("RANK" if "," not in names else "MASTER_ADDR") + " is not set" + (
-        " (rank)" if "," not in names else " (master_addr)"
-    )
-    worker = {"LOCAL_RANK": "0", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert detect(without("MLP_WORKER_NUM") | stale).conflicts[0] == (
+        "RANK" if "," not in names else "MASTER_ADDR"
+    ) + " is not set" + (" (rank)" if "," not in names else " (master_addr)")
+    worker = {
+        "LOCAL_RANK": "0",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     assert detect(NODE | worker).conflicts == ()  # a launcher's own processes on such a node

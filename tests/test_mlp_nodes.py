@@ -1,4 +1,6 @@
-"""Nodes with nothing but a platform's variables, each in a network of its own, train together for real."""
+"""Nodes with nothing but a platform's variables, each in a network of its own, train together for
+real.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,24 @@ def four(namespaces: None) -> Iterator[list[Machine]]:
 def variables(nodes: list[Machine], index: int, gpus: int, *, six: bool = False) -> dict[str, str]:
     """Return what the platform sets on one node."""
     hosts = [machine.address6 if six else machine.address for machine in nodes]
-    own = {"MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": str(index), "MLP_WORKER_NUM": str(len(nodes)), "MLP_WORKER_GPU": str(gpus)}
+    own = {
+        "MLP_ROLE": "WORKER",
+        "MLP_ROLE_INDEX": str(index),
+        "MLP_WORKER_NUM": str(len(nodes)),
+        "MLP_WORKER_GPU": str(gpus),
+    }
     own["CLUSTERJOB_TOKEN"] = "secret"  # a private variable of the task
     own |= {f"MLP_WORKER_{number}_HOST": f"'{host}'" for number, host in enumerate(hosts)}
-    return own | {"MLP_WORKER_0_PORT": "2222", "MLP_WORKER_ALL_HOSTS": ",".join(hosts), "MLP_HOST": hosts[index]}
+    return own | {
+        "MLP_WORKER_0_PORT": "2222",
+        "MLP_WORKER_ALL_HOSTS": ",".join(hosts),
+        "MLP_HOST": hosts[index],
+    }
 
 
-def launch(nodes: list[Machine], directory: Path, environs: list[dict[str, str]], *argv: object) -> list[tuple[int, str]]:
+def launch(
+    nodes: list[Machine], directory: Path, environs: list[dict[str, str]], *argv: object
+) -> list[tuple[int, str]]:
     """Run the entry command on every node at once; return the exit codes and what was said."""
     folders = [directory / f"tmp{index}" for index in range(len(nodes))]
     for folder in folders:
@@ -78,10 +91,14 @@ ENTRY = (sys.executable, "-m", "clusterjob", "launch")
 
 
 @pytest.mark.parametrize(("count", "gpus"), [(2, 2), (4, 1)])
-def test_nodes_with_nothing_but_the_platform_s_variables_train(four: list[Machine], tmp_path: Path, count: int, gpus: int) -> None:
+def test_nodes_with_nothing_but_the_platform_s_variables_train(
+    four: list[Machine], tmp_path: Path, count: int, gpus: int
+) -> None:
     nodes = four[:count]
     environs = [variables(nodes, index, gpus) for index in range(count)]
-    for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN), "--epochs", "3"):
+    for code, said in launch(
+        nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN), "--epochs", "3"
+    ):
         assert code == 0, said
     ranks = told(tmp_path, count * gpus)
     for number, rank in enumerate(ranks):
@@ -95,21 +112,31 @@ def test_nodes_with_nothing_but_the_platform_s_variables_train(four: list[Machin
 def test_the_order_by_rack_is_the_order_of_ranks(four: list[Machine], tmp_path: Path) -> None:
     nodes = four[:3]
     racks = ["0", "2", "1"]
-    environs = [variables(nodes, index, 1) | {"MLP_WORKER_RACK_RANK_INDEX": racks[index]} for index in range(3)]
+    environs = [
+        variables(nodes, index, 1) | {"MLP_WORKER_RACK_RANK_INDEX": racks[index]}
+        for index in range(3)
+    ]
     text = "import os, pathlib; pathlib.Path('node' + os.environ['MLP_ROLE_INDEX']).write_text(os.environ['RANK'])\n"
     for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
         assert code == 0, said
     assert [(tmp_path / f"node{index}").read_text() for index in range(3)] == racks
 
 
-def test_a_node_that_is_counted_by_another_index_is_refused(four: list[Machine], tmp_path: Path) -> None:
+def test_a_node_that_is_counted_by_another_index_is_refused(
+    four: list[Machine], tmp_path: Path
+) -> None:
     nodes = four[:3]
     environs = [variables(nodes, index, 1) for index in range(3)]
     for environ, rack in zip(environs[:2], ["0", "1"], strict=True):
         environ["MLP_WORKER_RACK_RANK_INDEX"] = rack
-    ran = launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, "raise SystemExit('it ran')\n"))
+    ran = launch(
+        nodes, tmp_path, environs, *ENTRY, script(tmp_path, "raise SystemExit('it ran')\n")
+    )
     assert all(code == 1 for code, _ in ran)
-    assert "is counted by MLP_ROLE_INDEX, node 0 by MLP_WORKER_RACK_RANK_INDEX: all nodes have to use the same index" in ran[0][1]
+    assert (
+        "is counted by MLP_ROLE_INDEX, node 0 by MLP_WORKER_RACK_RANK_INDEX: all nodes have to use the same index"
+        in ran[0][1]
+    )
     assert "counted by MLP_ROLE_INDEX" in ran[2][1]
     assert not any("it ran" in said for _, said in ran)
 
@@ -117,7 +144,10 @@ def test_a_node_that_is_counted_by_another_index_is_refused(four: list[Machine],
 def test_addresses_of_ipv6(four: list[Machine], tmp_path: Path) -> None:
     nodes = four[:2]
     for machine in nodes:  # nothing else leads anywhere
-        subprocess.run(["ip", "-n", machine.name, "address", "del", f"{machine.address}/24", "dev", "eth0"], check=True)
+        subprocess.run(
+            ["ip", "-n", machine.name, "address", "del", f"{machine.address}/24", "dev", "eth0"],
+            check=True,
+        )
     environs = [variables(nodes, index, 1, six=True) for index in range(2)]
     for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN)):
         assert code == 0, said
@@ -147,17 +177,29 @@ def test_the_rendered_entry_script_does_the_same(four: list[Machine], tmp_path: 
     plan = json.loads(shown.out)
     assert plan["commands"] == []
     entry = tmp_path / "entry.sh"
-    entry.write_text(next(file["text"] for file in plan["files"] if file["path"].endswith("/mlp.sh")))
+    entry.write_text(
+        next(file["text"] for file in plan["files"] if file["path"].endswith("/mlp.sh"))
+    )
     environs = [variables(nodes, index, 2) for index in range(2)]
     for code, said in launch(nodes, tmp_path, environs, "bash", entry):
         assert code == 0, said
-    assert [rank["place"] for rank in told(tmp_path, 4)] == [[0, 4, 0, 2], [1, 4, 0, 2], [0, 4, 1, 2], [1, 4, 1, 2]]
+    assert [rank["place"] for rank in told(tmp_path, 4)] == [
+        [0, 4, 0, 2],
+        [1, 4, 0, 2],
+        [0, 4, 1, 2],
+        [1, 4, 1, 2],
+    ]
     assert told(tmp_path, 4)[0]["arguments"] == ["--name", "a b"]
 
 
-def test_the_platform_s_interface_is_taken_where_there_is_one(tmp_path: Path, namespaces: None) -> None:
+def test_the_platform_s_interface_is_taken_where_there_is_one(
+    tmp_path: Path, namespaces: None
+) -> None:
     with machines(2, "rdma0") as nodes:
-        environs = [variables(nodes, index, 1) | {"MLP_IFNAME": name} for index, name in enumerate(["rdma0", "missing0"])]
+        environs = [
+            variables(nodes, index, 1) | {"MLP_IFNAME": name}
+            for index, name in enumerate(["rdma0", "missing0"])
+        ]
         text = "import os, pathlib; pathlib.Path(os.environ['RANK']).write_text(os.environ['GLOO_SOCKET_IFNAME'])\n"
         for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
             assert code == 0, said

@@ -1,4 +1,6 @@
-"""How a platform's jobs stand, with answers of the command that are written down: builds that differ, many jobs, words of errors."""
+"""How a platform's jobs stand, with answers of the command that are written down: builds that
+differ, many jobs, words of errors.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,15 @@ Rows = list[dict[str, Any]]
 
 
 def record(job_id: str, directory: Path, **more: Any) -> Record:
-    spec = {"options": {"poll": "0.001"} | more.pop("options", {}), "max_restarts": more.pop("max_restarts", 0)}
+    spec = {
+        "options": {"poll": "0.001"} | more.pop("options", {}),
+        "max_restarts": more.pop("max_restarts", 0),
+    }
     job_dir = directory / job_id
     job_dir.mkdir()
-    fields = {"handle": Handle("mlp", "t-1", {"ids": ["t-1"], "account": {}, "at": time.time()})} | more
+    fields = {
+        "handle": Handle("mlp", "t-1", {"ids": ["t-1"], "account": {}, "at": time.time()})
+    } | more
     return Record(job_id, job_id, "mlp", "mlp", job_dir, 1, now(), spec, **fields)
 
 
@@ -42,7 +49,9 @@ def task_id(number: int) -> str:
 
 
 class Said:
-    """The command in a process of its own would take 100 ms a call: what it was asked, and what it answers."""
+    """The command in a process of its own would take 100 ms a call: what it was asked, and what it
+    answers.
+    """
 
     def __init__(self, answer: Callable[[Sequence[str]], Answer]) -> None:
         self.calls: list[list[str]] = []
@@ -73,13 +82,21 @@ def listing(rows: Rows) -> Callable[[Sequence[str]], Answer]:
         given = dict(zip(words[1::2], words[2::2], strict=True))
         found = [row for row in reversed(rows) if given.get("--name", "") in row["JobName"]]
         begin = int(given["--offset"])
-        return Answer(0, "a newer version is there!\n" + json.dumps(found[begin : begin + int(given["--limit"])]), "")
+        return Answer(
+            0,
+            "a newer version is there!\n"
+            + json.dumps(found[begin : begin + int(given["--limit"])]),
+            "",
+        )
 
     return answer
 
 
 def test_500_jobs_are_a_few_questions(tmp_path: Path, volc: Any) -> None:
-    rows = [{"JobId": task_id(number), "JobName": f"job-{number}", "Status": "Running"} for number in range(500)]
+    rows = [
+        {"JobId": task_id(number), "JobName": f"job-{number}", "Status": "Running"}
+        for number in range(500)
+    ]
     said = volc(listing(rows))
     records = [record(f"job-{number}", tmp_path) for number in range(500)]
     found = MlpBackend().status(records)
@@ -89,8 +106,22 @@ def test_500_jobs_are_a_few_questions(tmp_path: Path, volc: Any) -> None:
 
 def test_an_old_account_is_not_read_to_its_end(volc: Any) -> None:
     moments = [time.gmtime(1_700_000_000 + 60 * number) for number in range(5000)]
-    rows = [{"JobId": f"t-{time.strftime('%Y%m%d%H%M%S', moment)}-abcde", "JobName": "old", "Status": "Success"} for moment in moments]
-    rows += [{"JobId": f"t-202601010000{number:02d}-abcde", "JobName": f"new-{number}", "Status": "Running"} for number in range(5)]
+    rows = [
+        {
+            "JobId": f"t-{time.strftime('%Y%m%d%H%M%S', moment)}-abcde",
+            "JobName": "old",
+            "Status": "Success",
+        }
+        for moment in moments
+    ]
+    rows += [
+        {
+            "JobId": f"t-202601010000{number:02d}-abcde",
+            "JobName": f"new-{number}",
+            "Status": "Running",
+        }
+        for number in range(5)
+    ]
     said = volc(listing(rows))
     since = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, 0))
     assert len(Volc().tasks([f"new-{number}" for number in range(5)], since)) == 5
@@ -100,39 +131,100 @@ def test_an_old_account_is_not_read_to_its_end(volc: Any) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"JobId": task_id(1), "JobName": "a", "Status": "Failed", "Start": "2026-01-01T08:00:00+08:00", "End": 1767225610},
-        {"Id": task_id(1), "Name": "a", "Status": "Failed", "LaunchTime": "2026-01-01T00:00:00Z", "FinishTime": "1767225610000"},
+        {
+            "JobId": task_id(1),
+            "JobName": "a",
+            "Status": "Failed",
+            "Start": "2026-01-01T08:00:00+08:00",
+            "End": 1767225610,
+        },
+        {
+            "Id": task_id(1),
+            "Name": "a",
+            "Status": "Failed",
+            "LaunchTime": "2026-01-01T00:00:00Z",
+            "FinishTime": "1767225610000",
+        },
     ],
 )
 def test_both_spellings_of_an_answer_are_read(row: dict[str, Any], volc: Any) -> None:
     volc(lambda words: Answer(0, json.dumps({"Total": 1, "List": [row, {"strange": True}]}), ""))
     (task,) = Volc().tasks(["a"])
     assert (task.id, task.state, task.words) == (task_id(1), JobState.FAILED, "Failed")
-    assert (task.started_at, task.ended_at) == ("2026-01-01T00:00:00.000Z", "2026-01-01T00:00:10.000Z")
+    assert (task.started_at, task.ended_at) == (
+        "2026-01-01T00:00:00.000Z",
+        "2026-01-01T00:00:10.000Z",
+    )
 
 
 @pytest.mark.parametrize("name", ["worker_3", "t-20260101000000-abcde-worker-3"])
 def test_both_names_of_a_worker_are_read(name: str, volc: Any) -> None:
-    volc(lambda words: Answer(0, json.dumps([{"Name": name, "State": "Failed", "ExitCode": "7", "DiagInfo": {"Reason": "x"}}]), ""))
+    volc(
+        lambda words: Answer(
+            0,
+            json.dumps(
+                [{"Name": name, "State": "Failed", "ExitCode": "7", "DiagInfo": {"Reason": "x"}}]
+            ),
+            "",
+        )
+    )
     assert Volc().instances("t") == [Instance("worker_3", 3, "Failed", 7, '{"Reason": "x"}')]
 
 
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        (Answer(1, "", 'Error: exec: "mlp": executable file not found in $PATH'), SubmitError, "does not find its sibling mlp"),
-        (Answer(1, "", "AccessKeyId or SecretAccessKey is empty"), SubmitError, "nobody is logged in"),
-        (Answer(1, "AccessDenied: User is not authorized to perform", ""), SubmitError, "no permission"),
-        (Answer(1, "", "resource queue nowhere is not found"), SubmitError, "does not know the queue"),
-        (Answer(1, "", "InvalidParameter: flavor ml.x does not exist"), SubmitError, "no such flavor"),
-        (Answer(1, "", "dial tcp: lookup open.volcengineapi.com: no such host"), SubmitError, "is not reached"),
-        (Answer(1, "", "something new"), SubmitError, "the platform refuses the task: something new"),
-        (Answer(1, "", "net/http: request canceled (Client.Timeout exceeded)"), SubmitInDoubtError, "does not answer"),
-        (Answer(-9, "", "volc did not answer", timed_out=True), SubmitInDoubtError, "did not answer"),
+        (
+            Answer(1, "", 'Error: exec: "mlp": executable file not found in $PATH'),
+            SubmitError,
+            "does not find its sibling mlp",
+        ),
+        (
+            Answer(1, "", "AccessKeyId or SecretAccessKey is empty"),
+            SubmitError,
+            "nobody is logged in",
+        ),
+        (
+            Answer(1, "AccessDenied: User is not authorized to perform", ""),
+            SubmitError,
+            "no permission",
+        ),
+        (
+            Answer(1, "", "resource queue nowhere is not found"),
+            SubmitError,
+            "does not know the queue",
+        ),
+        (
+            Answer(1, "", "InvalidParameter: flavor ml.x does not exist"),
+            SubmitError,
+            "no such flavor",
+        ),
+        (
+            Answer(1, "", "dial tcp: lookup open.volcengineapi.com: no such host"),
+            SubmitError,
+            "is not reached",
+        ),
+        (
+            Answer(1, "", "something new"),
+            SubmitError,
+            "the platform refuses the task: something new",
+        ),
+        (
+            Answer(1, "", "net/http: request canceled (Client.Timeout exceeded)"),
+            SubmitInDoubtError,
+            "does not answer",
+        ),
+        (
+            Answer(-9, "", "volc did not answer", timed_out=True),
+            SubmitInDoubtError,
+            "did not answer",
+        ),
         (Answer(0, "fine", ""), SubmitInDoubtError, "printed no task id"),
     ],
 )
-def test_what_a_submission_says_is_understood(answer: Answer, kind: type[ClusterJobError], words: str, volc: Any) -> None:
+def test_what_a_submission_says_is_understood(
+    answer: Answer, kind: type[ClusterJobError], words: str, volc: Any
+) -> None:
     volc(lambda _: answer)
     with pytest.raises(SubmitError, match=words) as caught:
         Volc().submit(Path("x.yaml"))
@@ -140,7 +232,11 @@ def test_what_a_submission_says_is_understood(answer: Answer, kind: type[Cluster
 
 
 @pytest.mark.parametrize(
-    "out", ['notice {of} a version\n{"Id": "t-20260101000000-abcde"}', "submit task success, task_id=t-20260101000000-abcde\n"]
+    "out",
+    [
+        'notice {of} a version\n{"Id": "t-20260101000000-abcde"}',
+        "submit task success, task_id=t-20260101000000-abcde\n",
+    ],
 )
 def test_a_submission_s_id_is_found(out: str, volc: Any) -> None:
     volc(lambda _: Answer(0, out, ""))
@@ -150,7 +246,9 @@ def test_a_submission_s_id_is_found(out: str, volc: Any) -> None:
 class Fixed(MlpBackend):
     """A platform whose tasks the test sets."""
 
-    def __init__(self, tasks: list[Task], instances: Sequence[Instance] = (), lines: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tasks: list[Task], instances: Sequence[Instance] = (), lines: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         self.shown, self.workers, self.log = tasks, list(instances), list(lines)
         self.cancelled: list[str] = []
@@ -186,16 +284,51 @@ def old(job: Record, *tasks: Task) -> None:
     ("state", "words", "options", "instances", "expected"),
     [
         (JobState.SUCCEEDED, "Success", {}, [], ("SUCCEEDED", 0, "the platform says so")),
-        (JobState.FAILED, "Failed", {}, [Instance("worker_1", 1, "Failed", 9, "OOM")], ("FAILED", 9, "node 1 (host worker_1)")),
-        (JobState.FAILED, "Exception", {}, [Instance("worker_0", 0, "Exception", None, "NodeLost")], ("FAILED", 1, "Exception: NodeLost")),
-        (JobState.FAILED, "Failed", {}, [Instance("worker_0", 0, "Killed", 143, "DeadlineExceeded")], ("FAILED", 124, "out of time")),
+        (
+            JobState.FAILED,
+            "Failed",
+            {},
+            [Instance("worker_1", 1, "Failed", 9, "OOM")],
+            ("FAILED", 9, "node 1 (host worker_1)"),
+        ),
+        (
+            JobState.FAILED,
+            "Exception",
+            {},
+            [Instance("worker_0", 0, "Exception", None, "NodeLost")],
+            ("FAILED", 1, "Exception: NodeLost"),
+        ),
+        (
+            JobState.FAILED,
+            "Failed",
+            {},
+            [Instance("worker_0", 0, "Killed", 143, "DeadlineExceeded")],
+            ("FAILED", 124, "out of time"),
+        ),
         (JobState.CANCELLED, "Killed", {}, [], ("CANCELLED", 143, "not by clusterjob")),
-        (JobState.CANCELLED, "Killed", {"preemptible": "true"}, [], ("PREEMPTED", 75, "taken away")),
-        (JobState.CANCELLED, "Killed", {"preemptible": "true", "retries": "0"}, [], ("PREEMPTED", 75, "taken away")),
+        (
+            JobState.CANCELLED,
+            "Killed",
+            {"preemptible": "true"},
+            [],
+            ("PREEMPTED", 75, "taken away"),
+        ),
+        (
+            JobState.CANCELLED,
+            "Killed",
+            {"preemptible": "true", "retries": "0"},
+            [],
+            ("PREEMPTED", 75, "taken away"),
+        ),
     ],
 )
 def test_an_end_without_a_verdict_is_told_by_the_platform_and_not_at_once(
-    tmp_path: Path, state: JobState, words: str, options: dict[str, str], instances: list[Instance], expected: tuple[str, int, str]
+    tmp_path: Path,
+    state: JobState,
+    words: str,
+    options: dict[str, str],
+    instances: list[Instance],
+    expected: tuple[str, int, str],
 ) -> None:
     job = record("a", tmp_path, options=options)
     ended = Task(task_id(1), "a", state, words, started_at=now(), ended_at=now())
@@ -222,65 +355,121 @@ def test_an_end_without_a_verdict_is_told_by_the_platform_and_not_at_once(
     ],
 )
 def test_workers_that_died_of_the_platform_s_own_signal_have_not_failed(
-    tmp_path: Path, words: str, signal: str | None, wished: bool, options: dict[str, str], expected: tuple[str, int]
+    tmp_path: Path,
+    words: str,
+    signal: str | None,
+    wished: bool,
+    options: dict[str, str],
+    expected: tuple[str, int],
 ) -> None:
     job = record("a", tmp_path, options=options)
     code = {"SIGTERM": 143, "SIGKILL": 137, None: 3}[signal]
-    failure = {"rank": 1, "local_rank": 1, "node_rank": 0, "host": "h", "exit_code": code, "signal": signal, "message": "it is gone"}
-    own = {"state": "FAILED", "exit_code": code, "reason": "rank 1 is gone", "failure": failure, "consequences": []}
-    ended = Task(task_id(1), "a", JobState.CANCELLED if words == "Killed" else JobState.FAILED, words, started_at=now(), ended_at=now())
+    failure = {
+        "rank": 1,
+        "local_rank": 1,
+        "node_rank": 0,
+        "host": "h",
+        "exit_code": code,
+        "signal": signal,
+        "message": "it is gone",
+    }
+    own = {
+        "state": "FAILED",
+        "exit_code": code,
+        "reason": "rank 1 is gone",
+        "failure": failure,
+        "consequences": [],
+    }
+    ended = Task(
+        task_id(1),
+        "a",
+        JobState.CANCELLED if words == "Killed" else JobState.FAILED,
+        words,
+        started_at=now(),
+        ended_at=now(),
+    )
     old(job, ended)
     if wished:
         ends.cancel(job.job_dir)
-    found = Fixed([ended], [Instance("worker_0", 0, words, code)], [f"1 clusterjob-verdict {json.dumps(own)}"]).status([job])["a"]
+    found = Fixed(
+        [ended], [Instance("worker_0", 0, words, code)], [f"1 clusterjob-verdict {json.dumps(own)}"]
+    ).status([job])["a"]
     assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == expected
 
 
 @pytest.mark.parametrize(("words", "state"), [("Killed", "CANCELLED"), ("Failed", "FAILED")])
-def test_a_node_that_the_platform_ended_in_its_setup_lines_has_not_failed(tmp_path: Path, words: str, state: str) -> None:
+def test_a_node_that_the_platform_ended_in_its_setup_lines_has_not_failed(
+    tmp_path: Path, words: str, state: str
+) -> None:
     job = record("a", tmp_path)
     ended = Task(task_id(1), "a", JobState(state), words, started_at=now(), ended_at=now())
     old(job, ended)
     ended_all = [Instance("worker_0", 0, words, 143)]
-    found = Fixed([ended], ended_all, ["clusterjob-refused 143 h: a setup line failed: module load"]).status([job])["a"]
+    found = Fixed(
+        [ended], ended_all, ["clusterjob-refused 143 h: a setup line failed: module load"]
+    ).status([job])["a"]
     assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == (state, 143)
 
 
 def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_path: Path) -> None:
     job = record("a", tmp_path, max_restarts=1, options={"retry_interval": "100"})
-    ended = [Task(task_id(number), "a", JobState.FAILED, "Failed", started_at=now()) for number in (1, 2)]
+    ended = [
+        Task(task_id(number), "a", JobState.FAILED, "Failed", started_at=now()) for number in (1, 2)
+    ]
     verdict = {"state": "FAILED", "exit_code": 5, "reason": "rank 0 failed"}
     line = f"1 clusterjob-verdict {json.dumps({**verdict, 'consequences': []})}"
     worker = [Instance("worker_0", 0, "Failed", 5)]
     waiting = Fixed(ended[:1], worker, [line]).status([job])["a"]
     assert (waiting.state, waiting.verdict) == (JobState.PENDING, None)
-    assert waiting.reason == "the platform starts it again (attempt 2 of 2); it was failed: rank 0 failed"
+    assert (
+        waiting.reason
+        == "the platform starts it again (attempt 2 of 2); it was failed: rank 0 failed"
+    )
     last = Fixed(ended[1:], worker, [line]).status([job])["a"]
     assert last.verdict is not None
-    assert (last.state, last.restarts, last.verdict.attempt, last.verdict.exit_code) == (JobState.FAILED, 1, 1, 5)
+    assert (last.state, last.restarts, last.verdict.attempt, last.verdict.exit_code) == (
+        JobState.FAILED,
+        1,
+        1,
+        5,
+    )
     other = record("b", tmp_path, max_restarts=1, options={"retry_interval": "100"})
     theirs = replace(ended[0], name="b")
     old(other, theirs)
-    assert Fixed([theirs], worker, [line]).status([other])["b"].state is JobState.FAILED, "it did not come"
+    assert Fixed([theirs], worker, [line]).status([other])["b"].state is JobState.FAILED, (
+        "it did not come"
+    )
 
 
-@pytest.mark.parametrize(("options", "again"), [({"retries": "0"}, "(attempt 2)"), ({"retries": "1"}, "(attempt 2 of 2)")])
-def test_a_preemptible_task_is_copied_and_queued_by_the_platform_in_any_case(tmp_path: Path, options: dict[str, str], again: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [({"retries": "0"}, "(attempt 2)"), ({"retries": "1"}, "(attempt 2 of 2)")],
+)
+def test_a_preemptible_task_is_copied_and_queued_by_the_platform_in_any_case(
+    tmp_path: Path, options: dict[str, str], again: str
+) -> None:
     job = record("a", tmp_path, options={"preemptible": "true", **options})
     killed = Task(task_id(1), "a", JobState.CANCELLED, "Killed", started_at=now())
-    line = '1 clusterjob-verdict {"state": "CANCELLED", "exit_code": 143, "reason": "SIGTERM on gpu7"}'
+    line = (
+        '1 clusterjob-verdict {"state": "CANCELLED", "exit_code": 143, "reason": "SIGTERM on gpu7"}'
+    )
     found = Fixed([killed], [Instance("worker_0", 0, "Killed", 143)], [line]).status([job])["a"]
     assert (found.state, found.verdict) == (JobState.PENDING, None)
     assert again in found.reason
 
 
-def test_an_end_is_seen_where_the_disk_takes_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_is_seen_where_the_disk_takes_no_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    job, backend = record("a", tmp_path), Fixed([Task(task_id(1), "a", JobState.SUCCEEDED, "Success", started_at=now())])
+    job, backend = (
+        record("a", tmp_path),
+        Fixed([Task(task_id(1), "a", JobState.SUCCEEDED, "Success", started_at=now())]),
+    )
     monkeypatch.setattr(attempts.files, "write_json", full)
     assert backend.status([job])["a"].reason.endswith("the rest of its log is awaited")
     later = time.time() + 30
@@ -296,13 +485,20 @@ def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:
     assert Fixed([running]).status([job])["a"].state is JobState.RUNNING
     assert Fixed([]).status([job])["a"].state is JobState.UNKNOWN
     path = job.job_dir / "platform.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"missing_since": time.time() - 1000}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"missing_since": time.time() - 1000})
+    )
     lost = Fixed([]).status([job])["a"]
-    assert (lost.state, lost.reason) == (JobState.LOST, "the platform does not show its task any more")
+    assert (lost.state, lost.reason) == (
+        JobState.LOST,
+        "the platform does not show its task any more",
+    )
 
 
 @pytest.mark.parametrize("array", [None, {"indices": [0, 1], "pieces": [0]}])
-def test_a_submission_that_was_broken_off_was_cancelled(tmp_path: Path, array: dict[str, Any] | None) -> None:
+def test_a_submission_that_was_broken_off_was_cancelled(
+    tmp_path: Path, array: dict[str, Any] | None
+) -> None:
     whole = record("a", tmp_path, handle=None, array=array)
     ends.cancel(whole.job_dir)
     waiting = Fixed([]).status([whole.element(1) if array else whole])
@@ -315,17 +511,36 @@ def test_a_submission_that_was_broken_off_was_cancelled(tmp_path: Path, array: d
 
 
 @pytest.mark.parametrize("array", [None, {"indices": [0, 1], "pieces": [0]}])
-@pytest.mark.parametrize("tasks", [[], [Task(task_id(k), name, JobState.RUNNING, "Running") for k, name in enumerate(("a", "a_0"))]])
-def test_what_a_submitter_that_was_killed_has_left_is_removed(tmp_path: Path, array: dict[str, Any] | None, tasks: list[Task]) -> None:
-    whole = record("a", tmp_path, handle=None, array=array, submitter=ProcessIdentity.of_this_process())
-    left = [whole.job_dir / "task.private.yaml", whole.job_dir / ".task.private.yaml.x1y2", whole.job_dir / "upload" / "train.py"]
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        [],
+        [
+            Task(task_id(k), name, JobState.RUNNING, "Running")
+            for k, name in enumerate(("a", "a_0"))
+        ],
+    ],
+)
+def test_what_a_submitter_that_was_killed_has_left_is_removed(
+    tmp_path: Path, array: dict[str, Any] | None, tasks: list[Task]
+) -> None:
+    whole = record(
+        "a", tmp_path, handle=None, array=array, submitter=ProcessIdentity.of_this_process()
+    )
+    left = [
+        whole.job_dir / "task.private.yaml",
+        whole.job_dir / ".task.private.yaml.x1y2",
+        whole.job_dir / "upload" / "train.py",
+    ]
     left[-1].parent.mkdir()
     for path in left:
         path.write_text("a secret")
 
     def ask(submitter: ProcessIdentity | None) -> None:
         asked = replace(whole, submitter=submitter)
-        Fixed(tasks).status([asked.element(index) for index in array["indices"]] if array else [asked])
+        Fixed(tasks).status(
+            [asked.element(index) for index in array["indices"]] if array else [asked]
+        )
 
     ask(whole.submitter)
     assert left[0].exists(), "it is being read just now"
@@ -354,16 +569,29 @@ def test_nothing_is_fetched(tmp_path: Path) -> None:
         MlpBackend().fetch(record("a", tmp_path), [], tmp_path, None, lambda _: True)
 
 
-def test_the_account_of_a_job_is_the_one_it_was_submitted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_account_of_a_job_is_the_one_it_was_submitted_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VOLC_REGION", "cn-shanghai")
-    assert MlpBackend().account_of({"profile": "team"}) == (("VOLC_PROFILE", "team"), ("VOLC_REGION", "cn-shanghai"))
+    assert MlpBackend().account_of({"profile": "team"}) == (
+        ("VOLC_PROFILE", "team"),
+        ("VOLC_REGION", "cn-shanghai"),
+    )
     assert "VOLC_PROFILE" not in os.environ
 
 
-def test_another_account_that_the_shell_names_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "volc").write_text('#!/bin/sh\necho "${VOLC_PROFILE-unset} ${VOLC_REGION-unset} $VOLC_AK"\n')
+def test_another_account_that_the_shell_names_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "volc").write_text(
+        '#!/bin/sh\necho "${VOLC_PROFILE-unset} ${VOLC_REGION-unset} $VOLC_AK"\n'
+    )
     (tmp_path / "volc").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for name, value in {"VOLC_PROFILE": "other", "VOLC_REGION": "cn-shanghai", "VOLC_AK": "a key"}.items():
+    for name, value in {
+        "VOLC_PROFILE": "other",
+        "VOLC_REGION": "cn-shanghai",
+        "VOLC_AK": "a key",
+    }.items():
         monkeypatch.setenv(name, value)
     assert Volc({"VOLC_PROFILE": "team"}).run("version").out == "team unset a key\n"

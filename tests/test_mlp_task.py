@@ -1,4 +1,6 @@
-"""From a job to the fields of a task: what is found, merged and refused, and that values are data in YAML and in bash."""
+"""From a job to the fields of a task: what is found, merged and refused, and that values are data
+in YAML and in bash.
+"""
 
 from __future__ import annotations
 
@@ -77,41 +79,64 @@ def test_what_yaml_cannot_carry_is_refused() -> None:
     name=WORDS.filter(lambda text: text and text.isprintable()),
     args=st.lists(WORDS, max_size=4),
     value=WORDS,
-    storages=st.lists(st.dictionaries(st.sampled_from(["Type", "MountPath", "SubPath", "Bucket"]), WORDS), max_size=3),
+    storages=st.lists(
+        st.dictionaries(st.sampled_from(["Type", "MountPath", "SubPath", "Bucket"]), WORDS),
+        max_size=3,
+    ),
     image=WORDS.filter(bool),
 )
 def test_hostile_values_are_data_in_the_task_and_in_the_script(
-    tmp_path: Path, name: str, args: list[str], value: str, storages: list[dict[str, str]], image: str
+    tmp_path: Path,
+    name: str,
+    args: list[str],
+    value: str,
+    storages: list[dict[str, str]],
+    image: str,
 ) -> None:
-    options = {"storages": json.dumps(storages, ensure_ascii=False), "image": image, "code_path": '/root/it\'s "$HOME"\\'}
+    options = {
+        "storages": json.dumps(storages, ensure_ascii=False),
+        "image": image,
+        "code_path": '/root/it\'s "$HOME"\\',
+    }
     if yaml_reads(options["storages"]) != storages:
         options["storages"] = render.yaml(storages)
     teller = tmp_path / "python"
     teller.write_text('#!/bin/bash\nprintf \'%s\\0\' "$VALUE" "$@"\n')
     teller.chmod(0o700)
     spec = make(
-        tmp_path, python=str(teller), name=name, args=tuple(args), env={"VALUE": value}, options=options, resources=Resources(nodes=3),
-        nproc_open=True,
+        tmp_path, python=str(teller), name=name, args=tuple(args), env={"VALUE": value},
+        options=options, resources=Resources(nodes=3), nproc_open=True,
     )  # fmt: skip
     plan = backend.MlpBackend().plan(spec)
     found = planned(plan)
-    assert (found["TaskName"], found["Description"], found["ImageUrl"]) == (plan.job_id, name, image)
+    assert (found["TaskName"], found["Description"], found["ImageUrl"]) == (
+        plan.job_id,
+        name,
+        image,
+    )
     assert found["Storages"] == storages
     assert found["TaskRoleSpecs"] == [{"RoleName": "worker", "RoleReplicas": 3, "Flavor": "ml.a"}]
     words = subprocess.run(
-        ["bash", "-c", f"set -- {found['Entrypoint']}; printf '%s\\n' \"$@\""], capture_output=True, text=True, check=True
+        ["bash", "-c", f"set -- {found['Entrypoint']}; printf '%s\\n' \"$@\""],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert words.stdout.splitlines() == ["bash", '/root/it\'s "$HOME"\\/clusterjob-entry/entry.sh']
     assert entry_says(tmp_path, plan) == [value, "train.py", *args]
 
 
 def entry_says(directory: Path, plan: Plan) -> list[str]:
-    """Run the entry script as the platform does, with an interpreter that only tells its variable and its arguments."""
+    """Run the entry script as the platform does, with an interpreter that only tells its variable
+    and its arguments.
+    """
     own = directory / "there" / "clusterjob-entry"
     own.mkdir(parents=True, exist_ok=True)
     (own / "kept").write_bytes(b"")
     (own / "entry.sh").write_bytes(plan.files[-1].data)
-    ran = subprocess.run(["bash", own / "entry.sh"], capture_output=True, check=True, stdin=subprocess.DEVNULL)
+    ran = subprocess.run(
+        ["bash", own / "entry.sh"], capture_output=True, check=True, stdin=subprocess.DEVNULL
+    )
     value, zip_file, *words = ran.stdout.decode().split("\0")[:-1]
     assert zip_file == str(own / "clusterjob-node.pyz")
     return [value, *words]
@@ -133,16 +158,35 @@ def yaml_reads(text: str) -> Any:
         ({"flavor": "a"}, None, "a"),
     ],
 )
-def test_the_flavor_is_found_or_checked(tmp_path: Path, options: dict[str, str], gpus: int | None, flavor: str) -> None:
-    assert fields(tmp_path, options=options, resources=Resources(gpus_per_node=gpus))["TaskRoleSpecs"][0]["Flavor"] == flavor
+def test_the_flavor_is_found_or_checked(
+    tmp_path: Path, options: dict[str, str], gpus: int | None, flavor: str
+) -> None:
+    assert (
+        fields(tmp_path, options=options, resources=Resources(gpus_per_node=gpus))["TaskRoleSpecs"][
+            0
+        ]["Flavor"]
+        == flavor
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "more", "words"),
     [
-        ({"flavor": "", "flavors": "{a: 1, b: 8}"}, {"resources": Resources(gpus_per_node=4)}, "no flavor has 4 GPUs"),
-        ({"flavor": "", "flavors": "{a: 4, b: 4}"}, {"resources": Resources(gpus_per_node=4)}, "several flavors have 4 GPUs: a, b"),
-        ({"flavor": "a", "flavors": "{a: 1}"}, {"resources": Resources(gpus_per_node=4)}, "the flavor a has 1 GPUs"),
+        (
+            {"flavor": "", "flavors": "{a: 1, b: 8}"},
+            {"resources": Resources(gpus_per_node=4)},
+            "no flavor has 4 GPUs",
+        ),
+        (
+            {"flavor": "", "flavors": "{a: 4, b: 4}"},
+            {"resources": Resources(gpus_per_node=4)},
+            "several flavors have 4 GPUs: a, b",
+        ),
+        (
+            {"flavor": "a", "flavors": "{a: 1}"},
+            {"resources": Resources(gpus_per_node=4)},
+            "the flavor a has 1 GPUs",
+        ),
         ({"flavors": "[a]"}, {}, "no table of flavors"),
         ({"flavors": "{a: "}, {}, "is not YAML"),
         ({"storages": "text"}, {}, "no list of tables"),
@@ -152,7 +196,11 @@ def test_the_flavor_is_found_or_checked(tmp_path: Path, options: dict[str, str],
         ({"Task Name": "x"}, {}, "no field of a task"),
         ({"TaskName": "x"}, {}, "the launcher's own"),
         ({"Framework": "MPI"}, {}, "do not run the entry command on every worker"),
-        ({"Envs": "[{Name: A, Value: b, IsPrivate: true}]"}, {}, "would be kept in the job's record"),
+        (
+            {"Envs": "[{Name: A, Value: b, IsPrivate: true}]"},
+            {},
+            "would be kept in the job's record",
+        ),
         ({"ImageCredential.RegistryToken": "x"}, {}, "is a secret"),
         ({"ImageCredential": "{RegistryToken: x}"}, {}, "is a secret"),
         ({"secrets": "A-B"}, {}, "is no variable"),
@@ -164,7 +212,9 @@ def test_the_flavor_is_found_or_checked(tmp_path: Path, options: dict[str, str],
         ({}, {"gpus": "0"}, "--gpus"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, str], more: dict[str, Any], words: str) -> None:
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, options: dict[str, str], more: dict[str, Any], words: str
+) -> None:
     with pytest.raises(SpecError) as caught:
         fields(tmp_path, options=options, **more)
     assert words in f"{caught.value.message} {caught.value.hint}"
@@ -175,19 +225,32 @@ def test_any_field_may_be_set_by_its_path(tmp_path: Path) -> None:
         tmp_path,
         max_restarts=2,
         options={
-            "RetryOptions.IntervalSeconds": "7", "RetryOptions": "{PolicySets: [Failed, MachineFailure]}", "Priority": "4",
-            "queue": "q-2026-x", "Envs": "[{Name: A, Value: '1'}]", "DelayExitTimeSeconds": "60", "access": "queue",
+            "RetryOptions.IntervalSeconds": "7",
+            "RetryOptions": "{PolicySets: [Failed, MachineFailure]}",
+            "Priority": "4",
+            "queue": "q-2026-x",
+            "Envs": "[{Name: A, Value: '1'}]",
+            "DelayExitTimeSeconds": "60",
+            "access": "queue",
             "Storages": "[{Type: Vepfs, MountPath: /d}]",
         },
-    )  # fmt: skip
+    )
     assert found["RetryOptions"] == {
         "EnableRetry": True,
         "MaxRetryTimes": 2,
         "IntervalSeconds": 7,
         "PolicySets": ["Failed", "MachineFailure"],
     }
-    assert (found["Priority"], found["ResourceQueueID"], found["DelayExitTimeSeconds"], found["AccessType"]) == (4, "q-2026-x", 60, "Queue")
-    assert found["Envs"] == [{"Name": "CLUSTERJOB_TOKEN", "IsPrivate": True}, {"Name": "A", "Value": "1"}]
+    assert (
+        found["Priority"],
+        found["ResourceQueueID"],
+        found["DelayExitTimeSeconds"],
+        found["AccessType"],
+    ) == (4, "q-2026-x", 60, "Queue")
+    assert found["Envs"] == [
+        {"Name": "CLUSTERJOB_TOKEN", "IsPrivate": True},
+        {"Name": "A", "Value": "1"},
+    ]
     assert found["Storages"] == [{"Type": "Vepfs", "MountPath": "/d"}]
 
 
@@ -197,12 +260,17 @@ def test_any_field_may_be_set_by_its_path(tmp_path: Path) -> None:
         ({}, None),
         ({"max_restarts": 3}, (3, ["Failed"])),
         ({"requeue": True}, (5, ["InstanceReclaimed"])),
-        ({"requeue": True, "max_restarts": 2, "options": {"retries": "9"}}, (9, ["Failed", "InstanceReclaimed"])),
+        (
+            {"requeue": True, "max_restarts": 2, "options": {"retries": "9"}},
+            (9, ["Failed", "InstanceReclaimed"]),
+        ),
         ({"options": {"preemptible": "true"}}, (5, ["InstanceReclaimed"])),
         ({"max_restarts": 2, "options": {"retries": "0"}}, None),
     ],
 )
-def test_restarts_are_the_platform_s_retries(tmp_path: Path, spec: dict[str, Any], expected: tuple[int, list[str]] | None) -> None:
+def test_restarts_are_the_platform_s_retries(
+    tmp_path: Path, spec: dict[str, Any], expected: tuple[int, list[str]] | None
+) -> None:
     found = fields(tmp_path, **spec).get("RetryOptions")
     assert (None if found is None else (found["MaxRetryTimes"], found["PolicySets"])) == expected
     script = backend.MlpBackend().plan(make(tmp_path, **spec)).files[-1].text()
@@ -217,7 +285,13 @@ def test_the_platform_s_time_limit_leaves_the_verdict_to_the_agents(tmp_path: Pa
 
 def test_secrets_are_filled_in_by_name_and_by_field() -> None:
     options = {"secrets": '["KEY", "ALIAS=OTHER", "ImageCredential.RegistryToken=TOKEN_OF_MINE"]'}
-    text = render.yaml({"Envs": [{"Name": name, "IsPrivate": True} for name in ("CLUSTERJOB_TOKEN", "KEY", "ALIAS")]})
+    text = render.yaml(
+        {
+            "Envs": [
+                {"Name": name, "IsPrivate": True} for name in ("CLUSTERJOB_TOKEN", "KEY", "ALIAS")
+            ]
+        }
+    )
     environ = {"KEY": "k\n'", "OTHER": "o", "TOKEN_OF_MINE": "t"}
     full = task.with_secrets(text, options, "tok", environ)
     assert [entry["Value"] for entry in full["Envs"]] == ["tok", "k\n'", "o"]
@@ -240,7 +314,11 @@ def test_a_profile_s_lists_and_tables_are_options(tmp_path: Path) -> None:
     found = jobs.settle({"gpus_per_node": "8"}, "vemlp", tmp_path)
     plan = jobs.plan(jobs.make_spec(Program("script", "train.py", ()), found, tmp_path), found)
     fields = planned(plan)
-    assert (fields["Preemptible"], fields["TaskRoleSpecs"][0]["Flavor"], fields["RetryOptions"]["IntervalSeconds"]) == (True, "ml.b", 9)
+    assert (
+        fields["Preemptible"],
+        fields["TaskRoleSpecs"][0]["Flavor"],
+        fields["RetryOptions"]["IntervalSeconds"],
+    ) == (True, "ml.b", 9)
     assert fields["Storages"] == [{"Type": "Tos", "MountPath": "/it's", "Bucket": "b"}]
 
 

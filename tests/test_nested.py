@@ -1,4 +1,6 @@
-"""A job that submits another job: the node zip on its PYTHONPATH shadows the installed package, and is enough beside it."""
+"""A job that submits another job: the node zip on its PYTHONPATH shadows the installed package, and
+is enough beside it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ BY_FUNCTION = """
 
 @pytest.fixture(autouse=True)
 def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give inner jobs a place for their records: CLUSTERJOB_HOME is handed on to a job of this machine alone."""
+    """Give inner jobs a place for their records: CLUSTERJOB_HOME is handed on to a job of this
+    machine alone.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -51,11 +55,30 @@ def write(directory: Path) -> None:
 
 def test_local_job_runs_a_local_job(tmp_path: Path) -> None:
     write(tmp_path)
-    command = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local", "--nodes", "2", "outer.py", "local"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE * 2)
+    command = [
+        sys.executable,
+        "-m",
+        "clusterjob",
+        "run",
+        "--cluster",
+        "local",
+        "--nodes",
+        "2",
+        "outer.py",
+        "local",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE * 2
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert expected(done.stdout) == ["inner 0 2 clusterjob-node.pyz", "inner 1 2 clusterjob-node.pyz"]
-    records = [json.loads(path.read_text()) for path in Path(os.environ["CLUSTERJOB_HOME"]).glob("records/*.json")]
+    assert expected(done.stdout) == [
+        "inner 0 2 clusterjob-node.pyz",
+        "inner 1 2 clusterjob-node.pyz",
+    ]
+    records = [
+        json.loads(path.read_text())
+        for path in Path(os.environ["CLUSTERJOB_HOME"]).glob("records/*.json")
+    ]
     assert sorted(record["name"] for record in records) == ["inner", "outer"]
     zips = {Path(record["job_dir"], "clusterjob-node.pyz").read_bytes() for record in records}
     assert len(zips) == 1
@@ -64,7 +87,9 @@ def test_local_job_runs_a_local_job(tmp_path: Path) -> None:
 def test_function_is_submitted_inside_a_job(tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(textwrap.dedent(BY_FUNCTION))
     command = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local", "outer.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE * 2)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE * 2
+    )
     assert "result 5" in done.stdout, done.stdout + done.stderr
 
 
@@ -75,12 +100,20 @@ def test_slurm_job_submits_a_job(user: User, inner: str) -> None:
     write(user.directory)
     options = ("--gpus-per-node", "0", "--nodes", "1", "--nproc-per-node", "2")
     done = user("run", "--cluster", "slurm", *options, "outer.py", inner, timeout=PATIENCE * 3)
-    assert expected(done.stdout) == ["inner 0 2 clusterjob-node.pyz", "inner 1 2 clusterjob-node.pyz"]
+    assert expected(done.stdout) == [
+        "inner 0 2 clusterjob-node.pyz",
+        "inner 1 2 clusterjob-node.pyz",
+    ]
 
 
 def test_job_on_a_host_over_ssh_runs_a_local_job(site: Site) -> None:
     write(site.directory)
-    process = site.command("run", *site.options(hosts="gpu1", python=sys.executable, nproc_per_node="2"), "outer.py", "local")
+    process = site.command(
+        "run",
+        *site.options(hosts="gpu1", python=sys.executable, nproc_per_node="2"),
+        "outer.py",
+        "local",
+    )
     out, err = process.communicate(timeout=PATIENCE * 2)
     assert process.returncode == 0, out + err
     assert expected(out) == ["inner 0 2 clusterjob-node.pyz", "inner 1 2 clusterjob-node.pyz"]

@@ -22,7 +22,9 @@ def test_every_address_of_the_loopback_block_is_lo_s() -> None:
     assert network.interface_towards("127.0.1.1") == "lo"
 
 
-@pytest.mark.parametrize("host", ["999.1.1.1", "a b", "\0", "node0..cluster", pytest.param("a" * 70, id="long"), "."])
+@pytest.mark.parametrize(
+    "host", ["999.1.1.1", "a b", "\0", "node0..cluster", pytest.param("a" * 70, id="long"), "."]
+)
 def test_a_host_that_is_none_leads_nowhere(host: str) -> None:
     assert network.address_towards(host) is None
     assert network.interface_towards(host) is None
@@ -70,7 +72,10 @@ def test_a_listener_of_ipv6() -> None:
 
 def test_an_address_of_another_machine_means_all_of_this_one() -> None:
     """Behind NAT the address by which the others come is not this machine's own."""
-    with network.listen_at("192.0.2.1", 0, 16) as listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5):
+    with (
+        network.listen_at("192.0.2.1", 0, 16) as listener,
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5),
+    ):
         assert listener.getsockname()[0] == "0.0.0.0"
 
 
@@ -87,12 +92,20 @@ def test_the_backlog_holds_early_clients() -> None:
             client.close()
 
 
-def test_node_0_of_several_does_not_take_the_way_to_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian resolves the own name to 127.0.1.1, to which ``lo`` leads: the others would be told an address that is their own."""
+def test_node_0_of_several_does_not_take_the_way_to_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian resolves the own name to 127.0.1.1, to which ``lo`` leads: the others would be told an
+    address that is their own.
+    """
     own = socket.gethostname()
     answer = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
     real = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: answer if host == own else real(host, *rest, **more))
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **more: answer if host == own else real(host, *rest, **more),
+    )
     assert network.interface_towards(own) == "lo"
     assert network.interface_among(own, 1) == "lo"
     assert network.interface_among(own, 2) == network.interface_towards("198.51.100.1") != "lo"

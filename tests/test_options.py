@@ -20,9 +20,10 @@ def test_the_defaults() -> None:
 
 def test_all_options() -> None:
     words = [
-        "--nproc-per-node", "4", "--cpus-per-task", "2", "--max-restarts", "3", "--start", "exec", "--launcher", "torchrun",
-        "--time-limit", "60", "--join-timeout", "30", "--heartbeat", "0.5", "--lease", "3", "--grace", "7.5", "--lifeline", "--no-echo",
-        "--warning", "90", "--gpus", "0,1",
+        "--nproc-per-node", "4", "--cpus-per-task", "2", "--max-restarts", "3", "--start", "exec",
+        "--launcher", "torchrun", "--time-limit", "60", "--join-timeout", "30", "--heartbeat",
+        "0.5", "--lease", "3", "--grace", "7.5", "--lifeline", "--no-echo", "--warning", "90",
+        "--gpus", "0,1",
     ]  # fmt: skip
     options = parse([*words, "train.py", "--lr", "1"])
     assert options == LaunchOptions(
@@ -45,7 +46,9 @@ def test_all_options() -> None:
 
 
 def test_a_value_may_follow_an_equals_sign() -> None:
-    assert parse(["--nproc-per-node=4", "--start=fork", "train.py"]) == LaunchOptions(PROGRAM, nproc_per_node=4, start="fork")
+    assert parse(["--nproc-per-node=4", "--start=fork", "train.py"]) == LaunchOptions(
+        PROGRAM, nproc_per_node=4, start="fork"
+    )
 
 
 # -- where the program starts ------------------------------------------------------------------------------------------------
@@ -55,7 +58,10 @@ def test_a_value_may_follow_an_equals_sign() -> None:
     ("words", "program"),
     [
         (["train.py"], Program("script", "train.py")),
-        (["train.py", "--start", "exec", "-m", "--", "x"], Program("script", "train.py", ("--start", "exec", "-m", "--", "x"))),
+        (
+            ["train.py", "--start", "exec", "-m", "--", "x"],
+            Program("script", "train.py", ("--start", "exec", "-m", "--", "x")),
+        ),
         (["--start", "exec", "a b.py"], Program("script", "a b.py")),
         (["--lifeline", "train.py", "--lifeline"], Program("script", "train.py", ("--lifeline",))),
         (["-m", "pkg.mod", "-m", "--help"], Program("module", "pkg.mod", ("-m", "--help"))),
@@ -64,7 +70,10 @@ def test_a_value_may_follow_an_equals_sign() -> None:
         (["--", "--", "-m"], Program("command", "--", ("-m",))),
         (["--", "-m", "x"], Program("command", "-m", ("x",))),
         (["./-train.py"], Program("script", "./-train.py")),
-        (["--start", "fork", "--", "sh", "-c", "echo $RANK"], Program("command", "sh", ("-c", "echo $RANK"))),
+        (
+            ["--start", "fork", "--", "sh", "-c", "echo $RANK"],
+            Program("command", "sh", ("-c", "echo $RANK")),
+        ),
         ([""], Program("script", "")),
     ],
 )
@@ -72,7 +81,10 @@ def test_everything_after_the_program_is_its_own(words: list[str], program: Prog
     assert parse(words).program == program
 
 
-@pytest.mark.parametrize("words", [[], ["--"], ["-m"], ["--start", "exec"], ["--lifeline"], ["--nproc-per-node", "2", "--"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--"], ["-m"], ["--start", "exec"], ["--lifeline"], ["--nproc-per-node", "2", "--"]],
+)
 def test_no_program_is_a_usage_error_with_a_hint(words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         parse(words)
@@ -93,11 +105,22 @@ def test_no_program_is_a_usage_error_with_a_hint(words: list[str]) -> None:
         ["--nproc", "2"],  # no abbreviations: a later option might make them ambiguous
         ["--nproc-per-node"],
         ["--lifeline=yes"],
-        *[[name, value] for name in ("--nproc-per-node", "--cpus-per-task") for value in ("0", "-1", "x", "", "1.5", "1e3", "9" * 5000)],
+        *[
+            [name, value]
+            for name in ("--nproc-per-node", "--cpus-per-task")
+            for value in ("0", "-1", "x", "", "1.5", "1e3", "9" * 5000)
+        ],
         *[["--max-restarts", value] for value in ("-1", "x", "", "0.5")],
         *[
             [name, value]
-            for name in ("--time-limit", "--join-timeout", "--heartbeat", "--lease", "--grace", "--warning")
+            for name in (
+                "--time-limit",
+                "--join-timeout",
+                "--heartbeat",
+                "--lease",
+                "--grace",
+                "--warning",
+            )
             for value in ("0", "-1", "x", "", "nan", "inf", "-inf", "1e999")
         ],
         ["--start", "spawn"],
@@ -116,7 +139,21 @@ def test_what_makes_no_sense_is_a_usage_error(words: list[str]) -> None:
 @given(
     st.lists(
         st.text(max_size=8)
-        | st.sampled_from(["--", "-m", "--start", "--nproc-per-node", "--lifeline", "exec", "2", "a.py", "-", "--=", "-h-"]),
+        | st.sampled_from(
+            [
+                "--",
+                "-m",
+                "--start",
+                "--nproc-per-node",
+                "--lifeline",
+                "exec",
+                "2",
+                "a.py",
+                "-",
+                "--=",
+                "-h-",
+            ]
+        ),
         max_size=6,
     )
 )
@@ -132,10 +169,13 @@ def test_any_words_are_options_or_a_usage_error(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("--nnodes=2", "CLUSTERJOB_NNODES"), ("--node_rank", "CLUSTERJOB_NODE_RANK"), ("--master-addr", "CLUSTERJOB_MASTER_ADDR"),
-        ("--nproc_per_node", "did you mean --nproc-per-node?"), ("--xyzzy=3", "clusterjob launch --help"),
+        ("--nnodes=2", "CLUSTERJOB_NNODES"),
+        ("--node_rank", "CLUSTERJOB_NODE_RANK"),
+        ("--master-addr", "CLUSTERJOB_MASTER_ADDR"),
+        ("--nproc_per_node", "did you mean --nproc-per-node?"),
+        ("--xyzzy=3", "clusterjob launch --help"),
     ],
-)  # fmt: skip
+)
 def test_unknown_option_of_launch_names_what_says_the_same(word: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse([word, "1", "train.py"])
@@ -148,18 +188,33 @@ def test_unknown_option_of_launch_names_what_says_the_same(word: str, hint: str)
 counts = st.none() | st.integers(1, 10**6)
 seconds = st.floats(1e-6, 1e9, allow_nan=False) | st.integers(1, 10**7).map(float)
 programs = st.builds(
-    Program, st.sampled_from(["script", "module", "command"]), st.text(min_size=1), st.lists(st.text(), max_size=4).map(tuple)
+    Program,
+    st.sampled_from(["script", "module", "command"]),
+    st.text(min_size=1),
+    st.lists(st.text(), max_size=4).map(tuple),
 )
 
 
 @given(
     st.builds(
-        LaunchOptions, programs, nproc_per_node=counts, cpus_per_task=counts, max_restarts=st.integers(0, 10**6),
-        start=st.sampled_from(START_MODES), launcher=st.sampled_from(LAUNCHERS), time_limit=st.none() | seconds, join_timeout=seconds,
-        heartbeat=seconds, lease=seconds, grace=seconds, lifeline=st.booleans(), echo=st.booleans(), warning=st.none() | seconds,
+        LaunchOptions,
+        programs,
+        nproc_per_node=counts,
+        cpus_per_task=counts,
+        max_restarts=st.integers(0, 10**6),
+        start=st.sampled_from(START_MODES),
+        launcher=st.sampled_from(LAUNCHERS),
+        time_limit=st.none() | seconds,
+        join_timeout=seconds,
+        heartbeat=seconds,
+        lease=seconds,
+        grace=seconds,
+        lifeline=st.booleans(),
+        echo=st.booleans(),
+        warning=st.none() | seconds,
         gpus=st.none() | st.sampled_from(["0", "4,5", "GPU-aa,GPU-bb"]),
     )
-)  # fmt: skip
+)
 def test_a_command_line_gives_back_its_options(options: LaunchOptions) -> None:
     program = options.program
     parsed = parse(options.arguments())
@@ -172,9 +227,17 @@ def test_a_command_line_gives_back_its_options(options: LaunchOptions) -> None:
 
 
 def test_only_what_differs_from_the_defaults_is_written() -> None:
-    assert LaunchOptions(PROGRAM, nproc_per_node=2, grace=0.25, echo=False, lifeline=True).arguments() == [
-        "--nproc-per-node", "2", "--grace", "0.25", "--lifeline", "--no-echo", "train.py"
-    ]  # fmt: skip
+    assert LaunchOptions(
+        PROGRAM, nproc_per_node=2, grace=0.25, echo=False, lifeline=True
+    ).arguments() == [
+        "--nproc-per-node",
+        "2",
+        "--grace",
+        "0.25",
+        "--lifeline",
+        "--no-echo",
+        "train.py",
+    ]
 
 
 def test_long_times_are_written_exactly() -> None:

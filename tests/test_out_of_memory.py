@@ -1,4 +1,6 @@
-"""A worker that the kernel kills for want of memory is reported so: real cgroups with a limit, and the kernel's own count."""
+"""A worker that the kernel kills for want of memory is reported so: real cgroups with a limit, and
+the kernel's own count.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,15 @@ def cgroup() -> Iterator[Path]:
             group.rmdir()
         pytest.skip(f"a cgroup with a limit cannot be made: {error}; run as root")
     with contextlib.suppress(OSError):  # where there is no swap, there is no such file
-        (group / ("memory.swap.max" if unified else "memory.memsw.limit_in_bytes")).write_text("0" if unified else str(LIMIT))
+        (group / ("memory.swap.max" if unified else "memory.memsw.limit_in_bytes")).write_text(
+            "0" if unified else str(LIMIT)
+        )
     yield group
-    wait_until(lambda: not (group / "cgroup.procs").read_text(), PATIENCE, "the end of all processes of the cgroup")
+    wait_until(
+        lambda: not (group / "cgroup.procs").read_text(),
+        PATIENCE,
+        "the end of all processes of the cgroup",
+    )
     end = time.monotonic() + PATIENCE
     while True:
         try:
@@ -82,11 +90,16 @@ def cgroup() -> Iterator[Path]:
     ("how", "says"),
     [
         ("itself", "killed by SIGKILL (out of memory: the kernel killed it, limit 209 MB)"),
-        ("child", "is killed by signal: Killed. (out of memory: the kernel killed it, limit 209 MB)"),
+        (
+            "child",
+            "is killed by signal: Killed. (out of memory: the kernel killed it, limit 209 MB)",
+        ),
         ("killed", "killed by SIGKILL\n"),
     ],
 )
-def test_worker_that_the_kernel_killed_for_memory_is_reported_so(cgroup: Path, tmp_path: Path, how: str, says: str) -> None:
+def test_worker_that_the_kernel_killed_for_memory_is_reported_so(
+    cgroup: Path, tmp_path: Path, how: str, says: str
+) -> None:
     (tmp_path / "takes.py").write_text(textwrap.dedent(TAKES))
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
@@ -106,7 +119,15 @@ def test_worker_that_the_kernel_killed_for_memory_is_reported_so(cgroup: Path, t
         how,
     ]
     argv = ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh", *run]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        argv,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == (1 if how == "child" else 137), done.stderr
     assert says in done.stderr
     assert "FAILED: rank 1 " in done.stderr

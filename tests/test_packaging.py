@@ -1,4 +1,6 @@
-"""What a user installs: templates and the command are there from a wheel, from an sdist and from an editable install."""
+"""What a user installs: templates and the command are there from a wheel, from an sdist and from an
+editable install.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,30 @@ from clusterjob.core.render import template_directory
 SOURCE = Path(clusterjob.__file__).parent.parent
 TEMPLATES = sorted(path.name for path in (SOURCE / "templates").glob("*.j2"))
 
-pytestmark = pytest.mark.skipif(not (SOURCE / "pyproject.toml").is_file(), reason="not run from a source tree")
+pytestmark = pytest.mark.skipif(
+    not (SOURCE / "pyproject.toml").is_file(), reason="not run from a source tree"
+)
 
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
-    done = subprocess.run(command, cwd=cwd, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build the sdist from the source tree and the wheel from both; nothing is fetched and nothing is left in the tree."""
+    """Build the sdist from the source tree and the wheel from both; nothing is fetched and nothing
+    is left in the tree.
+    """
     if find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed")
     before = set(os.listdir(SOURCE))
@@ -39,7 +53,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run(*build, str(place / "tree"), "-t", "sdist", "-t", "wheel", cwd=SOURCE)
     [sdist] = (place / "tree").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(place / "unpacked", filter="data") if sys.version_info >= (3, 12) else archive.extractall(place / "unpacked")
+        archive.extractall(place / "unpacked", filter="data") if sys.version_info >= (
+            3,
+            12,
+        ) else archive.extractall(place / "unpacked")
     [unpacked] = (place / "unpacked").iterdir()
     run(*build, str(place / "again"), "-t", "wheel", cwd=unpacked)
     [wheel], [again] = (place / "tree").glob("*.whl"), (place / "again").glob("*.whl")
@@ -55,10 +72,17 @@ def test_a_wheel_holds_the_package_and_the_templates(built: dict[str, Path], kin
             f"clusterjob/templates/{name}" for name in TEMPLATES
         }
         for name in TEMPLATES:
-            assert archive.read(f"clusterjob/templates/{name}") == (SOURCE / "templates" / name).read_bytes()
+            assert (
+                archive.read(f"clusterjob/templates/{name}")
+                == (SOURCE / "templates" / name).read_bytes()
+            )
     modules = {str(path.relative_to(SOURCE)) for path in (SOURCE / "clusterjob").rglob("*.py")}
     assert modules <= names
-    strangers = {name for name in names if not name.startswith(("clusterjob/", f"clusterjob-{clusterjob.__version__}.dist-info/"))}
+    strangers = {
+        name
+        for name in names
+        if not name.startswith(("clusterjob/", f"clusterjob-{clusterjob.__version__}.dist-info/"))
+    }
     assert strangers == set()
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
@@ -66,24 +90,52 @@ def test_a_wheel_holds_the_package_and_the_templates(built: dict[str, Path], kin
 def test_an_sdist_holds_what_it_takes_to_build_and_test(built: dict[str, Path]) -> None:
     unpacked = built["unpacked"]
     assert unpacked.name == f"clusterjob-{clusterjob.__version__}"
-    for name in ("pyproject.toml", "README.md", "LICENSE", "clusterjob/__init__.py", "templates/node.sh.j2", "tests/conftest.py"):
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "clusterjob/__init__.py",
+        "templates/node.sh.j2",
+        "tests/conftest.py",
+    ):
         assert (unpacked / name).is_file(), name
 
 
 @pytest.mark.parametrize("kind", ["wheel", "wheel of the sdist"])
-def test_an_installed_wheel_renders_and_runs(built: dict[str, Path], kind: str, tmp_path: Path) -> None:
+def test_an_installed_wheel_renders_and_runs(
+    built: dict[str, Path], kind: str, tmp_path: Path
+) -> None:
     site = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(built[kind]), cwd=tmp_path)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(built[kind]),
+        cwd=tmp_path,
+    )
     (tmp_path / "script.py").write_text("import clusterjob; print(clusterjob.__file__)\n")
     where = "import clusterjob.core.render as render; print(render.template_directory())"
-    assert run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).strip() == str(site / "clusterjob" / "templates")
+    assert run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).strip() == str(
+        site / "clusterjob" / "templates"
+    )
     command = [sys.executable, str(site / "bin" / "clusterjob")]
-    assert run(*command, "--version", cwd=tmp_path, PYTHONPATH=str(site)) == f"clusterjob {clusterjob.__version__}\n"
+    assert (
+        run(*command, "--version", cwd=tmp_path, PYTHONPATH=str(site))
+        == f"clusterjob {clusterjob.__version__}\n"
+    )
     plan = run(*command, "render", "--nodes", "2", "script.py", cwd=tmp_path, PYTHONPATH=str(site))
     assert "#!/usr/bin/env bash" in plan
     assert "clusterjob-node.pyz" in plan
     told = run(*command, "run", "--start", "exec", "script.py", cwd=tmp_path, PYTHONPATH=str(site))
-    assert told.endswith("clusterjob-node.pyz/clusterjob/__init__.py\n"), "the workers import what was submitted"
+    assert told.endswith("clusterjob-node.pyz/clusterjob/__init__.py\n"), (
+        "the workers import what was submitted"
+    )
 
 
 def test_a_source_tree_renders_from_the_one_source() -> None:

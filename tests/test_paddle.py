@@ -1,4 +1,6 @@
-"""PaddlePaddle's scripts under our agents: the variables that they read, the ports that are held for them, and real training."""
+"""PaddlePaddle's scripts under our agents: the variables that they read, the ports that are held
+for them, and real training.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +73,15 @@ def test_a_port_that_is_held_is_given_to_nobody_who_asks_for_any(tmp_path: Path)
 
 
 def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
-    endpoints = [[f"10.0.0.{node}:{4000 + local}" for local in range(size)] for node, size in enumerate(sizes)]
+    endpoints = [
+        [f"10.0.0.{node}:{4000 + local}" for local in range(size)]
+        for node, size in enumerate(sizes)
+    ]
     return World(
-        0, "10.0.0.0", 29500, True, node_rank, len(sizes), sizes[node_rank], sum(sizes[:node_rank]), sum(sizes), gpus, "10.0.0.0:5000",
-        paddle_endpoints.listed([item for node in endpoints for item in node]), ",".join(endpoints[node_rank]),
+        0, "10.0.0.0", 29500, True, node_rank, len(sizes), sizes[node_rank], sum(sizes[:node_rank]),
+        sum(sizes), gpus, "10.0.0.0:5000",
+        paddle_endpoints.listed([item for node in endpoints for item in node]),
+        ",".join(endpoints[node_rank]),
     )  # fmt: skip
 
 
@@ -90,21 +97,39 @@ def test_every_place_is_the_same_to_torch_and_to_paddle(sizes: list[int]) -> Non
             assert isinstance(found.place, Worker)
             assert isinstance(own.place, Worker)
             assert (found.source, own.source) == ("torchrun", "paddle")
-            alone = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+            alone = {
+                name: value
+                for name, value in variables.items()
+                if name not in ("MASTER_ADDR", "MASTER_PORT")
+            }
             master = paddle_env.detect(alone)
             assert master is not None
             assert isinstance(master.place, Worker)
-            assert (master.place.topology.master_addr, master.place.topology.master_port) == ("10.0.0.0", 5000)
+            assert (master.place.topology.master_addr, master.place.topology.master_port) == (
+                "10.0.0.0",
+                5000,
+            )
             for field in ("rank", "local_rank", "world_size", "local_world_size"):
-                assert getattr(found.place, field) == getattr(own.place, field) == getattr(master.place, field)
+                assert (
+                    getattr(found.place, field)
+                    == getattr(own.place, field)
+                    == getattr(master.place, field)
+                )
 
 
 def test_a_node_with_gpus_names_one_to_each_worker_and_one_without_asks_for_gloo() -> None:
-    chosen = [contract.worker_variables(world(0, [4], gpus=2), local, "job", 0)["FLAGS_selected_gpus"] for local in range(4)]
+    chosen = [
+        contract.worker_variables(world(0, [4], gpus=2), local, "job", 0)["FLAGS_selected_gpus"]
+        for local in range(4)
+    ]
     assert chosen == ["0", "1", "0", "1"]
     assert "FLAGS_selected_gpus" not in contract.worker_variables(world(0, [4]), 0, "job", 0)
     assert paddle_endpoints.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
-    assert paddle_endpoints.backend_default({}, 2) == paddle_endpoints.backend_default({"PADDLE_DISTRI_BACKEND": "auto"}, 0) == {}
+    assert (
+        paddle_endpoints.backend_default({}, 2)
+        == paddle_endpoints.backend_default({"PADDLE_DISTRI_BACKEND": "auto"}, 0)
+        == {}
+    )
 
 
 def test_a_list_that_no_environment_could_carry_is_left_out() -> None:
@@ -113,7 +138,10 @@ def test_a_list_that_no_environment_could_carry_is_left_out() -> None:
     assert paddle_endpoints.listed(["10.200.200.200:50000"] * 6500) == ""
     variables = contract.worker_variables(world(0, [9000]), 3, "job", 0)
     assert "PADDLE_TRAINER_ENDPOINTS" not in variables
-    assert (variables["PADDLE_MASTER"], variables["PADDLE_CURRENT_ENDPOINT"]) == ("10.0.0.0:5000", "10.0.0.0:4003")
+    assert (variables["PADDLE_MASTER"], variables["PADDLE_CURRENT_ENDPOINT"]) == (
+        "10.0.0.0:5000",
+        "10.0.0.0:4003",
+    )
 
 
 SHOW = """
@@ -132,10 +160,14 @@ def with_paddle(directory: Path) -> str:
     return f"{ROOT}:{directory / 'installed'}"
 
 
-def test_the_list_of_all_endpoints_is_sent_where_there_is_a_paddle_alone(new_job: Callable[..., Job]) -> None:
+def test_the_list_of_all_endpoints_is_sent_where_there_is_a_paddle_alone(
+    new_job: Callable[..., Job],
+) -> None:
     """It is as long as the job, and would go to each node of it."""
     job = new_job(2)
-    script = job.script("import os; print('PADDLE_MASTER' in os.environ, 'PADDLE_TRAINER_ENDPOINTS' in os.environ)")
+    script = job.script(
+        "import os; print('PADDLE_MASTER' in os.environ, 'PADDLE_TRAINER_ENDPOINTS' in os.environ)"
+    )
     job.start(0, script)
     job.start(1, "--", sys.executable, "-S", script)
     assert job.wait() == [0, 0]
@@ -144,7 +176,11 @@ def test_the_list_of_all_endpoints_is_sent_where_there_is_a_paddle_alone(new_job
 
 def test_workers_of_several_nodes_find_them_and_no_conflict(tmp_path: Path) -> None:
     script(tmp_path, SHOW)
-    inherited = {"PADDLE_MASTER": "elsewhere:1", "PADDLE_TRAINER_ID": "7", "CLUSTERJOB_HOME": str(tmp_path / "home")}
+    inherited = {
+        "PADDLE_MASTER": "elsewhere:1",
+        "PADDLE_TRAINER_ID": "7",
+        "CLUSTERJOB_HOME": str(tmp_path / "home"),
+    }
     inherited["PYTHONPATH"] = with_paddle(tmp_path)
     ran = run([*LOCAL, "--nodes", "2", "--nproc-per-node", "2", "train.py"], tmp_path, inherited)
     assert ran.code == 0, ran.out + ran.err
@@ -155,9 +191,10 @@ def test_workers_of_several_nodes_find_them_and_no_conflict(tmp_path: Path) -> N
     for number, (own, source, conflicts) in enumerate(ranks):
         assert (source, conflicts) == ("clusterjob", [])
         assert own["PADDLE_CURRENT_ENDPOINT"] == endpoints[number]
-        assert [own[f"PADDLE_{name}"] for name in ("TRAINER_ID", "TRAINERS_NUM", "RANK_IN_NODE", "LOCAL_SIZE", "NNODES")] == [
-            str(number), "4", str(number % 2), "2", "2"
-        ]  # fmt: skip
+        assert [
+            own[f"PADDLE_{name}"]
+            for name in ("TRAINER_ID", "TRAINERS_NUM", "RANK_IN_NODE", "LOCAL_SIZE", "NNODES")
+        ] == [str(number), "4", str(number % 2), "2", "2"]
         for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS"):
             assert own[name] == ranks[0][0][name]
 
@@ -178,14 +215,25 @@ def test_endpoints_are_the_addresses_by_which_the_nodes_reach_each_other(tmp_pat
         started = []
         for index, machine in enumerate(nodes):
             (tmp_path / str(index)).mkdir()
-            environ = common | {"CLUSTERJOB_NODE_RANK": str(index), "TMPDIR": str(tmp_path / str(index))}
-            started.append(start(machine.command(sys.executable, "-m", "clusterjob", "launch", path), tmp_path, environ))
+            environ = common | {
+                "CLUSTERJOB_NODE_RANK": str(index),
+                "TMPDIR": str(tmp_path / str(index)),
+            }
+            started.append(
+                start(
+                    machine.command(sys.executable, "-m", "clusterjob", "launch", path),
+                    tmp_path,
+                    environ,
+                )
+            )
         for process in started:
             ended = finish(process)
             assert ended.code == 0, ended.out + ended.err
     for own, _, conflicts in told(tmp_path, 2):
         assert conflicts == []
-        assert [item.partition(":")[0] for item in own["PADDLE_TRAINER_ENDPOINTS"].split(",")] == [node.address for node in nodes]
+        assert [item.partition(":")[0] for item in own["PADDLE_TRAINER_ENDPOINTS"].split(",")] == [
+            node.address for node in nodes
+        ]
         assert own["PADDLE_MASTER"].partition(":")[0] == nodes[0].address
 
 
@@ -250,7 +298,9 @@ def check_training(directory: Path, source: str, per_node: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "nproc"), [(1, 2), (2, 1)])
-def test_a_script_of_paddle_trains_on_two_ranks(tmp_path: Path, python: str, nodes: int, nproc: int) -> None:
+def test_a_script_of_paddle_trains_on_two_ranks(
+    tmp_path: Path, python: str, nodes: int, nproc: int
+) -> None:
     script(tmp_path, TRAIN)
     shape = ["--nodes", nodes, "--nproc-per-node", nproc, "--python", python]
     ran = run([*LOCAL, *shape, "train.py"], tmp_path, {"CLUSTERJOB_HOME": str(tmp_path / "home")})
@@ -260,7 +310,9 @@ def test_a_script_of_paddle_trains_on_two_ranks(tmp_path: Path, python: str, nod
 
 
 @pytest.mark.slow
-def test_a_script_of_paddle_is_started_again_with_the_same_ports(tmp_path: Path, python: str) -> None:
+def test_a_script_of_paddle_is_started_again_with_the_same_ports(
+    tmp_path: Path, python: str
+) -> None:
     again = (
         TRAIN
         + """
@@ -280,9 +332,20 @@ def test_a_script_of_paddle_is_started_again_with_the_same_ports(tmp_path: Path,
 @pytest.mark.slow
 def test_the_place_of_a_process_of_paddle_s_own_launcher(tmp_path: Path, python: str) -> None:
     path = script(tmp_path, TRAIN)
-    argv = [python, "-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log", path]
+    argv = [
+        python,
+        "-m",
+        "paddle.distributed.launch",
+        "--nproc_per_node",
+        2,
+        "--log_dir",
+        tmp_path / "log",
+        path,
+    ]
     ran = run(argv, tmp_path)
-    logs = "".join(log.read_text(errors="replace") for log in (tmp_path / "log").glob("workerlog.*"))
+    logs = "".join(
+        log.read_text(errors="replace") for log in (tmp_path / "log").glob("workerlog.*")
+    )
     assert ran.code == 0, ran.out + ran.err + logs
     check_training(tmp_path, "paddle", 2)
     assert all(rank["master"] == rank["paddle_master"] for rank in told(tmp_path, 2))
@@ -290,8 +353,20 @@ def test_the_place_of_a_process_of_paddle_s_own_launcher(tmp_path: Path, python:
 
 @pytest.mark.slow
 def test_clusterjob_env_under_paddle_s_own_launcher(tmp_path: Path, python: str) -> None:
-    path = script(tmp_path, "import runpy, sys\nsys.argv[1:] = ['env', '--json']\nrunpy.run_module('clusterjob', run_name='__main__')\n")
-    argv = [python, "-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log", path]
+    path = script(
+        tmp_path,
+        "import runpy, sys\nsys.argv[1:] = ['env', '--json']\nrunpy.run_module('clusterjob', run_name='__main__')\n",
+    )
+    argv = [
+        python,
+        "-m",
+        "paddle.distributed.launch",
+        "--nproc_per_node",
+        2,
+        "--log_dir",
+        tmp_path / "log",
+        path,
+    ]
     ran = run(argv, tmp_path)
     assert ran.code == 0, ran.out + ran.err
     for number in range(2):

@@ -22,7 +22,15 @@ from clusterjob.node.program import Program
 
 
 def plan_in(job_dir: Path, *files: PlannedFile, commands: tuple[PlannedCommand, ...] = ()) -> Plan:
-    return Plan("x-abc234", "local", job_dir, JobSpec(Program("command", "true"), Path("/")), files, commands, ("a note",))
+    return Plan(
+        "x-abc234",
+        "local",
+        job_dir,
+        JobSpec(Program("command", "true"), Path("/")),
+        files,
+        commands,
+        ("a note",),
+    )
 
 
 @given(st.text())
@@ -32,7 +40,9 @@ def test_an_id_is_a_file_name_and_a_word(name: str) -> None:
     assert len(random) == 6
     assert set(random) <= set("abcdefghjkmnpqrstuvwxyz23456789")
     assert 0 < len(stem) <= 24
-    assert all(letter == "-" or unicodedata.category(letter)[0] in "LMN" for letter in job_id), "one word in any shell, and no underscore"
+    assert all(letter == "-" or unicodedata.category(letter)[0] in "LMN" for letter in job_id), (
+        "one word in any shell, and no underscore"
+    )
     assert len(os.fsencode(job_id)) < 200
     assert not job_id.startswith("-")
 
@@ -93,14 +103,29 @@ def test_a_plan_is_written_as_it_is_shown(tmp_path: Path) -> None:
     assert [(file.path.read_bytes(), stat.S_IMODE(file.path.stat().st_mode)) for file in files] == [
         (file.data, file.mode) for file in files
     ]
-    assert {path.name for path in job_dir.iterdir()} == {"a.txt", "b.sh", "c", "token", "logs", "ends"}
-    assert [stat.S_IMODE((job_dir / name).stat().st_mode) for name in (".", "logs", "ends", "token")] == [0o700, 0o700, 0o700, 0o600]
+    assert {path.name for path in job_dir.iterdir()} == {
+        "a.txt",
+        "b.sh",
+        "c",
+        "token",
+        "logs",
+        "ends",
+    }
+    assert [
+        stat.S_IMODE((job_dir / name).stat().st_mode) for name in (".", "logs", "ends", "token")
+    ] == [0o700, 0o700, 0o700, 0o600]
     assert plan.text() == (
         f"### {job_dir}/a.txt (0600)\ntext\n\n### {job_dir}/b.sh (0700)\n#!/bin/sh\n\n"
         f"### {job_dir}/c (0600)\n{files[2].text()}\n### commands\nA='1 2' bash 'b c'"
     )
-    assert plan.to_json()["files"][1] == {"path": f"{job_dir}/b.sh", "mode": "0700", "text": "#!/bin/sh\n"}
-    assert plan.to_json()["commands"] == [{"argv": ["bash", "b c"], "env": {"A": "1 2"}, "node_rank": 0}]
+    assert plan.to_json()["files"][1] == {
+        "path": f"{job_dir}/b.sh",
+        "mode": "0700",
+        "text": "#!/bin/sh\n",
+    }
+    assert plan.to_json()["commands"] == [
+        {"argv": ["bash", "b c"], "env": {"A": "1 2"}, "node_rank": 0}
+    ]
     assert plan.to_json()["notes"] == ["a note"]
 
 
@@ -125,14 +150,24 @@ def test_a_directory_that_is_there_is_not_taken_over(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_takes_the_whole_directory_with_it(tmp_path: Path) -> None:
     job_dir = tmp_path / "job"
     with pytest.raises(RecordError, match="cannot be written: ") as caught:
-        write_files(plan_in(job_dir, PlannedFile(job_dir / "a", b""), PlannedFile(job_dir / "nowhere" / "b", b"")))
+        write_files(
+            plan_in(
+                job_dir,
+                PlannedFile(job_dir / "a", b""),
+                PlannedFile(job_dir / "nowhere" / "b", b""),
+            )
+        )
     assert "No such file or directory" in caught.value.message
     assert caught.value.exit_code == 1
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("cluster", "left_open"), [("local", False), ("slurm", False), ("ssh", False), ("mlp", True)])
-def test_a_plan_says_whether_its_nodes_count_their_workers(cluster: str, left_open: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "left_open"), [("local", False), ("slurm", False), ("ssh", False), ("mlp", True)]
+)
+def test_a_plan_says_whether_its_nodes_count_their_workers(
+    cluster: str, left_open: bool, tmp_path: Path
+) -> None:
     """A default is a count, but for a platform that tells each node how many GPUs it has."""
     hosts = (Host("gpu1"),) if cluster == "ssh" else ()
     spec = JobSpec(Program("command", "true"), workdir=tmp_path, nproc_open=True, hosts=hosts)

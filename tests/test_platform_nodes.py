@@ -1,4 +1,6 @@
-"""Uploaded code on nodes that share nothing with the submitter, each in a network of its own: all that comes back is what they print."""
+"""Uploaded code on nodes that share nothing with the submitter, each in a network of its own: all
+that comes back is what they print.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Task:
     logs: list[Path]
 
     def lines(self, node: int, count: int = 10_000) -> list[str]:
-        """Return the last lines of a node's log, as a platform would show them: no line that has not ended."""
+        """Return the last lines of a node's log, as a platform would show them: no line that has
+        not ended.
+        """
         return self.logs[node].read_bytes().decode(errors="replace").split("\n")[:-1][-count:]
 
     def collect(self) -> None:
@@ -78,9 +82,12 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
         for folder in (work, job_dir, there):
             folder.mkdir(exist_ok=True)
         (work / "train.py").write_text(text)
-        spec = JobSpec(Program("script", "train.py"), work, python=sys.executable, nproc_per_node=2, **fields)  # type: ignore[arg-type]
+        spec = JobSpec(
+            Program("script", "train.py"), work, python=sys.executable, nproc_per_node=2, **fields
+        )  # type: ignore[arg-type]
         values = shared.common_values(spec, "job-abc", job_dir) | {
-            "uploaded": True, "workdir": "", "node_zip": "", "launch_arguments": spec.launch_options().arguments(),
+            "uploaded": True, "workdir": "", "node_zip": "",
+            "launch_arguments": spec.launch_options().arguments(),
         }  # fmt: skip
         files = [
             shared.script_file(job_dir / upload.ENTRY, render("mlp.sh.j2", values)),
@@ -95,15 +102,16 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
             code.parent.mkdir(parents=True)
             subprocess.run(["cp", "-rT", staged.root, code], check=True)
             platform = hosts | {
-                "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": str(index), "MLP_WORKER_NUM": "2", "MLP_WORKER_GPU": "2",
-                "MLP_WORKER_0_PORT": "2222", "MLP_TASK_ID": task_id, "CLUSTERJOB_TOKEN": "secret", "PYTHONPATH": "", "HOME": str(there),
+                "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": str(index), "MLP_WORKER_NUM": "2",
+                "MLP_WORKER_GPU": "2", "MLP_WORKER_0_PORT": "2222", "MLP_TASK_ID": task_id,
+                "CLUSTERJOB_TOKEN": "secret", "PYTHONPATH": "", "HOME": str(there),
             }  # fmt: skip
             log = there / f"worker_{index}.log"
             argv = machine.command("bash", code / "clusterjob-entry" / "entry.sh")
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    argv, cwd=there, env=environment(there, platform), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                    start_new_session=True,
+                    argv, cwd=there, env=environment(there, platform), stdin=subprocess.DEVNULL,
+                    stdout=output, stderr=output, start_new_session=True,
                 )  # fmt: skip
             task.processes.append(process)
             task.logs.append(log)
@@ -118,7 +126,9 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
                 process.wait()
 
 
-def test_uploaded_code_trains_and_all_comes_back_through_the_log(submit: Callable[..., Task]) -> None:
+def test_uploaded_code_trains_and_all_comes_back_through_the_log(
+    submit: Callable[..., Task],
+) -> None:
     task = submit(TRAIN, setup=("echo setting up on $MLP_ROLE_INDEX",))
     reader, seen = LogReader(task.job_dir), []
     while any(process.poll() is None for process in task.processes):
@@ -133,9 +143,18 @@ def test_uploaded_code_trains_and_all_comes_back_through_the_log(submit: Callabl
     for rank in range(4):
         own = [line for line in seen if line.rank == rank]
         assert {line.node_rank for line in own} == {rank // 2}
-        assert [line.text for line in own if line.stream == "out"] == ["sum 10 of 4 in code", "x" * 20_000, "no end of line"]
-        assert f"rank {rank} é \u2603 [0] like ours" in [line.text for line in own if line.stream == "err"]
-    assert [(line.rank, line.text) for line in LogReader(task.job_dir, rank=3).finish()][-1] == (3, "no end of line")
+        assert [line.text for line in own if line.stream == "out"] == [
+            "sum 10 of 4 in code",
+            "x" * 20_000,
+            "no end of line",
+        ]
+        assert f"rank {rank} é \u2603 [0] like ours" in [
+            line.text for line in own if line.stream == "err"
+        ]
+    assert [(line.rank, line.text) for line in LogReader(task.job_dir, rank=3).finish()][-1] == (
+        3,
+        "no end of line",
+    )
     verdict = Stream(task.job_dir, 0).verdict
     assert verdict is not None
     assert (verdict.state, verdict.exit_code) == (JobState.SUCCEEDED, 0)
@@ -154,9 +173,17 @@ def test_a_rank_that_fails_is_named_with_its_last_words(submit: Callable[..., Ta
     assert verdict is not None
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
     assert verdict.failure is not None
-    assert (verdict.failure.rank, verdict.failure.node_rank, verdict.failure.message) == (3, 1, "ValueError: boom é")
+    assert (verdict.failure.rank, verdict.failure.node_rank, verdict.failure.message) == (
+        3,
+        1,
+        "ValueError: boom é",
+    )
     assert verdict.failure.last_lines[-1].endswith("ValueError: boom é")
-    assert [line.text for line in LogReader(task.job_dir, rank=3).finish() if line.text.endswith("ValueError: boom é")]
+    assert [
+        line.text
+        for line in LogReader(task.job_dir, rank=3).finish()
+        if line.text.endswith("ValueError: boom é")
+    ]
 
 
 def test_a_platform_that_ends_a_task_hears_of_it_as_cancelled(submit: Callable[..., Task]) -> None:
@@ -171,9 +198,13 @@ def test_a_platform_that_ends_a_task_hears_of_it_as_cancelled(submit: Callable[.
     assert (verdict.state, verdict.exit_code) == (JobState.CANCELLED, 143)
 
 
-def test_a_platform_that_ends_a_task_because_one_node_ended_loses_no_verdict(submit: Callable[..., Task]) -> None:
+def test_a_platform_that_ends_a_task_because_one_node_ended_loses_no_verdict(
+    submit: Callable[..., Task],
+) -> None:
     """Node 1 is told of the end as soon as node 0, which has yet to print it."""
-    task = submit("import os, time\nif os.environ['RANK'] == '3': raise ValueError('boom')\ntime.sleep(600)\n")
+    task = submit(
+        "import os, time\nif os.environ['RANK'] == '3': raise ValueError('boom')\ntime.sleep(600)\n"
+    )
     task.processes[1].wait(PATIENCE)
     while task.processes[0].poll() is None:
         task.processes[0].send_signal(signal.SIGTERM)
@@ -181,29 +212,49 @@ def test_a_platform_that_ends_a_task_because_one_node_ended_loses_no_verdict(sub
     task.collect()
     verdict = Stream(task.job_dir, 0).verdict
     assert verdict is not None
-    assert (verdict.state, verdict.failure is not None and verdict.failure.message) == (JobState.FAILED, "ValueError: boom")
+    assert (verdict.state, verdict.failure is not None and verdict.failure.message) == (
+        JobState.FAILED,
+        "ValueError: boom",
+    )
 
 
-def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(submit: Callable[..., Task]) -> None:
+def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(
+    submit: Callable[..., Task],
+) -> None:
     task = submit(TRAIN, setup=("echo trying", '[ "$MLP_ROLE_INDEX" = 0 ]'))
     assert task.processes[1].wait(PATIENCE) == 1
-    task.processes[0].send_signal(signal.SIGTERM)  # as the platform does when one of its workers fails
+    task.processes[0].send_signal(
+        signal.SIGTERM
+    )  # as the platform does when one of its workers fails
     task.wait()
     task.collect()
     found = shared.end_without_lead(task.job_dir, None, 0, "nobody knows")
-    assert (found.state, found.failure is not None and found.failure.node_rank) == (JobState.FAILED, 1)
+    assert (found.state, found.failure is not None and found.failure.node_rank) == (
+        JobState.FAILED,
+        1,
+    )
     assert 'a setup line failed: [ "$MLP_ROLE_INDEX" = 0 ]' in found.reason
 
 
-def test_an_agent_of_an_older_start_is_none_of_this_one_s(submit: Callable[..., Task], tmp_path: Path) -> None:
-    """A retry of the platform's is a new task in the place of the old: what is left of that one has another secret."""
-    old = submit(TRAIN, "t-old", setup=('until [ "$MLP_ROLE_INDEX" = 1 ]; do sleep 0.05; done',))  # its node 0 never comes so far
+def test_an_agent_of_an_older_start_is_none_of_this_one_s(
+    submit: Callable[..., Task], tmp_path: Path
+) -> None:
+    """A retry of the platform's is a new task in the place of the old: what is left of that one has
+    another secret.
+    """
+    old = submit(
+        TRAIN, "t-old", setup=('until [ "$MLP_ROLE_INDEX" = 1 ]; do sleep 0.05; done',)
+    )  # its node 0 never comes so far
     old.processes[0].kill()  # its node 0 is gone; node 1 looks for one at the same address
     old.processes[0].wait()
     go = tmp_path / "there1" / "go"
     later = '[ "$MLP_ROLE_INDEX" = 0 ] || until [ -e "$HOME/go" ]; do sleep 0.05; done'
     new = submit(TRAIN, "t-new", attempt=1, setup=(later,))
-    _wait_for(lambda: any('"stranger"' in path.read_text() for path in go.parent.glob("clusterjob-*/events.jsonl")))
+    _wait_for(
+        lambda: any(
+            '"stranger"' in path.read_text() for path in go.parent.glob("clusterjob-*/events.jsonl")
+        )
+    )
     go.touch()
     assert new.wait() == [0, 0], [path.read_text() for path in (*new.logs, *old.logs)]
     assert old.processes[1].poll() != 0, "it was no part of the new one"

@@ -17,7 +17,9 @@ def taken() -> socket.socket:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 1000))
-def test_every_agent_computes_the_same_ports_below_the_ephemeral_ones(job_id: str, attempt: int) -> None:
+def test_every_agent_computes_the_same_ports_below_the_ephemeral_ones(
+    job_id: str, attempt: int
+) -> None:
     found = ports.candidates(job_id, attempt, None)
     assert found == ports.candidates(job_id, attempt, None)
     assert len(found) == ports.COUNT
@@ -26,7 +28,11 @@ def test_every_agent_computes_the_same_ports_below_the_ephemeral_ones(job_id: st
 
 
 def test_another_job_or_attempt_looks_elsewhere() -> None:
-    found = [ports.candidates(job_id, attempt, None) for job_id in ("job-1", "job-2", "job-11") for attempt in (0, 1)]
+    found = [
+        ports.candidates(job_id, attempt, None)
+        for job_id in ("job-1", "job-2", "job-11")
+        for attempt in (0, 1)
+    ]
     assert len({tuple(sequence) for sequence in found}) == 6
     assert len({sequence[0] for sequence in found}) == 6
 
@@ -64,7 +70,9 @@ def test_two_leads_never_share_a_port() -> None:
 def test_all_taken_is_said_with_the_ports() -> None:
     with taken() as first, taken() as second:
         numbers = [first.getsockname()[1], second.getsockname()[1]]
-        with pytest.raises(GangError, match=f"no free port at 127.0.0.1: {numbers[0]}, {numbers[1]} are taken"):
+        with pytest.raises(
+            GangError, match=f"no free port at 127.0.0.1: {numbers[0]}, {numbers[1]} are taken"
+        ):
             ports.listen("127.0.0.1", numbers)
 
 

@@ -1,4 +1,6 @@
-"""Jobs that are warned before their nodes are taken away: real agents and workers, and the signals that a scheduler sends."""
+"""Jobs that are warned before their nodes are taken away: real agents and workers, and the signals
+that a scheduler sends.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,12 @@ def signal_all(pids: list[int], number: int) -> None:
 
 def check_preempted(job: Job, why: str, how: str = "its workers left to be queued again") -> None:
     result = job.result
-    assert (result["state"], result["exit_code"], result["failure"], result["consequences"]) == ("PREEMPTED", 75, None, [])
+    assert (result["state"], result["exit_code"], result["failure"], result["consequences"]) == (
+        "PREEMPTED",
+        75,
+        None,
+        [],
+    )
     assert result["reason"] == f"{why}: {how}"
     assert len(job.events("warned")) == 1
     assert job.events("warned")[0]["why"] == why
@@ -117,7 +124,16 @@ def check_preempted(job: Job, why: str, how: str = "its workers left to be queue
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, mode: str) -> None:
     job = new_job(2)
-    job.start_all(*WARNING, "--start", mode, "--nproc-per-node", "2", "--max-restarts", "3", prepared(job, ASKING))
+    job.start_all(
+        *WARNING,
+        "--start",
+        mode,
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+        prepared(job, ASKING),
+    )
     up(job, 4)
     job.agents[node].send_signal(signal.SIGUSR1)
     assert job.wait() == [75, 75]
@@ -151,7 +167,9 @@ def test_sigterm_is_a_warning_too_unless_the_job_is_cancelled(new_job: NewJob) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_job_that_may_be_preempted_is_cancelled_as_any_other(new_job: NewJob, number: signal.Signals) -> None:
+def test_a_job_that_may_be_preempted_is_cancelled_as_any_other(
+    new_job: NewJob, number: signal.Signals
+) -> None:
     """And at once: workers that would take a SIGTERM for a warning see whose this one is."""
     job = new_job(2)
     job.start_all(*WARNING, "--grace", "45", prepared(job, CALLED))
@@ -182,7 +200,9 @@ def test_a_warning_before_the_agents_listen_is_not_lost(new_job: NewJob) -> None
     ends.warn(job.dir, 0)
     job.start_all(*WARNING, prepared(job, DEAF))
     assert job.wait() == [75, 75]
-    check_preempted(job, f"a warning on {HOST}, while the job was starting", "before its workers had started")
+    check_preempted(
+        job, f"a warning on {HOST}, while the job was starting", "before its workers had started"
+    )
     assert not job.path("up0").exists()
 
 
@@ -211,8 +231,12 @@ def test_a_signal_while_a_job_starts_never_breaks_it(new_job: NewJob, moment: fl
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_a_signal_to_every_process_of_a_job_ends_none(new_job: NewJob, mode: str, number: signal.Signals) -> None:
-    """Slurm signals all processes of a step. A worker's own children are by default not kept from SIGTERM."""
+def test_a_signal_to_every_process_of_a_job_ends_none(
+    new_job: NewJob, mode: str, number: signal.Signals
+) -> None:
+    """Slurm signals all processes of a step. A worker's own children are by default not kept from
+    SIGTERM.
+    """
     job = new_job(2)
     script = prepared(job, """
         import subprocess
@@ -344,7 +368,9 @@ def test_an_exception_of_a_callback_leaves_the_script(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("warning", [(), WARNING])
-def test_exit_code_75_without_a_warning_is_a_failure(new_job: NewJob, warning: tuple[str, ...]) -> None:
+def test_exit_code_75_without_a_warning_is_a_failure(
+    new_job: NewJob, warning: tuple[str, ...]
+) -> None:
     job = new_job()
     job.start(0, *warning, job.script("import sys; sys.exit(75)"))
     assert job.wait() == [75]
@@ -372,7 +398,11 @@ def test_a_worker_that_somebody_terminates_is_a_failure_in_the_end(new_job: NewJ
     (worker,) = below(job.starter_of(job.agents[1]))
     os.kill(worker, signal.SIGTERM)
     assert job.wait() == [143, 143]
-    assert (job.result["state"], job.result["failure"]["rank"], job.result["failure"]["signal"]) == ("FAILED", 1, "SIGTERM")
+    assert (
+        job.result["state"],
+        job.result["failure"]["rank"],
+        job.result["failure"]["signal"],
+    ) == ("FAILED", 1, "SIGTERM")
 
 
 def test_an_agent_that_is_lost_after_the_warning_was_taken_away(new_job: NewJob) -> None:
@@ -388,7 +418,9 @@ def test_an_agent_that_is_lost_after_the_warning_was_taken_away(new_job: NewJob)
 
 
 def test_a_worker_is_told_again_after_a_restart(new_job: NewJob) -> None:
-    """A failure after the warning, with restarts left: the new workers see the warning from the beginning."""
+    """A failure after the warning, with restarts left: the new workers see the warning from the
+    beginning.
+    """
     job = new_job()
     script = prepared(job, """
         from place import *
@@ -408,7 +440,9 @@ def test_a_worker_is_told_again_after_a_restart(new_job: NewJob) -> None:
 
 @pytest.mark.parametrize("whom", ["an agent", "everyone, by SIGTERM"])
 def test_workers_under_torchrun_see_the_file(new_job: NewJob, whom: str) -> None:
-    """torchrun keeps the pipe from them, and ends the other workers of its node when the first one leaves."""
+    """torchrun keeps the pipe from them, and ends the other workers of its node when the first one
+    leaves.
+    """
     job = new_job(2)
     job.start_all(*WARNING, "--launcher", "torchrun", prepared(job, ASKING), python=WITH_TORCH)
     up(job, 2)
@@ -464,7 +498,9 @@ def test_the_end_of_an_agent_of_an_old_attempt_is_not_the_job_s(new_job: NewJob)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "1", "CLUSTERJOB_MASTER_PORT": port})  # it cannot lead
+        job.start(
+            0, script, env={"CLUSTERJOB_ATTEMPT": "1", "CLUSTERJOB_MASTER_PORT": port}
+        )  # it cannot lead
         assert job.wait() == [0, 1]
     assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
     assert job.end_of(0)["attempt"] == 2
@@ -473,14 +509,16 @@ def test_the_end_of_an_agent_of_an_old_attempt_is_not_the_job_s(new_job: NewJob)
 # -- the worker's side alone -----------------------------------------------------------------------------------------------
 
 
-def run_alone(directory: Path, text: str, extra: dict[str, str], fd: int | None = None) -> subprocess.Popen[str]:
+def run_alone(
+    directory: Path, text: str, extra: dict[str, str], fd: int | None = None
+) -> subprocess.Popen[str]:
     """Start a process that is a worker by its variables, with nobody who would be its agent."""
     (directory / "place.py").write_text(textwrap.dedent(PLACE))
     (directory / "alone.py").write_text(textwrap.dedent(text))
     environ = os.environ | {"RANK": "0", "LOCAL_RANK": "0"} | extra
     return subprocess.Popen(
-        [sys.executable, "-S", "alone.py"], cwd=directory, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        pass_fds=() if fd is None else (fd,),
+        [sys.executable, "-S", "alone.py"], cwd=directory, env=environ, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=() if fd is None else (fd,),
     )  # fmt: skip
 
 
@@ -492,7 +530,9 @@ def said(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_without_an_agent_the_file_in_the_job_s_directory_counts(tmp_path: Path) -> None:
     (tmp_path / "ends").mkdir()
-    process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_JOB_DIR": str(tmp_path), "CLUSTERJOB_ATTEMPT": "3"})
+    process = run_alone(
+        tmp_path, CALLED, {"CLUSTERJOB_JOB_DIR": str(tmp_path), "CLUSTERJOB_ATTEMPT": "3"}
+    )
     wait_until((tmp_path / "up0").exists, PATIENCE)
     ends.warn(tmp_path, 2)
     ends.warn(tmp_path, 3)
@@ -500,7 +540,9 @@ def test_without_an_agent_the_file_in_the_job_s_directory_counts(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("number", "variable"), [(signal.SIGUSR1, ""), (signal.SIGTERM, "none")])
-def test_without_an_agent_the_scheduler_s_signals_count(tmp_path: Path, number: int, variable: str) -> None:
+def test_without_an_agent_the_scheduler_s_signals_count(
+    tmp_path: Path, number: int, variable: str
+) -> None:
     process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": variable})
     wait_until((tmp_path / "up0").exists, PATIENCE)
     process.send_signal(number)
@@ -516,7 +558,9 @@ def test_sigterm_ends_a_process_that_no_scheduler_warns(tmp_path: Path, variable
 
 
 def test_a_cancelled_job_s_sigterm_is_meant(tmp_path: Path) -> None:
-    process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": "none", "CLUSTERJOB_JOB_DIR": str(tmp_path)})
+    process = run_alone(
+        tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": "none", "CLUSTERJOB_JOB_DIR": str(tmp_path)}
+    )
     wait_until((tmp_path / "up0").exists, PATIENCE)
     ends.cancel(tmp_path)
     process.terminate()
@@ -542,7 +586,9 @@ def test_the_first_sigterm_warns_and_the_second_ends(tmp_path: Path, pipe: Warni
         while True:
             time.sleep(0.01)
     """
-    process = run_alone(tmp_path, text, {"CLUSTERJOB_WARNING_FD": pipe.name}, int(pipe.name.partition(":")[0]))
+    process = run_alone(
+        tmp_path, text, {"CLUSTERJOB_WARNING_FD": pipe.name}, int(pipe.name.partition(":")[0])
+    )
     wait_until((tmp_path / "up0").exists, PATIENCE)
     process.terminate()
     wait_until((tmp_path / "warned0").exists, PATIENCE)
@@ -591,11 +637,16 @@ def test_a_worker_s_children_keep_their_sigterm(tmp_path: Path, pipe: WarningPip
     """
     for asked in ("before", "after"):
         extra = {"CLUSTERJOB_WARNING_FD": pipe.name, "ASKED": asked}
-        assert said(run_alone(tmp_path, text, extra, int(pipe.name.partition(":")[0]))) == (0, "-15\n")
+        assert said(run_alone(tmp_path, text, extra, int(pipe.name.partition(":")[0]))) == (
+            0,
+            "-15\n",
+        )
         (tmp_path / "child0").unlink()
 
 
-def test_a_callback_after_the_warning_runs_at_once_and_one_of_a_thread_on_a_thread(tmp_path: Path, pipe: WarningPipe) -> None:
+def test_a_callback_after_the_warning_runs_at_once_and_one_of_a_thread_on_a_thread(
+    tmp_path: Path, pipe: WarningPipe
+) -> None:
     text = """
         import threading
         from place import *
@@ -616,7 +667,9 @@ def test_a_callback_after_the_warning_runs_at_once_and_one_of_a_thread_on_a_thre
             ctx.preempted
         assert time.perf_counter() - begin < 1
     """
-    process = run_alone(tmp_path, text, {"CLUSTERJOB_WARNING_FD": pipe.name}, int(pipe.name.partition(":")[0]))
+    process = run_alone(
+        tmp_path, text, {"CLUSTERJOB_WARNING_FD": pipe.name}, int(pipe.name.partition(":")[0])
+    )
     wait_until((tmp_path / "up0").exists, PATIENCE)
     pipe.warn()
     wait_until((tmp_path / "called0").exists, PATIENCE)
@@ -636,7 +689,14 @@ def test_a_plain_process_is_never_preempted(tmp_path: Path) -> None:
 # -- what the lead makes of ends -------------------------------------------------------------------------------------------
 
 
-def failure(rank: int, code: int = 1, *, signal_name: str | None = None, effect: bool = False, message: str = "m") -> Failure:
+def failure(
+    rank: int,
+    code: int = 1,
+    *,
+    signal_name: str | None = None,
+    effect: bool = False,
+    message: str = "m",
+) -> Failure:
     return Failure(rank, rank, 0, "h", code, signal_name, message, (), effect)
 
 
@@ -668,7 +728,9 @@ def test_only_those_whose_peer_left_are_pardoned() -> None:
     notice.begin("SIGUSR1 on h", 0.0)
     assert not notice.takes(failure(0, effect=True), 1.0, exited=True)
     assert notice.takes(failure(1, 75), 2.0, exited=False)
-    assert notice.takes(failure(1, 134, signal_name="SIGABRT"), 3.0, exited=True)  # it said that it leaves
+    assert notice.takes(
+        failure(1, 134, signal_name="SIGABRT"), 3.0, exited=True
+    )  # it said that it leaves
     assert notice.takes(failure(0, effect=True), 4.0, exited=True)
     assert not notice.takes(failure(2), 5.0, exited=True)
 
@@ -695,7 +757,11 @@ def test_a_job_that_may_not_be_preempted_has_no_suspects() -> None:
         ("killed by SIGTERM", "SIGTERM", True),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. ", None, True),
         ("RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly", None, True),
-        ("torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15", None, True),
+        (
+            "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15",
+            None,
+            True,
+        ),
         ("ValueError: boom", None, False),
         ("killed by SIGKILL", "SIGKILL", False),
     ],
@@ -708,8 +774,12 @@ def test_who_was_ended_by_sigterm(message: str, signal_name: str | None, expecte
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_processes_may_leave_in_the_middle_of_a_step(new_job: NewJob, number: signal.Signals) -> None:
-    """Each by its own callback, with collectives under way and DataLoader workers that the signal meets too."""
+def test_processes_may_leave_in_the_middle_of_a_step(
+    new_job: NewJob, number: signal.Signals
+) -> None:
+    """Each by its own callback, with collectives under way and DataLoader workers that the signal
+    meets too.
+    """
     job = new_job(2)
     script = job.script("""
         import os, pathlib, torch
@@ -749,7 +819,16 @@ def train(job: Job, attempt: int, steps: int) -> subprocess.Popen[bytes]:
     """Start one attempt of the example on two processes."""
     arguments = ("--checkpoint", "model.pt", "--steps", str(steps), "--save-every", "20")
     variables = {"CLUSTERJOB_ATTEMPT": str(attempt)}
-    return job.start(0, *WARNING, "--nproc-per-node", "2", str(RESUME), *arguments, python=WITH_TORCH, env=variables)
+    return job.start(
+        0,
+        *WARNING,
+        "--nproc-per-node",
+        "2",
+        str(RESUME),
+        *arguments,
+        python=WITH_TORCH,
+        env=variables,
+    )
 
 
 def last_step(job: Job, attempt: int) -> int:
@@ -769,7 +848,9 @@ def weights(job: Job, agent: subprocess.Popen[bytes]) -> str:
 
 
 @pytest.mark.slow
-def test_an_interrupted_training_ends_with_the_weights_of_an_undisturbed_one(new_job: NewJob) -> None:
+def test_an_interrupted_training_ends_with_the_weights_of_an_undisturbed_one(
+    new_job: NewJob,
+) -> None:
     """Warned once, killed once without a warning, each time in the middle of its steps."""
     job = new_job()
     warned = train(job, 0, ENDLESS)

@@ -16,7 +16,8 @@ from procs import alive, wait_until
 
 from clusterjob.node.system import processes
 
-# Small programs that use the functions in a process of their own; each says "up PID..." when it is ready.
+# Small programs that use the functions in a process of their own; each says "up PID..." when it is
+# ready.
 PRELUDE = "import os, signal, sys, time\nfrom clusterjob.node import processes\n"
 
 
@@ -25,7 +26,10 @@ class Child:
 
     def __init__(self, text: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-S", "-c", PRELUDE + textwrap.dedent(text)], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+            [sys.executable, "-S", "-c", PRELUDE + textwrap.dedent(text)],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
         )
         assert self.process.stdout is not None
         self.pids = [int(word) for word in self.process.stdout.readline().split()[1:]]
@@ -66,7 +70,9 @@ def test_die_with_parent_kills(children: list[Child]) -> None:
     wait_until(lambda: not alive(child.pids[0]), 10)
 
 
-def test_die_with_parent_sends_the_signal_that_is_asked_for(children: list[Child], tmp_path: Path) -> None:
+def test_die_with_parent_sends_the_signal_that_is_asked_for(
+    children: list[Child], tmp_path: Path
+) -> None:
     child = Child(f"""
         parent = os.getpid()
         ready, tell = os.pipe()
@@ -243,7 +249,9 @@ def test_exit_codes_are_a_shell_s(command: str, wanted: tuple[int, str | None]) 
     code, name = processes.exit_code_of(os.waitpid(pid, 0)[1])
     assert code == wanted[0]
     assert name == wanted[1] or name == f"SIG{wanted[0] - 128}"
-    shell = subprocess.run(["sh", "-c", f"sh -c '{command}'; exit $?"], check=False, stderr=subprocess.DEVNULL)
+    shell = subprocess.run(
+        ["sh", "-c", f"sh -c '{command}'; exit $?"], check=False, stderr=subprocess.DEVNULL
+    )
     assert shell.returncode == code
 
 

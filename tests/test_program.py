@@ -1,4 +1,6 @@
-"""A worker must not be able to tell, and nobody must be able to tell from it, that it was not started as ``python script.py``."""
+"""A worker must not be able to tell, and nobody must be able to tell from it, that it was not
+started as ``python script.py``.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,26 @@ class Run:
     err: str
 
 
-def as_worker(job: Job, start: str, *program: str, python: tuple[str, ...] = PLAIN, env: dict[str, str] | None = None) -> Run:
+def as_worker(
+    job: Job,
+    start: str,
+    *program: str,
+    python: tuple[str, ...] = PLAIN,
+    env: dict[str, str] | None = None,
+) -> Run:
     """Run a program as the one worker of a node."""
     agent = job.start(0, "--start", start, "--no-echo", *program, python=python, env=env)
     code = agent.wait(PATIENCE)
     return Run(code, job.log(0, "rank0.out"), job.log(0, "rank0.err"))
 
 
-def as_python(job: Job, start: str, *program: str, python: tuple[str, ...] = PLAIN, env: dict[str, str] | None = None) -> Run:
+def as_python(
+    job: Job,
+    start: str,
+    *program: str,
+    python: tuple[str, ...] = PLAIN,
+    env: dict[str, str] | None = None,
+) -> Run:
     """Run the same program as a shell would; a worker that is exec-ed gets the bare interpreter."""
     command = [*(python if start == "fork" else python[:1]), *program]
     ended = subprocess.run(
@@ -63,7 +77,11 @@ def test_the_command_line_of_each_kind() -> None:
     assert Program("script", "a b.py", ("-x",)).argv("/py") == ["/py", "a b.py", "-x"]
     assert Program("module", "pkg.mod", ("-x",)).argv("/py") == ["/py", "-m", "pkg.mod", "-x"]
     assert Program("command", "ls", ("-x",)).argv("/py") == ["ls", "-x"]
-    assert [Program(kind, "x").is_python for kind in ("script", "module", "command")] == [True, True, False]
+    assert [Program(kind, "x").is_python for kind in ("script", "module", "command")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_how_a_launch_line_names_each_kind() -> None:
@@ -116,11 +134,15 @@ def package(job: Job) -> None:
     (job.directory / "pkg" / "__init__.py").write_text("from . import sibling\n")
     (job.directory / "pkg" / "sibling.py").write_text("")
     for name in ("__main__", "mod"):
-        (job.directory / "pkg" / f"{name}.py").write_text("'''Some module.'''\nfrom . import sibling\nfrom .sibling import *" + DUMP)
+        (job.directory / "pkg" / f"{name}.py").write_text(
+            "'''Some module.'''\nfrom . import sibling\nfrom .sibling import *" + DUMP
+        )
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("form", ["relative", "absolute", "dotted", "below", "symlink", "-m pkg", "-m pkg.mod", "-m mod"])
+@pytest.mark.parametrize(
+    "form", ["relative", "absolute", "dotted", "below", "symlink", "-m pkg", "-m pkg.mod", "-m mod"]
+)
 def test_a_program_sees_what_it_always_sees(new_job: NewJob, form: str, start: str) -> None:
     job = new_job()
     package(job)
@@ -132,8 +154,9 @@ def test_a_program_sees_what_it_always_sees(new_job: NewJob, form: str, start: s
     (job.directory / "elsewhere").mkdir()
     (job.directory / "elsewhere" / "link.py").symlink_to("../script.py")
     program = {
-        "relative": ["script.py"], "absolute": [str(job.directory / "script.py")], "dotted": ["./below/../script.py"],
-        "below": ["below/script.py"], "symlink": ["elsewhere/link.py"], "-m pkg": ["-m", "pkg"], "-m pkg.mod": ["-m", "pkg.mod"],
+        "relative": ["script.py"], "absolute": [str(job.directory / "script.py")],
+        "dotted": ["./below/../script.py"], "below": ["below/script.py"],
+        "symlink": ["elsewhere/link.py"], "-m pkg": ["-m", "pkg"], "-m pkg.mod": ["-m", "pkg.mod"],
         "-m mod": ["-m", "mod"],
     }[form] + ["--flag", "a b", "-m", "--"]  # fmt: skip
     wanted, seen = as_python(job, start, *program), as_worker(job, start, *program)
@@ -155,9 +178,13 @@ def test_a_warm_worker_sees_what_it_always_sees(new_job: NewJob) -> None:
 @pytest.mark.parametrize("start", STARTS)
 def test_flags_of_the_interpreter_hold_in_its_workers(new_job: NewJob, start: str) -> None:
     job = new_job()
-    job.script("import sys; print(sys.path, sys.flags.safe_path, sys.flags.isolated, sys.warnoptions, sys.flags.optimize)")
+    job.script(
+        "import sys; print(sys.path, sys.flags.safe_path, sys.flags.isolated, sys.warnoptions, sys.flags.optimize)"
+    )
     env = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "PYTHONOPTIMIZE": "1"}
-    assert as_worker(job, start, "script.py", env=env) == as_python(job, start, "script.py", env=env)
+    assert as_worker(job, start, "script.py", env=env) == as_python(
+        job, start, "script.py", env=env
+    )
 
 
 # -- how a program ends ------------------------------------------------------------------------------------------------------
@@ -376,16 +403,32 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 ENDINGS = dict(part.split("\n", 1) for part in SCRIPTS.split("\n## ")[1:])
 
 
-# A worker that is exec-ed is an interpreter like any other: what lies around it is all that may differ.
-IN_EXEC = ("exit 3", "exit text", "_exit", "raise", "keyboard interrupt", "syntax error", "thread", "atexit", "no newline")
+# A worker that is exec-ed is an interpreter like any other: what lies around it is all that may
+# differ.
+IN_EXEC = (
+    "exit 3",
+    "exit text",
+    "_exit",
+    "raise",
+    "keyboard interrupt",
+    "syntax error",
+    "thread",
+    "atexit",
+    "no newline",
+)
 
 
-@pytest.mark.parametrize(("ending", "start"), [(ending, "fork") for ending in ENDINGS] + [(ending, "exec") for ending in IN_EXEC])
+@pytest.mark.parametrize(
+    ("ending", "start"),
+    [(ending, "fork") for ending in ENDINGS] + [(ending, "exec") for ending in IN_EXEC],
+)
 def test_a_program_ends_as_it_always_ends(new_job: NewJob, ending: str, start: str) -> None:
     job = new_job()
     (job.directory / "script.py").write_text(ENDINGS[ending])
     (job.directory / "broken.py").write_text("def f(:\n")
-    (job.directory / "failing.py").write_text("def f():\n    raise ValueError('in the import')\nf()\n")
+    (job.directory / "failing.py").write_text(
+        "def f():\n    raise ValueError('in the import')\nf()\n"
+    )
     assert as_worker(job, start, "script.py") == as_python(job, start, "script.py")
 
 
@@ -470,7 +513,12 @@ def test_two_threads_and_an_atexit_handler_keep_their_order(new_job: NewJob, sta
         threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
         print("main")
     """)
-    assert as_worker(job, start, "script.py").out.splitlines() == ["main", "thread", "first handler", "second handler"]
+    assert as_worker(job, start, "script.py").out.splitlines() == [
+        "main",
+        "thread",
+        "first handler",
+        "second handler",
+    ]
 
 
 # -- what a program starts itself --------------------------------------------------------------------------------------------
@@ -505,7 +553,9 @@ CHILDREN = """
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize(("form", "start"), [("script", "fork"), ("module", "fork"), ("script", "exec")])
+@pytest.mark.parametrize(
+    ("form", "start"), [("script", "fork"), ("module", "fork"), ("script", "exec")]
+)
 def test_multiprocessing(new_job: NewJob, method: str, form: str, start: str) -> None:
     job = new_job()
     job.script(CHILDREN)
@@ -527,7 +577,9 @@ def test_executors_and_subprocess(new_job: NewJob) -> None:
                 print(list(pool.map(square, range(4))))
             print(subprocess.run([sys.executable, "-c", "print('a child')"], capture_output=True, text=True, check=True).stdout)
     """)
-    assert as_worker(job, "fork", "script.py") == Run(0, "[0, 1, 4, 9]\n[0, 1, 4, 9]\na child\n\n", "")
+    assert as_worker(job, "fork", "script.py") == Run(
+        0, "[0, 1, 4, 9]\n[0, 1, 4, 9]\na child\n\n", ""
+    )
 
 
 LOADING = """
@@ -546,8 +598,12 @@ LOADING = """
 """
 
 
-@pytest.mark.parametrize("methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)])
-def test_a_data_loader_with_workers_of_every_start_method(new_job: NewJob, methods: list[str]) -> None:
+@pytest.mark.parametrize(
+    "methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)]
+)
+def test_a_data_loader_with_workers_of_every_start_method(
+    new_job: NewJob, methods: list[str]
+) -> None:
     job = new_job()
     job.script(LOADING)
     batches = [[[index, 2] for index in range(first, first + 4)] for first in (0, 4)]
@@ -560,7 +616,12 @@ def test_a_data_loader_with_workers_of_every_start_method(new_job: NewJob, metho
 
 def each_rank(job: Job, text: str, count: int = 3) -> list[Any]:
     job.script(text)
-    assert job.start(0, "--start", "fork", "--nproc-per-node", str(count), "script.py", python=WITH_TORCH).wait(PATIENCE) == 0
+    assert (
+        job.start(
+            0, "--start", "fork", "--nproc-per-node", str(count), "script.py", python=WITH_TORCH
+        ).wait(PATIENCE)
+        == 0
+    )
     return [json.loads(job.log(0, f"rank{rank}.out")) for rank in range(count)]
 
 
@@ -579,19 +640,25 @@ DRAWS = """
 def alone(text: str) -> Any:
     """Return what a process of its own says."""
     command = [sys.executable, "-c", textwrap.dedent(text)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE).stdout)
+    return json.loads(
+        subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE).stdout
+    )
 
 
 def test_ranks_draw_random_numbers_like_processes_that_never_met(new_job: NewJob) -> None:
     ranks = each_rank(new_job(), DRAWS)
-    assert all(rank.pop("warm") for rank in ranks), "the workers were not forked from a starter that had imported torch"
+    assert all(rank.pop("warm") for rank in ranks), (
+        "the workers were not forked from a starter that had imported torch"
+    )
     bare = [alone(DRAWS), alone(DRAWS)]
     for name in ranks[0]:
         # torch seeds its generator at random in some versions and with a constant in others.
         if bare[0][name] == bare[1][name]:
             assert all(rank[name] == bare[0][name] for rank in ranks), name
         else:
-            assert len({str(rank[name]) for rank in ranks}) == len(ranks), f"{name}: {[rank[name] for rank in ranks]}"
+            assert len({str(rank[name]) for rank in ranks}) == len(ranks), (
+                f"{name}: {[rank[name] for rank in ranks]}"
+            )
 
 
 def test_seeds_work_as_ever(new_job: NewJob) -> None:
@@ -622,7 +689,11 @@ def test_torch_computes_in_a_forked_worker(new_job: NewJob) -> None:
 
 def test_the_threads_of_torch_are_this_node_s_share(new_job: NewJob) -> None:
     job = new_job()
-    seen = each_rank(job, "import json, os, torch; print(json.dumps([os.environ['OMP_NUM_THREADS'], torch.get_num_threads()]))", 2)
+    seen = each_rank(
+        job,
+        "import json, os, torch; print(json.dumps([os.environ['OMP_NUM_THREADS'], torch.get_num_threads()]))",
+        2,
+    )
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert seen == [[str(share), share]] * 2
 
@@ -633,4 +704,7 @@ def test_relative_working_directory_paths(new_job: NewJob, weird_path: Path) -> 
     job.directory = weird_path
     for start in STARTS:
         (job.dir / "logs").exists() and (job.dir / "logs" / "node0" / "rank0.out").unlink()
-        assert as_worker(job, start, "script.py").out == f"{str(weird_path)!a} {str(weird_path / 'script.py')!a}\n"
+        assert (
+            as_worker(job, start, "script.py").out
+            == f"{str(weird_path)!a} {str(weird_path / 'script.py')!a}\n"
+        )

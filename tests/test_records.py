@@ -23,7 +23,14 @@ HANDLE = Handle("local", "x", {"agents": [{"pid": 1}], "name": "☃"})
 
 def record(job_id: str, submitted_at: str = "2026-01-01T00:00:00.000Z", **fields: object) -> Record:
     made = Record(
-        job_id, "a name ☃", "lab", "local", Path("/jobs") / job_id, 2, submitted_at, {"nproc_per_node": 4, "env": {"A": "\udcff"}}
+        job_id,
+        "a name ☃",
+        "lab",
+        "local",
+        Path("/jobs") / job_id,
+        2,
+        submitted_at,
+        {"nproc_per_node": 4, "env": {"A": "\udcff"}},
     )
     return replace(made, **fields)
 
@@ -34,20 +41,30 @@ def records(tmp_path: Path) -> Records:
 
 
 def test_what_was_saved_is_found(records: Records) -> None:
-    for saved in (record("a-222222"), record("b-222222", handle=HANDLE), record("c-222222", handle=HANDLE, end=END)):
+    for saved in (
+        record("a-222222"),
+        record("b-222222", handle=HANDLE),
+        record("c-222222", handle=HANDLE, end=END),
+    ):
         records.save(saved)
         assert records.find(saved.job_id) == saved
         assert Record.from_json(json.loads(json.dumps(saved.to_json()))) == saved
     assert [found.job_id for found in records.all()] == ["a-222222", "b-222222", "c-222222"]
 
 
-def test_a_record_is_its_owner_s_alone_and_carries_its_schema(records: Records, tmp_path: Path) -> None:
+def test_a_record_is_its_owner_s_alone_and_carries_its_schema(
+    records: Records, tmp_path: Path
+) -> None:
     records.save(record("a-222222", handle=HANDLE))
     path = tmp_path / "records" / "a-222222.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     data = json.loads(path.read_bytes())
-    assert (data["schema"], data["job_dir"], data["handle"]["data"]) == (1, "/jobs/a-222222", HANDLE.data)
+    assert (data["schema"], data["job_dir"], data["handle"]["data"]) == (
+        1,
+        "/jobs/a-222222",
+        HANDLE.data,
+    )
     assert os.listdir(path.parent) == ["a-222222.json"]
 
 
@@ -69,7 +86,9 @@ def test_an_id_may_be_shortened_as_long_as_it_is_clear(records: Records) -> None
     for job_id in ("train-222222", "train-233333", "eval-222222", "eval-222222x"):
         records.save(record(job_id))
     assert records.find("train-22").job_id == "train-222222"
-    assert records.find("eval-222222").job_id == "eval-222222", "a whole id is clear, even where another begins so"
+    assert records.find("eval-222222").job_id == "eval-222222", (
+        "a whole id is clear, even where another begins so"
+    )
     with pytest.raises(JobNotFound, match="'train' is the beginning of 2 jobs") as caught:
         records.find("train")
     assert caught.value.hint == "it could be train-233333, train-222222"
@@ -117,7 +136,9 @@ NO_RECORDS = {
 
 
 @pytest.mark.parametrize("data", NO_RECORDS.values(), ids=NO_RECORDS)
-def test_a_file_that_is_no_record_spoils_no_other(records: Records, tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_no_record_spoils_no_other(
+    records: Records, tmp_path: Path, data: bytes
+) -> None:
     records.save(record("good-222222"))
     (tmp_path / "records" / "bad-222222.json").write_bytes(data)
     (tmp_path / "records" / "notes.txt").touch()
@@ -148,7 +169,9 @@ def test_an_end_that_cannot_be_noted_costs_the_note_alone(tmp_path: Path) -> Non
 
 
 def test_writers_at_the_same_time_leave_a_whole_record(records: Records, tmp_path: Path) -> None:
-    """Three processes write one record of many kilobytes, over and over; whoever reads finds the one or the other."""
+    """Three processes write one record of many kilobytes, over and over; whoever reads finds the
+    one or the other.
+    """
     writer = f"""
 import sys
 from pathlib import Path

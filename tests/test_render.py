@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from procs import PATIENCE
 
 from clusterjob.backends.local.backend import LocalBackend
-from clusterjob.core.render import Quoted, in_shell, render, sh, sh_words, template_directory, verbatim
+from clusterjob.core.render import (
+    Quoted,
+    in_shell,
+    render,
+    sh,
+    sh_words,
+    template_directory,
+    verbatim,
+)
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError, TemplateError
 from clusterjob.node.options import parse
@@ -24,10 +32,50 @@ from clusterjob.node.program import Program
 
 GOLDEN = Path(__file__).parent / "golden" / "node.sh"
 HOSTILE = (
-    "'", '"', "\\", "`", "$", "$(touch pwned)", "`touch pwned`", "${HOME}", "\n", "\r", "\t", " ", ";", "&", "|", ">", "<", "*", "?", "[",
-    "~", "!", "#", "{", "}", "(", ")", "=", "%", "-", "--", "-n", "'\"'\"'", "\\'", "$'x'", "{{ x }}", "{% x %}", "☃", "é", "\u2028",
-    "\x7f", "\x01", "\x1b[31m",
-)  # fmt: skip
+    "'",
+    '"',
+    "\\",
+    "`",
+    "$",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "${HOME}",
+    "\n",
+    "\r",
+    "\t",
+    " ",
+    ";",
+    "&",
+    "|",
+    ">",
+    "<",
+    "*",
+    "?",
+    "[",
+    "~",
+    "!",
+    "#",
+    "{",
+    "}",
+    "(",
+    ")",
+    "=",
+    "%",
+    "-",
+    "--",
+    "-n",
+    "'\"'\"'",
+    "\\'",
+    "$'x'",
+    "{{ x }}",
+    "{% x %}",
+    "☃",
+    "é",
+    "\u2028",
+    "\x7f",
+    "\x01",
+    "\x1b[31m",
+)
 VALUES: dict[str, Any] = {
     "job_id": "train-abc234",
     "job_dir": "/home/o'neil/.local/state/clusterjob/jobs/train-abc234",
@@ -39,18 +87,35 @@ VALUES: dict[str, Any] = {
     "workdir": "/data/my project",
     "setup": ["module load cuda/12", 'source "$HOME/venv/bin/activate"  # a comment'],
     "python": "/opt/py thon/bin/python3",
-    "launch_arguments": ["--nproc-per-node", "4", "--lifeline", "--no-echo", "train.py", "--lr", "0.1", "a b", ""],
+    "launch_arguments": [
+        "--nproc-per-node",
+        "4",
+        "--lifeline",
+        "--no-echo",
+        "train.py",
+        "--lr",
+        "0.1",
+        "a b",
+        "",
+    ],
 }
 
-# Bytes that a command line or a file name can hold, as Python's own strings show them; many of them mean something to a shell.
+# Bytes that a command line or a file name can hold, as Python's own strings show them; many of them
+# mean something to a shell.
 texts = st.one_of(
     st.lists(
-        st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=3)), max_size=6
+        st.one_of(
+            st.sampled_from(HOSTILE),
+            st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=3),
+        ),
+        max_size=6,
     ).map("".join),
     st.binary(max_size=12).map(lambda data: os.fsdecode(data.replace(b"\0", b""))),
 )
 names = st.from_regex(r"V_[A-Za-z0-9_]{0,8}", fullmatch=True)
-folders = texts.map(lambda text: text.replace("/", "")).filter(lambda text: text not in ("", ".", "..") and len(os.fsencode(text)) < 200)
+folders = texts.map(lambda text: text.replace("/", "")).filter(
+    lambda text: text not in ("", ".", "..") and len(os.fsencode(text)) < 200
+)
 
 
 def template(directory: Path, text: str, name: str = "mine.sh.j2") -> Path:
@@ -64,7 +129,10 @@ def template(directory: Path, text: str, name: str = "mine.sh.j2") -> Path:
 
 def read_by_bash(text: str) -> list[str]:
     done = subprocess.run(
-        ["bash"], input=os.fsencode(f"for word in {text}; do printf '%s\\0' \"$word\"; done\n"), capture_output=True, check=True
+        ["bash"],
+        input=os.fsencode(f"for word in {text}; do printf '%s\\0' \"$word\"; done\n"),
+        capture_output=True,
+        check=True,
     )
     return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
 
@@ -77,11 +145,19 @@ def test_quoted_words_are_what_bash_reads(words: list[str]) -> None:
 
 
 @given(pieces=st.lists(texts, min_size=1, max_size=3), place=folders)
-def test_a_path_that_only_the_node_knows_is_read_from_its_variable(pieces: list[str], place: str) -> None:
+def test_a_path_that_only_the_node_knows_is_read_from_its_variable(
+    pieces: list[str], place: str
+) -> None:
     path = "/0123456789abcdef"
     words = in_shell([path.join(pieces), path, "none of it"], path, '"$PLACE"')
     script = f"printf '%s\\0' {sh_words(words)} {sh(words[1])}"
-    done = subprocess.run(["bash", "-c", script], env={"PLACE": place}, capture_output=True, timeout=PATIENCE, check=True)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={"PLACE": place},
+        capture_output=True,
+        timeout=PATIENCE,
+        check=True,
+    )
     assert done.stdout.split(b"\0")[:-1] == [
         os.fsencode(place).join(map(os.fsencode, pieces)),
         *map(os.fsencode, (place, "none of it", place)),
@@ -90,17 +166,36 @@ def test_a_path_that_only_the_node_knows_is_read_from_its_variable(pieces: list[
 
 
 def test_the_filters_give_text_that_may_stand_as_it_is() -> None:
-    assert all(isinstance(value, Quoted) for value in (sh("x"), sh(3), sh_words([1, "a b"]), verbatim("$x")))
-    assert (sh("it's"), sh(3), sh_words([1, "a b"]), verbatim("$x")) == ("'it'\"'\"'s'", "3", "1 'a b'", "$x")
+    assert all(
+        isinstance(value, Quoted)
+        for value in (sh("x"), sh(3), sh_words([1, "a b"]), verbatim("$x"))
+    )
+    assert (sh("it's"), sh(3), sh_words([1, "a b"]), verbatim("$x")) == (
+        "'it'\"'\"'s'",
+        "3",
+        "1 'a b'",
+        "$x",
+    )
 
 
 @pytest.mark.parametrize(
     "expression",
     [
-        "workdir", "'x' ~ workdir", "env", "env['GREETING']", "setup", "setup[0]", "workdir|upper", "workdir|sh|upper", "workdir|sh ~ 'x'",
-        "launch_arguments|join(' ')", "none", "1.5", "workdir|e",
+        "workdir",
+        "'x' ~ workdir",
+        "env",
+        "env['GREETING']",
+        "setup",
+        "setup[0]",
+        "workdir|upper",
+        "workdir|sh|upper",
+        "workdir|sh ~ 'x'",
+        "launch_arguments|join(' ')",
+        "none",
+        "1.5",
+        "workdir|e",
     ],
-)  # fmt: skip
+)
 def test_a_value_that_is_not_quoted_is_refused(tmp_path: Path, expression: str) -> None:
     path = template(tmp_path, f"#!/bin/bash\n\necho {{{{ {expression} }}}}\n")
     with pytest.raises(TemplateError, match="without quoting") as caught:
@@ -111,11 +206,10 @@ def test_a_value_that_is_not_quoted_is_refused(tmp_path: Path, expression: str) 
 
 
 def test_numbers_and_quoted_values_may_stand(tmp_path: Path) -> None:
-    text = (
-        "{{ nnodes }} {{ nnodes * 8 }} {{ workdir|sh }} {{ ('at ' ~ workdir)|sh }} {{ launch_arguments|sh_words }} {{ setup[0]|verbatim }}"
-    )
+    text = "{{ nnodes }} {{ nnodes * 8 }} {{ workdir|sh }} {{ ('at ' ~ workdir)|sh }} {{ launch_arguments|sh_words }} {{ setup[0]|verbatim }}"
     assert shlex.split(render(template(tmp_path, text), VALUES)) == [
-        "2", "16", "/data/my project", "at /data/my project", *VALUES["launch_arguments"], "module", "load", "cuda/12",
+        "2", "16", "/data/my project", "at /data/my project", *VALUES["launch_arguments"], "module",
+        "load", "cuda/12",
     ]  # fmt: skip
 
 
@@ -130,7 +224,9 @@ def test_numbers_and_quoted_values_may_stand(tmp_path: Path) -> None:
         ("a\n\n\n{% include 'agent.sh.j2' %}\n{{ no_such|sh_words }}\n", 5, "no_such"),
     ],
 )
-def test_an_undefined_name_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, name: str) -> None:
+def test_an_undefined_name_is_an_error_with_its_line(
+    tmp_path: Path, text: str, line: int, name: str
+) -> None:
     path = template(tmp_path, text)
     with pytest.raises(TemplateError, match=name) as caught:
         render(path, VALUES)
@@ -172,28 +268,44 @@ def test_a_template_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         render(tmp_path, VALUES)
 
 
-def test_a_template_of_the_user_s_may_include_its_neighbours_and_ours(tmp_path: Path, weird_path: Path) -> None:
+def test_a_template_of_the_user_s_may_include_its_neighbours_and_ours(
+    tmp_path: Path, weird_path: Path
+) -> None:
     template(weird_path, "# a neighbour of {{ name|sh }}\n", "neighbour.j2")
-    text = render(template(weird_path, "#!/bin/bash\n{% include 'neighbour.j2' %}\n{% include 'agent.sh.j2' %}", "m'ine ☃.j2"), VALUES)
+    text = render(
+        template(
+            weird_path,
+            "#!/bin/bash\n{% include 'neighbour.j2' %}\n{% include 'agent.sh.j2' %}",
+            "m'ine ☃.j2",
+        ),
+        VALUES,
+    )
     assert text.startswith("#!/bin/bash\n# a neighbour of train\n")
     assert text.endswith(render("agent.sh.j2", VALUES))
 
 
 def test_values_are_not_templates() -> None:
-    text = render("node.sh.j2", {**VALUES, "workdir": "{{ job_id }}{% raw %}", "setup": ["{{ job_id }}"]})
+    text = render(
+        "node.sh.j2", {**VALUES, "workdir": "{{ job_id }}{% raw %}", "setup": ["{{ job_id }}"]}
+    )
     assert "'{{ job_id }}{% raw %}'" in text
     assert "{ :\n{{ job_id }}\n}" in text
 
 
 def test_all_our_templates_are_there() -> None:
-    assert {path.name for path in template_directory().glob("*.j2")} >= {"node.sh.j2", "agent.sh.j2"}
+    assert {path.name for path in template_directory().glob("*.j2")} >= {
+        "node.sh.j2",
+        "agent.sh.j2",
+    }
 
 
 # -- the script of a node, through a real bash ----------------------------------------------------------------------------
 
 
 def test_the_script_of_a_node_is_the_golden_one() -> None:
-    assert render("node.sh.j2", VALUES) == GOLDEN.read_text(), f"where this is meant, `python tests/{Path(__file__).name}` writes it"
+    assert render("node.sh.j2", VALUES) == GOLDEN.read_text(), (
+        f"where this is meant, `python tests/{Path(__file__).name}` writes it"
+    )
     subprocess.run(["bash", "-n", str(GOLDEN)], check=True, timeout=PATIENCE)
 
 
@@ -212,13 +324,24 @@ class Recorder:
         self.python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         self.python.chmod(0o755)
 
-    def run(self, script: str, job_dir: Path, variables: dict[str, str] | None = None) -> tuple[str, list[str], dict[str, str]]:
-        """Run a node's script as the backend does; return the interpreter's directory, arguments and environment."""
+    def run(
+        self, script: str, job_dir: Path, variables: dict[str, str] | None = None
+    ) -> tuple[str, list[str], dict[str, str]]:
+        """Run a node's script as the backend does; return the interpreter's directory, arguments
+        and environment.
+        """
         (job_dir / "ends").mkdir(parents=True, exist_ok=True)
         path = job_dir / "node.sh"
         path.write_bytes(script.encode(errors="surrogateescape"))
         inherited = {"PATH": os.environ["PATH"], "CLUSTERJOB_NODE_RANK": "0", **(variables or {})}
-        done = subprocess.run(["bash", str(path)], env=inherited, cwd=self.directory, capture_output=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            ["bash", str(path)],
+            env=inherited,
+            cwd=self.directory,
+            capture_output=True,
+            timeout=PATIENCE,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         assert done.stderr == b""
         directory, arguments, environ = json.loads((job_dir / "record.json").read_text())
@@ -231,7 +354,13 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
 
 
 @settings(max_examples=60)
-@given(env=st.dictionaries(names, texts, max_size=4), workdir=folders, args=st.lists(texts, max_size=4), target=folders, name=folders)
+@given(
+    env=st.dictionaries(names, texts, max_size=4),
+    workdir=folders,
+    args=st.lists(texts, max_size=4),
+    target=folders,
+    name=folders,
+)
 @example(env={"V_": "it's\n"}, workdir="\n", args=["", "-m", "--", "\udcff"], target="-x", name="'")
 @example(env={"V_": "'"}, workdir="-", args=["$(touch pwned)"], target="--", name="$(touch pwned)")
 def test_hostile_values_arrive_byte_for_byte(
@@ -241,19 +370,30 @@ def test_hostile_values_arrive_byte_for_byte(
     place.mkdir(parents=True, exist_ok=True)
     (place / target).write_text("")
     job_dir = recorder.directory / "jobs" / name
-    spec = JobSpec(Program("script", target, tuple(args)), place, name="job", python=str(recorder.python), env=env)
+    spec = JobSpec(
+        Program("script", target, tuple(args)),
+        place,
+        name="job",
+        python=str(recorder.python),
+        env=env,
+    )
     values = {
-        **VALUES, "job_dir": str(job_dir), "env": dict(spec.env), "workdir": str(spec.workdir), "setup": [], "python": spec.python,
-        "token_file": str(job_dir / "token"), "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
+        **VALUES, "job_dir": str(job_dir), "env": dict(spec.env), "workdir": str(spec.workdir),
+        "setup": [], "python": spec.python, "token_file": str(job_dir / "token"),
+        "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
     }  # fmt: skip
     directory, arguments, environ = recorder.run(render("node.sh.j2", values), job_dir)
     assert os.fsencode(directory) == os.fsencode(place)
     assert os.fsencode(arguments[0]) == os.fsencode(job_dir / "clusterjob-node.pyz")
     told = parse(arguments[1:])
     assert [os.fsencode(word) for word in told.program.args] == [os.fsencode(word) for word in args]
-    assert os.path.normpath(os.fsencode(told.program.target)) == os.path.normpath(os.fsencode(target))
+    assert os.path.normpath(os.fsencode(told.program.target)) == os.path.normpath(
+        os.fsencode(target)
+    )
     assert (told.program.kind, told.lifeline, told.echo) == ("script", True, False)
-    assert {key: os.fsencode(environ[key]) for key in env} == {key: os.fsencode(value) for key, value in env.items()}
+    assert {key: os.fsencode(environ[key]) for key in env} == {
+        key: os.fsencode(value) for key, value in env.items()
+    }
     assert os.fsencode(environ["CLUSTERJOB_TOKEN_FILE"]) == os.fsencode(job_dir / "token")
     assert not list(recorder.directory.rglob("pwned"))
 
@@ -262,33 +402,80 @@ def test_hostile_values_arrive_byte_for_byte(
 @given(command=st.lists(texts, min_size=1, max_size=4).filter(lambda words: words[0] != ""))
 def test_hostile_commands_arrive_byte_for_byte(recorder: Recorder, command: list[str]) -> None:
     job_dir = recorder.directory / "jobs" / "command"
-    spec = JobSpec(Program("command", command[0], tuple(command[1:])), recorder.directory, name="job", python=str(recorder.python))
-    values = {**VALUES, "job_dir": str(job_dir), "env": {}, "workdir": str(spec.workdir), "setup": [], "python": spec.python}
+    spec = JobSpec(
+        Program("command", command[0], tuple(command[1:])),
+        recorder.directory,
+        name="job",
+        python=str(recorder.python),
+    )
+    values = {
+        **VALUES,
+        "job_dir": str(job_dir),
+        "env": {},
+        "workdir": str(spec.workdir),
+        "setup": [],
+        "python": spec.python,
+    }
     values["launch_arguments"] = spec.launch_options().arguments()
     _, arguments, _ = recorder.run(render("node.sh.j2", values), job_dir)
     program = parse(arguments[1:]).program
-    assert [os.fsencode(word) for word in (program.target, *program.args)] == [os.fsencode(word) for word in command]
+    assert [os.fsencode(word) for word in (program.target, *program.args)] == [
+        os.fsencode(word) for word in command
+    ]
     assert program.kind == "command"
 
 
 def environment_through_the_script(
-    recorder: Recorder, env: dict[str, str], setup: tuple[str, ...] = (), inherited: dict[str, str] | None = None
+    recorder: Recorder,
+    env: dict[str, str],
+    setup: tuple[str, ...] = (),
+    inherited: dict[str, str] | None = None,
 ) -> dict[str, str]:
     job_dir = recorder.directory / "jobs" / "env"
-    values = {**VALUES, "job_dir": str(job_dir), "env": env, "workdir": str(recorder.directory), "setup": list(setup)}
-    return recorder.run(render("node.sh.j2", {**values, "python": str(recorder.python)}), job_dir, inherited)[2]
+    values = {
+        **VALUES,
+        "job_dir": str(job_dir),
+        "env": env,
+        "workdir": str(recorder.directory),
+        "setup": list(setup),
+    }
+    return recorder.run(
+        render("node.sh.j2", {**values, "python": str(recorder.python)}), job_dir, inherited
+    )[2]
 
 
-@pytest.mark.parametrize("name", ["doing", "end", "key", "value", "line", "refuse", "script", "status", "code", "CDPATH", "_X"])
-def test_names_that_a_shell_script_may_use_itself_stay_the_user_s(recorder: Recorder, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["doing", "end", "key", "value", "line", "refuse", "script", "status", "code", "CDPATH", "_X"],
+)
+def test_names_that_a_shell_script_may_use_itself_stay_the_user_s(
+    recorder: Recorder, name: str
+) -> None:
     assert environment_through_the_script(recorder, {name: "mine 1 2"})[name] == "mine 1 2"
-    assert environment_through_the_script(recorder, {}, inherited={name: "inherited"})[name] == "inherited"
+    assert (
+        environment_through_the_script(recorder, {}, inherited={name: "inherited"})[name]
+        == "inherited"
+    )
 
 
-def test_names_that_bash_keeps_for_itself_are_refused_or_arrive(recorder: Recorder, tmp_path: Path) -> None:
+def test_names_that_bash_keeps_for_itself_are_refused_or_arrive(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     """A variable that the user has set and that silently does not arrive costs an afternoon."""
     lost = []
-    for name in ("UID", "EUID", "GROUPS", "PPID", "RANDOM", "LINENO", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO", "DIRSTACK", "_"):
+    for name in (
+        "UID",
+        "EUID",
+        "GROUPS",
+        "PPID",
+        "RANDOM",
+        "LINENO",
+        "SHELLOPTS",
+        "BASHOPTS",
+        "BASH_VERSINFO",
+        "DIRSTACK",
+        "_",
+    ):
         try:
             JobSpec(Program("command", "true"), tmp_path, env={name: "7"})
         except SpecError:
@@ -310,22 +497,39 @@ def test_a_script_keeps_what_setup_lines_change(recorder: Recorder) -> None:
         "IFS=0123456789",
     )
     environ = environment_through_the_script(recorder, {"A": "a", "C": "c"}, setup)
-    assert (environ["A"], environ["B"], environ.get("C"), environ["D"]) == ("a more", "2", None, "0")
+    assert (environ["A"], environ["B"], environ.get("C"), environ["D"]) == (
+        "a more",
+        "2",
+        None,
+        "0",
+    )
 
 
 def test_the_zip_is_first_on_the_workers_path(recorder: Recorder) -> None:
     job_dir = recorder.directory / "jobs" / "env"
-    assert environment_through_the_script(recorder, {})["PYTHONPATH"] == str(job_dir / "clusterjob-node.pyz")
-    environ = environment_through_the_script(recorder, {"PYTHONPATH": "/mine:/yours"}, inherited={"PYTHONPATH": "/inherited"})
+    assert environment_through_the_script(recorder, {})["PYTHONPATH"] == str(
+        job_dir / "clusterjob-node.pyz"
+    )
+    environ = environment_through_the_script(
+        recorder, {"PYTHONPATH": "/mine:/yours"}, inherited={"PYTHONPATH": "/inherited"}
+    )
     assert environ["PYTHONPATH"] == f"{job_dir / 'clusterjob-node.pyz'}:/mine:/yours"
 
 
 def test_a_plan_of_the_local_backend_is_rendered_from_these_very_values(tmp_path: Path) -> None:
     """Whatever a template may name is there: a template of the user's that names them all renders."""
-    named = "".join(f"{{% if {name} is defined %}}{{% endif %}}{{% set _ = {name} %}}" for name in VALUES)
+    named = "".join(
+        f"{{% if {name} is defined %}}{{% endif %}}{{% set _ = {name} %}}" for name in VALUES
+    )
     path = template(tmp_path, f"#!/bin/bash\n{named}{{{{ nnodes }}}} {{{{ env.A|sh }}}}\n")
     (tmp_path / "script.py").touch()
-    spec = JobSpec(Program("script", "script.py"), tmp_path, resources=Resources(nodes=3), env={"A": "a b"}, template=path)
+    spec = JobSpec(
+        Program("script", "script.py"),
+        tmp_path,
+        resources=Resources(nodes=3),
+        env={"A": "a b"},
+        template=path,
+    )
     plan = LocalBackend().plan(spec)
     assert plan.files[-1].text() == "#!/bin/bash\n3 'a b'\n"
 

@@ -1,4 +1,6 @@
-"""Agents that stand still, links that are cut one way, causes that come late: the verdict names the cause and no bystander."""
+"""Agents that stand still, links that are cut one way, causes that come late: the verdict names the
+cause and no bystander.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ NewJob = Callable[..., Job]
 QUICK = ("--heartbeat", "0.2", "--lease", "2")
 STILL = 5.0  # seconds; more than twice that lease
 
-# Rank 0 reads from rank 1 as a collective does, and fails as one when that is gone. No torch: the tests are about agents.
+# Rank 0 reads from rank 1 as a collective does, and fails as one when that is gone. No torch: the
+# tests are about agents.
 TALK = """
     import os, pathlib, socket, sys, time
     rank = int(os.environ["RANK"])
@@ -66,7 +69,10 @@ def test_a_frozen_coordinator_blames_itself(new_job: NewJob) -> None:
     assert 0 not in job.wait()
     failure = job.result["failure"]
     assert (failure["node_rank"], failure["rank"]) == (0, None), job.result
-    stood = re.search(r"did not run for (\d+) s \(stopped, suspended or without a CPU\), and node 1 gave it up", failure["message"])
+    stood = re.search(
+        r"did not run for (\d+) s \(stopped, suspended or without a CPU\), and node 1 gave it up",
+        failure["message"],
+    )
     assert stood is not None, failure["message"]
     assert int(stood[1]) >= int(STILL) - 1
     stalled = job.events("stalled")  # a slow machine adds some short ones
@@ -79,7 +85,11 @@ def test_a_job_of_which_all_processes_stood_still_goes_on(new_job: NewJob) -> No
     job = new_job(2)
     job.start_all(*QUICK, talking(job))
     job.wait_for("up0", "up1")
-    freeze([agent.pid for agent in job.agents] + [pid for agent in job.agents for pid in below(agent.pid)], STILL)
+    freeze(
+        [agent.pid for agent in job.agents]
+        + [pid for agent in job.agents for pid in below(agent.pid)],
+        STILL,
+    )
     for rank in (0, 1):
         job.path(f"up{rank}").unlink()
     job.wait_for("up0", "up1")
@@ -124,7 +134,9 @@ def kill_worker(job: Job, rank: int) -> None:
 
 @pytest.mark.parametrize("thaw", [True, False])
 def test_a_lost_peer_is_not_the_verdict_while_a_node_is_silent(new_job: NewJob, thaw: bool) -> None:
-    """Node 1's agent stands still while its worker is killed: rank 0 has failed long before anybody can say why."""
+    """Node 1's agent stands still while its worker is killed: rank 0 has failed long before anybody
+    can say why.
+    """
     job = new_job(2)
     job.start_all("--heartbeat", "0.2", "--lease", "4", talking(job))
     job.wait_for("up0", "up1")
@@ -168,7 +180,9 @@ def test_kill_9_of_a_forkserver_is_the_cause_in_twenty_runs(new_job: NewJob) -> 
         job.wait_for("up0", "up1")
         os.kill(job.starter_of(job.agents[1]), signal.SIGKILL)
         assert 0 not in job.wait()
-        assert (job.result["failure"]["node_rank"], job.result["failure"]["rank"]) == (1, None), job.result
+        assert (job.result["failure"]["node_rank"], job.result["failure"]["rank"]) == (1, None), (
+            job.result
+        )
         assert "the process that starts the workers was lost" in job.result["reason"]
 
 
@@ -185,19 +199,25 @@ def two() -> Iterator[list[Machine]]:
 
 
 def cut(source: Machine, target: Machine) -> None:
-    """Have packets from one machine to another go to a hardware address that nobody has; those of the other way arrive."""
+    """Have packets from one machine to another go to a hardware address that nobody has; those of
+    the other way arrive.
+    """
     words = f"-n {source.name} neighbour replace {target.address} lladdr 02:00:00:00:00:99 nud permanent dev eth0"
     subprocess.run(["ip", *words.split()], check=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [(0, 1), (1, 0)])
-def test_a_link_that_is_cut_one_way_is_no_failure_of_rank_0(new_job: NewJob, two: list[Machine], way: tuple[int, int]) -> None:
+def test_a_link_that_is_cut_one_way_is_no_failure_of_rank_0(
+    new_job: NewJob, two: list[Machine], way: tuple[int, int]
+) -> None:
     job = new_job(2)
     program = talking(job)
     for node_rank, machine in enumerate(two):
         place = {"CLUSTERJOB_MASTER_ADDR": two[0].address, "TMPDIR": str(job.directory)}
-        job.start(node_rank, *QUICK, program, python=(*machine.command(sys.executable, "-S"),), env=place)
+        job.start(
+            node_rank, *QUICK, program, python=(*machine.command(sys.executable, "-S"),), env=place
+        )
     job.wait_for("up0", "up1")
     cut(two[way[0]], two[way[1]])
     assert 0 not in job.wait()
@@ -222,14 +242,19 @@ LEAVE = """
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_a_rank_that_leaves_the_others_in_a_collective_is_named(new_job: NewJob, nnodes: int) -> None:
+def test_a_rank_that_leaves_the_others_in_a_collective_is_named(
+    new_job: NewJob, nnodes: int
+) -> None:
     job = new_job(nnodes)
     job.start_all("--nproc-per-node", str(4 // nnodes), job.script(LEAVE), python=WITH_TORCH)
     assert job.wait() == [1] * nnodes
     failure, others = job.result["failure"], {item["rank"] for item in job.result["consequences"]}
-    assert (failure["rank"], failure["kind"], failure["exit_code"]) == (1, "early_exit", 0), job.result
+    assert (failure["rank"], failure["kind"], failure["exit_code"]) == (1, "early_exit", 0), (
+        job.result
+    )
     said = re.fullmatch(
-        r"ended with exit code 0 (\d+\.\d s before|at that moment); ranks? ([\d, ]+) (was|were) in all_reduce", failure["message"]
+        r"ended with exit code 0 (\d+\.\d s before|at that moment); ranks? ([\d, ]+) (was|were) in all_reduce",
+        failure["message"],
     )
     assert said is not None, failure["message"]
     assert {int(rank) for rank in said[2].split(",")} <= others <= {0, 2, 3}
@@ -237,7 +262,12 @@ def test_a_rank_that_leaves_the_others_in_a_collective_is_named(new_job: NewJob,
 
 def test_a_rank_that_leaves_after_the_others_have_ended_is_nobody_s_cause(new_job: NewJob) -> None:
     job = new_job()
-    job.start(0, "--nproc-per-node", "2", job.script("import os, sys; sys.exit(3 * int(os.environ['RANK']))"))
+    job.start(
+        0,
+        "--nproc-per-node",
+        "2",
+        job.script("import os, sys; sys.exit(3 * int(os.environ['RANK']))"),
+    )
     assert job.wait() == [3]
     assert (job.result["failure"]["rank"], job.result["failure"]["kind"]) == (1, None)
 
@@ -252,7 +282,11 @@ def test_the_time_limit_does_not_count_the_import_of_torch(new_job: NewJob) -> N
     (slow / "__init__.py").write_text("import time\ntime.sleep(6)\nraise ImportError('no torch')\n")
     script = job.script("import time; time.sleep(0.2)")
     for node_rank in (0, 1):
-        path = f"{job.directory / 'slow'}:{os.environ['PYTHONPATH']}" if node_rank else os.environ["PYTHONPATH"]
+        path = (
+            f"{job.directory / 'slow'}:{os.environ['PYTHONPATH']}"
+            if node_rank
+            else os.environ["PYTHONPATH"]
+        )
         job.start(node_rank, "--time-limit", "5", script, env={"PYTHONPATH": path})
     assert job.wait() == [0, 0], job.stderr(job.agents[0])
 
@@ -292,5 +326,8 @@ def test_a_task_of_the_agent_that_breaks_ends_all_nodes_with_the_reason(new_job:
     job.start(1, program)
     assert job.wait() == [1, 1]
     assert job.result["state"] == "FAILED"
-    assert f"(pid {job.agents[0].pid}) broke: ZeroDivisionError: a bug (beat, broken.py line" in job.result["reason"]
+    assert (
+        f"(pid {job.agents[0].pid}) broke: ZeroDivisionError: a bug (beat, broken.py line"
+        in job.result["reason"]
+    )
     assert "broke: ZeroDivisionError: a bug" in job.end_of(1)["reason"]

@@ -1,4 +1,6 @@
-"""The roll-call of processes that no agent looks after: who is missing, twice there, or of something else, is named."""
+"""The roll-call of processes that no agent looks after: who is missing, twice there, or of
+something else, is named.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import MARGIN, PATIENCE, environment, finish, free_port, gave_up_after, run, script, so_far, start
+from launching import (
+    MARGIN,
+    PATIENCE,
+    environment,
+    finish,
+    free_port,
+    gave_up_after,
+    run,
+    script,
+    so_far,
+    start,
+)
 from namespaces import machines, why_not
 from procs import wait_until
 
@@ -37,19 +50,25 @@ HOST = socket.gethostname()
 def place(rank: int, world: int, port: int, local: int | None = None) -> dict[str, str]:
     size = {"LOCAL_WORLD_SIZE": str(world if local is None else local)}
     return size | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank % int(size["LOCAL_WORLD_SIZE"])), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "RANK": str(rank), "LOCAL_RANK": str(rank % int(size["LOCAL_WORLD_SIZE"])),
+        "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
 
 
-def processes(directory: Path, timeout: float, places: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
+def processes(
+    directory: Path, timeout: float, places: list[dict[str, str]]
+) -> list[subprocess.Popen[str]]:
     path = script(directory, INIT.replace("TIMEOUT", str(timeout)))
     return [start([sys.executable, path], directory, each) for each in places]
 
 
 def open_gate(directory: Path, gate: str, *ranks: int) -> None:
     """Let the ranks that wait at a gate go on, once they are all there."""
-    wait_until(lambda: all((directory / f"{gate}{rank}").exists() for rank in ranks), PATIENCE, f"ranks {ranks} at {gate}")
+    wait_until(
+        lambda: all((directory / f"{gate}{rank}").exists() for rank in ranks),
+        PATIENCE,
+        f"ranks {ranks} at {gate}",
+    )
     (directory / gate).touch()
 
 
@@ -59,12 +78,18 @@ def last(err: str) -> str:
 
 def test_whoever_is_missing_is_named_while_the_others_wait(tmp_path: Path) -> None:
     port = free_port()
-    first, third = processes(tmp_path, 7, [place(rank, 3, port) | {"GATE": "gate"} for rank in (0, 2)])
+    first, third = processes(
+        tmp_path, 7, [place(rank, 3, port) | {"GATE": "gate"} for rank in (0, 2)]
+    )
     open_gate(tmp_path, "gate", 0, 2)
     assert first.stderr is not None
     line = first.stderr.readline()
-    assert line.startswith(f"clusterjob: waiting for rank 1 (node 0, {HOST}): not heard of: not started, or still importing; ")
-    assert 4 <= so_far(line) <= 4 + MARGIN  # of waiting, which begins when this rank is there itself
+    assert line.startswith(
+        f"clusterjob: waiting for rank 1 (node 0, {HOST}): not heard of: not started, or still importing; "
+    )
+    assert (
+        4 <= so_far(line) <= 4 + MARGIN
+    )  # of waiting, which begins when this rank is there itself
     ended = [finish(first), finish(third)]
     assert [each.code for each in ended] == [1, 1]
     for each in ended:
@@ -78,11 +103,16 @@ def test_whoever_is_missing_is_named_while_the_others_wait(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ({"CLUSTERJOB_JOB_ID": "yours"}, "rank 1 on {1} is of job yours, rank 0 on {0} of job mine"),
+        (
+            {"CLUSTERJOB_JOB_ID": "yours"},
+            "rank 1 on {1} is of job yours, rank 0 on {0} of job mine",
+        ),
         ({"WORLD_SIZE": "4"}, "rank 1 on {1} counts 4 processes, rank 0 on {0} counts 3"),
     ],
 )
-def test_whoever_does_not_belong_is_refused_without_waiting_for_the_missing(tmp_path: Path, fault: dict[str, str], words: str) -> None:
+def test_whoever_does_not_belong_is_refused_without_waiting_for_the_missing(
+    tmp_path: Path, fault: dict[str, str], words: str
+) -> None:
     port = free_port()
     places = [place(rank, 3, port) | {"CLUSTERJOB_JOB_ID": "mine"} for rank in (0, 1)]
     started = processes(tmp_path, 600, [places[0], places[1] | fault])  # rank 2 never comes
@@ -95,7 +125,9 @@ def test_two_processes_of_one_rank_are_both_named(tmp_path: Path) -> None:
     port = free_port()
     started = processes(tmp_path, 60, [place(1, 3, port), place(1, 3, port), place(0, 3, port)])
     ended = [finish(process) for process in started]
-    assert [each.code for each in ended].count(1) >= 2  # the first of the two may still wait for rank 0's answer
+    assert [each.code for each in ended].count(
+        1
+    ) >= 2  # the first of the two may still wait for rank 0's answer
     pids = {str(started[0].pid), str(started[1].pid)}
     refused = [last(each.err) for each in ended if "is claimed twice" in each.err]
     assert len(refused) >= 2
@@ -109,7 +141,10 @@ def test_two_processes_of_one_rank_are_both_named(tmp_path: Path) -> None:
 def test_two_jobs_at_one_port_do_not_become_one(tmp_path: Path) -> None:
     port = free_port()
     one, other = ({"CLUSTERJOB_JOB_ID": name} for name in ("mine", "yours"))
-    ended = [finish(process) for process in processes(tmp_path, 60, [place(0, 2, port) | one, place(1, 2, port) | other])]
+    ended = [
+        finish(process)
+        for process in processes(tmp_path, 60, [place(0, 2, port) | one, place(1, 2, port) | other])
+    ]
     for each in ended:
         assert each.code == 1
         assert "is of job yours, rank 0 on" in last(each.err)
@@ -118,8 +153,18 @@ def test_two_jobs_at_one_port_do_not_become_one(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="a traceback shows no notes")
 def test_a_traceback_ends_with_what_to_do(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ended = [finish(each) for each in processes(tmp_path, 60, [place(0, 2, taken.getsockname()[1]), {"RANK": "0", "LOCAL_RANK": "0"}])]
-    assert [each.err.splitlines()[-1] for each in ended] == ["hint: MASTER_PORT names another port", f"hint: {PlaceError.general_hint}"]
+        ended = [
+            finish(each)
+            for each in processes(
+                tmp_path,
+                60,
+                [place(0, 2, taken.getsockname()[1]), {"RANK": "0", "LOCAL_RANK": "0"}],
+            )
+        ]
+    assert [each.err.splitlines()[-1] for each in ended] == [
+        "hint: MASTER_PORT names another port",
+        f"hint: {PlaceError.general_hint}",
+    ]
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
@@ -128,14 +173,20 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
         [process] = processes(tmp_path, 60, [place(0, 2, port)])
         ended = finish(process)
     assert ended.code == 1
-    assert last(ended.err).endswith(f"(pid {process.pid}) cannot listen at 127.0.0.1:{port}: Address already in use")
+    assert last(ended.err).endswith(
+        f"(pid {process.pid}) cannot listen at 127.0.0.1:{port}: Address already in use"
+    )
     assert "TCPStore" not in ended.err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_master_that_does_not_resolve_is_one_line_within_seconds(tmp_path: Path, rank: int) -> None:
+def test_a_master_that_does_not_resolve_is_one_line_within_seconds(
+    tmp_path: Path, rank: int
+) -> None:
     begin = time.monotonic()
-    [process] = processes(tmp_path, 600, [place(rank, 2, 29500, 1) | {"MASTER_ADDR": "no-such-host.invalid"}])
+    [process] = processes(
+        tmp_path, 600, [place(rank, 2, 29500, 1) | {"MASTER_ADDR": "no-such-host.invalid"}]
+    )
     ended = finish(process)
     assert ended.code == 1
     assert "no-such-host.invalid:29500: " in last(ended.err)
@@ -148,9 +199,16 @@ def test_a_master_to_which_no_way_leads_is_one_line_within_seconds(tmp_path: Pat
         pytest.skip(why)
     with machines(1) as [machine]:
         environ = place(1, 2, 29500, 1) | {"MASTER_ADDR": "198.51.100.7"}
-        ended = run(machine.command(sys.executable, script(tmp_path, INIT.replace("TIMEOUT", "600"))), tmp_path, environ)
+        ended = run(
+            machine.command(sys.executable, script(tmp_path, INIT.replace("TIMEOUT", "600"))),
+            tmp_path,
+            environ,
+        )
     assert ended.code == 1
-    assert f"rank 1 on {HOST} cannot reach rank 0 at 198.51.100.7:29500: Network is unreachable; gave up after" in last(ended.err)
+    assert (
+        f"rank 1 on {HOST} cannot reach rank 0 at 198.51.100.7:29500: Network is unreachable; gave up after"
+        in last(ended.err)
+    )
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n", b"SSH-2.0-x\r\n"])
@@ -181,7 +239,9 @@ def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
     from clusterjob.node.system import network
     from clusterjob.worker.store import _check_store
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv
+    )
     with network.connect("127.0.0.1", store.port, 5) as link:
         _check_store(link)
     assert store.add("n", 1) == 1
@@ -191,27 +251,40 @@ def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
 def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> None:
     port = free_port()
     # Rank 0, which is local rank 0, never comes.
-    waiting = processes(tmp_path, 6, [place(rank, 4, port) | {"GATE": "gate"} for rank in (1, 2, 3)])
+    waiting = processes(
+        tmp_path, 6, [place(rank, 4, port) | {"GATE": "gate"} for rank in (1, 2, 3)]
+    )
     open_gate(tmp_path, "gate", 1, 2, 3)
     ended = [finish(process) for process in waiting]
-    said = [line for each in ended for line in each.err.splitlines() if line.startswith("clusterjob: ")]
+    said = [
+        line for each in ended for line in each.err.splitlines() if line.startswith("clusterjob: ")
+    ]
     assert len(said) == 1, said
     assert f"on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; " in said[0]
     for each in ended:
-        assert f"cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; gave up after " in last(each.err)
+        assert (
+            f"cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; gave up after "
+            in last(each.err)
+        )
         assert 6 <= gave_up_after(last(each.err)) <= 6 + MARGIN
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["died", "stuck"])
-def test_who_was_there_and_is_gone_when_the_last_comes_is_named(tmp_path: Path, fault: signal.Signals) -> None:
+def test_who_was_there_and_is_gone_when_the_last_comes_is_named(
+    tmp_path: Path, fault: signal.Signals
+) -> None:
     port = free_port()
     gates = ("first", "first", "third")
-    first, gone, third = processes(tmp_path, 12, [place(rank, 3, port) | {"GATE": gate} for rank, gate in enumerate(gates)])
+    first, gone, third = processes(
+        tmp_path, 12, [place(rank, 3, port) | {"GATE": gate} for rank, gate in enumerate(gates)]
+    )
     try:
         open_gate(tmp_path, "first", 0, 1)
         assert first.stderr is not None
-        assert first.stderr.readline().startswith(f"clusterjob: waiting for rank 2 (node 0, {HOST})")  # rank 1 is there
+        assert first.stderr.readline().startswith(
+            f"clusterjob: waiting for rank 2 (node 0, {HOST})"
+        )  # rank 1 is there
         gone.send_signal(fault)
         open_gate(tmp_path, "third", 2)
         ended = [finish(first), finish(third)]
@@ -221,7 +294,10 @@ def test_who_was_there_and_is_gone_when_the_last_comes_is_named(tmp_path: Path, 
     words = f"waiting for rank 1 on {HOST} (pid {gone.pid}): at the roll-call before, and no answer now: died, or stuck; "
     [told] = [line for line in ended[0].err.splitlines() if line.startswith(f"clusterjob: {words}")]
     assert 4 <= so_far(told) <= 4 + MARGIN
-    assert [f"GangError: {words}gave up after " in last(each.err) for each in ended] == [True, True], ended
+    assert [f"GangError: {words}gave up after " in last(each.err) for each in ended] == [
+        True,
+        True,
+    ], ended
 
 
 GONE_BEFORE_RANK_0 = """
@@ -248,7 +324,9 @@ GONE_BEFORE_RANK_0 = """
 
 def test_who_was_the_only_one_there_and_is_gone_when_rank_0_comes_is_named(tmp_path: Path) -> None:
     ended = run([sys.executable, script(tmp_path, GONE_BEFORE_RANK_0)], tmp_path)
-    assert ended.out.startswith("waiting for rank 1 on h (pid 11): at the roll-call before, and no answer now"), ended
+    assert ended.out.startswith(
+        "waiting for rank 1 on h (pid 11): at the roll-call before, and no answer now"
+    ), ended
 
 
 def test_a_rank_0_that_comes_late_is_waited_for(tmp_path: Path) -> None:
@@ -256,7 +334,9 @@ def test_a_rank_0_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     [second] = processes(tmp_path, 90, [place(1, 2, port) | {"LOCAL_RANK": "0"}])
     assert second.stderr is not None
     line = second.stderr.readline()
-    assert line.startswith(f"clusterjob: rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; ")
+    assert line.startswith(
+        f"clusterjob: rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; "
+    )
     [first] = processes(tmp_path, 90, [place(0, 2, port)])
     assert [finish(first).code, finish(second).code] == [0, 0]
 
@@ -281,7 +361,12 @@ SLOW = """
 def test_rank_0_serves_the_store_until_all_have_the_group(tmp_path: Path) -> None:
     port = free_port()
     path = script(tmp_path, SLOW)
-    ended = [finish(process) for process in [start([sys.executable, path], tmp_path, place(rank, 2, port)) for rank in (0, 1)]]
+    ended = [
+        finish(process)
+        for process in [
+            start([sys.executable, path], tmp_path, place(rank, 2, port)) for rank in (0, 1)
+        ]
+    ]
     assert [each.code for each in ended] == [0, 0], ended
 
 
@@ -296,9 +381,15 @@ def test_processes_that_agree_are_one_job() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"world_size": 8}, "rank 3 on h1 (pid 4) counts 8 processes, rank 1 on h0 (pid 1) counts 4"),
+        (
+            {"world_size": 8},
+            "rank 3 on h1 (pid 4) counts 8 processes, rank 1 on h0 (pid 1) counts 4",
+        ),
         ({"job": ""}, "rank 3 on h1 (pid 4) is of job (unnamed), rank 1 on h0 (pid 1) of job job"),
-        ({"versions": "torch 2.12.0"}, "rank 3 on h1 (pid 4) has torch 2.12.0, rank 1 on h0 (pid 1) has torch 2.13.0 with NCCL 2.27.3"),
+        (
+            {"versions": "torch 2.12.0"},
+            "rank 3 on h1 (pid 4) has torch 2.12.0, rank 1 on h0 (pid 1) has torch 2.13.0 with NCCL 2.27.3",
+        ),
     ],
 )
 def test_whoever_does_not_belong_is_named(change: dict[str, Any], words: str) -> None:
@@ -309,7 +400,8 @@ def test_whoever_does_not_belong_is_named(change: dict[str, Any], words: str) ->
     assert disagreement(FIRST, own) == (refused, hint)
 
 
-# Ranks of one process, each with a client of its own; rank 0 never comes, as where an agent serves the store.
+# Ranks of one process, each with a client of its own; rank 0 never comes, as where an agent serves
+# the store.
 WITHOUT_RANK_0 = """
     import sys, threading, time
     from dataclasses import replace
@@ -360,12 +452,25 @@ def test_a_disagreement_ends_the_wait_for_rank_0(tmp_path: Path, fault: str, wor
     assert all(words in line for line in told)
 
 
-def test_the_first_to_come_speaks_and_gives_up_for_a_rank_0_that_never_comes(tmp_path: Path) -> None:
+def test_the_first_to_come_speaks_and_gives_up_for_a_rank_0_that_never_comes(
+    tmp_path: Path,
+) -> None:
     ended = run([sys.executable, script(tmp_path, WITHOUT_RANK_0), "{}", "6"], tmp_path)
     told = sorted(ended.out.splitlines())
-    assert [line[:30] for line in told] == [f"{rank} waiting for rank 0 (node 0, " for rank in (1, 2, 3)], ended
+    assert [line[:30] for line in told] == [
+        f"{rank} waiting for rank 0 (node 0, " for rank in (1, 2, 3)
+    ], ended
     assert all(6 <= gave_up_after(line) <= 6 + MARGIN for line in told)
-    assert len([line for line in ended.err.splitlines() if line.startswith("clusterjob: waiting for rank 0 (node 0, h0)")]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in ended.err.splitlines()
+                if line.startswith("clusterjob: waiting for rank 0 (node 0, h0)")
+            ]
+        )
+        == 1
+    )
     assert "socket.cpp" not in ended.err
 
 

@@ -1,4 +1,6 @@
-"""The table of settings: what each takes from a flag, a variable or a file, and that all else is an error of ours."""
+"""The table of settings: what each takes from a flag, a variable or a file, and that all else is an
+error of ours.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,45 @@ NUMBERS = ("nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "max_res
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_whole_numbers(key: str) -> None:
-    assert [read_setting(key, value, "here") for value in (3, "3", " 3 ", "-3", "007")] == [3, 3, 3, -3, 7]
+    assert [read_setting(key, value, "here") for value in (3, "3", " 3 ", "-3", "007")] == [
+        3,
+        3,
+        3,
+        -3,
+        7,
+    ]
 
 
 @pytest.mark.parametrize(
     ("key", "value", "read"),
     [
-        ("mem", "64G", 64 * 1024**3), ("mem", 64, 64 * 1024**2), ("time", "90s", 90), ("time", 30, 1800),
-        ("time", dt.time(1, 30), 5400), ("name", "☃", "☃"), ("python", "python3", "python3"), ("workdir", "a/b", Path("a/b")),
-        ("template", "~/t.j2", Path.home() / "t.j2"), ("setup", "one", ("one",)), ("setup", ["1", "2"], ("1", "2")), ("setup", [], ()),
-        ("env", {"A": 1, "B": True, "C": 0.5, "D": "x"}, {"A": "1", "B": "true", "C": "0.5", "D": "x"}),
-        ("env", ["A=1", "B=x=y", "C="], {"A": "1", "B": "x=y", "C": ""}), ("set", ["k=v"], {"k": "v"}), ("grace", 2, 2.0),
+        ("mem", "64G", 64 * 1024**3),
+        ("mem", 64, 64 * 1024**2),
+        ("time", "90s", 90),
+        ("time", 30, 1800),
+        ("time", dt.time(1, 30), 5400),
+        ("name", "☃", "☃"),
+        ("python", "python3", "python3"),
+        ("workdir", "a/b", Path("a/b")),
+        ("template", "~/t.j2", Path.home() / "t.j2"),
+        ("setup", "one", ("one",)),
+        ("setup", ["1", "2"], ("1", "2")),
+        ("setup", [], ()),
+        (
+            "env",
+            {"A": 1, "B": True, "C": 0.5, "D": "x"},
+            {"A": "1", "B": "true", "C": "0.5", "D": "x"},
+        ),
+        ("env", ["A=1", "B=x=y", "C="], {"A": "1", "B": "x=y", "C": ""}),
+        ("set", ["k=v"], {"k": "v"}),
+        ("grace", 2, 2.0),
         ("grace", "0.5", 0.5),
-        ("start", "fork", "fork"), ("launcher", "torchrun", "torchrun"),
+        ("start", "fork", "fork"),
+        ("launcher", "torchrun", "torchrun"),
         *(("require_gpus", value, True) for value in (True, "true", "True", "1", "yes")),
         *(("require_gpus", value, False) for value in (False, "false", "0", "no")),
     ],
-)  # fmt: skip
+)
 def test_what_each_setting_takes(key: str, value: Any, read: Any) -> None:
     assert read_setting(key, value, "here") == read
     assert type(read_setting(key, value, "here")) is type(read) or isinstance(read, Path)
@@ -48,16 +72,28 @@ def test_what_each_setting_takes(key: str, value: Any, read: Any) -> None:
 def test_an_error_begins_with_where_the_value_was_written() -> None:
     with pytest.raises(ConfigError) as caught:
         read_setting("mem", "12 potatoes", "clusterjob.toml: [defaults] mem")
-    assert caught.value.message == "clusterjob.toml: [defaults] mem: '12 potatoes' is not a memory size"
+    assert (
+        caught.value.message
+        == "clusterjob.toml: [defaults] mem: '12 potatoes' is not a memory size"
+    )
     assert "64G" in caught.value.hint
 
 
 scalars = st.one_of(
-    st.text(), st.booleans(), st.integers(), st.floats(), st.dates(), st.times(), st.datetimes(), st.sampled_from(["~", "1e999"])
+    st.text(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.dates(),
+    st.times(),
+    st.datetimes(),
+    st.sampled_from(["~", "1e999"]),
 )
 toml = st.recursive(
     scalars,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -83,7 +119,9 @@ def test_whatever_a_file_holds_is_a_value_or_an_error_of_ours(key: str, value: A
 
 
 def test_every_setting_has_its_option_and_its_place_in_the_job() -> None:
-    options = {name.rstrip("_") for name in inspect.signature(_job_options).parameters} - {"cluster"}
+    options = {name.rstrip("_") for name in inspect.signature(_job_options).parameters} - {
+        "cluster"
+    }
     assert options <= set(SETTINGS)
     places = (
         {field.name for field in fields(JobSpec)}

@@ -1,4 +1,6 @@
-"""Arrays and sweeps under a real Slurm: one sbatch call, and each element a job of its own; and jobs that wait for others."""
+"""Arrays and sweeps under a real Slurm: one sbatch call, and each element a job of its own; and
+jobs that wait for others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 from procs import PATIENCE, nothing_left, wait_until
 from slurm_user import PROMPT, SLEEPER, User
 
-COUNT = 'case "$*" in *--test-only*) ;; *) printf "%s\\n" "$*" >> "$NOTES" ;; esac\nexec "$REAL" "$@"\n'
+COUNT = (
+    'case "$*" in *--test-only*) ;; *) printf "%s\\n" "$*" >> "$NOTES" ;; esac\nexec "$REAL" "$@"\n'
+)
 ECHO = """
     import json, os, sys
     print(json.dumps([os.environ["CLUSTERJOB_ARRAY_INDEX"], sys.argv[1:]]))
@@ -41,9 +45,16 @@ def test_a_sweep_is_one_array_and_each_element_a_job(user: User) -> None:
     ]
     values = [(lr, text) for lr in ("0.1", "0.01") for text in ("a\nb; '$(id)", "☃")]
     for index, (lr, text) in enumerate(values):
-        assert echoed(user, f"{job_id}_{index}") == [str(index), ["first\nline", lr, "-x", f"--text={text}"]]
+        assert echoed(user, f"{job_id}_{index}") == [
+            str(index),
+            ["first\nline", lr, "-x", f"--text={text}"],
+        ]
     element = user.job(f"{job_id}_2")
-    assert (element["state"], element["exit_code"], element["backend_id"]) == ("FAILED", 5, f"{user.slurm_id(job_id)}_2")
+    assert (element["state"], element["exit_code"], element["backend_id"]) == (
+        "FAILED",
+        5,
+        f"{user.slurm_id(job_id)}_2",
+    )
     assert element["failure"]["rank"] == 0
     assert user("wait", f"{job_id}_1").returncode == 0
     assert len(user.jobs()) == 4
@@ -64,12 +75,26 @@ def test_elements_are_cancelled_one_by_one_and_together(user: User) -> None:
     notes = user.command_first_on_path("scancel", COUNT)
     user("cancel", f"{job_id}_9")
     user("cancel", f"{job_id}_2")
-    assert [user.wait_for_state(f"{job_id}_{index}", "CANCELLED")["exit_code"] for index in (9, 2)] == [143, 143]
+    assert [
+        user.wait_for_state(f"{job_id}_{index}", "CANCELLED")["exit_code"] for index in (9, 2)
+    ] == [143, 143]
     user.wait_for("up6")
-    states = ["CANCELLED", "RUNNING", "RUNNING", "PENDING", "CANCELLED"]  # as Slurm is asked again in 5 s
-    wait_until(lambda: [job["state"] for job in user.jobs(job_id)] == states, PROMPT, "element 6 in the place of element 2")
+    states = [
+        "CANCELLED",
+        "RUNNING",
+        "RUNNING",
+        "PENDING",
+        "CANCELLED",
+    ]  # as Slurm is asked again in 5 s
+    wait_until(
+        lambda: [job["state"] for job in user.jobs(job_id)] == states,
+        PROMPT,
+        "element 6 in the place of element 2",
+    )
     assert lines(notes) == [f"{user.slurm_id(job_id)}_[9]", f"{user.slurm_id(job_id)}_[2]"]
-    user.slurm.run("scancel", f"{user.slurm_id(job_id)}_8")  # by hand, of an element that has no directory
+    user.slurm.run(
+        "scancel", f"{user.slurm_id(job_id)}_8"
+    )  # by hand, of an element that has no directory
     assert user.wait_for_state(f"{job_id}_8", "CANCELLED", timeout=PROMPT)["started_at"] is None
     assert "2 of 5 elements are cancelled" in user("cancel", job_id).stderr
     assert lines(notes)[3:] == ["{0}_[4] {0}_[6]".format(user.slurm_id(job_id))]
@@ -84,7 +109,10 @@ def test_srun_names_the_guilty_rank_of_an_element_too(user: User) -> None:
     job_id = user.submit(text, "--array", "0-1", "--nodes", "2", "--launcher", "srun")
     said = user("wait", job_id, code=3).stderr
     assert f"job {job_id}_0 SUCCEEDED" in said
-    assert re.search(rf"job {job_id}_1 FAILED: rank 1 \(node 1, local rank 0, host n\d\): exited with code 3", said), said
+    assert re.search(
+        rf"job {job_id}_1 FAILED: rank 1 \(node 1, local rank 0, host n\d\): exited with code 3",
+        said,
+    ), said
 
 
 @pytest.mark.slow
@@ -98,12 +126,16 @@ def test_an_array_longer_than_slurm_takes_is_cut(user: User) -> None:
         user("wait", job_id, code=5)
         for index in (7, 10, 12, 29):
             assert echoed(user, f"{job_id}_{index}") == [str(index), []]
-        ids = json.loads((user.home / "records" / f"{job_id}.json").read_text())["handle"]["data"]["ids"]
+        ids = json.loads((user.home / "records" / f"{job_id}.json").read_text())["handle"]["data"][
+            "ids"
+        ]
         assert [job["backend_id"] for job in user.jobs(job_id)] == [
-            *(f"{ids[0]}_{index}" for index in (7, 8, 9)), *(f"{ids[1]}_{index}" for index in (0, 1, 2)), f"{ids[2]}_9",
+            *(f"{ids[0]}_{index}" for index in (7, 8, 9)),
+            *(f"{ids[1]}_{index}" for index in (0, 1, 2)), f"{ids[2]}_9",
         ]  # fmt: skip
 
-        # A piece that is refused takes those before it along. Its record, without ids, is found by the comment, piece by piece.
+        # A piece that is refused takes those before it along. Its record, without ids, is found by
+        # the comment, piece by piece.
         held = user.submit(ECHO, "--array", "0-25", "--set", "hold=true")
         record = user.home / "records" / f"{held}.json"
         data = json.loads(record.read_text())
@@ -111,12 +143,19 @@ def test_an_array_longer_than_slurm_takes_is_cut(user: User) -> None:
         record.write_text(json.dumps(data | {"handle": None, "submitter": None}))
         for path in user.home.glob("slurm/*"):
             path.unlink()
-        assert [job["backend_id"] for job in user.jobs(held)] == [None] * 26  # before: as it was read
+        assert [job["backend_id"] for job in user.jobs(held)] == [
+            None
+        ] * 26  # before: as it was read
         assert json.loads(record.read_text())["handle"]["data"]["ids"] == ids
         assert {job["state"] for job in user.jobs(held)} == {"PENDING"}
-        assert [job["backend_id"] for job in user.jobs(held)] == [f"{ids[index // 10]}_{index % 10}" for index in range(26)]
+        assert [job["backend_id"] for job in user.jobs(held)] == [
+            f"{ids[index // 10]}_{index % 10}" for index in range(26)
+        ]
         user("cancel", held)
-        assert {job["reason"] for job in user.jobs(held)} in ({"it is being cancelled"}, {"cancelled before it had started"})
+        assert {job["reason"] for job in user.jobs(held)} in (
+            {"it is being cancelled"},
+            {"cancelled before it had started"},
+        )
         user("wait", held, code=143)
 
 
@@ -124,18 +163,36 @@ def test_a_piece_that_is_refused_takes_the_others_along(user: User) -> None:
     refusing = 'case "$*" in *--test-only*) ;; *" 20") echo "sbatch: error: no more" >&2; exit 1 ;; esac\nexec "$REAL" "$@"\n'
     with user.slurm.configured(MaxArraySize=10):
         user.command_first_on_path("sbatch", refusing)
-        said = user("submit", "--cluster", "slurm", "--array", "0-29", "--set", "hold=true", user.script("pass"), code=1).stderr
+        said = user(
+            "submit",
+            "--cluster",
+            "slurm",
+            "--array",
+            "0-29",
+            "--set",
+            "hold=true",
+            user.script("pass"),
+            code=1,
+        ).stderr
         assert "Slurm refuses the job: no more" in said
         assert user.slurm.run("squeue", "--noheader").stdout == ""
         assert user.left_behind() == []
 
 
-@pytest.mark.parametrize(("kind", "code", "runs"), [("", 0, True), ("", 3, False), ("afterany:", 3, True), ("afternotok:", 3, True)])
+@pytest.mark.parametrize(
+    ("kind", "code", "runs"),
+    [("", 0, True), ("", 3, False), ("afterany:", 3, True), ("afternotok:", 3, True)],
+)
 def test_a_job_that_waits_for_another(user: User, kind: str, code: int, *, runs: bool) -> None:
-    first = user.submit(f"import os, sys, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.02)\nsys.exit({code})")
+    first = user.submit(
+        f"import os, sys, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.02)\nsys.exit({code})"
+    )
     second = user.submit("print('after')", "--after", f"{kind}{first}")
     waiting = user.job(second)
-    assert (waiting["state"], "Dependency" in waiting["reason"] or waiting["reason"] in ("", "None")) == ("PENDING", True)
+    assert (
+        waiting["state"],
+        "Dependency" in waiting["reason"] or waiting["reason"] in ("", "None"),
+    ) == ("PENDING", True)
     user.path("leave").touch()
     user("wait", first, code=code)
     if runs:
@@ -152,7 +209,9 @@ def test_a_job_that_waits_for_another(user: User, kind: str, code: int, *, runs:
 def test_a_job_after_an_array_after_an_element_and_after_nothing(user: User) -> None:
     array = user.submit(ECHO, "--array", "0-2", "--env", "FAIL=1")
     after_all = user.submit("print('all')", "--after", f"afterany:{array}")
-    after_one = user.submit("print('one')", "--after", f"{array}_2", "--after", f"afternotok:{array}_1")
+    after_one = user.submit(
+        "print('one')", "--after", f"{array}_2", "--after", f"afternotok:{array}_1"
+    )
     user("wait", after_all)
     user("wait", after_one)
     assert {job["state"] for job in user.jobs(array)} == {"SUCCEEDED", "FAILED"}
@@ -161,13 +220,30 @@ def test_a_job_after_an_array_after_an_element_and_after_nothing(user: User) -> 
     before = sorted(os.listdir(user.home / "jobs"))
     for wish, said in (
         ("nobody-222222", "there is no job"), ("afterwards:x", "no kind of dependency"),
-        (array, f"job {array}_1 has ended FAILED"), (f"{array}_1", "has ended FAILED"), (f"afternotok:{raw}", "has ended SUCCEEDED"),
+        (array, f"job {array}_1 has ended FAILED"), (f"{array}_1", "has ended FAILED"),
+        (f"afternotok:{raw}", "has ended SUCCEEDED"),
     ):  # fmt: skip
-        assert said in user("submit", "--cluster", "slurm", "--after", wish, user.script("pass"), code=2).stderr
+        assert (
+            said
+            in user(
+                "submit", "--cluster", "slurm", "--after", wish, user.script("pass"), code=2
+            ).stderr
+        )
     assert sorted(os.listdir(user.home / "jobs")) == before
-    # What has ended as it was wished for is no wish to Slurm's any more, which forgets jobs, and takes a job it forgot for a success.
-    for wish in (raw, f"afterany:{array}", f"{array}_2", f"afternotok:{array}_1", f"afternotok:{array}", f"after:{raw}"):
-        assert "--dependency" not in user("render", "--cluster", "slurm", "--after", wish, user.script("pass")).stdout
+    # What has ended as it was wished for is no wish to Slurm's any more, which forgets jobs, and
+    # takes a job it forgot for a success.
+    for wish in (
+        raw,
+        f"afterany:{array}",
+        f"{array}_2",
+        f"afternotok:{array}_1",
+        f"afternotok:{array}",
+        f"after:{raw}",
+    ):
+        assert (
+            "--dependency"
+            not in user("render", "--cluster", "slurm", "--after", wish, user.script("pass")).stdout
+        )
 
 
 def test_a_big_array_ends_in_time(user: User) -> None:
@@ -175,4 +251,6 @@ def test_a_big_array_ends_in_time(user: User) -> None:
     job_id = user.submit("pass", "--array", "0-23", "--launcher", "srun")
     user("wait", job_id, timeout=PATIENCE)
     assert {job["state"] for job in user.jobs(job_id)} == {"SUCCEEDED"}
-    wait_until(lambda: not user.slurm.run("squeue", "--noheader").stdout, PATIENCE, "the end of the array")
+    wait_until(
+        lambda: not user.slurm.run("squeue", "--noheader").stdout, PATIENCE, "the end of the array"
+    )

@@ -1,4 +1,6 @@
-"""Jobs under a real Slurm: what arrives on the nodes, how they end, and what other commands, of other processes, can do with them."""
+"""Jobs under a real Slurm: what arrives on the nodes, how they end, and what other commands, of
+other processes, can do with them.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,51 @@ def told(out: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
 def test_two_nodes_run_one_job(user: User, launcher: str) -> None:
-    options = ("--nodes", "2", "--gpus-per-node", "8", "--nproc-per-node", "2", "--exclude", "n1", "--launcher", launcher)
+    options = (
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "8",
+        "--nproc-per-node",
+        "2",
+        "--exclude",
+        "n1",
+        "--launcher",
+        launcher,
+    )
     ranks = told(user.run(TELL, *options).stdout)
-    seen = [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["SLURMD_NODENAME"]) for one in ranks]
-    assert {one["MASTER_ADDR"] for one in ranks} == {"127.0.0.2"}  # NodeAddr of n2, whose name does not resolve
+    seen = [
+        (one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["SLURMD_NODENAME"]) for one in ranks
+    ]
+    assert {one["MASTER_ADDR"] for one in ranks} == {
+        "127.0.0.2"
+    }  # NodeAddr of n2, whose name does not resolve
     assert [one["GROUP_RANK"] for one in ranks] == ["0", "0", "1", "1"]
-    assert seen == [("0", "0", "4", "n2"), ("1", "1", "4", "n2"), ("2", "0", "4", "n3"), ("3", "1", "4", "n3")]
-    assert {one["CUDA_VISIBLE_DEVICES"] for one in ranks} == {"0,1,2,3,4,5,6,7"}  # each rank sees its peers' GPUs too
+    assert seen == [
+        ("0", "0", "4", "n2"),
+        ("1", "1", "4", "n2"),
+        ("2", "0", "4", "n3"),
+        ("3", "1", "4", "n3"),
+    ]
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in ranks} == {
+        "0,1,2,3,4,5,6,7"
+    }  # each rank sees its peers' GPUs too
     [job] = user.jobs()
-    assert (job["state"], job["exit_code"], job["nodes"], job["backend"]) == ("SUCCEEDED", 0, 2, "slurm")
+    assert (job["state"], job["exit_code"], job["nodes"], job["backend"]) == (
+        "SUCCEEDED",
+        0,
+        2,
+        "slurm",
+    )
     assert user.slurm.wait_for_job(job["backend_id"])["ExitCode"] == "0:0"
     assert (user.directory_of(job["id"]) / "ends" / "srun.0").read_text() == "0\n"
     nothing_left(PROMPT)
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_a_rank_that_fails_ends_the_job_on_all_nodes_and_is_named(user: User, launcher: str) -> None:
+def test_a_rank_that_fails_ends_the_job_on_all_nodes_and_is_named(
+    user: User, launcher: str
+) -> None:
     text = """
         import os, pathlib, sys, time
         rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
@@ -52,9 +83,20 @@ def test_a_rank_that_fails_ends_the_job_on_all_nodes_and_is_named(user: User, la
             raise ValueError("boom")
         time.sleep(1000)
     """
-    options = ("--nodes", "2", "--nproc-per-node", "2", "--nodelist", "n3,n4", "--launcher", launcher)
+    options = (
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--nodelist",
+        "n3,n4",
+        "--launcher",
+        launcher,
+    )
     said = user.run(text, *options, code=1).stderr
-    assert re.search(r"FAILED: rank 3 \(node 1, local rank 1, host n4\): ValueError: boom", said), said
+    assert re.search(r"FAILED: rank 3 \(node 1, local rank 1, host n4\): ValueError: boom", said), (
+        said
+    )
     nothing_left(PROMPT)
     [job] = user.jobs()
     assert {key: job["failure"][key] for key in ("rank", "local_rank", "node_rank", "host", "exit_code")} == {
@@ -71,10 +113,14 @@ def test_a_rank_that_fails_ends_the_job_on_all_nodes_and_is_named(user: User, la
 def test_the_exit_code_is_the_guilty_rank_s(user: User) -> None:
     text = "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(1000)"
     said = user.run(text, "--nodes", "2", "--launcher", "srun", code=137).stderr
-    assert "rank 1 (node 1, local rank 0, host n2): killed by SIGKILL" in said  # srun itself may well say 143 of the other
+    assert (
+        "rank 1 (node 1, local rank 0, host n2): killed by SIGKILL" in said
+    )  # srun itself may well say 143 of the other
     said = user.run("import sys; sys.exit(7)", code=7).stderr
     assert "rank 0 (node 0, local rank 0, host n1): sys.exit(7)" in said
-    assert {user.slurm.wait_for_job(job["backend_id"])["JobState"] for job in user.jobs()} == {"FAILED"}
+    assert {user.slurm.wait_for_job(job["backend_id"])["JobState"] for job in user.jobs()} == {
+        "FAILED"
+    }
 
 
 def test_torchrun_is_the_launcher_on_each_node(user: User) -> None:
@@ -86,13 +132,15 @@ def test_torchrun_is_the_launcher_on_each_node(user: User) -> None:
 
 def test_what_was_asked_for_arrives_at_slurm(user: User) -> None:
     job_id = user.submit(
-        SLEEPER, "--name", "a name", "--time", "30m", "--mem", "3G", "--nproc-per-node", "3", "--cpus-per-task", "2",
-        "--partition", "small", "--gpus-per-node", "4",
-        "--set", "hold=true", "--set", "nice=7", "--set", "comment=my own | words", "--set", "begin=now+1hour",
+        SLEEPER, "--name", "a name", "--time", "30m", "--mem", "3G", "--nproc-per-node", "3",
+        "--cpus-per-task", "2", "--partition", "small", "--gpus-per-node", "4", "--set",
+        "hold=true", "--set", "nice=7", "--set", "comment=my own | words", "--set",
+        "begin=now+1hour",
     )  # fmt: skip
     job = user.slurm_job(job_id)
     assert {name: job[name] for name in ("Partition", "TimeLimit", "NumNodes", "NumCPUs", "CPUs/Task", "Nice", "Requeue")} == {
-        "Partition": "small", "TimeLimit": "00:30:00", "NumNodes": "1-1", "NumCPUs": "6", "CPUs/Task": "6", "Nice": "7", "Requeue": "0",
+        "Partition": "small", "TimeLimit": "00:30:00", "NumNodes": "1-1", "NumCPUs": "6",
+        "CPUs/Task": "6", "Nice": "7", "Requeue": "0",
     }  # fmt: skip
     assert "mem=3G" in job["TRES"]
     assert job["TresPerNode"] == "gres:gpu:4"
@@ -112,7 +160,11 @@ def test_another_process_asks_follows_and_cancels(user: User) -> None:
     job_id = user.submit(SLEEPER, "--nodes", "2")
     user.wait_for("up0", "up1")
     assert user.wait_for_state(job_id, "RUNNING")["started_at"] is not None
-    wait_until(lambda: sorted(user.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"], PROMPT, "both lines")
+    wait_until(
+        lambda: sorted(user.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"],
+        PROMPT,
+        "both lines",
+    )
     follower = user.start("logs", "-f", job_id)
     waiter = user.start("wait", job_id)
     wait_until(lambda: "line of 1" in user.said(follower)[0], PROMPT)
@@ -155,7 +207,9 @@ SAVER = """
 
 
 def test_every_rank_saves_in_except_keyboard_interrupt_of_run_on_slurm(user: User) -> None:
-    command = user.start("run", "--cluster", "slurm", "--nodes", "2", "--grace", "60", user.script(SAVER))
+    command = user.start(
+        "run", "--cluster", "slurm", "--nodes", "2", "--grace", "60", user.script(SAVER)
+    )
     wait_until(lambda: user.said(command)[0].count("up") >= 1, PROMPT)  # shown: it follows the job
     user.wait_for("up0", "up1")
     command.send_signal(signal.SIGINT)
@@ -205,16 +259,22 @@ def test_a_plain_scancel_of_a_job_that_waits(user: User) -> None:
 
 def test_setup_lines_run_on_each_node_and_one_that_fails_is_named(user: User) -> None:
     text = "import os\nprint(os.environ['SLURMD_NODENAME'], os.environ['FROM_SETUP'])"
-    out = user.run(text, "--nodes", "2", "--setup", "export FROM_SETUP=$(echo $SLURMD_NODENAME | tr n N)").stdout
+    out = user.run(
+        text, "--nodes", "2", "--setup", "export FROM_SETUP=$(echo $SLURMD_NODENAME | tr n N)"
+    ).stdout
     assert sorted(out.splitlines()) == ["[0] n1 N1", "[1] n2 N2"]
     user.slurm.wait_idle()  # nodes that complete a job are no others' yet
-    said = user.run(text, "--nodes", "2", "--setup", "if [ $SLURM_NODEID = 1 ]; then sh -c 'exit 9'; fi", code=9).stderr
+    said = user.run(
+        text, "--nodes", "2", "--setup", "if [ $SLURM_NODEID = 1 ]; then sh -c 'exit 9'; fi", code=9
+    ).stderr
     assert "FAILED: node 1 (host n2): a setup line failed: if [" in said
     nothing_left(PROMPT)
 
 
 def test_a_template_of_one_s_own(user: User) -> None:
-    user.path("mine.sh.j2").write_text('#!/bin/bash\n#SBATCH --nice=77\necho mine >&2\n{% include "slurm.sh.j2" %}\n')
+    user.path("mine.sh.j2").write_text(
+        '#!/bin/bash\n#SBATCH --nice=77\necho mine >&2\n{% include "slurm.sh.j2" %}\n'
+    )
     job_id = user.submit("print('worked')", "--template", "mine.sh.j2")
     assert user("wait", job_id).stderr == f"clusterjob: job {job_id} SUCCEEDED\n"
     assert user.slurm_job(job_id)["Nice"] == "77"
@@ -222,24 +282,57 @@ def test_a_template_of_one_s_own(user: User) -> None:
 
 
 def test_an_image_reaches_the_engine(user: User) -> None:
-    """Neither engine can run here: Pyxis' words are seen in the script, apptainer's as a stand-in is handed them."""
-    rendered = user("render", "--cluster", "slurm", "--container", "nvcr.io/nvidia/pytorch:24.01-py3", user.script("pass")).stdout
+    """Neither engine can run here: Pyxis' words are seen in the script, apptainer's as a stand-in
+    is handed them.
+    """
+    rendered = user(
+        "render",
+        "--cluster",
+        "slurm",
+        "--container",
+        "nvcr.io/nvidia/pytorch:24.01-py3",
+        user.script("pass"),
+    ).stdout
     job_dir = re.search(r"export CLUSTERJOB_JOB_DIR=(\S+)", rendered)
     assert job_dir is not None
     srun = next(line for line in rendered.splitlines() if "CLUSTERJOB_TASK=1 srun" in line)
     mounts = f"--container-mounts={job_dir[1]}:{job_dir[1]},{user.directory}:{user.directory}"
-    for word in ("--container-image=nvcr.io/nvidia/pytorch:24.01-py3", mounts, f"--container-workdir={user.directory}"):
+    for word in (
+        "--container-image=nvcr.io/nvidia/pytorch:24.01-py3",
+        mounts,
+        f"--container-workdir={user.directory}",
+    ):
         assert word in srun
 
-    notes = user.command_first_on_path("apptainer", 'printf "%s\\n" "$@" > "$NOTES"\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
+    notes = user.command_first_on_path(
+        "apptainer",
+        'printf "%s\\n" "$@" > "$NOTES"\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n',
+    )
     user.path("my image.sif").touch()
-    out = user.run("print('inside')", "--gpus-per-node", "1", "--container", "my image.sif", "--python", str(user.python)).stdout
+    out = user.run(
+        "print('inside')",
+        "--gpus-per-node",
+        "1",
+        "--container",
+        "my image.sif",
+        "--python",
+        str(user.python),
+    ).stdout
     assert out == "inside\n"
     [job] = user.jobs()
     job_dir_ = str(user.directory_of(job["id"]))
     binds = ["--bind", f"{job_dir_}:{job_dir_}", "--bind", f"{user.directory}:{user.directory}"]
     image = str(user.directory / "my image.sif")
-    assert notes.read_text().splitlines() == ["exec", "--nv", *binds, "--pwd", str(user.directory), image, "bash", f"{job_dir_}/slurm.sh"]
+    assert notes.read_text().splitlines() == [
+        "exec",
+        "--nv",
+        *binds,
+        "--pwd",
+        str(user.directory),
+        image,
+        "bash",
+        f"{job_dir_}/slurm.sh",
+    ]
 
 
 def test_clusterjob_chooses_slurm_where_it_is(user: User) -> None:
@@ -255,32 +348,58 @@ def test_clusterjob_chooses_slurm_where_it_is(user: User) -> None:
         user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
 
 
-def test_job_of_a_script_with_a_name_of_any_letters_is_found_by_its_comment(user_of_either: User) -> None:
+def test_job_of_a_script_with_a_name_of_any_letters_is_found_by_its_comment(
+    user_of_either: User,
+) -> None:
     user = user_of_either
     job_id = user("submit", user.script(SLEEPER, "обучение.py")).stdout.strip()
     assert job_id.startswith("обучение-")
     user.wait_for("up0")
     record = user.home / "records" / f"{job_id}.json"
     noted = json.loads(record.read_text())
-    record.write_text(json.dumps(noted | {"handle": None, "submitter": None}))  # as after a submit that was killed
+    record.write_text(
+        json.dumps(noted | {"handle": None, "submitter": None})
+    )  # as after a submit that was killed
     assert user.job(job_id)["state"] == "RUNNING"
     user("cancel", job_id)
     wait_until(lambda: user.job(job_id)["state"] == "CANCELLED", PROMPT, "the end of the job")
 
 
 def test_resources_in_slurm_s_own_words(user: User) -> None:
-    """A type of GPU, all memory, GPUs by --gres, and cores for all workers of a node that is shared with nobody else's jobs."""
+    """A type of GPU, all memory, GPUs by --gres, and cores for all workers of a node that is shared
+    with nobody else's jobs.
+    """
     options = ("--set", "hold=true", "--gpus-per-node", "a100:2")
     typed = user.slurm_job(user.submit(SLEEPER, *options, "--mem", "0"))
     assert "gres:gpu:a100:2" in typed["TresPerNode"]
     assert "mem=62.50G" in typed["TRES"] or typed["MinMemoryNode"] == "0"
     by_gres = user.slurm_job(user.submit(SLEEPER, *options, "--set", "gres=gpu:a100:2"))
     assert "gres:gpu:a100:2" in by_gres["TresPerNode"]
-    shared = user.slurm_job(user.submit(SLEEPER, "--set", "hold=true", "--set", "exclusive=user", "--nproc-per-node", "4"))
+    shared = user.slurm_job(
+        user.submit(
+            SLEEPER, "--set", "hold=true", "--set", "exclusive=user", "--nproc-per-node", "4"
+        )
+    )
     assert (shared["NumCPUs"], shared["CPUs/Task"]) == ("4", "4")
-    said = user("submit", "--cluster", "slurm", "--nodes", "2", "--set", "gpus=4", "--set", "hold=true", user.script(SLEEPER)).stderr
-    assert "--set gpus=4: Slurm may divide them unevenly among 2 nodes; --gpus-per-node 2 gives each as many" in said
-    refused = user("submit", "--cluster", "local", "--gpus-per-node", "a100:2", user.script(SLEEPER), code=2).stderr
+    said = user(
+        "submit",
+        "--cluster",
+        "slurm",
+        "--nodes",
+        "2",
+        "--set",
+        "gpus=4",
+        "--set",
+        "hold=true",
+        user.script(SLEEPER),
+    ).stderr
+    assert (
+        "--set gpus=4: Slurm may divide them unevenly among 2 nodes; --gpus-per-node 2 gives each as many"
+        in said
+    )
+    refused = user(
+        "submit", "--cluster", "local", "--gpus-per-node", "a100:2", user.script(SLEEPER), code=2
+    ).stderr
     assert "the local cluster cannot choose GPUs by their type" in refused
 
 
@@ -288,10 +407,14 @@ COMMANDS = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")
 
 
 def test_slurm_whose_configuration_lies_elsewhere_is_the_default(user: User) -> None:
-    """As where it is compiled in, or fetched: no variable and no usual file says that there is a Slurm. Here wrappers know it."""
+    """As where it is compiled in, or fetched: no variable and no usual file says that there is a
+    Slurm. Here wrappers know it.
+    """
     conf = str(user.slurm.conf)
     for name in COMMANDS:
-        user.command_first_on_path(name, f'export SLURM_CONF={conf}\necho "$@" >> "$NOTES"\nexec "$REAL" "$@"\n')
+        user.command_first_on_path(
+            name, f'export SLURM_CONF={conf}\necho "$@" >> "$NOTES"\nexec "$REAL" "$@"\n'
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SLURM_CONF")
         job_id = user("submit", "--set", "hold=true", user.script("pass")).stdout.strip()
@@ -305,9 +428,14 @@ def test_slurm_whose_configuration_lies_elsewhere_is_the_default(user: User) -> 
     user("cancel", job_id)
 
 
-@pytest.mark.parametrize("scontrol", ["sleep 600", "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1"])
+@pytest.mark.parametrize(
+    "scontrol",
+    ["sleep 600", "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1"],
+)
 def test_sbatch_without_a_slurm_is_no_cluster(user: User, scontrol: str) -> None:
-    user.command_first_on_path("scontrol", f"exec {scontrol}\n" if scontrol.startswith("sleep") else f"{scontrol}\n")
+    user.command_first_on_path(
+        "scontrol", f"exec {scontrol}\n" if scontrol.startswith("sleep") else f"{scontrol}\n"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SLURM_CONF")
         assert "sbatch --parsable" not in user("render", user.script("pass"), timeout=PROMPT).stdout

@@ -1,4 +1,6 @@
-"""The tests' own Slurm is what it says: four nodes with eight GPUs each, with accounting and without, and it mends."""
+"""The tests' own Slurm is what it says: four nodes with eight GPUs each, with accounting and
+without, and it mends.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,36 @@ from slurm_cluster import SlurmCluster
 
 
 def test_four_nodes_are_idle_and_have_eight_gpus_each(slurm_cluster: SlurmCluster) -> None:
-    nodes = slurm_cluster.run("sinfo", "--Node", "--noheader", "--partition=main", "--format=%N %T %c %G").stdout.splitlines()
+    nodes = slurm_cluster.run(
+        "sinfo", "--Node", "--noheader", "--partition=main", "--format=%N %T %c %G"
+    ).stdout.splitlines()
     assert nodes == [f"n{number} idle 8 gpu:a100:8" for number in (1, 2, 3, 4)]
-    step = slurm_cluster.run("srun", "--nodes=2", "--gres=gpu:8", "sh", "-c", "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES")
+    step = slurm_cluster.run(
+        "srun",
+        "--nodes=2",
+        "--gres=gpu:8",
+        "sh",
+        "-c",
+        "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES",
+    )
     assert sorted(step.stdout.splitlines()) == [f"n{number} 0,1,2,3,4,5,6,7" for number in (1, 2)]
 
 
-def test_an_ended_job_is_in_slurmctld_and_where_there_is_accounting_in_sacct(slurm_cluster: SlurmCluster) -> None:
+def test_an_ended_job_is_in_slurmctld_and_where_there_is_accounting_in_sacct(
+    slurm_cluster: SlurmCluster,
+) -> None:
     job = slurm_cluster.submit("--output=/dev/null", script="exit 3")
     assert slurm_cluster.wait_for_job(job)["JobState"] == "FAILED"
 
     def said() -> subprocess.CompletedProcess[str]:
         return slurm_cluster.run(
-            "sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={job}", "--format=State,ExitCode", check=False
+            "sacct",
+            "--parsable2",
+            "--noheader",
+            "--allocations",
+            f"--jobs={job}",
+            "--format=State,ExitCode",
+            check=False,
         )
 
     if slurm_cluster.accounting:
@@ -36,9 +55,12 @@ def test_an_ended_job_is_in_slurmctld_and_where_there_is_accounting_in_sacct(slu
         assert "accounting storage is disabled" in said().stderr
 
 
-def test_the_processes_of_a_job_carry_the_mark_of_the_test_and_end_with_it(slurm: SlurmCluster) -> None:
+def test_the_processes_of_a_job_carry_the_mark_of_the_test_and_end_with_it(
+    slurm: SlurmCluster,
+) -> None:
     job = slurm.submit("--nodes=2", "--output=/dev/null", script="srun sleep 600")
-    # srun, which has a process of its own for its end, the batch script, its shell's child and a sleep a node
+    # srun, which has a process of its own for its end, the batch script, its shell's child and a
+    # sleep a node
     wait_until(lambda: len(marked(os.environ[MARKER])) >= 4, 30, "the processes of the job")
     # one of the batch script, and one of the step on each node
     wait_until(lambda: len(slurm.stepd_pids()) == 3, 30, "Slurm's own process for each of them")
@@ -80,12 +102,23 @@ def test_a_setting_holds_for_a_while(slurm: SlurmCluster) -> None:
 def test_a_cluster_ends_with_whoever_has_started_it(how: signal.Signals, tmp_path: Path) -> None:
     """Two stand side by side meanwhile: each has its own ports."""
     directory = tmp_path / "c"
-    command = [sys.executable, str(Path(__file__).with_name("slurm_cluster.py")), "--dir", str(directory)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("slurm_cluster.py")),
+        "--dir",
+        str(directory),
+    ]
     # a parent that can be killed: what it leaves behind sees the end of its standard input
     parent = subprocess.Popen(
-        [sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).wait()", *command],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).wait()",
+            *command,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with parent:
         assert parent.stdout is not None
         exported = parent.stdout.readline()
@@ -95,4 +128,8 @@ def test_a_cluster_ends_with_whoever_has_started_it(how: signal.Signals, tmp_pat
         running = cluster.processes()
         assert len(running) >= 6
         parent.send_signal(how)
-        wait_until(lambda: not any(alive(pid) for pid in running) and not directory.exists(), 30, "the end of the cluster")
+        wait_until(
+            lambda: not any(alive(pid) for pid in running) and not directory.exists(),
+            30,
+            "the end of the cluster",
+        )

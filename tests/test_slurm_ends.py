@@ -1,4 +1,6 @@
-"""How a job of Slurm's ended, from what its directory, srun and squeue say: pure, with texts as Slurm 22.05 writes them."""
+"""How a job of Slurm's ended, from what its directory, srun and squeue say: pure, with texts as
+Slurm 22.05 writes them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from clusterjob.backends.slurm.queue import Row
 from clusterjob.node.logs import ends
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
-# What srun --kill-on-bad-exit=1 wrote of a job of 2 x 2 tasks whose rank 3 raised, and of one whose rank 1 got a SIGKILL.
+# What srun --kill-on-bad-exit=1 wrote of a job of 2 x 2 tasks whose rank 3 raised, and of one whose
+# rank 1 got a SIGKILL.
 RAISED = """\
 srun: error: n4: task 3: Exited with exit code 1
 srun: Terminating StepId=7.0
@@ -28,7 +31,9 @@ slurmstepd: error: *** STEP 9.0 ON n1 CANCELLED AT 2026-11-20T09:23:44 ***
 srun: error: n1: task 0: Terminated
 srun: Force Terminated StepId=9.0
 """
-PEER_LOSS = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:1234"
+PEER_LOSS = (
+    "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:1234"
+)
 
 
 @pytest.fixture
@@ -40,17 +45,31 @@ def job_dir(tmp_path: Path) -> Path:
 
 def verdict(state: JobState = JobState.FAILED, signal: str | None = None) -> Verdict:
     code = 143 if signal else 1
-    return Verdict(state, code, "said by the agents", Failure(3, 1, 1, "n2", code, signal, "killed" if signal else "boom"))
+    return Verdict(
+        state,
+        code,
+        "said by the agents",
+        Failure(3, 1, 1, "n2", code, signal, "killed" if signal else "boom"),
+    )
 
 
 # A node whose shell Slurm ended in its setup lines, as another node's agent was told.
-NODE_FAILED = Verdict(JobState.FAILED, 143, "a setup line failed", Failure(None, None, 1, "n2", 143, None, "a setup line failed"))
+NODE_FAILED = Verdict(
+    JobState.FAILED,
+    143,
+    "a setup line failed",
+    Failure(None, None, 1, "n2", 143, None, "a setup line failed"),
+)
 
 
-def srun_says(job_dir: Path, text: str, code: int, last_words: dict[int, str] | None = None) -> Verdict:
+def srun_says(
+    job_dir: Path, text: str, code: int, last_words: dict[int, str] | None = None
+) -> Verdict:
     (job_dir / "logs" / "slurm.out").write_text(text)
     for rank in range(4):
-        (job_dir / "logs" / f"node{rank // 2}" / f"rank{rank}.err").write_text((last_words or {}).get(rank, ""))
+        (job_dir / "logs" / f"node{rank // 2}" / f"rank{rank}.err").write_text(
+            (last_words or {}).get(rank, "")
+        )
     return slurm_ends.of_step(job_dir, code, "2026-01-01T00:00:00Z")
 
 
@@ -59,9 +78,17 @@ def test_srun_s_success(job_dir: Path) -> None:
 
 
 def test_the_task_that_ended_before_srun_ended_the_others_is_the_guilty_one(job_dir: Path) -> None:
-    ended = srun_says(job_dir, RAISED, 143, {3: "Traceback (most recent call last):\n  File x\nValueError: boom\n"})
+    ended = srun_says(
+        job_dir,
+        RAISED,
+        143,
+        {3: "Traceback (most recent call last):\n  File x\nValueError: boom\n"},
+    )
     assert (ended.state, ended.exit_code) == (JobState.FAILED, 1)
-    assert ended.reason == "rank 3 (node 1, local rank 1, host n4): ValueError: boom (exited with code 1)"
+    assert (
+        ended.reason
+        == "rank 3 (node 1, local rank 1, host n4): ValueError: boom (exited with code 1)"
+    )
     assert ended.failure is not None
     assert ended.failure.last_lines[-1] == "ValueError: boom"
     assert sorted((failure.rank, failure.host, failure.signal) for failure in ended.consequences) == [
@@ -91,20 +118,34 @@ def test_a_task_that_only_lost_its_peer_is_not_to_blame(job_dir: Path) -> None:
         ("srun: error: n2: task 2: Out Of Memory", 2, 9, None),
     ],
 )
-def test_words_of_srun_s(job_dir: Path, text: str, rank: int, code: int, signal: str | None) -> None:
+def test_words_of_srun_s(
+    job_dir: Path, text: str, rank: int, code: int, signal: str | None
+) -> None:
     ended = srun_says(job_dir, text + "\n", 9)
     assert ended.failure is not None
-    assert (ended.failure.rank, ended.failure.exit_code, ended.failure.signal) == (rank, code, signal)
+    assert (ended.failure.rank, ended.failure.exit_code, ended.failure.signal) == (
+        rank,
+        code,
+        signal,
+    )
 
 
 def test_srun_that_names_nobody_leaves_its_code(job_dir: Path) -> None:
-    ended = srun_says(job_dir, "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification\n", 1)
+    ended = srun_says(
+        job_dir,
+        "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification\n",
+        1,
+    )
     assert (ended.state, ended.exit_code, ended.failure) == (JobState.FAILED, 1, None)
 
 
 def test_what_a_worker_prints_is_no_word_of_srun_s(job_dir: Path) -> None:
-    (job_dir / "logs" / "node0" / "rank0.err").write_text("srun: error: n9: task 9: Exited with exit code 99\n")
-    (job_dir / "logs" / "slurm.out").write_text("srun: error: n1: task 0: Exited with exit code 3\n")
+    (job_dir / "logs" / "node0" / "rank0.err").write_text(
+        "srun: error: n9: task 9: Exited with exit code 99\n"
+    )
+    (job_dir / "logs" / "slurm.out").write_text(
+        "srun: error: n1: task 0: Exited with exit code 3\n"
+    )
     assert slurm_ends.of_step(job_dir, 3, None).exit_code == 3
 
 
@@ -121,7 +162,14 @@ def test_the_code_of_the_newest_attempt_counts(job_dir: Path) -> None:
 
 
 def test_a_verdict_that_is_broken_is_none(job_dir: Path) -> None:
-    for text in ("", "{", "[]", "{}", '{"state": "GREAT", "exit_code": 0}', '{"state": "FAILED", "exit_code": "x"}'):
+    for text in (
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"state": "GREAT", "exit_code": 0}',
+        '{"state": "FAILED", "exit_code": "x"}',
+    ):
         (job_dir / "result.json").write_text(text)
         assert slurm_ends.verdict_of(job_dir) is None
     (job_dir / "result.json").write_text(json.dumps(verdict().to_json()))
@@ -129,38 +177,91 @@ def test_a_verdict_that_is_broken_is_none(job_dir: Path) -> None:
 
 
 def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
-    """It goes to every process of the step: a worker may have ended by it before its agent has heard of it."""
+    """It goes to every process of the step: a worker may have ended by it before its agent has
+    heard of it.
+    """
     assert slurm_ends.settled(verdict(JobState.SUCCEEDED), job_dir)
     assert slurm_ends.settled(verdict(JobState.FAILED), job_dir)
     assert slurm_ends.settled(verdict(JobState.FAILED, "SIGKILL"), job_dir)
-    for unsettled in (verdict(JobState.FAILED, "SIGTERM"), NODE_FAILED, verdict(JobState.CANCELLED), verdict(JobState.LOST)):
+    for unsettled in (
+        verdict(JobState.FAILED, "SIGTERM"),
+        NODE_FAILED,
+        verdict(JobState.CANCELLED),
+        verdict(JobState.LOST),
+    ):
         assert not slurm_ends.settled(unsettled, job_dir)
     ends.cancel(job_dir)
     assert slurm_ends.settled(verdict(JobState.CANCELLED), job_dir)
-    assert not slurm_ends.settled(verdict(JobState.FAILED), job_dir)  # the wish, or the failure: which was first?
+    assert not slurm_ends.settled(
+        verdict(JobState.FAILED), job_dir
+    )  # the wish, or the failure: which was first?
 
 
 @pytest.mark.parametrize(
     ("row", "own", "state", "code", "says"),
     [
-        (Row("7", "CANCELLED", "None"), verdict(JobState.FAILED, "SIGTERM"), JobState.CANCELLED, 143, "Slurm says CANCELLED"),
-        (Row("7", "FAILED", "NonZeroExitCode"), verdict(JobState.FAILED, "SIGTERM"), JobState.FAILED, 143, "said by the agents"),
+        (
+            Row("7", "CANCELLED", "None"),
+            verdict(JobState.FAILED, "SIGTERM"),
+            JobState.CANCELLED,
+            143,
+            "Slurm says CANCELLED",
+        ),
+        (
+            Row("7", "FAILED", "NonZeroExitCode"),
+            verdict(JobState.FAILED, "SIGTERM"),
+            JobState.FAILED,
+            143,
+            "said by the agents",
+        ),
         (Row("7", "CANCELLED"), verdict(JobState.FAILED), JobState.FAILED, 1, "said by the agents"),
         (Row("7", "CANCELLED"), NODE_FAILED, JobState.CANCELLED, 143, "Slurm says CANCELLED"),
-        (Row("7", "CANCELLED"), replace(NODE_FAILED, state=JobState.LOST), JobState.CANCELLED, 143, "Slurm says CANCELLED"),
+        (
+            Row("7", "CANCELLED"),
+            replace(NODE_FAILED, state=JobState.LOST),
+            JobState.CANCELLED,
+            143,
+            "Slurm says CANCELLED",
+        ),
         (Row("7", "FAILED"), NODE_FAILED, JobState.FAILED, 143, "a setup line failed"),
-        (Row("7", "TIMEOUT", "TimeLimit"), verdict(JobState.FAILED, "SIGTERM"), JobState.FAILED, 124, "the time limit was reached"),
-        (Row("7", "TIMEOUT", "TimeLimit"), verdict(JobState.CANCELLED), JobState.FAILED, 124, "the time limit was reached"),
+        (
+            Row("7", "TIMEOUT", "TimeLimit"),
+            verdict(JobState.FAILED, "SIGTERM"),
+            JobState.FAILED,
+            124,
+            "the time limit was reached",
+        ),
+        (
+            Row("7", "TIMEOUT", "TimeLimit"),
+            verdict(JobState.CANCELLED),
+            JobState.FAILED,
+            124,
+            "the time limit was reached",
+        ),
         (Row("7", "OUT_OF_MEMORY"), None, JobState.FAILED, 137, "ran out of the memory"),
         (Row("7", "NODE_FAIL"), verdict(JobState.LOST), JobState.LOST, 1, "NODE_FAIL"),
         (Row("7", "PREEMPTED"), verdict(JobState.CANCELLED), JobState.PREEMPTED, 75, "preempted"),
-        (Row("7", "CANCELLED", "DependencyNeverSatisfied"), None, JobState.CANCELLED, 143, "CANCELLED (DependencyNeverSatisfied)"),
+        (
+            Row("7", "CANCELLED", "DependencyNeverSatisfied"),
+            None,
+            JobState.CANCELLED,
+            143,
+            "CANCELLED (DependencyNeverSatisfied)",
+        ),
         (Row("7", "COMPLETED"), None, JobState.LOST, 1, "nothing in the job's directory says so"),
-        (Row("7", "FAILED", "NonZeroExitCode"), None, JobState.FAILED, 1, "Slurm says FAILED (NonZeroExitCode)"),
+        (
+            Row("7", "FAILED", "NonZeroExitCode"),
+            None,
+            JobState.FAILED,
+            1,
+            "Slurm says FAILED (NonZeroExitCode)",
+        ),
         (Row("7", "SOMETHING_NEW"), None, JobState.FAILED, 1, "SOMETHING_NEW"),
     ],
 )
-def test_slurm_s_word_and_the_agents(job_dir: Path, row: Row, own: Verdict | None, state: JobState, code: int, says: str) -> None:
+def test_slurm_s_word_and_the_agents(
+    job_dir: Path, row: Row, own: Verdict | None, state: JobState, code: int, says: str
+) -> None:
     ended = slurm_ends.of_slurm(row, own, job_dir, None)
     assert (ended.state, ended.exit_code) == (state, code)
     assert says in ended.reason
@@ -173,7 +274,9 @@ def test_a_wish_to_cancel_explains_how_a_worker_took_it(job_dir: Path) -> None:
     ends.cancel(job_dir)
     ended = slurm_ends.of_slurm(Row("7", "CANCELLED"), verdict(JobState.FAILED), job_dir, None)
     assert (ended.state, ended.exit_code, ended.reason) == (JobState.CANCELLED, 143, "cancelled")
-    assert slurm_ends.of_slurm(Row("7", "FAILED"), verdict(JobState.FAILED), job_dir, None) == verdict(JobState.FAILED)
+    assert slurm_ends.of_slurm(
+        Row("7", "FAILED"), verdict(JobState.FAILED), job_dir, None
+    ) == verdict(JobState.FAILED)
 
 
 def test_the_last_words_of_the_batch_script_are_shown_where_nothing_else_is(job_dir: Path) -> None:

@@ -1,4 +1,6 @@
-"""What srun's variables make of a task: dumps of Slurm 22.05, and what is wrong with each half of them."""
+"""What srun's variables make of a task: dumps of Slurm 22.05, and what is wrong with each half of
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,42 @@ from clusterjob.node import contract, launch
 from clusterjob.node.environments import detect, slurm_env
 from clusterjob.node.environments.topology import Topology, Worker
 
-# The job has four nodes, the step two of them: the job's lists mislead. SLURM_NTASKS_PER_NODE goes stale.
+# The job has four nodes, the step two of them: the job's lists mislead. SLURM_NTASKS_PER_NODE goes
+# stale.
 JOB = {
-    "SLURM_JOB_ID": "71", "SLURM_JOBID": "71", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NODELIST": "n[1-4]", "SLURM_NNODES": "4",
-    "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "16", "SLURM_NPROCS": "16", "SLURM_TASKS_PER_NODE": "4(x4)",
-    "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_PER_NODE": "a100:4", "SLURM_JOB_NAME": "bash", "SLURM_SUBMIT_HOST": "login1",
+    "SLURM_JOB_ID": "71", "SLURM_JOBID": "71", "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_NODELIST": "n[1-4]", "SLURM_NNODES": "4", "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_NTASKS": "16", "SLURM_NPROCS": "16", "SLURM_TASKS_PER_NODE": "4(x4)",
+    "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_PER_NODE": "a100:4", "SLURM_JOB_NAME": "bash",
+    "SLURM_SUBMIT_HOST": "login1",
 }  # fmt: skip
-BATCH = JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0", "ENVIRONMENT": "BATCH"}
+BATCH = JOB | {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+    "ENVIRONMENT": "BATCH",
+}
 STEP = JOB | {
-    "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NODELIST": "n[3,2]", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+    "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NODELIST": "n[3,2]",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
 }  # fmt: skip
 
 
 def one_per_node(node: int) -> dict[str, str]:
     return STEP | {
-        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node),
-        "SLURM_LOCALID": "0", "SLURM_GTIDS": str(node),
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0",
+        "SLURM_GTIDS": str(node),
     }  # fmt: skip
 
 
-def task(rank: int, local_rank: int, node: int, tasks: str = "3,2", total: int = 5) -> dict[str, str]:
+def task(
+    rank: int, local_rank: int, node: int, tasks: str = "3,2", total: int = 5
+) -> dict[str, str]:
     return STEP | {
-        "SLURM_STEP_NUM_TASKS": str(total), "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node), "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(local_rank),
+        "SLURM_STEP_NUM_TASKS": str(total), "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_NODEID": str(node), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank),
     }  # fmt: skip
 
 
@@ -59,17 +73,28 @@ def test_one_task_a_node_is_a_node_s_place() -> None:
     finding = detect(one_per_node(1))
     assert finding.place == Topology(2, 1, None, "n3", None, "slurm")
     assert finding.evidence == {
-        "nnodes": "SLURM_STEP_NUM_NODES", "node_rank": "SLURM_NODEID", "master_addr": "SLURM_STEP_NODELIST"
-    }  # fmt: skip
+        "nnodes": "SLURM_STEP_NUM_NODES",
+        "node_rank": "SLURM_NODEID",
+        "master_addr": "SLURM_STEP_NODELIST",
+    }
 
 
 def test_it_may_say_how_many_workers_a_node_has_and_where_they_meet() -> None:
-    own = {"CLUSTERJOB_NPROC_PER_NODE": "4", "CLUSTERJOB_MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    own = {
+        "CLUSTERJOB_NPROC_PER_NODE": "4",
+        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     assert detect(one_per_node(0) | own).place == Topology(2, 0, 4, "127.0.0.1", 29500, "slurm")
 
 
 def test_the_variables_of_our_own_script_leave_the_place_to_the_step() -> None:
-    own = {"CLUSTERJOB_JOB_ID": "j", "CLUSTERJOB_JOB_DIR": "/j", "CLUSTERJOB_TOKEN_FILE": "/j/token", "CLUSTERJOB_MASTER_ADDR": "n3-ib"}
+    own = {
+        "CLUSTERJOB_JOB_ID": "j",
+        "CLUSTERJOB_JOB_DIR": "/j",
+        "CLUSTERJOB_TOKEN_FILE": "/j/token",
+        "CLUSTERJOB_MASTER_ADDR": "n3-ib",
+    }
     finding = detect(one_per_node(1) | own)
     assert finding.place == Topology(2, 1, None, "n3-ib", None, "slurm")
     assert finding.evidence["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
@@ -79,9 +104,17 @@ def test_a_process_alone_on_its_node_has_its_node_s_rank() -> None:
     environ = one_per_node(1)
     node: Any = detect(environ).place
     worker = slurm_env.as_worker(node, environ)
-    assert (worker.rank, worker.local_rank, worker.world_size, worker.local_world_size) == (1, 0, 2, 1)
+    assert (worker.rank, worker.local_rank, worker.world_size, worker.local_world_size) == (
+        1,
+        0,
+        2,
+        1,
+    )
     assert worker.topology.nproc_per_node is None
-    assert worker.topology.master_port == slurm_env.as_worker(node, one_per_node(0)).topology.master_port
+    assert (
+        worker.topology.master_port
+        == slurm_env.as_worker(node, one_per_node(0)).topology.master_port
+    )
     with pytest.raises(PlaceError, match="SLURM_JOB_ID is not set"):
         slurm_env.as_worker(node, {})
 
@@ -90,19 +123,30 @@ def test_a_process_alone_on_its_node_has_its_node_s_rank() -> None:
 
 
 def test_uneven_nodes() -> None:
-    places = [detect(task(*each)).place for each in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 0, 1), (4, 1, 1))]
+    places = [
+        detect(task(*each)).place
+        for each in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 0, 1), (4, 1, 1))
+    ]
     assert all(isinstance(place, Worker) for place in places)
-    assert [(p.rank, p.local_rank, p.world_size, p.local_world_size) for p in places if isinstance(p, Worker)] == [
-        (0, 0, 5, 3), (1, 1, 5, 3), (2, 2, 5, 3), (3, 0, 5, 2), (4, 1, 5, 2)
-    ]  # fmt: skip
-    assert {(p.topology.nnodes, p.topology.master_addr) for p in places if isinstance(p, Worker)} == {(2, "n3")}
+    assert [
+        (p.rank, p.local_rank, p.world_size, p.local_world_size)
+        for p in places
+        if isinstance(p, Worker)
+    ] == [(0, 0, 5, 3), (1, 1, 5, 3), (2, 2, 5, 3), (3, 0, 5, 2), (4, 1, 5, 2)]
+    assert {
+        (p.topology.nnodes, p.topology.master_addr) for p in places if isinstance(p, Worker)
+    } == {(2, "n3")}
     assert len({p.topology.master_port for p in places if isinstance(p, Worker)}) == 1
 
 
 def test_under_a_cyclic_distribution_the_rank_is_the_task_s_own() -> None:
     finding = detect(task(3, 1, 1, "2(x2)", 4) | {"SLURM_GTIDS": "1,3"})
     assert isinstance(finding.place, Worker)
-    assert (finding.place.rank, finding.place.local_rank, finding.place.topology.node_rank) == (3, 1, 1)
+    assert (finding.place.rank, finding.place.local_rank, finding.place.topology.node_rank) == (
+        3,
+        1,
+        1,
+    )
     assert finding.evidence["rank"] == "SLURM_PROCID"
 
 
@@ -112,14 +156,22 @@ def test_another_step_or_restart_meets_elsewhere_and_a_named_port_is_taken() -> 
         assert isinstance(place, Worker)
         return place.topology.master_port
 
-    found = [port(), port(SLURM_STEP_ID="1"), port(SLURM_RESTART_COUNT="1"), port(SLURM_JOB_ID="72")]
+    found = [
+        port(),
+        port(SLURM_STEP_ID="1"),
+        port(SLURM_RESTART_COUNT="1"),
+        port(SLURM_JOB_ID="72"),
+    ]
     assert len(set(found)) == 4
     assert all(number is not None and 1024 < number < 32768 for number in found)
     assert port(MASTER_PORT="29500") == 29500
     assert port(MASTER_PORT="29500", CLUSTERJOB_MASTER_PORT="29501") == 29501
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6).filter(lambda sizes: max(sizes) > 1), st.randoms())
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=6).filter(lambda sizes: max(sizes) > 1),
+    st.randoms(),
+)
 def test_every_task_of_every_step_has_a_place_of_its_own(sizes: list[int], random: Any) -> None:
     ranks = list(range(sum(sizes)))
     random.shuffle(ranks)  # whatever the distribution is
@@ -127,9 +179,19 @@ def test_every_task_of_every_step_has_a_place_of_its_own(sizes: list[int], rando
     for node, size in enumerate(sizes):
         for local_rank in range(size):
             environ = task(ranks.pop(), local_rank, node, ",".join(map(str, sizes)), sum(sizes))
-            place = detect(environ | {"SLURM_STEP_NUM_NODES": str(len(sizes)), "SLURM_STEP_NODELIST": f"m[1-{len(sizes)}]"}).place
+            place = detect(
+                environ
+                | {
+                    "SLURM_STEP_NUM_NODES": str(len(sizes)),
+                    "SLURM_STEP_NODELIST": f"m[1-{len(sizes)}]",
+                }
+            ).place
             assert isinstance(place, Worker)
-            assert (place.topology.node_rank, place.local_rank, place.local_world_size) == (node, local_rank, size)
+            assert (place.topology.node_rank, place.local_rank, place.local_world_size) == (
+                node,
+                local_rank,
+                size,
+            )
             seen.add(place.rank)
     assert seen == set(range(sum(sizes)))
 
@@ -137,7 +199,9 @@ def test_every_task_of_every_step_has_a_place_of_its_own(sizes: list[int], rando
 # -- outside of a step ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["", "batch", "4294967291", "interactive", "4294967290", "extern", "4294967292"])
+@pytest.mark.parametrize(
+    "step", ["", "batch", "4294967291", "interactive", "4294967290", "extern", "4294967292"]
+)
 def test_a_batch_script_and_a_shell_in_salloc_are_no_step(step: str) -> None:
     finding = detect(BATCH | ({"SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"} if step else {}))
     assert (finding.source, finding.place, finding.sound) == ("none", None, True)
@@ -150,14 +214,18 @@ def test_launching_on_one_of_several_nodes_outside_of_a_step_is_refused() -> Non
     with pytest.raises(PlaceError, match="outside of srun, in an allocation of 4 nodes"):
         place_of(BATCH)
     assert place_of(BATCH | {"SLURM_JOB_NUM_NODES": "1"}).nnodes == 1
-    assert place_of(BATCH | {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).source == "clusterjob"
+    assert (
+        place_of(BATCH | {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).source
+        == "clusterjob"
+    )
     assert place_of(one_per_node(1)).node_rank == 1
 
 
 def test_torchrun_inside_a_step_is_torchrun() -> None:
     torchrun = {
-        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
-        "MASTER_ADDR": "n3", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n3", "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
     }  # fmt: skip
     finding = detect(one_per_node(1) | torchrun)
     assert isinstance(finding.place, Worker)
@@ -175,7 +243,9 @@ def test_a_master_that_the_user_set_is_taken(address: str) -> None:
     assert finding.evidence["master_addr"] == "MASTER_ADDR"
 
 
-@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "LOCALHOST", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "address", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "LOCALHOST", "0.0.0.0"]
+)
 def test_several_nodes_do_not_meet_at_each_one_s_own_address(address: str) -> None:
     assert f"MASTER_ADDR={address!r}" in conflicts(one_per_node(1) | {"MASTER_ADDR": address})
 
@@ -183,7 +253,9 @@ def test_several_nodes_do_not_meet_at_each_one_s_own_address(address: str) -> No
 @pytest.mark.parametrize("address", ["n2", "n1", "n4.cluster.example"])
 def test_a_master_that_is_another_node_is_refused(address: str) -> None:
     """`export MASTER_ADDR=$(hostname)` in a batch script names a node that the step may not have."""
-    assert "not the first of SLURM_STEP_NODELIST, 'n3'" in conflicts(one_per_node(1) | {"MASTER_ADDR": address})
+    assert "not the first of SLURM_STEP_NODELIST, 'n3'" in conflicts(
+        one_per_node(1) | {"MASTER_ADDR": address}
+    )
 
 
 def test_a_single_node_may_be_called_localhost() -> None:
@@ -195,7 +267,9 @@ def test_a_single_node_may_be_called_localhost() -> None:
 
 
 def test_two_nodes_are_never_called_localhost() -> None:
-    assert "begins with 'localhost'" in conflicts(one_per_node(1) | {"SLURM_STEP_NODELIST": "localhost,n2"})
+    assert "begins with 'localhost'" in conflicts(
+        one_per_node(1) | {"SLURM_STEP_NODELIST": "localhost,n2"}
+    )
 
 
 # -- what is wrong -------------------------------------------------------------------------------------------------------
@@ -203,8 +277,15 @@ def test_two_nodes_are_never_called_localhost() -> None:
 
 @pytest.mark.parametrize(
     "missing",
-    ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"],
-)  # fmt: skip
+    [
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_STEP_NODELIST",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ],
+)
 def test_a_half_set_step_names_what_is_missing(missing: str) -> None:
     environ = task(3, 0, 1)
     del environ[missing]

@@ -1,4 +1,6 @@
-"""From a job to the words of sbatch's command line: what is known, what is ours to say, and what cannot be meant."""
+"""From a job to the words of sbatch's command line: what is known, what is ours to say, and what
+cannot be meant.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,19 @@ def test_every_option_that_this_sbatch_has_is_known(slurm: SlurmCluster) -> None
 
 
 def test_an_option_of_sbatch_s_goes_through() -> None:
-    given_ = {"qos": "high", "--constraint": "a100&ib", "mail_type": "END,FAIL", "exclusive": "true", "hold": "false", "nice": "-5",
-              "oversubscribe": "yes", "no-kill": "off", "exclude": "n[1-2]", "begin": "now+1hour", "exclusive ": "x"}  # fmt: skip
+    given_ = {
+        "qos": "high",
+        "--constraint": "a100&ib",
+        "mail_type": "END,FAIL",
+        "exclusive": "true",
+        "hold": "false",
+        "nice": "-5",
+        "oversubscribe": "yes",
+        "no-kill": "off",
+        "exclude": "n[1-2]",
+        "begin": "now+1hour",
+        "exclusive ": "x",
+    }
     del given_["exclusive "]
     words, unknown = flags.options(given_)
     assert words == ["--qos=high", "--constraint=a100&ib", "--mail-type=END,FAIL", "--exclusive", "--nice=-5", "--oversubscribe",
@@ -48,7 +61,17 @@ def test_an_option_of_sbatch_s_goes_through() -> None:
     assert unknown == []
 
 
-@pytest.mark.parametrize("name", ["container-image", "container-mounts", "container-writable", "container-name", "bb-of-the-site", "x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "container-image",
+        "container-mounts",
+        "container-writable",
+        "container-name",
+        "bb-of-the-site",
+        "x",
+    ],
+)
 def test_an_option_that_no_sbatch_documents_may_be_a_plug_in_s(name: str) -> None:
     assert flags.options({name: "value"}) == ([f"--{name}=value"], [name])
 
@@ -85,30 +108,73 @@ def test_an_option_that_cannot_be_meant(name: str, value: str, says: str, hint: 
     ("fields", "words"),
     [
         ({}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
-        ({"nodes": 3, "nproc_per_node": 4}, "--nodes=3 --ntasks=3 --ntasks-per-node=1 --cpus-per-task=4"),
-        ({"nodes": 2, "nproc_per_node": 8, "cpus_per_task": 3}, "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24"),
-        ({"nodes": 2, "nproc_per_node": 8, "launcher": "srun"}, "--nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=1"),
-        ({"options": {"exclusive": "true"}, "nproc_per_node": 8}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
-        ({"options": {"exclusive": "no"}, "nproc_per_node": 8}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8"),
-        ({"options": {"exclusive": "user"}, "nproc_per_node": 4}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4"),
-        ({"options": {"--exclusive": ""}, "nproc_per_node": 4}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
-        ({"options": {"cpus_per_gpu": "4"}, "gpus_per_node": 2},
-         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --gpus-per-node=2"),
-        ({"options": {"tres-per-task": "cpu=8,gres/gpu=1"}, "nproc_per_node": 4}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
-        ({"options": {"tres_per_task": "cpu:8"}, "launcher": "srun"}, "--nodes=1 --ntasks=1 --ntasks-per-node=1"),
-        ({"options": {"tres-per-task": "gres/gpu:2"}}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
-        ({"gpus_per_node": 2, "gpu_type": "a100", "mem": 0},
-         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=a100:2 --mem=0"),
-        ({"gpus_per_node": 2, "options": {"gres": "gpu:2"}}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
-        ({"gpus_per_node": 3, "options": {"gres": "shard:1,gpu:a100:2(S:0),gpu"}},
-         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
-        ({"gpus_per_node": 2, "options": {"gres": "shard:2"}},
-         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=2"),
+        (
+            {"nodes": 3, "nproc_per_node": 4},
+            "--nodes=3 --ntasks=3 --ntasks-per-node=1 --cpus-per-task=4",
+        ),
+        (
+            {"nodes": 2, "nproc_per_node": 8, "cpus_per_task": 3},
+            "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24",
+        ),
+        (
+            {"nodes": 2, "nproc_per_node": 8, "launcher": "srun"},
+            "--nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=1",
+        ),
+        (
+            {"options": {"exclusive": "true"}, "nproc_per_node": 8},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1",
+        ),
+        (
+            {"options": {"exclusive": "no"}, "nproc_per_node": 8},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8",
+        ),
+        (
+            {"options": {"exclusive": "user"}, "nproc_per_node": 4},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4",
+        ),
+        (
+            {"options": {"--exclusive": ""}, "nproc_per_node": 4},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1",
+        ),
+        (
+            {"options": {"cpus_per_gpu": "4"}, "gpus_per_node": 2},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --gpus-per-node=2",
+        ),
+        (
+            {"options": {"tres-per-task": "cpu=8,gres/gpu=1"}, "nproc_per_node": 4},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1",
+        ),
+        (
+            {"options": {"tres_per_task": "cpu:8"}, "launcher": "srun"},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1",
+        ),
+        (
+            {"options": {"tres-per-task": "gres/gpu:2"}},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1",
+        ),
+        (
+            {"gpus_per_node": 2, "gpu_type": "a100", "mem": 0},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=a100:2 --mem=0",
+        ),
+        (
+            {"gpus_per_node": 2, "options": {"gres": "gpu:2"}},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1",
+        ),
+        (
+            {"gpus_per_node": 3, "options": {"gres": "shard:1,gpu:a100:2(S:0),gpu"}},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1",
+        ),
+        (
+            {"gpus_per_node": 2, "options": {"gres": "shard:2"}},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=2",
+        ),
         ({"gpus_per_node": 0}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
-        ({"gpus_per_node": 8, "mem": 1024**3 + 1, "time_limit": 90061},
-         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=8 --mem=1025M --time=1-01:01:01"),
+        (
+            {"gpus_per_node": 8, "mem": 1024**3 + 1, "time_limit": 90061},
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=8 --mem=1025M --time=1-01:01:01",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_shape_of_a_job(spec: Any, fields: dict[str, Any], words: str) -> None:
     assert flags.shape(spec(**fields)) == words.split()
 
@@ -116,12 +182,23 @@ def test_the_shape_of_a_job(spec: Any, fields: dict[str, Any], words: str) -> No
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"gpus_per_node": 2, "options": {"gres": "gpu:4"}}, "--gpus-per-node 2 and --set gres=gpu:4 ask for different GPUs"),
-        ({"gpus_per_node": 2, "gpu_type": "a100", "options": {"gres": "gpu:h100:2"}}, "--gpus-per-node a100:2 and --set gres=gpu:h100:2"),
-        ({"cpus_per_task": 2, "options": {"tres-per-task": "cpu=4"}}, "--cpus-per-task 2 and --set tres-per-task=cpu=4 both give cores"),
+        (
+            {"gpus_per_node": 2, "options": {"gres": "gpu:4"}},
+            "--gpus-per-node 2 and --set gres=gpu:4 ask for different GPUs",
+        ),
+        (
+            {"gpus_per_node": 2, "gpu_type": "a100", "options": {"gres": "gpu:h100:2"}},
+            "--gpus-per-node a100:2 and --set gres=gpu:h100:2",
+        ),
+        (
+            {"cpus_per_task": 2, "options": {"tres-per-task": "cpu=4"}},
+            "--cpus-per-task 2 and --set tres-per-task=cpu=4 both give cores",
+        ),
     ],
 )
-def test_two_options_for_the_same_thing_are_refused(spec: Any, fields: dict[str, Any], says: str) -> None:
+def test_two_options_for_the_same_thing_are_refused(
+    spec: Any, fields: dict[str, Any], says: str
+) -> None:
     with pytest.raises(SpecError) as caught:
         flags.shape(spec(**fields))
     assert says in caught.value.message
@@ -138,16 +215,24 @@ def test_two_options_for_the_same_thing_are_refused(spec: Any, fields: dict[str,
     ],
 )
 def test_requeue_is_said_once(spec: Any, fields: dict[str, Any], words: list[str]) -> None:
-    """26.05 has a value for it, which only --set can give; this Slurm has none, so nothing is submitted."""
+    """26.05 has a value for it, which only --set can give; this Slurm has none, so nothing is
+    submitted.
+    """
     job = spec(**fields)
     assert [*flags.requeue(job), *flags.options(job.options)[0]] == words
 
 
 def test_uneven_gpus_are_said(spec: Any) -> None:
     [note] = flags.notes(spec(nodes=2, options={"gpus": "a100:4"}))
-    assert "--set gpus=a100:4: Slurm may divide them unevenly among 2 nodes; --gpus-per-node 2" in note
+    assert (
+        "--set gpus=a100:4: Slurm may divide them unevenly among 2 nodes; --gpus-per-node 2" in note
+    )
     assert "--gpus-per-node N" in flags.notes(spec(nodes=2, options={"gpus": "3"}))[0]
-    assert flags.notes(spec(options={"gpus": "4"})) == flags.notes(spec(nodes=2, gpus_per_node=2, options={"gpus": "4"})) == []
+    assert (
+        flags.notes(spec(options={"gpus": "4"}))
+        == flags.notes(spec(nodes=2, gpus_per_node=2, options={"gpus": "4"}))
+        == []
+    )
 
 
 @given(st.integers(1, 10**8))
@@ -161,8 +246,15 @@ def test_a_time_limit_is_what_slurm_reads(seconds: int) -> None:
 def test_dependencies() -> None:
     assert flags.split_after("abc-222222") == ("afterok", "abc-222222")
     assert flags.split_after("afterany: abc ") == ("afterany", "abc")
-    assert flags.dependency([("afterok", ["1", "2"]), ("afterany", ["3_4"])]) == "afterok:1:2,afterany:3_4"
-    for text, says in (("afterwards:1", "no kind of dependency"), ("afterok:", "names no job"), ("", "names no job")):
+    assert (
+        flags.dependency([("afterok", ["1", "2"]), ("afterany", ["3_4"])])
+        == "afterok:1:2,afterany:3_4"
+    )
+    for text, says in (
+        ("afterwards:1", "no kind of dependency"),
+        ("afterok:", "names no job"),
+        ("", "names no job"),
+    ):
         with pytest.raises(SpecError, match=says):
             flags.split_after(text)
 
@@ -174,7 +266,10 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
             flags.file_name(bad, "x")
 
 
-@pytest.mark.parametrize(("limit", "warning", "fits"), [(None, 90, True), (151, 90, True), (150, 90, False), (60, 30, False)])
+@pytest.mark.parametrize(
+    ("limit", "warning", "fits"),
+    [(None, 90, True), (151, 90, True), (150, 90, False), (60, 30, False)],
+)
 def test_a_warning_needs_room(limit: int | None, warning: int, *, fits: bool) -> None:
     resources = Resources(time_limit=limit)
     if fits:
@@ -187,12 +282,15 @@ def test_a_warning_needs_room(limit: int | None, warning: int, *, fits: bool) ->
 @pytest.mark.parametrize(
     ("image", "engine", "found"),
     [
-        ("pyxis:a/b:c", "pyxis", "--container-image=a/b:c"), ("nvcr.io#n/t:1", "pyxis", "--container-image=nvcr.io#n/t:1"),
-        ("/images/x.sqsh", "pyxis", "--container-image=/images/x.sqsh"), ("apptainer:/x.sqsh", "apptainer", "/x.sqsh"),
-        ("x.sif", "apptainer", "x.sif"), ("docker://ubuntu", "apptainer", "docker://ubuntu"),
+        ("pyxis:a/b:c", "pyxis", "--container-image=a/b:c"),
+        ("nvcr.io#n/t:1", "pyxis", "--container-image=nvcr.io#n/t:1"),
+        ("/images/x.sqsh", "pyxis", "--container-image=/images/x.sqsh"),
+        ("apptainer:/x.sqsh", "apptainer", "/x.sqsh"),
+        ("x.sif", "apptainer", "x.sif"),
+        ("docker://ubuntu", "apptainer", "docker://ubuntu"),
         ("pyxis:x.sif", "pyxis", "--container-image=x.sif"),
     ],
-)  # fmt: skip
+)
 def test_which_engine_runs_an_image(spec: Any, image: str, engine: str, found: str) -> None:
     container = containers.choose(spec(container=image), Path("/jobs/x"))
     assert found in (container.prefix if engine == "apptainer" else container.srun_options)
@@ -208,7 +306,11 @@ def test_what_cannot_be_mounted(spec: Any) -> None:
         containers.choose(spec(container="pyxis:x"), Path("/jobs/a,b"))
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12), max_size=4))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12), max_size=4
+    )
+)
 def test_a_line_of_a_sweep_is_read_by_bash_as_it_was_meant(words: list[str]) -> None:
     """One line each, whatever a word holds: a line break would make it another element's."""
     from clusterjob.core.render import sh_line
@@ -217,5 +319,9 @@ def test_a_line_of_a_sweep_is_read_by_bash_as_it_was_meant(words: list[str]) -> 
     assert "\n" not in line
     bash = shutil.which("bash")
     assert bash is not None
-    shown = subprocess.run([bash, "-c", f"set -- {line}\n[ $# = 0 ] || printf '%s\\0' \"$@\""], capture_output=True, check=True).stdout
+    shown = subprocess.run(
+        [bash, "-c", f"set -- {line}\n[ $# = 0 ] || printf '%s\\0' \"$@\""],
+        capture_output=True,
+        check=True,
+    ).stdout
     assert shown.decode().split("\0")[:-1] == words

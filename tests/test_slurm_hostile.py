@@ -1,4 +1,6 @@
-"""What a job is given arrives byte for byte through the real sbatch, and none of it becomes an option, a command or another line."""
+"""What a job is given arrives byte for byte through the real sbatch, and none of it becomes an
+option, a command or another line.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,37 @@ WITNESS = """
     print(json.dumps(told))
 """
 INJECTIONS = (
-    "\n#SBATCH --hold\n", "#SBATCH --partition=nowhere", "'; touch pwned; '", '"; touch pwned; "', "$(touch pwned)", "`touch pwned`",
-    "a,b=c,", "-x", "--", "%j", "\\n\\", "\r\n", "ünï ☃", "{lr}", "~", "*", "${HOME}", "a\tb", " ", "", "!x", "\x01\x7f", "EOF", "{{ 7 }}",
-)  # fmt: skip
-TEXTS = st.sampled_from(INJECTIONS) | st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=15)
-NAMES = TEXTS.map(lambda text: "".join(letter for letter in text if letter.isprintable())).filter(lambda text: text.strip())
+    "\n#SBATCH --hold\n",
+    "#SBATCH --partition=nowhere",
+    "'; touch pwned; '",
+    '"; touch pwned; "',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "a,b=c,",
+    "-x",
+    "--",
+    "%j",
+    "\\n\\",
+    "\r\n",
+    "ünï ☃",
+    "{lr}",
+    "~",
+    "*",
+    "${HOME}",
+    "a\tb",
+    " ",
+    "",
+    "!x",
+    "\x01\x7f",
+    "EOF",
+    "{{ 7 }}",
+)
+TEXTS = st.sampled_from(INJECTIONS) | st.text(
+    st.characters(exclude_characters="\0", codec="utf-8"), max_size=15
+)
+NAMES = TEXTS.map(lambda text: "".join(letter for letter in text if letter.isprintable())).filter(
+    lambda text: text.strip()
+)
 
 
 def shown(text: str) -> str:
@@ -43,23 +71,42 @@ def shown(text: str) -> str:
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@example(name=INJECTIONS[3] + "☃", args=list(INJECTIONS), values=list(INJECTIONS), sweep=list(INJECTIONS[:6]))
+@example(
+    name=INJECTIONS[3] + "☃",
+    args=list(INJECTIONS),
+    values=list(INJECTIONS),
+    sweep=list(INJECTIONS[:6]),
+)
 @given(
     name=NAMES,
     args=st.lists(TEXTS, max_size=8),
     values=st.lists(TEXTS, max_size=4),
     sweep=st.lists(TEXTS, min_size=1, max_size=3, unique=True),
 )
-def test_all_arrives_byte_for_byte(user: User, name: str, args: list[str], values: list[str], sweep: list[str]) -> None:
+def test_all_arrives_byte_for_byte(
+    user: User, name: str, args: list[str], values: list[str], sweep: list[str]
+) -> None:
     """Through one sbatch for each example, which runs all of a sweep's elements."""
-    places = [f"-{index}{''.join(letter for letter in text if letter not in '/:')[:20]}" for index, text in enumerate([name, *values])]
+    places = [
+        f"-{index}{''.join(letter for letter in text if letter not in '/:')[:20]}"
+        for index, text in enumerate([name, *values])
+    ]
     directory = user.path(places[0]) / "w'ö rk\n$(touch pwned)"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{places[-1]}.py").write_text((user.path(user.script(WITNESS))).read_text())
     env = {f"X_{index}": value for index, value in enumerate(values)}
     quoted = ",".join('"{}"'.format(value.replace('"', '""')) for value in sweep)
     words = [word for key, value in env.items() for word in ("--env", f"{key}={value}")]
-    options = ["--cluster", "slurm", "--name", name, f"--workdir={directory}", *words, "--sweep", f"swept={quoted}"]
+    options = [
+        "--cluster",
+        "slurm",
+        "--name",
+        name,
+        f"--workdir={directory}",
+        *words,
+        "--sweep",
+        f"swept={quoted}",
+    ]
     job_id = user("submit", *options, f"./{places[-1]}.py", *args).stdout.strip()
     assert user("wait", job_id).returncode == 0
     for index, value in enumerate(_as_swept(sweep)):
@@ -77,16 +124,31 @@ def _as_swept(values: list[str]) -> list[str]:
     """Return the values of a sweep as its list means them: a range is its numbers."""
     from clusterjob.core import arrays
 
-    array = arrays.parse("", ["swept=" + ",".join('"{}"'.format(value.replace('"', '""')) for value in values)])
+    array = arrays.parse(
+        "", ["swept=" + ",".join('"{}"'.format(value.replace('"', '""')) for value in values)]
+    )
     assert array is not None
     return [value for ((_, value),) in array.values]
 
 
 def test_bytes_that_are_no_text_and_no_line_of_slurm_s(user: User) -> None:
-    """All that stands in the script stands after its first command, where sbatch reads no options any more."""
+    """All that stands in the script stands after its first command, where sbatch reads no options
+    any more.
+    """
     args = (b"\xff\xfe".decode(errors="surrogateescape"), *INJECTIONS)
     env = "\n#SBATCH --nice=55\n\udcff"
-    done = user.run(WITNESS, "--name", "#SBATCH --hold", "--env", f"X_A={env}", "--setup", "#SBATCH --nice=66", "--setup", "\n:", args=args)
+    done = user.run(
+        WITNESS,
+        "--name",
+        "#SBATCH --hold",
+        "--env",
+        f"X_A={env}",
+        "--setup",
+        "#SBATCH --nice=66",
+        "--setup",
+        "\n:",
+        args=args,
+    )
     told = json.loads(done.stdout)
     assert told["args"] == [shown(arg) for arg in args]
     assert told["env"] == {"X_A": shown(env)}
@@ -102,11 +164,17 @@ def test_a_home_of_jobs_with_all_that_slurm_would_expand(user: User, tmp_path: P
     user.home = home
     out = user.run(WITNESS, "--nodes", "2").stdout
     labels = {line.partition("]")[0] for line in out.splitlines()}
-    assert labels in ({"[0-1"}, {"[0", "[1"}), "folded where both lines came within one look, which depends on the machine's load"
+    assert labels in ({"[0-1"}, {"[0", "[1"}), (
+        "folded where both lines came within one look, which depends on the machine's load"
+    )
     job_id = user.submit("print('element')", "--array", "1")
     user("wait", job_id)
     assert user.output(f"{job_id}_1") == "element\n"
-    for bad, said in (("a\\b", "holds a backslash"), ("a:b", "holds a colon"), ("a\nb", "holds a backslash or a line break")):
+    for bad, said in (
+        ("a\\b", "holds a backslash"),
+        ("a:b", "holds a colon"),
+        ("a\nb", "holds a backslash or a line break"),
+    ):
         user.patch.setenv("CLUSTERJOB_HOME", str(tmp_path / bad))
         assert said in user("submit", "--cluster", "slurm", user.script("pass"), code=2).stderr
 
@@ -129,14 +197,22 @@ def test_a_job_that_submits_a_job(user: User) -> None:
             refused = subprocess.run({[*CLUSTERJOB, "submit", "inner.py"]!r}, env=environ, capture_output=True, text=True)
             print("refused", refused.returncode, "this is the inside of a job already" in refused.stderr)
     """
-    out = user.run(outer, "--nodes", "2", "--gpus-per-node", "4", "--nproc-per-node", "2", "--mem", "1G").stdout
+    out = user.run(
+        outer, "--nodes", "2", "--gpus-per-node", "4", "--nproc-per-node", "2", "--mem", "1G"
+    ).stdout
     said = dict(line.partition("] ")[2].split(" ", 1) for line in out.splitlines())
     assert said["refused"] == "2 True"
     user("wait", said["inner"])
-    ranks = [json.loads(line.partition("] ")[2]) for line in user.output(said["inner"]).splitlines()]
+    ranks = [
+        json.loads(line.partition("] ")[2]) for line in user.output(said["inner"]).splitlines()
+    ]
     assert sorted(rank["RANK"] for rank in ranks) == ["0", "1", "2"]
     for rank in ranks:
-        assert (rank["WORLD_SIZE"], rank["SLURM_JOB_NUM_NODES"], rank["SLURM_CONF"]) == ("3", "1", str(user.slurm.conf))
+        assert (rank["WORLD_SIZE"], rank["SLURM_JOB_NUM_NODES"], rank["SLURM_CONF"]) == (
+            "3",
+            "1",
+            str(user.slurm.conf),
+        )
         assert "CUDA_VISIBLE_DEVICES" not in rank or not rank["CUDA_VISIBLE_DEVICES"]
         assert "SLURM_MEM_PER_NODE" not in rank
         assert not [name for name in rank if name.startswith("SBATCH_")]

@@ -1,4 +1,6 @@
-"""Host lists there and back: what Slurm itself makes of a job's node names, expanded again, is those names in that order."""
+"""Host lists there and back: what Slurm itself makes of a job's node names, expanded again, is
+those names in that order.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,32 @@ from clusterjob.node.environments.topology import expand_hostlist
 
 # Sites' names: a stem, a number or two, with and without zeros, and sometimes something behind.
 _stems = st.sampled_from(["n", "gpu", "gpu-", "node-a-", "r1c", "cn0", "dgx-h100-"])
-_numbers = st.tuples(st.integers(0, 130), st.integers(1, 4)).map(lambda pair: f"{pair[0]:0{pair[1]}d}")
+_numbers = st.tuples(st.integers(0, 130), st.integers(1, 4)).map(
+    lambda pair: f"{pair[0]:0{pair[1]}d}"
+)
 _runs = st.tuples(st.integers(0, 130), st.integers(1, 9), st.integers(1, 4)).map(
     lambda run: [f"{number:0{run[2]}d}" for number in range(run[0], run[0] + run[1])]
 )  # as nodes are: many in a row
 _plain = st.tuples(_stems, _runs).map(lambda parts: [parts[0] + number for number in parts[1]])
 _endings = st.sampled_from(["-ib", "x", ".rack"])
-_ended = st.tuples(_stems, _runs, _endings).map(lambda parts: [parts[0] + number + parts[2] for number in parts[1]])
-_twofold = st.tuples(_stems, _numbers, _runs).map(lambda parts: [f"{parts[0]}{parts[1]}-{number}" for number in parts[2]])
+_ended = st.tuples(_stems, _runs, _endings).map(
+    lambda parts: [parts[0] + number + parts[2] for number in parts[1]]
+)
+_twofold = st.tuples(_stems, _numbers, _runs).map(
+    lambda parts: [f"{parts[0]}{parts[1]}-{number}" for number in parts[2]]
+)
 _single = st.sampled_from([["login"], ["a"], ["head-node"]])
-_nodes = st.lists(_plain | _ended | _twofold | _single, min_size=1, max_size=5).map(lambda runs: [name for run in runs for name in run])
+_nodes = st.lists(_plain | _ended | _twofold | _single, min_size=1, max_size=5).map(
+    lambda runs: [name for run in runs for name in run]
+)
 _of_a_function = [HealthCheck.function_scoped_fixture]  # the cluster is the same for all examples
 
 
 @settings(max_examples=150, suppress_health_check=_of_a_function)
 @given(names=_nodes)
-def test_a_list_that_slurm_has_written_gives_the_names_back_in_order(slurm: SlurmCluster, names: list[str]) -> None:
+def test_a_list_that_slurm_has_written_gives_the_names_back_in_order(
+    slurm: SlurmCluster, names: list[str]
+) -> None:
     written = slurm.run("scontrol", "show", "hostlist", ",".join(names)).stdout.strip()
     assert expand_hostlist(written) == names
 
@@ -33,15 +45,27 @@ def test_a_list_that_slurm_has_written_gives_the_names_back_in_order(slurm: Slur
 @settings(max_examples=50, suppress_health_check=_of_a_function)
 @given(names=_nodes)
 def test_a_sorted_list_gives_the_same_nodes(slurm: SlurmCluster, names: list[str]) -> None:
-    """Slurm sorts a job's nodes and leaves out what is there twice; its own expansion is the order to keep."""
+    """Slurm sorts a job's nodes and leaves out what is there twice; its own expansion is the order
+    to keep.
+    """
     written = slurm.run("scontrol", "show", "hostlistsorted", ",".join(names)).stdout.strip()
-    assert expand_hostlist(written) == slurm.run("scontrol", "show", "hostnames", written).stdout.split()
+    assert (
+        expand_hostlist(written)
+        == slurm.run("scontrol", "show", "hostnames", written).stdout.split()
+    )
     assert set(expand_hostlist(written)) == set(names)
 
 
 def test_the_list_of_a_step_is_expanded_as_its_tasks_are_counted(slurm: SlurmCluster) -> None:
-    """Rank 0 is on the first host of SLURM_STEP_NODELIST, also where the step has not all of the job's nodes."""
-    show = ("--ntasks-per-node=1", "sh", "-c", 'echo "$SLURM_PROCID $SLURMD_NODENAME $SLURM_STEP_NODELIST"')
+    """Rank 0 is on the first host of SLURM_STEP_NODELIST, also where the step has not all of the
+    job's nodes.
+    """
+    show = (
+        "--ntasks-per-node=1",
+        "sh",
+        "-c",
+        'echo "$SLURM_PROCID $SLURMD_NODENAME $SLURM_STEP_NODELIST"',
+    )
     part = ("salloc", "--quiet", "--nodes=4", "srun", "--nodes=2", "--nodelist=n2,n4")
     for step in (("srun", "--nodes=4"), ("srun", "--nodes=3", "--exclude=n2"), part):
         tasks = sorted(line.split() for line in slurm.run(*step, *show).stdout.splitlines())

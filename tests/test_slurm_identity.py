@@ -1,4 +1,6 @@
-"""A job is found where a site hides its partition or changes its comment, and where sbatch is a wrapper that says more than the id."""
+"""A job is found where a site hides its partition or changes its comment, and where sbatch is a
+wrapper that says more than the id.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,35 @@ def ask_anew(user: User) -> None:
 
 @pytest.fixture
 def ordinary(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
-    """Return a user who is not root: root sees hidden partitions without asking. The partition ``small`` is hidden."""
+    """Return a user who is not root: root sees hidden partitions without asking. The partition
+    ``small`` is hidden.
+    """
     python = shutil.which("python3", path="/usr/bin:/bin")
     if os.geteuid() or python is None:
         pytest.skip("it takes root, and an interpreter that everybody can read")
     identity = pwd.getpwnam(ACCOUNT)
-    there = Path(tempfile.mkdtemp(prefix="ordinary-", dir="/tmp"))  # pytest's own directories are root's alone
+    there = Path(
+        tempfile.mkdtemp(prefix="ordinary-", dir="/tmp")
+    )  # pytest's own directories are root's alone
     slurm.directory.parent.chmod(0o711)
-    # clusterjob itself may read all files, as where its interpreter lies below /root; Slurm knows its user alone.
+    # clusterjob itself may read all files, as where its interpreter lies below /root; Slurm knows
+    # its user alone.
     caps = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")
-    become = ["setpriv", f"--reuid={identity.pw_uid}", f"--regid={identity.pw_gid}", "--clear-groups", *caps]
+    become = [
+        "setpriv",
+        f"--reuid={identity.pw_uid}",
+        f"--regid={identity.pw_gid}",
+        "--clear-groups",
+        *caps,
+    ]
     monkeypatch.setattr(slurm_user, "CLUSTERJOB", [*become, *slurm_user.CLUSTERJOB])
     try:
-        for name, value in (("CLUSTERJOB_HOME", "home"), ("XDG_CACHE_HOME", "cache"), ("XDG_CONFIG_HOME", "config"), ("HOME", "home")):
+        for name, value in (
+            ("CLUSTERJOB_HOME", "home"),
+            ("XDG_CACHE_HOME", "cache"),
+            ("XDG_CONFIG_HOME", "config"),
+            ("HOME", "home"),
+        ):
             (there / value).mkdir(exist_ok=True)
             monkeypatch.setenv(name, str(there / value))
         with user_of(slurm, there, monkeypatch) as user:
@@ -75,8 +93,20 @@ def test_job_in_hidden_partition_is_followed_and_cancelled(ordinary: User) -> No
 
 
 def test_time_limit_of_hidden_partition_is_known(ordinary: User) -> None:
-    """Its own limit of one hour holds, of which `scontrol show partition` says nothing without --all."""
-    said = ordinary("submit", "--cluster", "slurm", "--partition", "small", "--time", "61m", ordinary.script("pass"), code=1).stderr
+    """Its own limit of one hour holds, of which `scontrol show partition` says nothing without
+    --all.
+    """
+    said = ordinary(
+        "submit",
+        "--cluster",
+        "slurm",
+        "--partition",
+        "small",
+        "--time",
+        "61m",
+        ordinary.script("pass"),
+        code=1,
+    ).stderr
     assert "above that of the partition small" in said
 
 
@@ -95,9 +125,13 @@ def test_job_whose_comment_was_changed_is_followed_and_cancelled(user: User, com
     assert user.slurm.wait_for_job(user.slurm_id(job_id))["JobState"] == "CANCELLED"
 
 
-def test_job_whose_comment_and_directory_were_changed_is_known_by_name_and_submit_time(user: User) -> None:
+def test_job_whose_comment_and_directory_were_changed_is_known_by_name_and_submit_time(
+    user: User,
+) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
-    namesake = user.slurm.submit("--hold", "--output=/dev/null", "--begin=now+1hour", "--job-name=script", script="true")
+    namesake = user.slurm.submit(
+        "--hold", "--output=/dev/null", "--begin=now+1hour", "--job-name=script", script="true"
+    )
     number = user.slurm_id(job_id)
     user.slurm.run("scontrol", "update", f"JobId={number}", "Comment=x", "WorkDir=/tmp")
     ask_anew(user)
@@ -105,7 +139,10 @@ def test_job_whose_comment_and_directory_were_changed_is_known_by_name_and_submi
     rows = Queue(Client(), user.directory).look().rows
     assert (rows[number].directory, rows[number].comment) == ("/tmp", "x")
     user("cancel", job_id)
-    assert (user.slurm.job(number)["JobState"], user.slurm.job(namesake)["JobState"]) == ("CANCELLED", "PENDING")
+    assert (user.slurm.job(number)["JobState"], user.slurm.job(namesake)["JobState"]) == (
+        "CANCELLED",
+        "PENDING",
+    )
 
 
 def change_record(user: User, job_id: str, **changes: Any) -> None:
@@ -125,17 +162,27 @@ def test_job_whose_end_was_guessed_is_cancelled_where_slurm_shows_it(user: User)
 def test_cancel_spares_another_job_that_got_the_id(user: User) -> None:
     """Whether the job's end was guessed, or Slurm could not be told when it was cancelled."""
     job_id = user.submit(SLEEPER, "--set", "hold=true")
-    other = str(user.slurm.submit("--hold", "--output=/dev/null", "--job-name=other", script="true"))
+    other = str(
+        user.slurm.submit("--hold", "--output=/dev/null", "--job-name=other", script="true")
+    )
     own = user.slurm_id(job_id)
     handle = json.loads((user.home / "records" / f"{job_id}.json").read_text())["handle"]
-    handle = {**handle, "id": other, "data": {**handle["data"], "ids": [other], "at": handle["data"]["at"] - 3600}}
+    handle = {
+        **handle,
+        "id": other,
+        "data": {**handle["data"], "ids": [other], "at": handle["data"]["at"] - 3600},
+    }
     lost = Verdict(JobState.LOST, 1, "a guess", ended_at="2020-01-01T00:00:00Z").to_json()
     change_record(user, job_id, handle=handle, end=lost, provisional=True)
     assert "had ended already" in user("cancel", job_id).stderr
     change_record(user, job_id, end=None, provisional=False)
     (user.home / "jobs" / job_id / "scancel.pending").touch()
     user("status", job_id)
-    wait_until(lambda: not (user.home / "jobs" / job_id / "scancel.pending").exists(), PROMPT, "the answer of Slurm")
+    wait_until(
+        lambda: not (user.home / "jobs" / job_id / "scancel.pending").exists(),
+        PROMPT,
+        "the answer of Slurm",
+    )
     assert user.slurm.job(other)["JobState"] == "PENDING"
     user.slurm.run("scancel", other, own)
 
@@ -159,7 +206,10 @@ def test_plug_in_that_writes_comments_hides_no_job(user: User) -> None:
     job_id = user.submit(GUEST)
     user.wait_for("up0")
     assert user.slurm_job(job_id)["Comment"] == "site"
-    user.command_first_on_path("sbatch", 'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n"$REAL" "$@"\nkill -KILL $PPID\n')
+    user.command_first_on_path(
+        "sbatch",
+        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n"$REAL" "$@"\nkill -KILL $PPID\n',
+    )
     user.start("submit", "--cluster", "slurm", user.script(GUEST)).wait(PROMPT)
     [lost] = {path.stem for path in (user.home / "records").glob("*.json")} - {job_id}
     ask_anew(user)
@@ -204,15 +254,23 @@ def test_every_piece_of_an_array_that_a_wrapper_has_submitted_is_known(user: Use
 
 
 def test_wrapper_that_refuses_leaves_nothing(user: User) -> None:
-    user.command_first_on_path("sbatch", 'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho "no more jobs today" >&2; exit 1\n')
+    user.command_first_on_path(
+        "sbatch",
+        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho "no more jobs today" >&2; exit 1\n',
+    )
     assert "Slurm refuses the job: no more jobs today" in user.refused()
 
 
 def test_wrapper_that_neither_submits_nor_fails_leaves_a_record(user: User) -> None:
     """Slurm may have the job: nothing of it is deleted."""
-    user.command_first_on_path("sbatch", 'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho submitted\n')
+    user.command_first_on_path(
+        "sbatch", 'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho submitted\n'
+    )
     said = user("submit", "--cluster", "slurm", user.script("pass"), code=1).stderr
-    assert "nobody knows whether Slurm has taken the job: sbatch printed no job id: 'submitted'" in said
+    assert (
+        "nobody knows whether Slurm has taken the job: sbatch printed no job id: 'submitted'"
+        in said
+    )
     assert "do not submit it again before" in said
     [record] = (user.home / "records").glob("*.json")
     assert user.job(record.stem)["state"] == "UNKNOWN"
@@ -221,7 +279,8 @@ def test_wrapper_that_neither_submits_nor_fails_leaves_a_record(user: User) -> N
 def test_wrapper_that_prints_an_id_and_fails_leaves_a_record(user: User) -> None:
     """Slurm has taken the job, whatever code the wrapper ends with, and squeue may not show it yet."""
     user.command_first_on_path(
-        "sbatch", 'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho Submitted batch job 999999; echo "quota" >&2; exit 1\n'
+        "sbatch",
+        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho Submitted batch job 999999; echo "quota" >&2; exit 1\n',
     )
     said = user("submit", "--cluster", "slurm", user.script("pass"), code=1).stderr
     assert "nobody knows whether Slurm has taken the job: quota" in said
@@ -231,8 +290,14 @@ def test_wrapper_that_prints_an_id_and_fails_leaves_a_record(user: User) -> None
 
 def test_controller_that_goes_after_a_wrapper_failed_leaves_a_record(user: User) -> None:
     """The wrapper fails, and squeue cannot tell whether Slurm has the job."""
-    user.command_first_on_path("sbatch", 'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n"$REAL" "$@" > /dev/null; exit 1\n')
-    user.command_first_on_path("squeue", "echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1\n")
+    user.command_first_on_path(
+        "sbatch",
+        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n"$REAL" "$@" > /dev/null; exit 1\n',
+    )
+    user.command_first_on_path(
+        "squeue",
+        "echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1\n",
+    )
     said = user("submit", "--cluster", "slurm", user.script(GUEST), code=1).stderr
     assert "nobody knows whether Slurm has taken the job" in said
     user.wait_for("up0")

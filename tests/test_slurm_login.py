@@ -1,4 +1,6 @@
-"""A Slurm cluster from a laptop: a real sshd as its login host, a real Slurm behind it, and nothing of either on the laptop."""
+"""A Slurm cluster from a laptop: a real sshd as its login host, a real Slurm behind it, and nothing
+of either on the laptop.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,39 @@ def told(out: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_two_nodes_run_what_lies_on_the_laptop_over_one_connection(laptop: Laptop, launcher: str) -> None:
+def test_two_nodes_run_what_lies_on_the_laptop_over_one_connection(
+    laptop: Laptop, launcher: str
+) -> None:
     laptop.path("data.txt").write_text("sent along")
-    text = TELL if launcher == "agent" else TELL.replace('"RANK"', '"SLURM_PROCID"').replace('"WORLD_SIZE"', '"SLURM_NTASKS"')
-    done = laptop.run(text, "--nodes", "2", "--nproc-per-node", "2", "--launcher", launcher, args=("a b", "$(x)"))
+    text = (
+        TELL
+        if launcher == "agent"
+        else TELL.replace('"RANK"', '"SLURM_PROCID"').replace('"WORLD_SIZE"', '"SLURM_NTASKS"')
+    )
+    done = laptop.run(
+        text, "--nodes", "2", "--nproc-per-node", "2", "--launcher", launcher, args=("a b", "$(x)")
+    )
     assert laptop.login.connections == 1
     [job] = laptop.jobs()
     assert laptop.login.connections == 1, "of a job whose end is known nobody is asked"
     there = laptop.there(job["id"])
     ranks = told(done.stdout)
-    assert [list(rank.values())[:3] for rank in ranks] == [["0", "4", "n1"], ["1", "4", "n1"], ["2", "4", "n2"], ["3", "4", "n2"]]
-    assert {(rank["cwd"], rank["SLURM_SUBMIT_DIR"], *rank["args"]) for rank in ranks} == {(str(there / "code"), str(there), "a b", "$(x)")}
+    assert [list(rank.values())[:3] for rank in ranks] == [
+        ["0", "4", "n1"],
+        ["1", "4", "n1"],
+        ["2", "4", "n2"],
+        ["3", "4", "n2"],
+    ]
+    assert {(rank["cwd"], rank["SLURM_SUBMIT_DIR"], *rank["args"]) for rank in ranks} == {
+        (str(there / "code"), str(there), "a b", "$(x)")
+    }
     assert (there / "code" / "data.txt").read_text() == "sent along"
-    assert (job["state"], job["exit_code"], job["nodes"], job["backend"]) == ("SUCCEEDED", 0, 2, "slurm")
+    assert (job["state"], job["exit_code"], job["nodes"], job["backend"]) == (
+        "SUCCEEDED",
+        0,
+        2,
+        "slurm",
+    )
     assert stat.S_IMODE(there.stat().st_mode) == 0o700
     assert stat.S_IMODE((there / "token").stat().st_mode) == 0o600
     record = json.loads((laptop.home / "records" / f"{job['id']}.json").read_text())
@@ -64,12 +86,18 @@ def test_another_process_asks_follows_and_cancels(laptop: Laptop) -> None:
     assert laptop.login.connections == 1
     laptop.wait_for("up0", "up1")
     assert laptop.wait_for_state(job_id, "RUNNING")["started_at"] is not None
-    wait_until(lambda: sorted(laptop.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"], PROMPT, "both lines")
+    wait_until(
+        lambda: sorted(laptop.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"],
+        PROMPT,
+        "both lines",
+    )
     before = laptop.login.connections
     follower = laptop.start("logs", "-f", job_id)
     waiter = laptop.start("wait", job_id)
     wait_until(lambda: "line of 1" in laptop.said(follower)[0], PROMPT)
-    wait_until(lambda: laptop.login.connections == before + 2, PROMPT, "one connection for each process")
+    wait_until(
+        lambda: laptop.login.connections == before + 2, PROMPT, "one connection for each process"
+    )
     laptop("cancel", job_id)
     assert (follower.wait(PROMPT), waiter.wait(PROMPT)) == (143, 143)
     assert "CANCELLED: cancelled" in laptop.said(waiter)[1]
@@ -122,7 +150,9 @@ def test_a_rank_that_fails_is_named_with_its_last_words(laptop: Laptop, launcher
     """
     job_id = laptop.submit(text, "--nodes", "2", "--nodelist", "n3,n4", "--launcher", launcher)
     said = laptop("wait", job_id, code=1).stderr
-    assert re.search(r"FAILED: rank 1 \(node 1, local rank 0, host n4\): ValueError: boom", said), said
+    assert re.search(r"FAILED: rank 1 \(node 1, local rank 0, host n4\): ValueError: boom", said), (
+        said
+    )
     assert "ValueError: boom" in laptop("logs", job_id, "--rank", "1").stderr
     nothing_left(PROMPT)
 
@@ -130,7 +160,16 @@ def test_a_rank_that_fails_is_named_with_its_last_words(laptop: Laptop, launcher
 def test_names_that_a_shell_would_trip_over(laptop: Laptop) -> None:
     laptop.profile(remote_home=str(laptop.login.home / "-a 'b' \"c\" $(d) 100% ☃"))
     hostile = 'it\'s "a" $(b) `c` \\ ☃ -x'
-    out = laptop.run(TELL, "--name", hostile, "--set", f"comment={hostile}", "--env", f"X={hostile}", args=(hostile, "line\nbreak")).stdout
+    out = laptop.run(
+        TELL,
+        "--name",
+        hostile,
+        "--set",
+        f"comment={hostile}",
+        "--env",
+        f"X={hostile}",
+        args=(hostile, "line\nbreak"),
+    ).stdout
     [rank] = told(out)
     assert rank["args"] == [hostile, "line\nbreak"]
     assert "☃/jobs/" in str(rank["cwd"])
@@ -140,8 +179,16 @@ def test_setup_lines_no_sync_and_the_interpreter(laptop: Laptop) -> None:
     laptop.patch.delenv("CLUSTERJOB_PYTHON")
     elsewhere = laptop.login.home / "project"
     elsewhere.mkdir()
-    (elsewhere / "only_there.py").write_text("import os, sys\nprint(os.getcwd(), os.environ['FROM_SETUP'], sys.executable)\n")
-    options = ("--no-sync", "--workdir", str(elsewhere), "--setup", "export FROM_SETUP=$SLURMD_NODENAME")
+    (elsewhere / "only_there.py").write_text(
+        "import os, sys\nprint(os.getcwd(), os.environ['FROM_SETUP'], sys.executable)\n"
+    )
+    options = (
+        "--no-sync",
+        "--workdir",
+        str(elsewhere),
+        "--setup",
+        "export FROM_SETUP=$SLURMD_NODENAME",
+    )
     out = laptop("run", "--cluster", "hpc", *options, "only_there.py").stdout.split()
     assert out[:2] == [str(elsewhere), "n1"]
     assert os.path.basename(out[2]).startswith("python3")
@@ -172,7 +219,9 @@ def test_what_slurm_has_forgotten_is_told_by_the_directory_there(laptop: Laptop)
     with laptop.slurm.configured(MinJobAge=2):
         job_id = laptop.submit("raise SystemExit(7)")
         laptop.slurm.wait_for_job(laptop.slurm_id(job_id))
-        wait_until(lambda: not laptop.slurm.job(laptop.slurm_id(job_id)), 60, "Slurm to forget the job")
+        wait_until(
+            lambda: not laptop.slurm.job(laptop.slurm_id(job_id)), 60, "Slurm to forget the job"
+        )
         job = laptop.job(job_id)
         assert (job["state"], job["exit_code"]) == ("FAILED", 7)
 
@@ -189,7 +238,9 @@ def test_one_that_was_killed_is_told_by_slurm(laptop_of_either: Laptop) -> None:
 
 
 def test_results_come_back(laptop: Laptop) -> None:
-    job_id = laptop.submit("import pathlib\npathlib.Path('runs').mkdir()\npathlib.Path('runs/model.pt').write_text('weights')")
+    job_id = laptop.submit(
+        "import pathlib\npathlib.Path('runs').mkdir()\npathlib.Path('runs/model.pt').write_text('weights')"
+    )
     assert laptop("wait", job_id).returncode == 0
     before = laptop.login.connections
     laptop("fetch", job_id, "runs/", "--to", "back")
@@ -230,7 +281,11 @@ def test_elements_that_wait_are_cancelled_and_many_jobs_are_one_question(laptop:
     assert laptop.wait_for_state(f"{array}_7", "CANCELLED")["exit_code"] == 143
     laptop("cancel", array, *others)
     assert laptop.slurm.run("squeue", "--noheader").stdout == ""
-    wait_until(lambda: {job["state"] for job in laptop.jobs(array, *others)} == {"CANCELLED"}, PROMPT * 2, "the end of all")
+    wait_until(
+        lambda: {job["state"] for job in laptop.jobs(array, *others)} == {"CANCELLED"},
+        PROMPT * 2,
+        "the end of all",
+    )
 
 
 def test_an_array_is_cut_where_the_profile_says(laptop: Laptop) -> None:
@@ -238,7 +293,10 @@ def test_an_array_is_cut_where_the_profile_says(laptop: Laptop) -> None:
     text = "import os\nprint('element', os.environ['CLUSTERJOB_ARRAY_INDEX'])"
     job_id = laptop.submit(text, "--array", "1,4-7")
     assert laptop("wait", job_id).returncode == 0
-    assert [laptop.output(f"{job_id}_{index}") for index in (1, 7)] == ["element 1\n", "element 7\n"]
+    assert [laptop.output(f"{job_id}_{index}") for index in (1, 7)] == [
+        "element 1\n",
+        "element 7\n",
+    ]
     assert "is no number of elements" in laptop("render", "--cluster", "hpc", "--set", "max_array_size=x", "--array", "1,2",
                                                 laptop.script(text), code=2).stderr  # fmt: skip
 
@@ -247,7 +305,9 @@ def test_a_job_waits_for_another_of_the_same_cluster_alone(laptop: Laptop) -> No
     first = laptop.submit(GUEST)
     second = laptop.submit("print('second')", "--after", first)
     assert "Dependency" in laptop.job(second)["reason"]
-    other = laptop("render", "--cluster", "slurm", "--after", first, laptop.script(GUEST), code=2).stderr
+    other = laptop(
+        "render", "--cluster", "slurm", "--after", first, laptop.script(GUEST), code=2
+    ).stderr
     assert "has to be a job of the same cluster" in other
     laptop.leave()
     assert laptop("wait", second).returncode == 0
@@ -274,9 +334,12 @@ def test_sshd_that_restarts_while_a_job_is_followed_is_waited_for(laptop: Laptop
 def test_a_connection_that_breaks_in_sbatch_leaves_a_job_that_is_found(laptop: Laptop) -> None:
     bin_ = laptop.login.directory / "bin"
     bin_.mkdir()
-    # The first that submits: sbatch is heard, and the connection is gone before it has said so. Looks for the job fail, too.
+    # The first that submits: sbatch is heard, and the connection is gone before it has said so.
+    # Looks for the job fail, too.
     asked_only = 'case "$*" in *--test-only*) exec /usr/bin/sbatch "$@";; esac'
-    (bin_ / "sbatch").write_text(f'#!/bin/sh\n{asked_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n')
+    (bin_ / "sbatch").write_text(
+        f'#!/bin/sh\n{asked_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n'
+    )
     (bin_ / "sbatch").chmod(0o755)
     laptop.login.stop()
     laptop.login.environment["PATH"] = f"{bin_}:/usr/bin:/bin"
@@ -298,7 +361,9 @@ def test_a_connection_that_breaks_in_sbatch_leaves_a_job_that_is_found(laptop: L
 
 def test_each_thing_that_is_wrong_is_one_line_and_leaves_nothing(laptop: Laptop) -> None:
     def refused(*options: str, code: int = 1) -> str:
-        said = laptop("submit", "--cluster", "hpc", *options, laptop.script("pass"), code=code).stderr
+        said = laptop(
+            "submit", "--cluster", "hpc", *options, laptop.script("pass"), code=code
+        ).stderr
         assert said.count("clusterjob: error:") == 1
         assert laptop.left_behind() == []
         assert laptop.left_there() == []
@@ -323,7 +388,10 @@ def test_each_thing_that_is_wrong_is_one_line_and_leaves_nothing(laptop: Laptop)
     laptop.login.stop()
     laptop.login.environment["SLURM_CONF"] = "/nonexistent/there"
     laptop.login.start()
-    assert "login1: sbatch cannot be run: Slurm's configuration /nonexistent/there is not there" in refused()
+    assert (
+        "login1: sbatch cannot be run: Slurm's configuration /nonexistent/there is not there"
+        in refused()
+    )
     laptop.login.stop()
     del laptop.login.environment["SLURM_CONF"]
     bin_ = laptop.login.directory / "bin"
@@ -335,15 +403,22 @@ def test_each_thing_that_is_wrong_is_one_line_and_leaves_nothing(laptop: Laptop)
     (laptop.login.home / ".bash_profile").write_text(f"PATH={bin_}\n")
     assert "login1: sbatch cannot be run: No such file or directory" in refused()
     # Where modules put Slurm's commands on the PATH of a login shell, they are found.
-    (laptop.login.home / ".bash_profile").write_text(f"echo hello\nexport PATH={bin_}:/usr/bin:/bin SLURM_CONF={conf}\n")
+    (laptop.login.home / ".bash_profile").write_text(
+        f"echo hello\nexport PATH={bin_}:/usr/bin:/bin SLURM_CONF={conf}\n"
+    )
     assert laptop.run("print('found')").stdout == "found\n"
-    assert "knows no" not in laptop("render", "--cluster", "hpc", "--no-sync", laptop.script("pass")).stderr
+    assert (
+        "knows no"
+        not in laptop("render", "--cluster", "hpc", "--no-sync", laptop.script("pass")).stderr
+    )
 
 
 def test_other_clusters_have_no_login_host(laptop: Laptop) -> None:
     for cluster in ("local", "ssh"):
         hosts = ("--hosts", "a") if cluster == "ssh" else ()
-        said = laptop("render", "--cluster", cluster, *hosts, "--login", "x", laptop.script("pass"), code=2).stderr
+        said = laptop(
+            "render", "--cluster", cluster, *hosts, "--login", "x", laptop.script("pass"), code=2
+        ).stderr
         assert f"the {cluster} cluster has no --login" in said
     rendered = laptop("render", "--login", "me@login1", laptop.script("pass")).stdout
     assert "ssh me@login1 'cd ~/.clusterjob/jobs/" in rendered
@@ -351,14 +426,28 @@ def test_other_clusters_have_no_login_host(laptop: Laptop) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "/etc/x", "token", "logs/../../x", "ends/.x", "elements/1/result.json", "logs/node0/a/b", "cancelled"]
+    "name",
+    [
+        "../x",
+        "/etc/x",
+        "token",
+        "logs/../../x",
+        "ends/.x",
+        "elements/1/result.json",
+        "logs/node0/a/b",
+        "cancelled",
+    ],
 )
 def test_a_login_host_that_lies_writes_nothing_else(name: str, tmp_path: Path) -> None:
     record = Record("x-1", "x", "hpc", "slurm", tmp_path / "x-1", 1, "2026-01-01T00:00:00Z", {})
     record.job_dir.mkdir()
 
     def lies(op: str, **asked: Any) -> tuple[Any, bytes]:
-        return {"jobs": [{"known": True, "more": False, "files": [{"path": name, "stamp": "1", "size": 3}]}]}, b"lie"
+        return {
+            "jobs": [
+                {"known": True, "more": False, "files": [{"path": name, "stamp": "1", "size": 3}]}
+            ]
+        }, b"lie"
 
     with pytest.raises(HostError, match="not asked for"):
         Mirror("login1").look(lies, [(record, True)])

@@ -1,4 +1,6 @@
-"""The controller is away, or a part of Slurm is killed: what runs goes on, what is cancelled ends, and the end is told as it was."""
+"""The controller is away, or a part of Slurm is killed: what runs goes on, what is cancelled ends,
+and the end is told as it was.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,12 @@ def change(user: User, job_id: str, **fields: Any) -> None:
 
 
 def gate(user: User, command: str) -> Path:
-    """Have the first call of a command wait until the test lets it go; return the file that says so."""
+    """Have the first call of a command wait until the test lets it go; return the file that says
+    so.
+    """
     notes = user.command_first_on_path(
-        command, '[ -s "$NOTES" ] || { echo waits >> "$NOTES"; while [ ! -e "$NOTES.go" ]; do sleep 0.1; done; }\nexec "$REAL" "$@"\n'
+        command,
+        '[ -s "$NOTES" ] || { echo waits >> "$NOTES"; while [ ! -e "$NOTES.go" ]; do sleep 0.1; done; }\nexec "$REAL" "$@"\n',
     )
     return notes.with_name(f"{notes.name}.go")
 
@@ -58,10 +63,14 @@ def test_srun_that_could_not_create_the_step_is_run_again(user: User, launcher: 
     assert user("wait", job_id).returncode == 0
 
 
-@pytest.mark.parametrize("words", ["Requested node configuration is not available", "Job/step already completing or completed"])
+@pytest.mark.parametrize(
+    "words",
+    ["Requested node configuration is not available", "Job/step already completing or completed"],
+)
 def test_srun_that_is_refused_is_not_run_again(user: User, words: str) -> None:
     notes = user.command_first_on_path(
-        "srun", f'echo >> "$NOTES"; echo "srun: error: Unable to create step for job 1: {words}" >&2; exit 1\n'
+        "srun",
+        f'echo >> "$NOTES"; echo "srun: error: Unable to create step for job 1: {words}" >&2; exit 1\n',
     )
     said = user.run("pass", code=1).stderr
     assert words in said
@@ -105,7 +114,10 @@ def test_cancel_stops_the_agents_while_the_controller_is_down(user: User) -> Non
 def test_cancel_of_a_job_without_agents_says_that_slurm_has_to_be_told(user: User) -> None:
     job_id = user.submit(SLEEPER.replace("RANK", "SLURM_PROCID"), "--launcher", "srun")
     user.wait_for("up0")
-    user.command_first_on_path("scancel", "echo 'scancel: error: Unable to contact slurm controller (connect failure)' >&2; exit 1\n")
+    user.command_first_on_path(
+        "scancel",
+        "echo 'scancel: error: Unable to contact slurm controller (connect failure)' >&2; exit 1\n",
+    )
     said = user("cancel", job_id, code=1).stderr
     assert f"job {job_id} has no agents that could stop it" in said
     (user.directory.parent / "bin" / "scancel").unlink()
@@ -122,9 +134,17 @@ def batch_shell_of(user: User, number: str) -> int:
     """Return the shell of a job's batch script."""
     for pid in user.slurm.stepd_pids():
         for child in below(pid):
-            environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0") if Path(f"/proc/{child}").exists() else []
+            environ = (
+                Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                if Path(f"/proc/{child}").exists()
+                else []
+            )
             words = Path(f"/proc/{child}/cmdline").read_bytes() if environ else b""
-            if f"SLURM_JOB_ID={number}".encode() in environ and b"slurm_script" in words and b"SLURM_STEP_ID=0" not in environ:
+            if (
+                f"SLURM_JOB_ID={number}".encode() in environ
+                and b"slurm_script" in words
+                and b"SLURM_STEP_ID=0" not in environ
+            ):
                 return child
     raise AssertionError(f"no batch shell of job {number}")
 
@@ -138,7 +158,10 @@ def test_killed_batch_shell_is_a_failure(user: User) -> None:
     user.slurm.wait_for_job(number)
     ask_anew(user)
     said = user("wait", job_id, code=137).stderr
-    assert re.search(rf"job {job_id} FAILED: the job's batch shell was killed by SIGKILL: Slurm says FAILED", said), said
+    assert re.search(
+        rf"job {job_id} FAILED: the job's batch shell was killed by SIGKILL: Slurm says FAILED",
+        said,
+    ), said
     nothing_left(PROMPT)
 
 
@@ -168,14 +191,21 @@ def test_failed_elements_whose_code_srun_wrote_cost_no_command_each(user: User) 
 
 
 def test_node_fail_of_a_slurm_that_names_no_node(tmp_path: Path) -> None:
-    named = slurm_ends.of_slurm(Row("7", "NODE_FAIL", failed_node="one of n[2-3]"), None, tmp_path, None)
+    named = slurm_ends.of_slurm(
+        Row("7", "NODE_FAIL", failed_node="one of n[2-3]"), None, tmp_path, None
+    )
     assert named.reason == "Slurm says NODE_FAIL: a node of the job failed: one of n[2-3]"
     ended = slurm_ends.of_slurm(Row("7", "NODE_FAIL"), None, tmp_path, None)
-    assert (ended.state, ended.reason) == (JobState.LOST, "Slurm says NODE_FAIL: a node of the job failed")
+    assert (ended.state, ended.reason) == (
+        JobState.LOST,
+        "Slurm says NODE_FAIL: a node of the job failed",
+    )
 
 
 def test_accounting_tells_the_signal_and_the_nodes_of_forgotten_jobs(user_accounted: User) -> None:
-    """As test_killed_batch_shell_is_a_failure and test_node_of_a_node_fail_is_named, after squeue has forgotten the jobs."""
+    """As test_killed_batch_shell_is_a_failure and test_node_of_a_node_fail_is_named, after squeue
+    has forgotten the jobs.
+    """
     user = user_accounted
     killed = user.submit(SLEEPER, "--nodelist", "n1")
     user.wait_for("up0")
@@ -190,7 +220,9 @@ def test_accounting_tells_the_signal_and_the_nodes_of_forgotten_jobs(user_accoun
     user.slurm.wait_for_job(user.slurm_id(lost), "NODE_FAIL")
     ids = {user.slurm_id(killed): "FAILED", user.slurm_id(lost): "NODE_FAIL"}
     # with their directories: the first rows of a job have neither these nor all of its nodes
-    wanted = {user.slurm_id(job_id): (time.time() - 600, f"/jobs/{job_id}") for job_id in (killed, lost)}
+    wanted = {
+        user.slurm_id(job_id): (time.time() - 600, f"/jobs/{job_id}") for job_id in (killed, lost)
+    }
 
     def accounted() -> dict[str, Row]:
         rows = Accounting(Client()).ended(wanted) or {}
@@ -206,14 +238,21 @@ def test_sigterm_without_a_killed_shell_is_what_the_agents_say(tmp_path: Path) -
     own = Verdict(JobState.CANCELLED, 143, "cancelled")
     (tmp_path / "ends").mkdir()
     (tmp_path / "ends" / "srun.0").write_text("143\n")
-    assert slurm_ends.of_slurm(Row("7", "FAILED", "RaisedSignal:15(Terminated)", signal=15), own, tmp_path, None) == own
+    assert (
+        slurm_ends.of_slurm(
+            Row("7", "FAILED", "RaisedSignal:15(Terminated)", signal=15), own, tmp_path, None
+        )
+        == own
+    )
 
 
 # -- the lease ------------------------------------------------------------------------------------------------------------
 
 
 def test_job_that_slurm_does_not_show_is_unknown_until_its_lease_ends(user: User) -> None:
-    """Whatever hides it: it gives signs of life. One that gave its last a minute ago is LOST, until a verdict is there."""
+    """Whatever hides it: it gives signs of life. One that gave its last a minute ago is LOST, until
+    a verdict is there.
+    """
     job_id = user.submit(GUEST, "--nodes", "2")
     user.wait_for("up0", "up1")
     user.command_first_on_path("squeue", "exit 0\n")  # which shows nothing
@@ -228,10 +267,18 @@ def test_job_that_slurm_does_not_show_is_unknown_until_its_lease_ends(user: User
 
     os.utime(alive, (begin - 100, begin - 100))
     ask_anew(user)
-    lost = wait_until(lambda: user.job(job_id)["state"] == "LOST" or (ask_anew(user), os.utime(alive, (1, 1)))[0], PROMPT)
+    lost = wait_until(
+        lambda: user.job(job_id)["state"] == "LOST" or (ask_anew(user), os.utime(alive, (1, 1)))[0],
+        PROMPT,
+    )
     assert lost
-    assert json.loads((user.home / "records" / f"{job_id}.json").read_text())["end"]["state"] == "LOST"
+    assert (
+        json.loads((user.home / "records" / f"{job_id}.json").read_text())["end"]["state"] == "LOST"
+    )
     user.path("leave").touch()
     assert user.wait_for_state(job_id, "SUCCEEDED", timeout=PROMPT)["exit_code"] == 0
-    assert json.loads((user.home / "records" / f"{job_id}.json").read_text())["end"]["state"] == "SUCCEEDED"
+    assert (
+        json.loads((user.home / "records" / f"{job_id}.json").read_text())["end"]["state"]
+        == "SUCCEEDED"
+    )
     assert user("wait", job_id).returncode == 0

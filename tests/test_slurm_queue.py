@@ -1,4 +1,6 @@
-"""Slurm's queue as clusterjob asks for it: one squeue for all jobs, at most one in 5 s, whoever asks, and nobody waits for a dead asker."""
+"""Slurm's queue as clusterjob asks for it: one squeue for all jobs, at most one in 5 s, whoever
+asks, and nobody waits for a dead asker.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,56 @@ def times_of(notes: Path) -> list[float]:
 
 
 def test_rows() -> None:
-    """As squeue prints them: a mark after each field, a line break after each row, and anything within a name or a comment."""
+    """As squeue prints them: a mark after each field, a line break after each row, and anything
+    within a name or a comment.
+    """
     printed = [
-        ("7", "N/A", "7", "RUNNING", "None", "0", "1795325346", "a", "/h/jobs/a-222222", "clusterjob:a-222222"),
-        ("8", "3", "11", "PENDING", "JobHeldUser", "N/A", "1795325346", "b|\n9", "/h/jobs/b-222222", "clusterjob:b-222222 my own | words|"),
+        (
+            "7",
+            "N/A",
+            "7",
+            "RUNNING",
+            "None",
+            "0",
+            "1795325346",
+            "a",
+            "/h/jobs/a-222222",
+            "clusterjob:a-222222",
+        ),
+        (
+            "8",
+            "3",
+            "11",
+            "PENDING",
+            "JobHeldUser",
+            "N/A",
+            "1795325346",
+            "b|\n9",
+            "/h/jobs/b-222222",
+            "clusterjob:b-222222 my own | words|",
+        ),
         ("8", "N/A", "8", "PENDING", "Resources", "N/A", "?", "", "/h/jobs/c-222222", "(null)"),
     ]
-    text = "".join("".join(f"{field}<mark>" for field in row) + "\n" for row in printed) + "9<mark>N/A<mark>cut"
+    text = (
+        "".join("".join(f"{field}<mark>" for field in row) + "\n" for row in printed)
+        + "9<mark>N/A<mark>cut"
+    )
     snapshot = queue._snapshot({"rows": split(text, "<mark>")})
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(0))
     assert snapshot.rows == {
-        "7": Row("7", "RUNNING", "", start, "clusterjob:a-222222", "a", "/h/jobs/a-222222", 1795325346.0),
-        "8_3": Row("8_3", "PENDING", "JobHeldUser", "", "clusterjob:b-222222 my own | words|", "b|\n9", "/h/jobs/b-222222", 1795325346.0),
+        "7": Row(
+            "7", "RUNNING", "", start, "clusterjob:a-222222", "a", "/h/jobs/a-222222", 1795325346.0
+        ),
+        "8_3": Row(
+            "8_3",
+            "PENDING",
+            "JobHeldUser",
+            "",
+            "clusterjob:b-222222 my own | words|",
+            "b|\n9",
+            "/h/jobs/b-222222",
+            1795325346.0,
+        ),
         "8": Row("8", "PENDING", "Resources", "", "(null)", "", "/h/jobs/c-222222", 0.0),
     }
     assert [row.key for row in rows_of(snapshot, "b-222222")] == ["8_3"]
@@ -53,7 +93,19 @@ def test_rows() -> None:
     assert not snapshot.rows["7"].waiting
 
 
-@pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "CANCELLED", "DEADLINE"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "COMPLETED",
+        "FAILED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "CANCELLED",
+        "DEADLINE",
+    ],
+)
 def test_a_state_that_is_an_end(state: str) -> None:
     assert not Row("1", state).active
 
@@ -83,7 +135,15 @@ class Watched:
     def age(self, seconds: float) -> None:
         [path] = self.directory.glob("queue-*.json")
         stored = self.stored
-        files.write_json(path, stored | {name: stored[name] - seconds for name in ("asked_at", "taken_at", "failed_at") if name in stored})
+        files.write_json(
+            path,
+            stored
+            | {
+                name: stored[name] - seconds
+                for name in ("asked_at", "taken_at", "failed_at")
+                if name in stored
+            },
+        )
 
     def asks(self) -> bool:
         """Look once more, and return whether Slurm was asked."""
@@ -96,7 +156,9 @@ class Watched:
 
 
 @pytest.mark.usefixtures("clock")
-def test_calls_become_rare_where_nothing_changes_and_quick_again_where_something_does(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_calls_become_rare_where_nothing_changes_and_quick_again_where_something_does(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
     watched = Watched(tmp_path)
     assert watched.queue.look().taken_at > 0
     assert not watched.asks()
@@ -165,14 +227,40 @@ def test_a_broken_snapshot_is_made_anew(slurm: SlurmCluster, tmp_path: Path) -> 
     job = slurm.submit("--hold", "--output=/dev/null", script="true")
     Queue(Client(), tmp_path).look()
     [path] = tmp_path.glob("queue-*.json")
-    for text in ("", "[]", '{"rows": 3}', '{"rows": [["1"]], "asked_at": 0}', '{"asked_at": 99999999999, "taken_at": 99999999999}'):
+    for text in (
+        "",
+        "[]",
+        '{"rows": 3}',
+        '{"rows": [["1"]], "asked_at": 0}',
+        '{"asked_at": 99999999999, "taken_at": 99999999999}',
+    ):
         path.write_text(text)
         assert str(job) in Queue(Client(), tmp_path).look().rows, text
 
 
 def test_another_job_s_name_and_comment_forge_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
-    forged = "|".join(["x\n999999", "N/A", "999999", "COMPLETED", "None", "N/A", "0", "x", "/jobs/mine", "clusterjob:mine", "\n"])
-    job = slurm.submit("--hold", "--output=/dev/null", f"--job-name={forged}", "--comment=\udcff | \udcfe", script="true")
+    forged = "|".join(
+        [
+            "x\n999999",
+            "N/A",
+            "999999",
+            "COMPLETED",
+            "None",
+            "N/A",
+            "0",
+            "x",
+            "/jobs/mine",
+            "clusterjob:mine",
+            "\n",
+        ]
+    )
+    job = slurm.submit(
+        "--hold",
+        "--output=/dev/null",
+        f"--job-name={forged}",
+        "--comment=\udcff | \udcfe",
+        script="true",
+    )
     rows = Queue(Client(), tmp_path).look().rows
     assert str(job) in rows
     assert "999999" not in rows
@@ -185,8 +273,15 @@ def test_another_job_s_name_and_comment_forge_nothing(slurm: SlurmCluster, tmp_p
 
 def test_defaults_of_the_user_s_change_no_answer(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
-    defaults = {"SQUEUE_PARTITION": "small", "SQUEUE_STATES": "RUNNING", "SQUEUE_FORMAT2": "jobid", "SQUEUE_USERS": "nobody",
-                "SCANCEL_PARTITION": "small", "SCANCEL_STATE": "RUNNING", "SCANCEL_NAME": "x"}  # fmt: skip
+    defaults = {
+        "SQUEUE_PARTITION": "small",
+        "SQUEUE_STATES": "RUNNING",
+        "SQUEUE_FORMAT2": "jobid",
+        "SQUEUE_USERS": "nobody",
+        "SCANCEL_PARTITION": "small",
+        "SCANCEL_STATE": "RUNNING",
+        "SCANCEL_NAME": "x",
+    }
     for name, value in defaults.items():
         user.patch.setenv(name, value)
     assert "JobHeldUser" in user.job(job_id)["reason"]
@@ -195,12 +290,24 @@ def test_defaults_of_the_user_s_change_no_answer(user: User) -> None:
 
 
 def test_defaults_of_the_user_s_make_no_other_job(user: User) -> None:
-    for name, value in {"ARRAY_INX": "0-1", "WAIT": "1", "ERROR": "/dev/null", "JOB_NAME": "x", "EXPORT": "NONE", "REQUEUE": "1"}.items():
+    for name, value in {
+        "ARRAY_INX": "0-1",
+        "WAIT": "1",
+        "ERROR": "/dev/null",
+        "JOB_NAME": "x",
+        "EXPORT": "NONE",
+        "REQUEUE": "1",
+    }.items():
         user.patch.setenv(f"SBATCH_{name}", value)
     user.patch.setenv("SBATCH_PARTITION", "small")  # which the user may well mean
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     job = user.slurm_job(job_id)
-    assert (job["JobName"], job["Partition"], job["Requeue"], "ArrayJobId" in job) == ("script", "small", "0", False)
+    assert (job["JobName"], job["Partition"], job["Requeue"], "ArrayJobId" in job) == (
+        "script",
+        "small",
+        "0",
+        False,
+    )
 
 
 @pytest.mark.slow
@@ -210,7 +317,12 @@ def test_however_many_watch_slurm_is_asked_once_in_five_seconds(user: User) -> N
     user.wait_for("up0", "up1")
     notes = user.command_first_on_path("squeue", COUNT)
     begin = time.time()
-    watching = [user.start("logs", "-f", job_id), user.start("wait", job_id), user.start("wait", held), user.start("logs", "-f", held)]
+    watching = [
+        user.start("logs", "-f", job_id),
+        user.start("wait", job_id),
+        user.start("wait", held),
+        user.start("logs", "-f", held),
+    ]
     while time.time() - begin < 12:
         assert {job["state"] for job in user.jobs()} == {"RUNNING", "PENDING"}
         time.sleep(0.5)

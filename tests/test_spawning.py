@@ -1,4 +1,6 @@
-"""clusterjob.spawn: functions of this very program in processes of this machine; and processes of multiprocessing that find each other."""
+"""clusterjob.spawn: functions of this very program in processes of this machine; and processes of
+multiprocessing that find each other.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_functions_and_classes_of_main_travel_and_come_back_with_an_exception(tmp_path: Path) -> None:
+def test_functions_and_classes_of_main_travel_and_come_back_with_an_exception(
+    tmp_path: Path,
+) -> None:
     ran = run([sys.executable, script(tmp_path, MAIN), "--epochs", 3], tmp_path)
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
@@ -75,10 +79,15 @@ def test_functions_and_classes_of_main_travel_and_come_back_with_an_exception(tm
 
 
 def place() -> tuple[str, ...]:
-    return tuple(os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"))
+    return tuple(
+        os.environ.get(name, "")
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+    )
 
 
-def test_each_process_has_its_place_and_what_it_prints_is_shown(own_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_process_has_its_place_and_what_it_prints_is_shown(
+    own_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def tell() -> int:
         print("here")
         print("there", file=sys.stderr)
@@ -110,13 +119,21 @@ def test_one_process_where_there_is_no_gpu() -> None:
     assert clusterjob.spawn(place, gpus="") == [("0", "1", "0", "")]
 
 
-def test_what_cannot_be_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch, own_tmp: Path) -> None:
+def test_what_cannot_be_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, own_tmp: Path
+) -> None:
     for nprocs in (0, -1, True, "2"):
         with pytest.raises(UsageError, match="nprocs"):
             clusterjob.spawn(place, nprocs=nprocs)
     with pytest.raises(ClusterJobError, match="cannot be pickled"):
         clusterjob.spawn(threading.Lock().acquire)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(PlaceError, match="one process of a job already"):
         clusterjob.spawn(place)
@@ -156,11 +173,16 @@ def test_several_at_once_on_a_platform_s_one_node(monkeypatch: pytest.MonkeyPatc
         return int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
 
     with ThreadPoolExecutor(2) as pool:
-        found = [job.result() for job in [pool.submit(clusterjob.spawn, meet, nprocs=2) for _ in range(2)]]
+        found = [
+            job.result()
+            for job in [pool.submit(clusterjob.spawn, meet, nprocs=2) for _ in range(2)]
+        ]
     assert found == [[(0, "127.0.0.1"), (1, "127.0.0.1")]] * 2
 
 
-def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, own_tmp: Path, tmp_path: Path) -> None:
+def test_a_start_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, own_tmp: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such machine >&2\nexit 3\n")
     broken.chmod(0o700)
@@ -201,8 +223,12 @@ def test_who_calls_takes_its_processes_along(number: int, tmp_path: Path) -> Non
 # -- one machine by hand -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("visible", "asked", "told"), [("2,3", "3", ["3"]), (None, "0,1", ["0,1", "0,1"])])
-def test_launch_takes_gpus(visible: str | None, asked: str, told: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("visible", "asked", "told"), [("2,3", "3", ["3"]), (None, "0,1", ["0,1", "0,1"])]
+)
+def test_launch_takes_gpus(
+    visible: str | None, asked: str, told: list[str], tmp_path: Path
+) -> None:
     command = [
         sys.executable,
         "-m",
@@ -217,14 +243,23 @@ def test_launch_takes_gpus(visible: str | None, asked: str, told: list[str], tmp
     ]
     ran = run(command, tmp_path, {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})
     assert ran.code == 0, ran.err
-    assert sorted(line.split("] ")[1] for line in ran.out.splitlines()) == [str(rank) for rank in range(len(told))]
+    assert sorted(line.split("] ")[1] for line in ran.out.splitlines()) == [
+        str(rank) for rank in range(len(told))
+    ]
     assert told[0] in ran.err
 
 
 def test_launch_refuses_gpus_that_are_not_its_own(tmp_path: Path) -> None:
-    ran = run([sys.executable, "-m", "clusterjob", "launch", "--gpus", "4,5", "train.py"], tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    ran = run(
+        [sys.executable, "-m", "clusterjob", "launch", "--gpus", "4,5", "train.py"],
+        tmp_path,
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+    )
     assert ran.code == 2
-    assert ran.err.splitlines()[0] == "clusterjob: GPU 4, 5 is not to be had here: CUDA_VISIBLE_DEVICES=0,1"
+    assert (
+        ran.err.splitlines()[0]
+        == "clusterjob: GPU 4, 5 is not to be had here: CUDA_VISIBLE_DEVICES=0,1"
+    )
 
 
 # -- processes of multiprocessing ----------------------------------------------------------------------------------------------
@@ -277,7 +312,10 @@ AS_TORCH_S_TUTORIAL = """
 
 
 def test_a_rank_by_hand_at_localhost_is_a_local_rank(tmp_path: Path) -> None:
-    ran = run([sys.executable, script(tmp_path, AS_TORCH_S_TUTORIAL.replace("{port}", str(free_port())))], tmp_path)
+    ran = run(
+        [sys.executable, script(tmp_path, AS_TORCH_S_TUTORIAL.replace("{port}", str(free_port())))],
+        tmp_path,
+    )
     assert ran.code == 0, ran.err
 
 
@@ -303,7 +341,9 @@ LOST = """
 """
 
 
-def test_rank_0_that_does_not_come_is_an_error_and_so_is_a_place_without_a_parent(tmp_path: Path) -> None:
+def test_rank_0_that_does_not_come_is_an_error_and_so_is_a_place_without_a_parent(
+    tmp_path: Path,
+) -> None:
     ran = run([sys.executable, script(tmp_path, LOST)], tmp_path)
     assert ran.code == 0, ran.err
     late, alone = ran.out.splitlines()

@@ -1,4 +1,6 @@
-"""Of the processes of one machine that wait for the same, one speaks, and another takes over when it ends."""
+"""Of the processes of one machine that wait for the same, one speaks, and another takes over when
+it ends.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ sys.stdin.read()
 
 def holder(subject: str, directory: Path, uid: int) -> subprocess.Popen[str]:
     argv = [sys.executable, "-c", HOLD, subject, str(os.getuid()), str(uid)]
-    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(directory))
+    return subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(directory)
+    )
 
 
 def test_one_speaks_of_a_subject_until_it_ends(tmp_path: Path) -> None:

@@ -37,36 +37,57 @@ def refused(workdir: Path, program: Program = SCRIPT, **fields: Any) -> SpecErro
 @pytest.mark.parametrize(
     ("fields", "label"),
     [
-        ({"nodes": 0}, "nodes is 0"), ({"nodes": -1}, "nodes is -1"), ({"gpus_per_node": -1}, "gpus per node is -1"),
-        ({"cpus_per_task": 0}, "cpus per task is 0"), ({"mem": -1}, "memory is -1"), ({"time_limit": 0}, "time limit is 0"),
+        ({"nodes": 0}, "nodes is 0"),
+        ({"nodes": -1}, "nodes is -1"),
+        ({"gpus_per_node": -1}, "gpus per node is -1"),
+        ({"cpus_per_task": 0}, "cpus per task is 0"),
+        ({"mem": -1}, "memory is -1"),
+        ({"time_limit": 0}, "time limit is 0"),
     ],
-)  # fmt: skip
+)
 def test_resources_below_their_least_are_refused(fields: dict[str, int], label: str) -> None:
     with pytest.raises(SpecError, match=label):
         Resources(**fields)
 
 
 def test_resources_may_be_left_open() -> None:
-    assert Resources() == Resources(nodes=1, gpus_per_node=None, cpus_per_task=None, mem=None, time_limit=None)
+    assert Resources() == Resources(
+        nodes=1, gpus_per_node=None, cpus_per_task=None, mem=None, time_limit=None
+    )
     assert Resources(gpus_per_node=0).gpus_per_node == 0
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"nproc_per_node": 0}, "nproc per node is 0"), ({"max_restarts": -1}, "max restarts is -1"), ({"start": "x"}, "start is 'x'"),
-        ({"launcher": "mpirun"}, "launcher is 'mpirun'"), ({"grace": 0.0}, "grace is 0"), ({"grace": float("nan")}, "grace is nan"),
-        ({"join_timeout": float("inf")}, "join timeout is inf"), ({"heartbeat": -1.0}, "heartbeat is -1"), ({"lease": 0.0}, "lease is 0"),
-        ({"heartbeat": 5.0, "lease": 5.0}, "has to be longer than the heartbeat"), ({"name": "a\nb"}, "cannot be a job's name"),
-        ({"name": "a\x1b[31m"}, "cannot be a job's name"), ({"name": "x" * (MAX_NAME + 1)}, "cannot be a job's name"),
-        ({"env": {"A-B": "1"}}, "'A-B' cannot be a variable's name"), ({"env": {"": "1"}}, "'' cannot be a variable's name"),
-        ({"env": {"1A": "1"}}, "'1A' cannot be a variable's name"), ({"env": {"Ä": "1"}}, "'Ä' cannot be a variable's name"),
-        ({"env": {"A\n": "1"}}, "cannot be a variable's name"), ({"env": {"A": "x\0y"}}, "the value of A holds a NUL byte"),
-        ({"env": {"CLUSTERJOB_JOB_ID": "1"}}, "CLUSTERJOB_JOB_ID is set by the launcher"), ({"setup": ("x\0",)}, "NUL byte"),
-        ({"python": "py\0"}, "NUL byte"), ({"template": Path("/nonexistent.j2")}, "the template '/nonexistent.j2' is not there"),
+        ({"nproc_per_node": 0}, "nproc per node is 0"),
+        ({"max_restarts": -1}, "max restarts is -1"),
+        ({"start": "x"}, "start is 'x'"),
+        ({"launcher": "mpirun"}, "launcher is 'mpirun'"),
+        ({"grace": 0.0}, "grace is 0"),
+        ({"grace": float("nan")}, "grace is nan"),
+        ({"join_timeout": float("inf")}, "join timeout is inf"),
+        ({"heartbeat": -1.0}, "heartbeat is -1"),
+        ({"lease": 0.0}, "lease is 0"),
+        ({"heartbeat": 5.0, "lease": 5.0}, "has to be longer than the heartbeat"),
+        ({"name": "a\nb"}, "cannot be a job's name"),
+        ({"name": "a\x1b[31m"}, "cannot be a job's name"),
+        ({"name": "x" * (MAX_NAME + 1)}, "cannot be a job's name"),
+        ({"env": {"A-B": "1"}}, "'A-B' cannot be a variable's name"),
+        ({"env": {"": "1"}}, "'' cannot be a variable's name"),
+        ({"env": {"1A": "1"}}, "'1A' cannot be a variable's name"),
+        ({"env": {"Ä": "1"}}, "'Ä' cannot be a variable's name"),
+        ({"env": {"A\n": "1"}}, "cannot be a variable's name"),
+        ({"env": {"A": "x\0y"}}, "the value of A holds a NUL byte"),
+        ({"env": {"CLUSTERJOB_JOB_ID": "1"}}, "CLUSTERJOB_JOB_ID is set by the launcher"),
+        ({"setup": ("x\0",)}, "NUL byte"),
+        ({"python": "py\0"}, "NUL byte"),
+        ({"template": Path("/nonexistent.j2")}, "the template '/nonexistent.j2' is not there"),
     ],
-)  # fmt: skip
-def test_fields_that_make_no_sense_are_refused_by_name(workdir: Path, fields: dict[str, Any], message: str) -> None:
+)
+def test_fields_that_make_no_sense_are_refused_by_name(
+    workdir: Path, fields: dict[str, Any], message: str
+) -> None:
     assert message in refused(workdir, **fields).message
 
 
@@ -76,7 +97,10 @@ def test_the_launcher_s_own_variables_cannot_be_given(workdir: Path, name: str) 
 
 
 def test_paths_that_are_not_there_are_refused(workdir: Path) -> None:
-    assert f"the working directory '{workdir / 'nowhere'}' is not there" in refused(workdir / "nowhere").message
+    assert (
+        f"the working directory '{workdir / 'nowhere'}' is not there"
+        in refused(workdir / "nowhere").message
+    )
     assert "is not there" in refused(workdir / "train.py").message
     assert "template" in refused(workdir, template=workdir).message
 
@@ -129,11 +153,15 @@ def test_an_empty_command_and_a_nul_byte_are_refused(workdir: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "name"),
     [
-        (Program("script", "some/train.py"), "train"), (Program("script", "a b'c☃.py"), "a-b-c"), (Program("module", "a.train"), "a.train"),
-        (Program("command", "/bin/bash"), "bash"), (Program("command", "'"), "job"), (Program("script", "größe.py"), "größe"),
+        (Program("script", "some/train.py"), "train"),
+        (Program("script", "a b'c☃.py"), "a-b-c"),
+        (Program("module", "a.train"), "a.train"),
+        (Program("command", "/bin/bash"), "bash"),
+        (Program("command", "'"), "job"),
+        (Program("script", "größe.py"), "größe"),
         (Program("script", "x" * 200 + ".py"), "x" * MAX_NAME),
     ],
-)  # fmt: skip
+)
 def test_default_names(program: Program, name: str) -> None:
     assert default_name(program) == name
 
@@ -146,12 +174,19 @@ def test_a_default_name_is_always_a_name(kind: str, target: str) -> None:
 
 
 def test_a_spec_is_frozen_and_plain_data(workdir: Path) -> None:
-    spec = JobSpec(SCRIPT, workdir, env={"A": "b"}, setup=("x",), resources=Resources(nodes=2, mem=1 << 30))
+    spec = JobSpec(
+        SCRIPT, workdir, env={"A": "b"}, setup=("x",), resources=Resources(nodes=2, mem=1 << 30)
+    )
     with pytest.raises(FrozenInstanceError):
         spec.name = "other"  # type: ignore[misc]
     data = json.loads(json.dumps(spec.to_json()))
     assert data["program"] == {"kind": "script", "target": "train.py", "args": []}
-    assert (data["name"], data["workdir"], data["env"], data["template"]) == ("train", str(workdir), {"A": "b"}, None)
+    assert (data["name"], data["workdir"], data["env"], data["template"]) == (
+        "train",
+        str(workdir),
+        {"A": "b"},
+        None,
+    )
     assert data["resources"] == {
         "nodes": 2,
         "gpus_per_node": None,
@@ -166,21 +201,41 @@ def test_a_spec_is_frozen_and_plain_data(workdir: Path) -> None:
 def test_the_agent_is_told_what_the_spec_says(workdir: Path) -> None:
     resources = Resources(nodes=2, cpus_per_task=3, time_limit=90)
     spec = JobSpec(
-        Program("script", "train.py", ("--lr", "0.1")), workdir, resources=resources, nproc_per_node=4, max_restarts=2, start="exec",
-        launcher="torchrun", join_timeout=9.0, heartbeat=0.5, lease=1.5, grace=0.25,
+        Program("script", "train.py", ("--lr", "0.1")), workdir, resources=resources,
+        nproc_per_node=4, max_restarts=2, start="exec", launcher="torchrun", join_timeout=9.0,
+        heartbeat=0.5, lease=1.5, grace=0.25,
     )  # fmt: skip
     told = parse(spec.launch_options(lifeline=True, echo=False).arguments())
     assert told == spec.launch_options(lifeline=True, echo=False)
-    assert (told.program, told.nproc_per_node, told.cpus_per_task, told.time_limit) == (spec.program, 4, 3, 90.0)
-    assert (told.max_restarts, told.start, told.launcher, told.join_timeout, told.heartbeat) == (2, "exec", "torchrun", 9.0, 0.5)
+    assert (told.program, told.nproc_per_node, told.cpus_per_task, told.time_limit) == (
+        spec.program,
+        4,
+        3,
+        90.0,
+    )
+    assert (told.max_restarts, told.start, told.launcher, told.join_timeout, told.heartbeat) == (
+        2,
+        "exec",
+        "torchrun",
+        9.0,
+        0.5,
+    )
     assert (told.lease, told.grace, told.lifeline, told.echo) == (1.5, 0.25, True, False)
 
 
-@given(time_limit=st.integers(1, 10**9), grace=st.floats(1e-3, 1e8), join_timeout=st.floats(1e-3, 1e8))
+@given(
+    time_limit=st.integers(1, 10**9), grace=st.floats(1e-3, 1e8), join_timeout=st.floats(1e-3, 1e8)
+)
 def test_times_reach_the_agent_as_they_are(
     tmp_path_factory: pytest.TempPathFactory, time_limit: int, grace: float, join_timeout: float
 ) -> None:
     resources = Resources(time_limit=time_limit)
-    spec = JobSpec(Program("command", "true"), tmp_path_factory.getbasetemp(), resources=resources, grace=grace, join_timeout=join_timeout)
+    spec = JobSpec(
+        Program("command", "true"),
+        tmp_path_factory.getbasetemp(),
+        resources=resources,
+        grace=grace,
+        join_timeout=join_timeout,
+    )
     told = parse(spec.launch_options().arguments())
     assert (told.time_limit, told.grace, told.join_timeout) == (time_limit, grace, join_timeout)

@@ -1,4 +1,6 @@
-"""Jobs on real hosts over real sshd servers: started, left alone, watched from elsewhere, cancelled, and what faults make of them."""
+"""Jobs on real hosts over real sshd servers: started, left alone, watched from elsewhere,
+cancelled, and what faults make of them.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_a_job_runs_on_every_host_with_the_code_and_its_output_comes_back(site: 
     )
     lines = sorted(lines_of(record))
     assert lines == sorted(
-        [f"{rank} out {rank} 4 gpu{1 + rank // 2} 10.77.0.1 déjà vu" for rank in range(4)] + [f"{rank} err to stderr" for rank in range(4)]
+        [f"{rank} out {rank} 4 gpu{1 + rank // 2} 10.77.0.1 déjà vu" for rank in range(4)]
+        + [f"{rank} err to stderr" for rank in range(4)]
     )
     assert jobs.status(Records().find(record.job_id)).state is JobState.SUCCEEDED
 
@@ -171,21 +174,38 @@ def test_a_submit_that_is_killed_in_the_middle_can_be_asked_after(site: Site) ->
         for record in Records().all():
             status = jobs.status(record)
             # An agent that was started alone gives up after the 3 s, which may be over by now.
-            assert status.state in (JobState.LOST, JobState.RUNNING, JobState.PENDING, JobState.SUCCEEDED, JobState.FAILED), status
+            assert status.state in (
+                JobState.LOST,
+                JobState.RUNNING,
+                JobState.PENDING,
+                JobState.SUCCEEDED,
+                JobState.FAILED,
+            ), status
             jobs.cancel([record])
             Records().remove(record.job_id)
         wait_until(lambda: not site.running(), 10, "the end of what was started")
 
 
 def test_hosts_behind_a_bastion(site: Site) -> None:
-    record = site.submit('import os; print(os.uname().nodename, os.environ["MASTER_ADDR"])', hosts="inner[1-2]")
+    record = site.submit(
+        'import os; print(os.uname().nodename, os.environ["MASTER_ADDR"])', hosts="inner[1-2]"
+    )
     assert sorted(lines_of(record)) == ["0 out inner1 10.78.0.1", "1 out inner2 10.78.0.1"]
 
 
 def test_slots_of_a_host_file_are_the_workers(site: Site) -> None:
     site.path("hosts").write_text("gpu1 slots=1\ngpu2 slots=3\n")
-    record = site.submit('import os; print(os.uname().nodename, os.environ["WORLD_SIZE"])', hosts=None, hostfile="hosts")
-    assert sorted(lines_of(record)) == ["0 out gpu1 4", "1 out gpu2 4", "2 out gpu2 4", "3 out gpu2 4"]
+    record = site.submit(
+        'import os; print(os.uname().nodename, os.environ["WORLD_SIZE"])',
+        hosts=None,
+        hostfile="hosts",
+    )
+    assert sorted(lines_of(record)) == [
+        "0 out gpu1 4",
+        "1 out gpu2 4",
+        "2 out gpu2 4",
+        "3 out gpu2 4",
+    ]
 
 
 def test_the_hosts_of_an_mpi_task_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +244,9 @@ def logins(host: HostOfWorld) -> int:
 
 
 def test_following_takes_one_connection_a_host(site: Site) -> None:
-    record = site.submit("import time\nfor n in range(30): print('line', n, flush=True); time.sleep(0.1)")
+    record = site.submit(
+        "import time\nfor n in range(30): print('line', n, flush=True); time.sleep(0.1)"
+    )
     hang_up()
     before = {name: logins(site.world.hosts[name]) for name in ("gpu1", "gpu2")}
     follow = site.command("logs", "-f", record.job_id)
@@ -234,9 +256,16 @@ def test_following_takes_one_connection_a_host(site: Site) -> None:
     alone = [line for line in out.splitlines() if not line.startswith("[0-1] ")]
     assert len(shown) * 2 + len(alone) == 60, "every line of both, once"
     for rank in range(2):
-        own = [line.partition("] line ")[2] for line in out.splitlines() if line.startswith(("[0-1]", f"[{rank}]"))]
+        own = [
+            line.partition("] line ")[2]
+            for line in out.splitlines()
+            if line.startswith(("[0-1]", f"[{rank}]"))
+        ]
         assert own == [str(number) for number in range(30)], "each rank's in their order"
-    assert {name: logins(site.world.hosts[name]) - count for name, count in before.items()} == {"gpu1": 1, "gpu2": 1}
+    assert {name: logins(site.world.hosts[name]) - count for name, count in before.items()} == {
+        "gpu1": 1,
+        "gpu2": 1,
+    }
 
 
 def test_a_terminal_sees_how_far_the_code_has_come(site: Site) -> None:
@@ -245,7 +274,13 @@ def test_a_terminal_sees_how_far_the_code_has_come(site: Site) -> None:
             stream.write(os.urandom(1 << 20))
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "clusterjob", "submit", *site.options(), site.script("")]
-    submitted = subprocess.Popen(words, cwd=site.directory, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    submitted = subprocess.Popen(
+        words,
+        cwd=site.directory,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    )
     os.close(theirs)
     seen = b""
     with contextlib.suppress(OSError):  # EIO: the other end is gone
@@ -261,15 +296,28 @@ def test_a_terminal_sees_how_far_the_code_has_come(site: Site) -> None:
 # -- bad input -------------------------------------------------------------------------------------------------------------
 
 
-def test_every_unfit_host_is_named_at_once_and_nothing_runs_on_the_others(site: Site, tmp_path: Path) -> None:
-    site.world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\nHost strange\n  HostName 10.77.0.3\n  User nobody\n")
+def test_every_unfit_host_is_named_at_once_and_nothing_runs_on_the_others(
+    site: Site, tmp_path: Path
+) -> None:
+    site.world.write_config(
+        "Host closed\n  HostName 10.77.0.1\n  Port 9\nHost strange\n  HostName 10.77.0.3\n  User nobody\n"
+    )
     site.world.known_hosts.write_text(
-        "".join(f"{host.address} {host.public_key}\n" for host in site.world.hosts.values() if host.name != "gpu2")
+        "".join(
+            f"{host.address} {host.public_key}\n"
+            for host in site.world.hosts.values()
+            if host.name != "gpu2"
+        )
     )
     error = site.refused(hosts="gpu1,closed,no-such-host.invalid,gpu2,strange")
     first, *rest = error.message.splitlines()
     assert first == "4 of 5 hosts cannot be used:"
-    assert [line.split(":")[0].strip() for line in rest] == ["closed", "no-such-host.invalid", "gpu2", "strange"]
+    assert [line.split(":")[0].strip() for line in rest] == [
+        "closed",
+        "no-such-host.invalid",
+        "gpu2",
+        "strange",
+    ]
     assert "connection refused" in rest[0]
     assert "unknown host" in rest[1]
     assert "its key is unknown" in rest[2]
@@ -285,7 +333,9 @@ def test_hosts_that_do_not_answer_are_named_beside_those_that_do(site: Site) -> 
             "Host hole gpu3\n  ConnectTimeout 4\n"  # those that answer may take longer
         )
         keys = site.world.known_hosts.read_text().splitlines()
-        keys = [line for line in keys if not line.startswith("10.77.0.2 ")] + [f"10.77.0.2 {gpu3.public_key}"]
+        keys = [line for line in keys if not line.startswith("10.77.0.2 ")] + [
+            f"10.77.0.2 {gpu3.public_key}"
+        ]
         site.world.known_hosts.write_text("\n".join(keys) + "\n")
         begin = time.monotonic()
         try:
@@ -314,7 +364,9 @@ def test_no_python(site: Site) -> None:
 
 def test_python_too_old(site: Site, tmp_path: Path) -> None:
     old = tmp_path / "old-python"
-    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 8, 1); exec(sys.argv[-1])" "$@"\n')
+    old.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 8, 1); exec(sys.argv[-1])" "$@"\n'
+    )
     old.chmod(0o755)
     error = site.refused(python=str(old))
     assert "gpu2: Python too old: " in error.message
@@ -328,7 +380,9 @@ def test_no_torch(site: Site) -> None:
 
 
 def test_a_command_needs_no_torch(site: Site) -> None:
-    record = jobs.submit(site.plan(Program("command", "hostname"), set={"need_torch": "true"}), "ssh", detach=True)
+    record = jobs.submit(
+        site.plan(Program("command", "hostname"), set={"need_torch": "true"}), "ssh", detach=True
+    )
     assert sorted(lines_of(record)) == ["0 out gpu1", "1 out gpu2"]
 
 
@@ -367,11 +421,17 @@ def test_a_login_that_prints_is_listened_past(site: Site) -> None:
 def test_ctrl_c_while_a_job_is_submitted_leaves_nothing(site: Site) -> None:
     submitted = site.command("submit", *site.options(setup=["sleep 60"]), site.script(SLEEPER))
     place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
-    wait_until(lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host")
+    wait_until(
+        lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host"
+    )
     submitted.send_signal(signal.SIGINT)
     _, err = submitted.communicate(timeout=PATIENCE)
     assert submitted.returncode == 130, err
-    wait_until(lambda: not site.running() and not list(place.iterdir()), PATIENCE, "the end of what was put there")
+    wait_until(
+        lambda: not site.running() and not list(place.iterdir()),
+        PATIENCE,
+        "the end of what was put there",
+    )
     for record in Records().all():
         assert jobs.status(record).state in (JobState.CANCELLED, JobState.LOST)
 
@@ -391,10 +451,15 @@ def test_a_script_that_is_not_sent(site: Site, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "why"),
-    [({"nodes": 3}, "3 nodes need as many hosts"), ({"set": {"colour": "red"}}, "knows no option 'colour'"),
-     ({"set": {"remote_home": "relative"}}, "no absolute path"), ({"set": {"connect_timeout": "soon"}}, "not a number"),
-     ({"array": "0-3"}, "has no --array"), ({"hostfile": "x"}, "both --hosts and --hostfile")],
-)  # fmt: skip
+    [
+        ({"nodes": 3}, "3 nodes need as many hosts"),
+        ({"set": {"colour": "red"}}, "knows no option 'colour'"),
+        ({"set": {"remote_home": "relative"}}, "no absolute path"),
+        ({"set": {"connect_timeout": "soon"}}, "not a number"),
+        ({"array": "0-3"}, "has no --array"),
+        ({"hostfile": "x"}, "both --hosts and --hostfile"),
+    ],
+)
 def test_what_makes_no_sense_on_hosts(site: Site, flags: dict[str, Any], why: str) -> None:
     site.script("")
     with pytest.raises(ClusterJobError, match=why):
@@ -413,7 +478,9 @@ def test_a_profile_says_where_and_how(site: Site) -> None:
         """
     )
     settings = jobs.settle({}, "lab", site.directory)
-    plan = jobs.plan(jobs.make_spec(Program("script", "train.py"), settings, site.directory), settings)
+    plan = jobs.plan(
+        jobs.make_spec(Program("script", "train.py"), settings, site.directory), settings
+    )
     assert [str(host) for host in plan.spec.hosts] == ["gpu1", "gpu2", "root@gpu3:22"]
     record = jobs.submit(plan, "lab", detach=True)
     assert end_of(record).state is JobState.SUCCEEDED
@@ -424,9 +491,13 @@ def test_hosts_are_for_hosts_alone(site: Site) -> None:
     site.script("")
     for backend in ("local", "slurm"):
         settings = jobs.settle(site.flags(set={}), backend, site.directory)
-        settings = replace(settings, values={key: value for key, value in settings.values.items() if key != "set"})
+        settings = replace(
+            settings, values={key: value for key, value in settings.values.items() if key != "set"}
+        )
         with pytest.raises(SpecError, match=f"the {backend} cluster takes no hosts"):
-            jobs.plan(jobs.make_spec(Program("script", "script.py"), settings, site.directory), settings)
+            jobs.plan(
+                jobs.make_spec(Program("script", "script.py"), settings, site.directory), settings
+            )
 
 
 def test_the_first_hosts_are_taken(site: Site) -> None:
@@ -482,10 +553,14 @@ def test_a_host_that_is_cut_off_ends_the_job_on_the_others(site: Site, host: str
         assert verdict.state in (JobState.FAILED, JobState.LOST)
         assert verdict.exit_code == 1
         assert host in verdict.reason
-        wait_until(lambda: not workers_on(cut), CUT_OFF, "the end of the job on the host that is cut off")
+        wait_until(
+            lambda: not workers_on(cut), CUT_OFF, "the end of the job on the host that is cut off"
+        )
     finally:
         cut.link("up")
-        kill_one_by_one(cut.pids())  # the visit that was cut off: its sshd learns of that when TCP gives up
+        kill_one_by_one(
+            cut.pids()
+        )  # the visit that was cut off: its sshd learns of that when TCP gives up
 
 
 def test_sshd_restarted_while_training_changes_nothing(site: Site) -> None:
@@ -502,7 +577,9 @@ def test_sshd_restarted_while_training_changes_nothing(site: Site) -> None:
     for name in ("gpu1", "gpu2"):
         host = site.world.hosts[name]
         host.stop()
-        kill_one_by_one([pid for pid in host.pids() if "sshd" in command_line(pid)])  # as where the whole service is restarted
+        kill_one_by_one(
+            [pid for pid in host.pids() if "sshd" in command_line(pid)]
+        )  # as where the whole service is restarted
     status = jobs.status(record)
     assert status.verdict is None
     assert status.state in (JobState.UNKNOWN, JobState.RUNNING)
@@ -554,7 +631,9 @@ def test_a_verdict_that_is_none_is_no_verdict(site: Site, text: str) -> None:
 def test_a_job_that_is_cancelled_while_it_is_submitted_does_not_start(site: Site) -> None:
     submitted = site.command("submit", *site.options(setup=["sleep 60"]), site.script(SLEEPER))
     place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
-    wait_until(lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host")
+    wait_until(
+        lambda: place.is_dir() and list(place.iterdir()), PATIENCE, "the job's directory on a host"
+    )
     (record,) = Records().all()
     jobs.cancel([record])
     _, err = submitted.communicate(timeout=PATIENCE)
@@ -581,7 +660,9 @@ threading.Thread(target=make_noise, daemon=True).start()
     python.chmod(0o755)
     visits = Visits(lambda _: None, node_zip.node_zip)
     try:
-        session = visits.session(Place((Host("gpu1"),), str(python), ssh_config=site.world.config), 0)
+        session = visits.session(
+            Place((Host("gpu1"),), str(python), ssh_config=site.world.config), 0
+        )
         session.ask("check", need=0, torch=False, own=True)
         (noisy / "go").touch()
         wait_until((noisy / "made").exists, PATIENCE, "the noise")
@@ -603,7 +684,9 @@ def test_a_host_writes_nothing_here_that_it_was_not_asked_for(site: Site) -> Non
 
 
 def test_logs_of_megabytes_come_whole(site: Site) -> None:
-    record = site.submit('print("x" * 1023, flush=True)\nfor n in range(9000): print(f"{n:01023d}")', hosts="gpu1")
+    record = site.submit(
+        'print("x" * 1023, flush=True)\nfor n in range(9000): print(f"{n:01023d}")', hosts="gpu1"
+    )
     lines = lines_of(record)
     assert len(lines) == 9001
     assert lines[-1].endswith("8999")

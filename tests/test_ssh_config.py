@@ -1,4 +1,6 @@
-"""Where a host is, as ssh itself finds it; a real `ssh -G` is asked, and where there is none, paramiko's reader."""
+"""Where a host is, as ssh itself finds it; a real `ssh -G` is asked, and where there is none,
+paramiko's reader.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ def test_an_alias_with_all_that_can_be_said_of_it(tmp_path: Path) -> None:
         """,
     )
     target = resolve(Host("gpu1"), config)
-    assert (target.label, target.hostname, target.port, target.user) == ("gpu1", "10.0.0.1", 2222, "trainer")
+    assert (target.label, target.hostname, target.port, target.user) == (
+        "gpu1",
+        "10.0.0.1",
+        2222,
+        "trainer",
+    )
     assert target.identities == (HOME / ".ssh" / "lab_trainer",)
     assert target.certificates == (tmp_path / "lab-cert.pub",)
     assert target.identities_only
@@ -57,36 +64,60 @@ def test_an_alias_with_all_that_can_be_said_of_it(tmp_path: Path) -> None:
     assert target.jumps == (Host("bastion", "me", 2200), Host("second"))
     assert target.known_hosts == (tmp_path / "known", tmp_path / "older")
     assert target.system_known_hosts == (Path("/etc/keys"),)
-    assert (target.strict, target.key_alias, target.hash_names, target.connect_timeout) == ("accept-new", "lab", True, 7.0)
+    assert (target.strict, target.key_alias, target.hash_names, target.connect_timeout) == (
+        "accept-new",
+        "lab",
+        True,
+        7.0,
+    )
 
 
 def test_what_is_written_at_the_host_wins(tmp_path: Path) -> None:
-    target = resolve(Host("gpu1", "other", 99), write(tmp_path, "Host gpu1\n User trainer\n Port 2222\n"))
+    target = resolve(
+        Host("gpu1", "other", 99), write(tmp_path, "Host gpu1\n User trainer\n Port 2222\n")
+    )
     assert (str(target.label), target.user, target.port) == ("other@gpu1:99", "other", 99)
 
 
 def test_a_host_of_which_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_AUTH_SOCK", "/nowhere/agent")
     target = resolve(Host("gpu1"), write(tmp_path, ""))
-    assert (target.hostname, target.port, target.user) == ("gpu1", 22, pwd.getpwuid(os.getuid()).pw_name)
-    assert (target.strict, target.jumps, target.proxy_command, target.connect_timeout) == ("ask", (), "", None)
+    assert (target.hostname, target.port, target.user) == (
+        "gpu1",
+        22,
+        pwd.getpwuid(os.getuid()).pw_name,
+    )
+    assert (target.strict, target.jumps, target.proxy_command, target.connect_timeout) == (
+        "ask",
+        (),
+        "",
+        None,
+    )
     assert target.agent == "/nowhere/agent"
     assert HOME / ".ssh" / "id_ed25519" in target.identities
     assert target.known_hosts[0] == HOME / ".ssh" / "known_hosts"
 
 
-@pytest.mark.parametrize(("written", "meant"), [("no", "no"), ("off", "no"), ("yes", "yes"), ("ask", "ask"), ("accept-new", "accept-new")])
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("no", "no"), ("off", "no"), ("yes", "yes"), ("ask", "ask"), ("accept-new", "accept-new")],
+)
 def test_strictness(tmp_path: Path, written: str, meant: str) -> None:
     assert resolve(Host("a"), write(tmp_path, f"StrictHostKeyChecking {written}\n")).strict == meant
 
 
 def test_nothing_is_nothing(tmp_path: Path) -> None:
-    target = resolve(Host("a"), write(tmp_path, "ProxyJump none\nIdentityAgent none\nProxyCommand none\n"))
+    target = resolve(
+        Host("a"), write(tmp_path, "ProxyJump none\nIdentityAgent none\nProxyCommand none\n")
+    )
     assert (target.jumps, target.agent, target.proxy_command) == ((), "", "")
 
 
 def test_a_proxy_command_gets_its_words(tmp_path: Path) -> None:
-    target = resolve(Host("a", "me", 7), write(tmp_path, "Host a\n HostName a.lab\n ProxyCommand nc %h %p %% %r\n"))
+    target = resolve(
+        Host("a", "me", 7),
+        write(tmp_path, "Host a\n HostName a.lab\n ProxyCommand nc %h %p %% %r\n"),
+    )
     assert target.proxy_command == "nc a.lab 7 % me"
 
 
@@ -97,10 +128,20 @@ def test_a_broken_configuration_is_one_line(tmp_path: Path) -> None:
     assert caught.value.hint
 
 
-def test_without_ssh_the_configuration_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ssh_the_configuration_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    config = write(tmp_path, f"Host gpu1\n HostName 10.0.0.1\n Port 2222\n User trainer\n IdentityFile {tmp_path}/key\n")
+    config = write(
+        tmp_path,
+        f"Host gpu1\n HostName 10.0.0.1\n Port 2222\n User trainer\n IdentityFile {tmp_path}/key\n",
+    )
     target = resolve(Host("gpu1"), config)
-    assert (target.hostname, target.port, target.user, target.identities) == ("10.0.0.1", 2222, "trainer", (tmp_path / "key",))
+    assert (target.hostname, target.port, target.user, target.identities) == (
+        "10.0.0.1",
+        2222,
+        "trainer",
+        (tmp_path / "key",),
+    )
     assert target.known_hosts[0] == HOME / ".ssh" / "known_hosts"
     assert resolve(Host("b", None, 7), config).port == 7

@@ -1,4 +1,6 @@
-"""Connections to real sshd servers: who is reached, who is trusted, who is let in, and what is said of those who are not."""
+"""Connections to real sshd servers: who is reached, who is trusted, who is let in, and what is said
+of those who are not.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,20 @@ def attempts(world: World, name: str) -> int:
 # -- those who are reached -------------------------------------------------------------------------------------------------
 
 
-def test_hosts_are_reached_directly_and_through_one_bastion_connection(world: World, pool: Pool) -> None:
+def test_hosts_are_reached_directly_and_through_one_bastion_connection(
+    world: World, pool: Pool
+) -> None:
     before = (world.hosts["bastion"].directory / "sshd.log").read_text().count("Accepted publickey")
     hosts = parse_hosts("gpu[1-3],inner[1-2]")
     outcome = for_each(hosts, lambda host: pool.connection(host).run("hostname"))
     assert not outcome.errors
-    assert [outcome.results[host][1].decode().strip() for host in hosts] == ["gpu1", "gpu2", "gpu3", "inner1", "inner2"]
+    assert [outcome.results[host][1].decode().strip() for host in hosts] == [
+        "gpu1",
+        "gpu2",
+        "gpu3",
+        "inner1",
+        "inner2",
+    ]
     after = (world.hosts["bastion"].directory / "sshd.log").read_text().count("Accepted publickey")
     assert after - before == 1, "one connection to the bastion serves all"
 
@@ -79,7 +89,9 @@ def test_a_chain_of_jumps(world: World, pool: Pool) -> None:
 
 
 def test_a_proxy_command(world: World, pool: Pool) -> None:
-    world.write_config(f"Host piped\n  HostName 10.77.0.1\n  ProxyCommand ssh -F {world.config} -W %h:%p gpu2\n")
+    world.write_config(
+        f"Host piped\n  HostName 10.77.0.1\n  ProxyCommand ssh -F {world.config} -W %h:%p gpu2\n"
+    )
     assert hostname(pool, "piped") == "gpu1"
 
 
@@ -98,7 +110,9 @@ def test_sixteen_at_once_are_let_in_where_the_server_takes_four(world: World, po
     gpu1.start(MaxStartups="4:100:4")
     try:
         world.write_config("".join(f"Host same{n}\n  HostName 10.77.0.1\n" for n in range(16)))
-        outcome: Outcome[Host, str] = for_each([Host(f"same{n}") for n in range(16)], lambda host: hostname(pool, host.name))
+        outcome: Outcome[Host, str] = for_each(
+            [Host(f"same{n}") for n in range(16)], lambda host: hostname(pool, host.name)
+        )
         assert not outcome.errors
         assert set(outcome.results.values()) == {"gpu1"}
     finally:
@@ -158,11 +172,16 @@ def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(b"", "it accepts TCP and says nothing for 3 s"), (b"SSH-2.0-OpenSSH_9.2\r\n", "does not finish the handshake within 6 s"),
-     (b"HTTP/1.1 400 Bad Request\r\n", "")],
+    [
+        (b"", "it accepts TCP and says nothing for 3 s"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not finish the handshake within 6 s"),
+        (b"HTTP/1.1 400 Bad Request\r\n", ""),
+    ],
     ids=["black hole", "a banner and then nothing", "another protocol"],
-)  # fmt: skip
-def test_hosts_that_accept_and_say_nothing_are_given_up(world: World, words: bytes, why: str) -> None:
+)
+def test_hosts_that_accept_and_say_nothing_are_given_up(
+    world: World, words: bytes, why: str
+) -> None:
     pool = Pool(Reach(SHORT, lambda _: None, world.config))
     with listener(words) as port:
         world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
@@ -180,7 +199,9 @@ def test_a_host_that_hangs_up_is_tried_again_and_then_given_up(world: World, poo
 
 
 def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
-    """A server that is stopped between the handshake and the login: its kernel still takes what is sent."""
+    """A server that is stopped between the handshake and the login: its kernel still takes what is
+    sent.
+    """
     pool = Pool(Reach(SHORT, lambda _: None, world.config))
     target = pool.resolve(Host("gpu1"))
     original = connect._verify
@@ -212,9 +233,13 @@ def test_a_command_that_says_nothing_is_given_up(world: World) -> None:
 
 def test_a_bastion_that_cannot_be_used_is_named(world: World, pool: Pool) -> None:
     world.write_config("Host lost\n  HostName 10.78.0.1\n  ProxyJump nobody@bastion\n")
-    with pytest.raises(HostError, match=r"^nobody@bastion: it lets nobody in with none of these keys"):
+    with pytest.raises(
+        HostError, match=r"^nobody@bastion: it lets nobody in with none of these keys"
+    ):
         pool.connection(Host("lost"))
-    world.write_config("Host beyond\n  HostName 10.78.0.9\n  Port 1\n  ProxyJump bastion\n  ConnectTimeout 8\n")
+    world.write_config(
+        "Host beyond\n  HostName 10.78.0.9\n  Port 1\n  ProxyJump bastion\n  ConnectTimeout 8\n"
+    )
     assert "not reached through bastion" in refusal(pool, "beyond").message
 
 
@@ -244,12 +269,17 @@ def test_an_unknown_key_stops_before_anything_is_sent(world: World, pool: Pool) 
 def test_a_changed_key_stops_and_is_shown(world: World, pool: Pool) -> None:
     world.known_hosts.write_text(f"10.77.0.1 {world.hosts['gpu2'].public_key}\n")
     error = refusal(pool, "gpu1")
-    assert f"its key has changed: it shows ssh-ed25519 {world.hosts['gpu1'].fingerprint}" in error.message
+    assert (
+        f"its key has changed: it shows ssh-ed25519 {world.hosts['gpu1'].fingerprint}"
+        in error.message
+    )
     assert f"{world.known_hosts}:1" in error.message
 
 
 @pytest.mark.parametrize("strict", ["ask", "yes", "accept-new", "no"])
-def test_a_revoked_key_stops_whatever_the_configuration_says(world: World, pool: Pool, strict: str) -> None:
+def test_a_revoked_key_stops_whatever_the_configuration_says(
+    world: World, pool: Pool, strict: str
+) -> None:
     key = world.hosts["gpu1"].public_key
     world.known_hosts.write_text(f"10.77.0.1 {key}\n@revoked * {key}\n")
     world.write_config(StrictHostKeyChecking=strict)
@@ -298,10 +328,25 @@ class Authority:
         self.public = " ".join(Path(f"{self.key}.pub").read_text().split()[:2])
         self.world = world
 
-    def vouch(self, name: str, *, principal: str, validity: str = "-1h:+1h", user: bool = False) -> None:
+    def vouch(
+        self, name: str, *, principal: str, validity: str = "-1h:+1h", user: bool = False
+    ) -> None:
         host = self.world.hosts[name]
         role = [] if user else ["-h"]
-        sh("ssh-keygen", "-q", "-s", self.key, "-I", name, *role, "-n", principal, "-V", validity, host.directory / "host_key.pub")
+        sh(
+            "ssh-keygen",
+            "-q",
+            "-s",
+            self.key,
+            "-I",
+            name,
+            *role,
+            "-n",
+            principal,
+            "-V",
+            validity,
+            host.directory / "host_key.pub",
+        )
         host.stop()
         host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
 
@@ -319,7 +364,9 @@ def authority(world: World, tmp_path: Path) -> Iterator[Authority]:
     made.withdraw("gpu1")
 
 
-def test_a_certificate_of_a_trusted_authority(world: World, pool: Pool, authority: Authority) -> None:
+def test_a_certificate_of_a_trusted_authority(
+    world: World, pool: Pool, authority: Authority
+) -> None:
     authority.vouch("gpu1", principal="10.77.0.1")
     world.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
     assert hostname(pool, "gpu1") == "gpu1"
@@ -329,7 +376,9 @@ def test_a_certificate_of_a_trusted_authority(world: World, pool: Pool, authorit
     ("principal", "validity", "why"),
     [("gpu9", "-1h:+1h", "it is good for gpu9"), ("10.77.0.1", "-2h:-1h", "it is not valid now")],
 )
-def test_a_certificate_that_does_not_hold(world: World, pool: Pool, authority: Authority, principal: str, validity: str, why: str) -> None:
+def test_a_certificate_that_does_not_hold(
+    world: World, pool: Pool, authority: Authority, principal: str, validity: str, why: str
+) -> None:
     authority.vouch("gpu1", principal=principal, validity=validity)
     world.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
     assert why in refusal(pool, "gpu1").message
@@ -337,11 +386,15 @@ def test_a_certificate_that_does_not_hold(world: World, pool: Pool, authority: A
 
 def test_an_authority_that_is_revoked(world: World, pool: Pool, authority: Authority) -> None:
     authority.vouch("gpu1", principal="10.77.0.1")
-    world.known_hosts.write_text(f"@cert-authority * {authority.public}\n@revoked * {authority.public}\n")
+    world.known_hosts.write_text(
+        f"@cert-authority * {authority.public}\n@revoked * {authority.public}\n"
+    )
     assert "the authority behind its key is revoked" in refusal(pool, "gpu1").message
 
 
-def test_another_authority_vouches_for_nothing(world: World, pool: Pool, authority: Authority) -> None:
+def test_another_authority_vouches_for_nothing(
+    world: World, pool: Pool, authority: Authority
+) -> None:
     authority.vouch("gpu1", principal="10.77.0.1")
     world.known_hosts.write_text(f"@cert-authority * {world.hosts['gpu2'].public_key}\n")
     assert "its key is unknown" in refusal(pool, "gpu1").message
@@ -354,7 +407,20 @@ def test_a_forged_certificate(world: World) -> None:
     authority = Authority(world, world.directory / "gpu2")
     host_key = world.hosts["gpu2"].directory / "forged"
     sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host_key)
-    sh("ssh-keygen", "-q", "-s", authority.key, "-I", "x", "-h", "-n", "gpu2", "-V", "-1h:+1h", f"{host_key}.pub")
+    sh(
+        "ssh-keygen",
+        "-q",
+        "-s",
+        authority.key,
+        "-I",
+        "x",
+        "-h",
+        "-n",
+        "gpu2",
+        "-V",
+        "-1h:+1h",
+        f"{host_key}.pub",
+    )
     import base64
 
     blob = base64.b64decode(Path(f"{host_key}-cert.pub").read_text().split()[1])
@@ -396,7 +462,9 @@ def listens(path: Path) -> bool:
 @contextlib.contextmanager
 def agent_with(key: Path, directory: Path) -> Iterator[Path]:
     path = directory / "agent"
-    agent = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    agent = subprocess.Popen(
+        ["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         wait_until(lambda: listens(path), 10, "the agent")
         subprocess.run(["ssh-add", "-q", key], env={**os.environ, "SSH_AUTH_SOCK": str(path)}, check=True, stdin=subprocess.DEVNULL,
@@ -413,16 +481,24 @@ def test_a_key_that_only_the_agent_holds(
 ) -> None:
     with agent_with(world.key, tmp_path) as path:
         if configured:
-            world.write_config(IdentityAgent=str(path), IdentityFile="/nonexistent/key", IdentitiesOnly="no")
+            world.write_config(
+                IdentityAgent=str(path), IdentityFile="/nonexistent/key", IdentitiesOnly="no"
+            )
         else:
             monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
-            world.write_config(IdentityAgent="SSH_AUTH_SOCK", IdentityFile="/nonexistent/key", IdentitiesOnly="no")
+            world.write_config(
+                IdentityAgent="SSH_AUTH_SOCK", IdentityFile="/nonexistent/key", IdentitiesOnly="no"
+            )
         assert hostname(pool, "gpu1") == "gpu1"
 
 
-def test_identities_only_leaves_the_agents_other_keys_alone(world: World, pool: Pool, tmp_path: Path) -> None:
+def test_identities_only_leaves_the_agents_other_keys_alone(
+    world: World, pool: Pool, tmp_path: Path
+) -> None:
     with agent_with(world.key, tmp_path) as path:
-        world.write_config(IdentityAgent=str(path), IdentityFile="/nonexistent/key", IdentitiesOnly="yes")
+        world.write_config(
+            IdentityAgent=str(path), IdentityFile="/nonexistent/key", IdentitiesOnly="yes"
+        )
         assert "there is no key to log in with" in refusal(pool, "gpu1").message
 
 
@@ -462,7 +538,9 @@ def test_every_type_of_key_logs_in(world: World, pool: Pool, tmp_path: Path) -> 
             gpu1.start()
 
 
-def test_a_host_that_goes_no_further_is_heard_out(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_goes_no_further_is_heard_out(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may have ended before it was told all."""
     send = paramiko.Channel.sendall
 
@@ -472,6 +550,8 @@ def test_a_host_that_goes_no_further_is_heard_out(pool: Pool, monkeypatch: pytes
         send(channel, data)
 
     monkeypatch.setattr(paramiko.Channel, "sendall", late)
-    session = Session(pool.connection(Host("gpu1")), "no-such-python", (), "~/.clusterjob", b"", 10.0)
+    session = Session(
+        pool.connection(Host("gpu1")), "no-such-python", (), "~/.clusterjob", b"", 10.0
+    )
     with pytest.raises(HostError, match="no Python: there is no interpreter no-such-python"):
         session.ask("look")

@@ -44,7 +44,13 @@ def target(tmp_path: Path) -> Iterator[Path]:
     return tmp_path / "results"
 
 
-def fetch(record: Record, target: Path, *paths: str, nodes: tuple[int, ...] | None = (0,), agree: bool = False) -> Any:
+def fetch(
+    record: Record,
+    target: Path,
+    *paths: str,
+    nodes: tuple[int, ...] | None = (0,),
+    agree: bool = False,
+) -> Any:
     return jobs.fetch(record, paths or ["runs"], target, nodes, lambda _: agree)
 
 
@@ -82,7 +88,9 @@ def test_only_what_has_changed_is_written_again(site: Site, record: Record, targ
     assert (target / "runs" / "rank0.txt").read_text() == "more"
 
 
-def test_what_is_newer_here_is_left_unless_one_agrees(site: Site, record: Record, target: Path) -> None:
+def test_what_is_newer_here_is_left_unless_one_agrees(
+    site: Site, record: Record, target: Path
+) -> None:
     fetch(record, target)
     mine = target / "runs" / "rank0.txt"
     mine.write_text("mine")
@@ -101,7 +109,9 @@ def test_what_is_not_in_the_working_directory(record: Record, target: Path, path
     assert not target.exists() or not list(target.iterdir())
 
 
-def test_a_link_here_does_not_lead_a_host_astray(site: Site, record: Record, target: Path, tmp_path: Path) -> None:
+def test_a_link_here_does_not_lead_a_host_astray(
+    site: Site, record: Record, target: Path, tmp_path: Path
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     target.mkdir()
     (target / "runs").symlink_to(tmp_path / "elsewhere")
@@ -113,12 +123,16 @@ def test_a_link_here_does_not_lead_a_host_astray(site: Site, record: Record, tar
 def test_the_command(site: Site, record: Record, target: Path) -> None:
     hang_up()
     for expected, text in ((0, "3 written, 0 unchanged"), (0, "0 written, 3 unchanged")):
-        process = site.command("fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL)
+        process = site.command(
+            "fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL
+        )
         out, err = process.communicate(timeout=PATIENCE)
         assert (process.returncode, out) == (expected, "")
         assert text in err
     (target / "runs" / "rank0.txt").write_text("mine")
-    process = site.command("fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL)
+    process = site.command(
+        "fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL
+    )
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "runs/rank0.txt has changed here" in err
@@ -135,7 +149,9 @@ def test_git_s_revision_and_the_changes_are_kept(site: Site) -> None:
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     record = site.submit("new = 2\n")
-    revision = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    revision = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
     assert record.handle is not None
     assert record.handle.data["code"]["git"]["revision"] == revision
     assert "+new = 2" in (record.job_dir / "code.diff").read_text()
@@ -170,12 +186,23 @@ def run(site: Site, *words: str) -> tuple[int, str, str]:
 
 def trust(site: Site, host: str, *more: str) -> tuple[int, str, str]:
     option = ("--set", f"ssh_config={site.world.config}")
-    return run(site, "hosts", "trust", host, *option, "--fingerprint", site.world.hosts[host].fingerprint, *more)
+    return run(
+        site,
+        "hosts",
+        "trust",
+        host,
+        *option,
+        "--fingerprint",
+        site.world.hosts[host].fingerprint,
+        *more,
+    )
 
 
 def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:
     option = ("--set", f"ssh_config={site.world.config}")
-    code, out, err = run(site, "hosts", "--hosts", "gpu1,nowhere.invalid", *option, "--python", site.python, "--json")
+    code, out, err = run(
+        site, "hosts", "--hosts", "gpu1,nowhere.invalid", *option, "--python", site.python, "--json"
+    )
     assert code == 1, err
     first, second = json.loads(out)["hosts"]
     assert (first["host"], first["address"], first["name"]) == ("gpu1", "root@10.77.0.1:22", "gpu1")
@@ -217,10 +244,23 @@ def test_a_key_that_is_not_the_expected_one_is_not_trusted(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("")
     option = ("--set", f"ssh_config={world.config}")
-    code, _, err = run(site, "hosts", "trust", "gpu1", *option, "--fingerprint", world.hosts["gpu2"].fingerprint)
+    code, _, err = run(
+        site, "hosts", "trust", "gpu1", *option, "--fingerprint", world.hosts["gpu2"].fingerprint
+    )
     assert (code, "not to be" in err or "do not trust" in err) == (1, True)
     assert world.known_hosts.read_text() == ""
-    assert run(site, "hosts", "trust", "gpu1", *option, "--fingerprint", world.hosts["gpu1"].fingerprint)[0] == 0
+    assert (
+        run(
+            site,
+            "hosts",
+            "trust",
+            "gpu1",
+            *option,
+            "--fingerprint",
+            world.hosts["gpu1"].fingerprint,
+        )[0]
+        == 0
+    )
 
 
 def test_a_changed_key_is_replaced_only_when_that_is_said(site: Site) -> None:

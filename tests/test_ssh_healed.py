@@ -1,4 +1,6 @@
-"""A job over SSH whose end was guessed while a host was cut off: the true verdict comes when the link has healed."""
+"""A job over SSH whose end was guessed while a host was cut off: the true verdict comes when the
+link has healed.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ def test_job_that_was_lost_with_node_0_gets_its_verdict_when_the_link_heals(site
         assert "gpu1" in guessed.reason
         noted = Records().find(record.job_id)
         assert (noted.provisional, jobs.status(noted).state) == (True, JobState.LOST)
-        wait_until(lambda: not workers_on(cut), CUT_OFF, "the end of the job on the host that is cut off")
+        wait_until(
+            lambda: not workers_on(cut), CUT_OFF, "the end of the job on the host that is cut off"
+        )
     finally:
         cut.link("up")
-        kill_one_by_one(cut.pids())  # the visit that was cut off: its sshd learns of that when TCP gives up
+        kill_one_by_one(
+            cut.pids()
+        )  # the visit that was cut off: its sshd learns of that when TCP gives up
     hang_up()
     told = json.loads((site.remote_dir(record, "gpu1") / "result.json").read_text())
     assert told["state"] != "LOST", "node 0 knows why it ended"

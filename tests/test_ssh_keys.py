@@ -51,7 +51,15 @@ def test_fingerprints_are_ssh_keygens(key: Key) -> None:
 
 
 def test_the_standing_of_a_key(tmp_path: Path, key: Key, other: Key) -> None:
-    files = known(tmp_path, "# comment", "", f"gpu1,10.0.0.1 {key}", f"[gpu2]:2222 {key} a comment", f"@revoked * {other}", "gpu3 nonsense")
+    files = known(
+        tmp_path,
+        "# comment",
+        "",
+        f"gpu1,10.0.0.1 {key}",
+        f"[gpu2]:2222 {key} a comment",
+        f"@revoked * {other}",
+        "gpu3 nonsense",
+    )
     assert files.standing(["gpu1"], key.blob) == (Standing.KNOWN, f"{tmp_path}/known_hosts:3")
     assert files.standing(["10.0.0.1"], key.blob)[0] is Standing.KNOWN
     assert files.standing(["[gpu2]:2222", "gpu2"], key.blob)[0] is Standing.KNOWN
@@ -71,19 +79,31 @@ def test_a_host_that_is_known_without_its_port(tmp_path: Path, key: Key, other: 
     names = known_hosts.lookup_names("GPU1", 2222, "")
     assert names == ["[gpu1]:2222", "gpu1"]
     assert files.standing(names, key.blob)[0] is Standing.KNOWN
-    assert files.standing(names, other.blob)[0] is Standing.UNKNOWN, "another server on that machine may have another key"
+    assert files.standing(names, other.blob)[0] is Standing.UNKNOWN, (
+        "another server on that machine may have another key"
+    )
 
 
 @pytest.mark.parametrize(
     ("patterns", "host", "found"),
-    [("*.lab", "gpu1.lab", True), ("*.lab,!gpu1.lab", "gpu1.lab", False), ("gpu?", "gpu1", True), ("gpu?", "gpu12", False),
-     ("[gpu1]:22", "[gpu1]:22", True), ("[gpu1]:22", "g:22", False), ("GPU1", "gpu1", True), ("!gpu1", "gpu2", False)],
-)  # fmt: skip
+    [
+        ("*.lab", "gpu1.lab", True),
+        ("*.lab,!gpu1.lab", "gpu1.lab", False),
+        ("gpu?", "gpu1", True),
+        ("gpu?", "gpu12", False),
+        ("[gpu1]:22", "[gpu1]:22", True),
+        ("[gpu1]:22", "g:22", False),
+        ("GPU1", "gpu1", True),
+        ("!gpu1", "gpu2", False),
+    ],
+)
 def test_patterns(tmp_path: Path, key: Key, patterns: str, host: str, found: bool) -> None:
     assert bool(known(tmp_path, f"{patterns} {key}").kinds([host])) is found
 
 
-def test_recorded_keys_are_found_by_ssh_keygen_and_by_us(tmp_path: Path, key: Key, other: Key) -> None:
+def test_recorded_keys_are_found_by_ssh_keygen_and_by_us(
+    tmp_path: Path, key: Key, other: Key
+) -> None:
     path = tmp_path / "ssh" / "known_hosts"
     known_hosts.record(path, "gpu1", key.kind, key.blob, hashed=False)
     with path.open("a") as stream:
@@ -110,7 +130,9 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path, key: Key, other: 
     assert known(tmp_path, f"gpu1 {key}").standing(["gpu1"], key.blob)[0] is Standing.KNOWN
     assert known(tmp_path, f"gpu1 {other}").standing(["gpu1"], key.blob)[0] is Standing.CHANGED
     (tmp_path / "known_hosts").unlink()
-    assert KnownHosts([tmp_path / "known_hosts"]).standing(["gpu1"], key.blob)[0] is Standing.UNKNOWN
+    assert (
+        KnownHosts([tmp_path / "known_hosts"]).standing(["gpu1"], key.blob)[0] is Standing.UNKNOWN
+    )
 
 
 def test_nothing_is_remembered_in_dev_null(key: Key) -> None:
@@ -119,11 +141,23 @@ def test_nothing_is_remembered_in_dev_null(key: Key) -> None:
 
 
 def test_a_host_is_forgotten_and_nothing_else(tmp_path: Path, key: Key, other: Key) -> None:
-    files = known(tmp_path, "# mine", f"gpu1,gpu2 {key}", f"gpu3 {key}", f"@revoked gpu1 {other}", "gpu1 broken line")
+    files = known(
+        tmp_path,
+        "# mine",
+        f"gpu1,gpu2 {key}",
+        f"gpu3 {key}",
+        f"@revoked gpu1 {other}",
+        "gpu1 broken line",
+    )
     assert files.kinds(["gpu1"])
     path = tmp_path / "known_hosts"
     path.chmod(0o644)
     known_hosts.forget(path, ["gpu1"])
-    assert path.read_text() == f"# mine\ngpu2 {key}\ngpu3 {key}\n@revoked gpu1 {other}\ngpu1 broken line\n"
+    assert (
+        path.read_text()
+        == f"# mine\ngpu2 {key}\ngpu3 {key}\n@revoked gpu1 {other}\ngpu1 broken line\n"
+    )
     assert path.stat().st_mode & 0o777 == 0o644
-    assert subprocess.run(["ssh-keygen", "-F", "gpu1", "-f", path], capture_output=True, check=False).returncode in (0, 1)
+    assert subprocess.run(
+        ["ssh-keygen", "-F", "gpu1", "-f", path], capture_output=True, check=False
+    ).returncode in (0, 1)

@@ -1,4 +1,6 @@
-"""The working directory as a snapshot: compared with what git itself would take along; and the hosts' store of files."""
+"""The working directory as a snapshot: compared with what git itself would take along; and the
+hosts' store of files.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,16 @@ def paths(root: Path) -> list[str]:
 
 def git(root: Path, *words: str) -> str:
     identity = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "core.excludesFile=/dev/null"]
-    return subprocess.run(["git", "-C", root, *identity, *words], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", "-C", root, *identity, *words], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_everything_that_is_there(tmp_path: Path) -> None:
-    fill(tmp_path, **{"a.py": "a", "b/c.py": "c", "name with\nnewline": "x", "déjà": "y", "-dash": "z"})
+    fill(
+        tmp_path,
+        **{"a.py": "a", "b/c.py": "c", "name with\nnewline": "x", "déjà": "y", "-dash": "z"},
+    )
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("b/c.py")
     (tmp_path / "run.sh").write_text("#!/bin/sh\n")
@@ -45,7 +52,17 @@ def test_everything_that_is_there(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     taken = snapshot.take(tmp_path)
     found = {entry.path: entry for entry in taken.entries}
-    assert set(found) == {"a.py", "b", "b/c.py", "name with\nnewline", "déjà", "-dash", "empty", "link", "run.sh"}
+    assert set(found) == {
+        "a.py",
+        "b",
+        "b/c.py",
+        "name with\nnewline",
+        "déjà",
+        "-dash",
+        "empty",
+        "link",
+        "run.sh",
+    }
     assert found["run.sh"].mode & 0o111
     assert (found["link"].kind, found["link"].value) == ("link", "b/c.py")
     assert found["a.py"].value == hashlib.sha256(b"a").hexdigest()
@@ -55,12 +72,14 @@ def test_everything_that_is_there(tmp_path: Path) -> None:
 
 def test_what_is_left_out(tmp_path: Path) -> None:
     fill(tmp_path, **{
-        ".gitignore": "*.log\n/data/\n!keep.log\n", ".clusterjobignore": "!wanted.log\nsecret\n", "x.log": "", "keep.log": "",
-        "wanted.log": "", "secret": "", "data/big": "", "sub/data/small": "", "sub/.gitignore": "local\n", "sub/local": "", "local": "",
+        ".gitignore": "*.log\n/data/\n!keep.log\n", ".clusterjobignore": "!wanted.log\nsecret\n",
+        "x.log": "", "keep.log": "", "wanted.log": "", "secret": "", "data/big": "",
+        "sub/data/small": "", "sub/.gitignore": "local\n", "sub/local": "", "local": "",
         ".git/config": "", "sub/.git": "",
     })  # fmt: skip
     assert paths(tmp_path) == [
-        ".clusterjobignore", ".gitignore", "keep.log", "local", "sub/.gitignore", "sub/data/small", "wanted.log",
+        ".clusterjobignore", ".gitignore", "keep.log", "local", "sub/.gitignore", "sub/data/small",
+        "wanted.log",
     ]  # fmt: skip
 
 
@@ -72,8 +91,24 @@ def test_a_part_of_a_repository_heeds_the_rules_above_it(tmp_path: Path) -> None
 
 
 LINES = [
-    "*.a", "!x.a", "/d", "d/", "!d/", "d/*", "!d/x.a", "**/e", "e/**", "x*", "[xy].a", "?.b", "# comment", "", "d/e/x.a", "\\!x.a", "!d/e/",
-]  # fmt: skip
+    "*.a",
+    "!x.a",
+    "/d",
+    "d/",
+    "!d/",
+    "d/*",
+    "!d/x.a",
+    "**/e",
+    "e/**",
+    "x*",
+    "[xy].a",
+    "?.b",
+    "# comment",
+    "",
+    "d/e/x.a",
+    "\\!x.a",
+    "!d/e/",
+]
 PATTERNS = st.lists(st.sampled_from(LINES), max_size=4)
 
 
@@ -81,23 +116,48 @@ PATTERNS = st.lists(st.sampled_from(LINES), max_size=4)
 @example(top=[], inner=["e/**", "!x.a"])
 @example(top=["**/e/**", "!x.a"], inner=[])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_files_are_those_that_git_would_take(tmp_path_factory: pytest.TempPathFactory, top: list[str], inner: list[str]) -> None:
+def test_the_files_are_those_that_git_would_take(
+    tmp_path_factory: pytest.TempPathFactory, top: list[str], inner: list[str]
+) -> None:
     root = tmp_path_factory.mktemp("repo")
     git(root, "init", "-q")
-    names = ["x.a", "y.a", "z.b", "!x.a", "d/x.a", "d/y.b", "d/e/x.a", "d/e/z.b", "e/x.a", "e/d/y.a"]
-    fill(root, **dict.fromkeys(names, ""), **{".gitignore": "\n".join(top), "d/.gitignore": "\n".join(inner)})
+    names = [
+        "x.a",
+        "y.a",
+        "z.b",
+        "!x.a",
+        "d/x.a",
+        "d/y.b",
+        "d/e/x.a",
+        "d/e/z.b",
+        "e/x.a",
+        "e/d/y.a",
+    ]
+    fill(
+        root,
+        **dict.fromkeys(names, ""),
+        **{".gitignore": "\n".join(top), "d/.gitignore": "\n".join(inner)},
+    )
     wanted = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     assert sorted(paths(root)) == sorted(name for name in wanted if name)
 
 
 def test_too_much_is_refused_with_what_is_large(tmp_path: Path) -> None:
-    fill(tmp_path, **{"train.py": "x", "data/a": "x" * 3000, "data/b": "x" * 3000, "model.pt": "x" * 2000})
-    with pytest.raises(SubmitError, match=r"holds 8\.0 KB, more than the 5\.0 KB that are sent: data \(6\.0 KB\), model\.pt") as caught:
+    fill(
+        tmp_path,
+        **{"train.py": "x", "data/a": "x" * 3000, "data/b": "x" * 3000, "model.pt": "x" * 2000},
+    )
+    with pytest.raises(
+        SubmitError,
+        match=r"holds 8\.0 KB, more than the 5\.0 KB that are sent: data \(6\.0 KB\), model\.pt",
+    ) as caught:
         snapshot.take(tmp_path, 5000)
     assert ".clusterjobignore" in caught.value.hint
 
 
-def test_too_many_files_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_files_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshot, "MOST_ENTRIES", 5)
     fill(tmp_path, **{f"file{number}": "" for number in range(5)})
     assert snapshot.take(tmp_path).files == 5
@@ -162,7 +222,9 @@ class Store:
             part, left[0] = left[0][:size], left[0][size:]
             return part
 
-        return code_store.receive(self.home, {"files": [(entry.value, entry.size) for entry in entries]}, read)["wrong"]
+        return code_store.receive(
+            self.home, {"files": [(entry.value, entry.size) for entry in entries]}, read
+        )["wrong"]
 
     def code(self, job: str) -> Path:
         return self.home / "jobs" / job / "code"
@@ -214,8 +276,13 @@ def test_what_a_job_does_to_its_copy_is_no_other_jobs_business(host: Store, proj
     assert (host.code("two") / "train.py").read_text() == "print()"
 
 
-@pytest.mark.parametrize("damage", [lambda blob: blob.write_bytes(b"print[]"), lambda blob: blob.write_bytes(b""), Path.unlink])
-def test_a_damaged_store_asks_for_the_file_again(host: Store, project: Path, damage: Callable[[Path], Any]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [lambda blob: blob.write_bytes(b"print[]"), lambda blob: blob.write_bytes(b""), Path.unlink],
+)
+def test_a_damaged_store_asks_for_the_file_again(
+    host: Store, project: Path, damage: Callable[[Path], Any]
+) -> None:
     taken = snapshot.take(project)
     host.send(taken, host.land(taken, "one"))
     host.land(taken, "one")

@@ -38,7 +38,12 @@ def in_terminal(argv: list[str], directory: Path) -> Iterator[tuple[subprocess.P
     takes_it = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-S", "-c", takes_it, *argv], stdin=follower, stdout=out, stderr=err, cwd=directory, start_new_session=True
+            [sys.executable, "-S", "-c", takes_it, *argv],
+            stdin=follower,
+            stdout=out,
+            stderr=err,
+            cwd=directory,
+            start_new_session=True,
         )
     os.close(follower)
     try:
@@ -51,18 +56,32 @@ def in_terminal(argv: list[str], directory: Path) -> Iterator[tuple[subprocess.P
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.parametrize(
-    "command", [["clusterjob", "run", "--nodes", "2"], ["clusterjob.node", "--nproc-per-node", "2"]], ids=["run", "launch"]
+    "command",
+    [["clusterjob", "run", "--nodes", "2"], ["clusterjob.node", "--nproc-per-node", "2"]],
+    ids=["run", "launch"],
 )
-def test_rank_0_reads_the_terminal_and_the_others_nothing(new_job: NewJob, tmp_path: Path, command: list[str], start: str) -> None:
+def test_rank_0_reads_the_terminal_and_the_others_nothing(
+    new_job: NewJob, tmp_path: Path, command: list[str], start: str
+) -> None:
     script = new_job().script(READER)
-    with in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path) as (process, leader):
+    with in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path) as (
+        process,
+        leader,
+    ):
         os.write(leader, b"typed\n")
         assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
-    assert sorted((tmp_path / "out").read_text().splitlines()) == ["[0] 0 'typed\\n' True", "[1] 1 '' False"]
+    assert sorted((tmp_path / "out").read_text().splitlines()) == [
+        "[0] 0 'typed\\n' True",
+        "[1] 1 '' False",
+    ]
 
 
-@pytest.mark.parametrize("command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"])
-def test_breakpoint_of_rank_0_is_used_from_the_terminal(new_job: NewJob, tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"]
+)
+def test_breakpoint_of_rank_0_is_used_from_the_terminal(
+    new_job: NewJob, tmp_path: Path, command: list[str]
+) -> None:
     script = new_job().script(DEBUGGED)
     with in_terminal([sys.executable, "-m", *command, script], tmp_path) as (process, leader):
         os.write(leader, b"secret += 1\nc\n")
@@ -72,13 +91,18 @@ def test_breakpoint_of_rank_0_is_used_from_the_terminal(new_job: NewJob, tmp_pat
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.parametrize(
-    "command", [["clusterjob", "run", "--nodes", "2"], ["clusterjob.node", "--nproc-per-node", "2"]], ids=["run", "launch"]
+    "command",
+    [["clusterjob", "run", "--nodes", "2"], ["clusterjob.node", "--nproc-per-node", "2"]],
+    ids=["run", "launch"],
 )
 def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
     new_job: NewJob, tmp_path: Path, command: list[str], start: str
 ) -> None:
     script = new_job().script(DEBUGGED)
-    with in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path) as (process, leader):
+    with in_terminal([sys.executable, "-m", *command, "--start", start, script], tmp_path) as (
+        process,
+        leader,
+    ):
         terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
         out = tmp_path / "out"
         wait_until(lambda: "up" in out.read_text(), PATIENCE)  # shown: the command watches the job
@@ -87,9 +111,18 @@ def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
                 wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
                 os.write(leader, b"\x03")
                 wait_until(
-                    lambda count=count: out.read_text().count("--KeyboardInterrupt--") == count or process.poll() is not None, PATIENCE
+                    lambda count=count: (
+                        out.read_text().count("--KeyboardInterrupt--") == count
+                        or process.poll() is not None
+                    ),
+                    PATIENCE,
                 )
-            wait_until(lambda: processes.terminal_reader(process.pid, terminal) or process.poll() is not None, PATIENCE)
+            wait_until(
+                lambda: (
+                    processes.terminal_reader(process.pid, terminal) or process.poll() is not None
+                ),
+                PATIENCE,
+            )
             os.write(leader, b"secret += 1\nc\n")
             assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
         finally:
@@ -99,13 +132,19 @@ def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
     assert "interrupting" not in (tmp_path / "err").read_text()
 
 
-@pytest.mark.parametrize("command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"])
-def test_ctrl_c_at_input_reaches_rank_0_and_ends_the_job_with_it(new_job: NewJob, tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"]
+)
+def test_ctrl_c_at_input_reaches_rank_0_and_ends_the_job_with_it(
+    new_job: NewJob, tmp_path: Path, command: list[str]
+) -> None:
     script = new_job().script("print('up', flush=True)\ninput('name? ')")
     with in_terminal([sys.executable, "-m", *command, script], tmp_path) as (process, leader):
         terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
         try:
-            wait_until(lambda: "up" in (tmp_path / "out").read_text(), PATIENCE)  # shown: the command watches the job
+            wait_until(
+                lambda: "up" in (tmp_path / "out").read_text(), PATIENCE
+            )  # shown: the command watches the job
             wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
             os.write(leader, b"\x03")
             assert process.wait(PATIENCE) == 130, (tmp_path / "err").read_text()
@@ -114,7 +153,9 @@ def test_ctrl_c_at_input_reaches_rank_0_and_ends_the_job_with_it(new_job: NewJob
     assert "KeyboardInterrupt" in (tmp_path / "err").read_text()
 
 
-def test_a_thread_that_listens_to_the_terminal_is_no_prompt(new_job: NewJob, tmp_path: Path) -> None:
+def test_a_thread_that_listens_to_the_terminal_is_no_prompt(
+    new_job: NewJob, tmp_path: Path
+) -> None:
     script = new_job().script("""
         import sys, threading, time
         threading.Thread(target=sys.stdin.readline, daemon=True).start()
@@ -124,7 +165,10 @@ def test_a_thread_that_listens_to_the_terminal_is_no_prompt(new_job: NewJob, tmp
         except KeyboardInterrupt:
             print("saved", flush=True)
     """)
-    with in_terminal([sys.executable, "-m", "clusterjob", "run", script], tmp_path) as (process, leader):
+    with in_terminal([sys.executable, "-m", "clusterjob", "run", script], tmp_path) as (
+        process,
+        leader,
+    ):
         wait_until(lambda: "listening" in (tmp_path / "out").read_text(), PATIENCE)
         os.write(leader, b"\x03")
         assert process.wait(PATIENCE) == 130, (tmp_path / "err").read_text()
@@ -132,18 +176,34 @@ def test_a_thread_that_listens_to_the_terminal_is_no_prompt(new_job: NewJob, tmp
     assert "interrupting" in (tmp_path / "err").read_text()
 
 
-def test_rank_0_reads_a_pipe_and_a_detached_job_reads_nothing(new_job: NewJob, tmp_path: Path) -> None:
+def test_rank_0_reads_a_pipe_and_a_detached_job_reads_nothing(
+    new_job: NewJob, tmp_path: Path
+) -> None:
     script = new_job().script(READER)
     command = [sys.executable, "-m", "clusterjob"]
-    run = subprocess.run([*command, "run", script], input="piped\n", capture_output=True, text=True, cwd=tmp_path, check=False)
+    run = subprocess.run(
+        [*command, "run", script],
+        input="piped\n",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
     assert run.stdout == "0 'piped\\n' False\n", run.stderr
     submit = subprocess.run(
-        [*command, "submit", "--follow", script], input="piped\n", capture_output=True, text=True, cwd=tmp_path, check=False
+        [*command, "submit", "--follow", script],
+        input="piped\n",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
     )
     assert "0 '' False" in submit.stdout, submit.stderr
 
 
-def test_a_run_in_the_background_of_a_terminal_takes_no_input(new_job: NewJob, tmp_path: Path) -> None:
+def test_a_run_in_the_background_of_a_terminal_takes_no_input(
+    new_job: NewJob, tmp_path: Path
+) -> None:
     script = new_job().script(READER)
     shell = f"set -m; {sys.executable} -m clusterjob run {script} & wait $!"
     with in_terminal(["/bin/bash", "-c", shell], tmp_path) as (process, leader):

@@ -27,7 +27,10 @@ def test_those_that_still_run_are_named_once_all_others_have_ended_for_a_while()
 def test_several_that_still_run_are_named_by_their_nodes() -> None:
     stragglers = Stragglers([0, 2, 5], 6)
     stragglers.ended(1, 1)
-    assert stragglers.name() == ("ranks 0-2, 4-5 still run; rank 3 ended 10 s ago", {0: [0, 1], 1: [2, 4], 2: [5]})
+    assert stragglers.name() == (
+        "ranks 0-2, 4-5 still run; rank 3 ended 10 s ago",
+        {0: [0, 1], 1: [2, 4], 2: [5]},
+    )
 
 
 @pytest.mark.slow

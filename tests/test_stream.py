@@ -1,4 +1,6 @@
-"""A node's printed lines, sorted into the files of the job's directory: however they were fetched, the files are the same."""
+"""A node's printed lines, sorted into the files of the job's directory: however they were fetched,
+the files are the same.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,22 @@ from clusterjob.node.verdict import Failure, JobState, Verdict
 
 VERDICT = Verdict(
     JobState.FAILED, 7, "rank 1: boom\u2603",
-    Failure(1, 1, 0, "host", 7, None, "boom", ("a\udce9", "ValueError: boom")), (Failure(0, 0, 0, "host", 134, "SIGABRT", "x", ("y",)),),
-    started_at="2026-01-01T00:00:00Z",
+    Failure(1, 1, 0, "host", 7, None, "boom", ("a\udce9", "ValueError: boom")),
+    (Failure(0, 0, 0, "host", 134, "SIGABRT", "x", ("y",)),), started_at="2026-01-01T00:00:00Z",
 )  # fmt: skip
-OURS = ["", " ", "12 [0] forged", "3 clusterjob-verdict {}", "[1]! x", "+ y", "clusterjob: z", "\t", "1@2.0 [0]+ a", "\u2028", "\x0b"]
+OURS = [
+    "",
+    " ",
+    "12 [0] forged",
+    "3 clusterjob-verdict {}",
+    "[1]! x",
+    "+ y",
+    "clusterjob: z",
+    "\t",
+    "1@2.0 [0]+ a",
+    "\u2028",
+    "\x0b",
+]
 TEXT = st.one_of(
     st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\n\r"), max_size=40),
     st.sampled_from(OURS),
@@ -55,7 +69,9 @@ class Printed:
 
     def output(self, batch: Sequence[tuple[list[int], str, str]]) -> None:
         self._seconds += 0.1
-        folded = [Folded(",".join(ranges(who)) or "node0", stream, text) for who, stream, text in batch]
+        folded = [
+            Folded(",".join(ranges(who)) or "node0", stream, text) for who, stream, text in batch
+        ]
         self._print(self._writer.output(folded, self._seconds))
         for who, stream, text in batch:
             for name in [f"rank{rank}" for rank in who] or ["torchrun"]:
@@ -82,8 +98,17 @@ def printed(draw: st.DrawFn, *, alike: bool = False) -> Printed:
     """Return what a node printed; `alike` has lines without a number that repeat themselves."""
     it = Printed()
     labels = st.one_of(st.sets(st.integers(0, 12), min_size=1, max_size=6).map(sorted), st.just([]))
-    batch = st.lists(st.tuples(labels, st.sampled_from(["out", "err"]), TEXT), min_size=1, max_size=5)
-    steps = draw(st.lists(st.one_of(batch, st.sampled_from(["bare", "words"]), TEXT.map(lambda text: ("words", text))), max_size=12))
+    batch = st.lists(
+        st.tuples(labels, st.sampled_from(["out", "err"]), TEXT), min_size=1, max_size=5
+    )
+    steps = draw(
+        st.lists(
+            st.one_of(
+                batch, st.sampled_from(["bare", "words"]), TEXT.map(lambda text: ("words", text))
+            ),
+            max_size=12,
+        )
+    )
     for bare, step in enumerate(["bare"] * draw(st.integers(0, 4)) + steps):
         if step == "bare":
             it.bare("same" if alike else f"line {bare} of the image: 7 [x] é")
@@ -110,7 +135,9 @@ def verdict_of(stream: Stream) -> dict[str, Any] | None:
 
 @settings(max_examples=50)
 @given(data=st.data(), it=printed())
-def test_however_the_lines_are_fetched_the_files_are_the_same(data: st.DataObject, it: Printed) -> None:
+def test_however_the_lines_are_fetched_the_files_are_the_same(
+    data: st.DataObject, it: Printed
+) -> None:
     """Pieces overlap, repeat, come late, and each that is new reaches back to what was taken."""
     with tempfile.TemporaryDirectory() as folder:
         job_dir, reached = Path(folder), 0
@@ -125,13 +152,17 @@ def test_however_the_lines_are_fetched_the_files_are_the_same(data: st.DataObjec
         stream = Stream(job_dir, 0)
         assert kept(job_dir) == it.files
         assert stream.gaps == []
-        assert stream.next_number == 1 + sum(log_protocol.parse(line) is not None for line in it.lines)
+        assert stream.next_number == 1 + sum(
+            log_protocol.parse(line) is not None for line in it.lines
+        )
         assert (verdict_of(stream) is None) == (it.verdict is None)
 
 
 @settings(max_examples=50)
 @given(data=st.data(), it=printed(alike=True))
-def test_lines_that_are_alike_are_told_apart_where_the_log_is_fetched_whole(data: st.DataObject, it: Printed) -> None:
+def test_lines_that_are_alike_are_told_apart_where_the_log_is_fetched_whole(
+    data: st.DataObject, it: Printed
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for end in [*data.draw(st.lists(st.integers(0, len(it.lines)), max_size=6)), len(it.lines)]:
             Stream(Path(folder), 0).take(it.lines[:end])
@@ -140,16 +171,32 @@ def test_lines_that_are_alike_are_told_apart_where_the_log_is_fetched_whole(data
 
 @settings(max_examples=50)
 @given(data=st.data(), it=printed())
-def test_nothing_is_lost_or_doubled_by_gaps_and_by_another_order(data: st.DataObject, it: Printed) -> None:
+def test_nothing_is_lost_or_doubled_by_gaps_and_by_another_order(
+    data: st.DataObject, it: Printed
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         job_dir, stream = Path(folder), Stream(Path(folder), 0)
         for _ in range(data.draw(st.integers(0, 4))):
-            begin, end = sorted(data.draw(st.lists(st.integers(0, len(it.lines)), min_size=2, max_size=2)))
-            stream.take(data.draw(st.permutations(it.lines[begin:end])) if end - begin < 8 else it.lines[begin:end])
+            begin, end = sorted(
+                data.draw(st.lists(st.integers(0, len(it.lines)), min_size=2, max_size=2))
+            )
+            stream.take(
+                data.draw(st.permutations(it.lines[begin:end]))
+                if end - begin < 8
+                else it.lines[begin:end]
+            )
         stream.take(it.lines)
         assert stream.gaps == []
-        found = {name: sorted(re.sub("[^a-z]", "", text)) for name, text in kept(job_dir).items() if name != "agent.log"}
-        assert found == {name: sorted(re.sub("[^a-z]", "", text)) for name, text in it.files.items() if name != "agent.log"}
+        found = {
+            name: sorted(re.sub("[^a-z]", "", text))
+            for name, text in kept(job_dir).items()
+            if name != "agent.log"
+        }
+        assert found == {
+            name: sorted(re.sub("[^a-z]", "", text))
+            for name, text in it.files.items()
+            if name != "agent.log"
+        }
 
 
 @settings(max_examples=50)
@@ -167,8 +214,12 @@ def test_the_reader_reads_each_rank_s_lines_as_they_were_written(it: Printed) ->
 
 def test_lines_of_several_nodes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
     one, other = log_protocol.Writer(), log_protocol.Writer()
-    first = one.output([Folded("0", "out", "a"), Folded("0", "out", "b")], 10.0) + one.output([Folded("0", "out", "e")], 12.0)
-    second = other.output([Folded("1", "out", "c"), Folded("1", "err", "d")], 11.0) + other.output([Folded("1", "out", "f")], 13.0)
+    first = one.output([Folded("0", "out", "a"), Folded("0", "out", "b")], 10.0) + one.output(
+        [Folded("0", "out", "e")], 12.0
+    )
+    second = other.output([Folded("1", "out", "c"), Folded("1", "err", "d")], 11.0) + other.output(
+        [Folded("1", "out", "f")], 13.0
+    )
     Stream(tmp_path, 1).take(second.splitlines())
     Stream(tmp_path, 0).take(first.splitlines())
     assert [line.text for line in LogReader(tmp_path).read()] == ["a", "b", "d", "c", "e", "f"]
@@ -180,7 +231,9 @@ def test_a_reader_that_follows_sees_each_line_once(tmp_path: Path) -> None:
         it.output([([number % 3], "out", f"line {number}"), ([0, 1, 2], "err", "all")])
         Stream(tmp_path, 0).take(it.lines[-5:])
         seen += reader.read()
-    assert [line.text for line in seen if line.stream == "out"] == [f"line {number}" for number in range(20)]
+    assert [line.text for line in seen if line.stream == "out"] == [
+        f"line {number}" for number in range(20)
+    ]
     assert len(seen) == 20 * 4
 
 
@@ -194,13 +247,18 @@ def test_a_gap_is_said_and_filled_when_it_comes_late(tmp_path: Path) -> None:
     assert stream.joins(it.lines[10:])
     stream.take(it.lines[20:])
     assert stream.gaps == [(12, 20)]
-    assert kept(tmp_path, 1)["agent.log"] == "clusterjob: lines 12 to 20 of node 1 were not to be had\n"
+    assert (
+        kept(tmp_path, 1)["agent.log"]
+        == "clusterjob: lines 12 to 20 of node 1 were not to be had\n"
+    )
     stream.take(it.lines[14:16])
     stream.take(it.lines[14:16])
     assert stream.gaps == [(12, 14), (17, 20)]
     stream.take(it.lines)
     assert stream.gaps == []
-    assert sorted(kept(tmp_path, 1)["rank0.out"].splitlines()) == sorted(f"line {number}" for number in range(40))
+    assert sorted(kept(tmp_path, 1)["rank0.out"].splitlines()) == sorted(
+        f"line {number}" for number in range(40)
+    )
 
 
 def test_a_long_line_whose_middle_is_lost_does_not_swallow_the_next(tmp_path: Path) -> None:
@@ -216,7 +274,10 @@ def test_a_line_that_looks_like_ours_far_ahead_loses_none_of_the_real_ones(tmp_p
     it.output([([0], "out", f"line {number}") for number in range(5)])
     Stream(tmp_path, 0).take(["2026 [0] forged", *it.lines])
     Stream(tmp_path, 0).take(["2026 [0] forged", *it.lines])
-    assert kept(tmp_path)["rank0.out"].splitlines() == [*(f"line {number}" for number in range(5)), "forged"]
+    assert kept(tmp_path)["rank0.out"].splitlines() == [
+        *(f"line {number}" for number in range(5)),
+        "forged",
+    ]
 
 
 def test_the_verdict_is_node_0_s_and_of_its_attempt(tmp_path: Path) -> None:
@@ -230,14 +291,23 @@ def test_the_verdict_is_node_0_s_and_of_its_attempt(tmp_path: Path) -> None:
         stream.take(it.lines)
     found = streams[0].verdict
     assert found is not None
-    assert (found.attempt, found.state, found.exit_code, found.reason) == (2, JobState.FAILED, 7, VERDICT.reason)
+    assert (found.attempt, found.state, found.exit_code, found.reason) == (
+        2,
+        JobState.FAILED,
+        7,
+        VERDICT.reason,
+    )
     assert found.failure == VERDICT.failure
-    assert [failure.last_lines for failure in found.consequences] == [()], "they are in the logs, and a job may have thousands"
+    assert [failure.last_lines for failure in found.consequences] == [()], (
+        "they are in the logs, and a job may have thousands"
+    )
     assert streams[1].verdict is None
     assert streams[2].verdict is None
 
 
-@pytest.mark.parametrize("text", ["{}", "no JSON", "[1]", '{"state": "WELL", "exit_code": 0}', "[" * 100_000, ""])
+@pytest.mark.parametrize(
+    "text", ["{}", "no JSON", "[1]", '{"state": "WELL", "exit_code": 0}', "[" * 100_000, ""]
+)
 def test_a_verdict_that_is_none_is_not_taken_for_one(tmp_path: Path, text: str) -> None:
     stream = Stream(tmp_path, 0)
     stream.take([f"1 clusterjob-verdict {text}"])
@@ -248,7 +318,11 @@ def test_a_verdict_that_is_none_is_not_taken_for_one(tmp_path: Path, text: str) 
 
 def test_a_verdict_of_many_consequences_comes_back_whole(tmp_path: Path) -> None:
     many = Verdict(
-        JobState.FAILED, 1, "r", None, tuple(Failure(rank, 0, 0, "h" * 50, 1, None, "m" * 50, ("x",) * 9) for rank in range(2000))
+        JobState.FAILED,
+        1,
+        "r",
+        None,
+        tuple(Failure(rank, 0, 0, "h" * 50, 1, None, "m" * 50, ("x",) * 9) for rank in range(2000)),
     )
     lines = log_protocol.Writer().verdict(many.to_json()).split("\n")[:-1]
     assert max(map(len, lines)) < log_protocol.LONGEST + 100
@@ -272,16 +346,27 @@ def test_attempts_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_node_that_could_not_start_is_known_by_its_refusal(tmp_path: Path) -> None:
-    lines = ["installing", log_protocol.refusal(7, "host", "a setup line\nfailed: x").rstrip("\n"), "clusterjob: a setup line failed: x"]
+    lines = [
+        "installing",
+        log_protocol.refusal(7, "host", "a setup line\nfailed: x").rstrip("\n"),
+        "clusterjob: a setup line failed: x",
+    ]
     for attempt in (0, 1):
         for end in (2, 3, 3):
             Stream(tmp_path, 1, attempt).take(lines[:end])
         (failure,) = ends.refusals(tmp_path, attempt)
-        assert (failure.node_rank, failure.host, failure.exit_code, failure.message) == (1, "host", 7, "a setup line failed: x")
+        assert (failure.node_rank, failure.host, failure.exit_code, failure.message) == (
+            1,
+            "host",
+            7,
+            "a setup line failed: x",
+        )
     assert kept(tmp_path, 1)["agent.log"] == 2 * "installing\nclusterjob: a setup line failed: x\n"
 
 
-def test_what_a_taker_that_died_had_written_is_not_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_taker_that_died_had_written_is_not_written_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = Printed()
     it.bare("setup")
     it.output([([0, 1], "out", "a"), ([0], "err", "b")])
@@ -292,11 +377,18 @@ def test_what_a_taker_that_died_had_written_is_not_written_twice(tmp_path: Path,
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patch.setattr(files, "write_json", full)
-        with pytest.raises(ClusterJobError, match=r"the log of node 0 cannot be kept here: No space left on device"):
+        with pytest.raises(
+            ClusterJobError, match=r"the log of node 0 cannot be kept here: No space left on device"
+        ):
             Stream(tmp_path, 0).take(it.lines)
     Stream(tmp_path, 0).take(it.lines[:2])
     Stream(tmp_path, 0).take([it.lines[1], "of the image"])
-    left = {"agent.log": "setup\nof the image\n", "rank0.out": "a\n", "rank1.out": "a\n", "rank0.err": ""}
+    left = {
+        "agent.log": "setup\nof the image\n",
+        "rank0.out": "a\n",
+        "rank1.out": "a\n",
+        "rank0.err": "",
+    }
     assert kept(tmp_path) == left
     Stream(tmp_path, 0).take(it.lines)
     assert kept(tmp_path) == it.files | {"agent.log": "setup\nof the image\n"}
@@ -339,4 +431,10 @@ def test_no_line_is_too_strange_to_be_looked_at(line: str) -> None:
 def test_a_log_may_trim_its_lines(line: str) -> None:
     found = log_protocol.parse(line)
     assert found is not None
-    assert (found.number, found.kind, found.label, found.text, found.more) == (5, "out", "0", "", False)
+    assert (found.number, found.kind, found.label, found.text, found.more) == (
+        5,
+        "out",
+        "0",
+        "",
+        False,
+    )

@@ -1,4 +1,6 @@
-"""Workers that do not come to the roll-call: their agents say what they do, and blame them once the others give up."""
+"""Workers that do not come to the roll-call: their agents say what they do, and blame them once the
+others give up.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,24 @@ def late(job: Job, rank: int, stuck: str) -> str:
 
 def line_of(job: Job, rank: int) -> str:
     """Return which line of the script hangs."""
-    return next(str(number) for number, line in enumerate(job.path("script.py").read_text().splitlines(), 1) if "def load_data" in line)
+    return next(
+        str(number)
+        for number, line in enumerate(job.path("script.py").read_text().splitlines(), 1)
+        if "def load_data" in line
+    )
 
 
-@pytest.mark.parametrize("stuck", ["time.sleep(1000)", "threading.Lock().acquire() and threading.Event().wait()"])
-def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(new_job: NewJob, stuck: str) -> None:
+@pytest.mark.parametrize(
+    "stuck", ["time.sleep(1000)", "threading.Lock().acquire() and threading.Event().wait()"]
+)
+def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(
+    new_job: NewJob, stuck: str
+) -> None:
     job = new_job(2)
     begin = time.monotonic()
-    job.start_all("--start", "fork", "--nproc-per-node", "2", late(job, 3, stuck), python=WITH_TORCH)
+    job.start_all(
+        "--start", "fork", "--nproc-per-node", "2", late(job, 3, stuck), python=WITH_TORCH
+    )
     log = job.dir / "logs" / "node0" / "rank0.err"
     wait_until(lambda: log.exists() and "load_data" in log.read_text(), PATIENCE)
     assert job.wait() == [1, 1]
@@ -66,10 +78,14 @@ def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(new_job: NewJob
     assert "s and has not come to bootstrap.init(); it is in " in said
     assert shown in said
     result = job.result
-    assert result["reason"].startswith(f"{who}): the others gave up waiting for it (pid {pid}): it has run for ")
+    assert result["reason"].startswith(
+        f"{who}): the others gave up waiting for it (pid {pid}): it has run for "
+    )
     assert result["failure"]["rank"] == 3
     assert any("in load_data" in line for line in result["failure"]["last_lines"])
-    assert set() < {each["rank"] for each in result["consequences"]} <= {0, 1, 2}  # whoever had the time to say so
+    assert (
+        set() < {each["rank"] for each in result["consequences"]} <= {0, 1, 2}
+    )  # whoever had the time to say so
     own = job.log(1, "rank3.err")
     assert "clusterjob: the others gave up waiting for this process, which has run for " in own
     assert f'script.py", line {number} in load_data' in own
@@ -98,7 +114,10 @@ def test_rank_0_is_looked_for_by_the_others(new_job: NewJob) -> None:
     waiting = "clusterjob: waiting for rank 0 (node 0): started, and not yet at init(); "
     told = next(line for line in said.splitlines() if line.startswith(waiting))
     assert 4 <= so_far(told) <= 4 + MARGIN
-    assert f"clusterjob: rank 0 (node 0, local rank 0, host {HOST}, pid {job.path('pid0').read_text()}): has run for " in said
+    assert (
+        f"clusterjob: rank 0 (node 0, local rank 0, host {HOST}, pid {job.path('pid0').read_text()}): has run for "
+        in said
+    )
     assert job.result["failure"]["rank"] == 0
     assert any("in load_data" in line for line in job.result["failure"]["last_lines"])
 
@@ -149,7 +168,9 @@ def test_a_script_that_waits_in_vain_and_goes_on_is_no_failure(new_job: NewJob) 
 @pytest.mark.slow
 def test_a_handler_of_the_scripts_own_is_left_alone(new_job: NewJob) -> None:
     job = new_job(1)
-    own = f"signal.signal({stacks.SIGNAL}, lambda *_: pathlib.Path('hit').touch()); time.sleep(1000)"
+    own = (
+        f"signal.signal({stacks.SIGNAL}, lambda *_: pathlib.Path('hit').touch()); time.sleep(1000)"
+    )
     job.start_all("--start", "fork", "--nproc-per-node", "2", late(job, 1, own), python=WITH_TORCH)
     assert job.wait() == [1]
     assert not job.path("hit").exists()
@@ -160,7 +181,15 @@ def test_a_handler_of_the_scripts_own_is_left_alone(new_job: NewJob) -> None:
 # -- the lead's part -------------------------------------------------------------------------------------------------------
 
 GAVE_UP = Failure(
-    0, 0, 0, "h", 1, None, "GangError: waiting for rank 3 (node 1): started, and not yet at init(); gave up after 7 s", (), effect=True
+    0,
+    0,
+    0,
+    "h",
+    1,
+    None,
+    "GangError: waiting for rank 3 (node 1): started, and not yet at init(); gave up after 7 s",
+    (),
+    effect=True,
 )
 STUCK = Failure(3, 0, 1, "h", 1, None, "the others gave up waiting for it: it sleeps")
 QUESTION = {"t": "missing", "local_rank": 1, "ranks": [0, 2, 3, 5, 6, 99], "final": False}
@@ -169,9 +198,16 @@ ANSWER = {"t": "where", "final": True, "lines": [], "failures": [STUCK.to_json()
 
 def test_the_agents_of_the_missing_ranks_are_asked_where_nodes_differ_in_size() -> None:
     search = Search([0, 3, 4], 7)
-    assert search.ask(0, QUESTION) == {0: [0, 2], 1: [3], 2: [5, 6]}  # and nobody of a rank that is not in the job
+    assert search.ask(0, QUESTION) == {
+        0: [0, 2],
+        1: [3],
+        2: [5, 6],
+    }  # and nobody of a rank that is not in the job
     answer = {"t": "where", "final": False, "lines": ["rank 3: it sleeps"], "failures": []}
-    assert search.answer(1, answer) == (0, {"t": "found", "local_rank": 1, "lines": ["rank 3: it sleeps"]})
+    assert search.answer(1, answer) == (
+        0,
+        {"t": "found", "local_rank": 1, "lines": ["rank 3: it sleeps"]},
+    )
     assert search.answered
 
 
@@ -181,7 +217,9 @@ def test_the_missing_are_blamed_once_somebody_has_failed_of_it() -> None:
     assert not search.answered
     assert search.answer(1, ANSWER) is None
     assert search.answered
-    search.note(Failure(0, 0, 0, "h", 1, None, "ValueError: Connection closed by peer", (), effect=True))
+    search.note(
+        Failure(0, 0, 0, "h", 1, None, "ValueError: Connection closed by peer", (), effect=True)
+    )
     assert search.causes() == []  # nobody has failed of the roll-call so far
     search.note(GAVE_UP)
     assert search.causes() == [STUCK]
@@ -219,7 +257,9 @@ def test_effects_wait_for_the_answer_and_causes_do_not() -> None:
 )
 def test_the_words_of_those_who_gave_up_are_known(message: str) -> None:
     assert is_roll_call_end(Failure(0, 0, 0, "h", 1, None, message))
-    assert not is_roll_call_end(Failure(0, 0, 0, "h", 1, None, message.replace("GangError", "ValueError")))
+    assert not is_roll_call_end(
+        Failure(0, 0, 0, "h", 1, None, message.replace("GangError", "ValueError"))
+    )
 
 
 @pytest.mark.parametrize("ranks", ["1", 1, None, [True], [-1], ["1"], [[1]], {"1": 1}])
@@ -236,7 +276,10 @@ def test_a_question_that_is_none_is_refused(ranks: object) -> None:
 
 def child(directory: Path, text: str) -> subprocess.Popen[bytes]:
     path = directory / "child.py"
-    path.write_text("import pathlib, os, signal, sys, time\nfrom clusterjob.node import stacks\n" + textwrap.dedent(text))
+    path.write_text(
+        "import pathlib, os, signal, sys, time\nfrom clusterjob.node import stacks\n"
+        + textwrap.dedent(text)
+    )
     process = subprocess.Popen([sys.executable, "-S", str(path)], cwd=directory)
     wait_until(lambda: (directory / "up").exists() or process.poll() is not None, 20)
     return process
@@ -296,15 +339,34 @@ def test_a_process_is_asked_again_and_again_and_its_sleep_goes_on(tmp_path: Path
 
 def test_a_stack_in_words() -> None:
     library = os.__file__
-    frames = (f'  File "{library}", line 1 in wait', '  File "/x/my data.py", line 7 in load', '  File "/x/train.py", line 9 in <module>')
+    frames = (
+        f'  File "{library}", line 1 in wait',
+        '  File "/x/my data.py", line 7 in load',
+        '  File "/x/train.py", line 9 in <module>',
+    )
     assert stacks.in_words(frames) == "it is in os.py line 1, wait, from my data.py line 7, load"
     assert stacks.in_words(frames[1:]) == "it is in my data.py line 7, load"
-    importing = (frames[1], '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed', frames[2])
+    importing = (
+        frames[1],
+        '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed',
+        frames[2],
+    )
     assert stacks.in_words(importing) == "it imports, in my data.py line 7, load"
     assert stacks.in_words(()) == "it does not say where it is"
-    lines = ("Thread 0x1 (most recent call first):", frames[0], "", "Current thread 0x2 (most recent call first):", *frames[1:])
+    lines = (
+        "Thread 0x1 (most recent call first):",
+        frames[0],
+        "",
+        "Current thread 0x2 (most recent call first):",
+        *frames[1:],
+    )
     assert stacks.main_thread(lines) == frames[1:]
-    assert stacks.main_thread((*lines, '  File "clusterjob/node/program.py", line 3 in run_as_main', frames[0])) == frames[1:]
+    assert (
+        stacks.main_thread(
+            (*lines, '  File "clusterjob/node/program.py", line 3 in run_as_main', frames[0])
+        )
+        == frames[1:]
+    )
 
 
 def test_the_kernel_says_what_it_knows(tmp_path: Path) -> None:

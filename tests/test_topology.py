@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from clusterjob.errors import PlaceError
 from clusterjob.node.environments.topology import Topology, Worker
 
-NODE = Topology(nnodes=2, node_rank=1, nproc_per_node=4, master_addr="10.0.0.1", master_port=29500, source="test")
+NODE = Topology(
+    nnodes=2,
+    node_rank=1,
+    nproc_per_node=4,
+    master_addr="10.0.0.1",
+    master_port=29500,
+    source="test",
+)
 WORKER = Worker(NODE, rank=5, local_rank=1, world_size=8, local_world_size=4)
 
 
@@ -66,8 +73,15 @@ small = st.integers(-2, 5)
 
 
 @given(small, small, st.none() | small, st.none() | st.integers(-1, 70000))
-def test_a_node_exists_exactly_when_it_is_possible(nnodes: int, node_rank: int, nproc: int | None, port: int | None) -> None:
-    possible = nnodes >= 1 and 0 <= node_rank < nnodes and (nproc is None or nproc >= 1) and (port is None or 1 <= port <= 65535)
+def test_a_node_exists_exactly_when_it_is_possible(
+    nnodes: int, node_rank: int, nproc: int | None, port: int | None
+) -> None:
+    possible = (
+        nnodes >= 1
+        and 0 <= node_rank < nnodes
+        and (nproc is None or nproc >= 1)
+        and (port is None or 1 <= port <= 65535)
+    )
     try:
         Topology(nnodes, node_rank, nproc, "h", port, "test")
     except PlaceError:
@@ -77,7 +91,9 @@ def test_a_node_exists_exactly_when_it_is_possible(nnodes: int, node_rank: int, 
 
 
 @given(small, small, small, small)
-def test_a_process_exists_exactly_when_it_is_possible(rank: int, local_rank: int, world_size: int, local_world_size: int) -> None:
+def test_a_process_exists_exactly_when_it_is_possible(
+    rank: int, local_rank: int, world_size: int, local_world_size: int
+) -> None:
     possible = 0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size
     try:
         Worker(NODE, rank, local_rank, world_size, local_world_size)

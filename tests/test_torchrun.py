@@ -49,31 +49,44 @@ def test_torchrun_is_told_the_place_and_the_program(program: Program, end: list[
     assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
     told = dict(zip(words[3 : -len(end) : 2], words[4 : -len(end) : 2], strict=True))
     assert told == {
-        "--nnodes": "2", "--node-rank": "1", "--nproc-per-node": "4", "--master-addr": "10.0.0.1", "--master-port": "1234",
-        "--rdzv-id": "train-abc", "--max-restarts": "0",
+        "--nnodes": "2", "--node-rank": "1", "--nproc-per-node": "4", "--master-addr": "10.0.0.1",
+        "--master-port": "1234", "--rdzv-id": "train-abc", "--max-restarts": "0",
     }  # fmt: skip
     assert words[-len(end) :] == end
 
 
-@pytest.mark.parametrize(("written", "code", "signal"), [(3, 3, None), (-9, 137, "SIGKILL"), (-11, 139, "SIGSEGV")])
-def test_its_last_words_name_the_rank_and_how_it_ended(tmp_path: Path, written: int, code: int, signal: str | None) -> None:
+@pytest.mark.parametrize(
+    ("written", "code", "signal"), [(3, 3, None), (-9, 137, "SIGKILL"), (-11, 139, "SIGSEGV")]
+)
+def test_its_last_words_name_the_rank_and_how_it_ended(
+    tmp_path: Path, written: int, code: int, signal: str | None
+) -> None:
     path = tmp_path / "torchrun.err"
-    path.write_text("[rank2]: peer is gone\n[rank3]: ValueError: boom\n" + CLOSING.format(code=written))
+    path.write_text(
+        "[rank2]: peer is gone\n[rank3]: ValueError: boom\n" + CLOSING.format(code=written)
+    )
     cause = root_cause(path)
     assert cause is not None
     assert (cause.rank, cause.local_rank, cause.exit_code, cause.signal) == (3, 1, code, signal)
-    assert cause.last_lines == ("[rank3]: ValueError: boom",), "another rank's words are not this one's"
+    assert cause.last_lines == ("[rank3]: ValueError: boom",), (
+        "another rank's words are not this one's"
+    )
 
 
 def test_a_rank_that_said_nothing_is_not_given_its_peers_words(tmp_path: Path) -> None:
     path = tmp_path / "torchrun.err"
-    path.write_text("[rank2]: Connection closed by peer\nterminate called\n" + CLOSING.format(code=-6))
+    path.write_text(
+        "[rank2]: Connection closed by peer\nterminate called\n" + CLOSING.format(code=-6)
+    )
     cause = root_cause(path)
     assert cause is not None
     assert cause.last_lines == ("terminate called",)
 
 
-@pytest.mark.parametrize("text", ["", "Traceback: torchrun itself\n", "Root Cause (first observed failure):\n[0]:\n  rank"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "Traceback: torchrun itself\n", "Root Cause (first observed failure):\n[0]:\n  rank"],
+)
 def test_a_torchrun_that_names_nobody_is_not_read_into(tmp_path: Path, text: str) -> None:
     path = tmp_path / "torchrun.err"
     path.write_text(text)

@@ -1,4 +1,6 @@
-"""What a platform's upload is given: the snapshot's files, ours beside them, and a list of what an upload may drop."""
+"""What a platform's upload is given: the snapshot's files, ours beside them, and a list of what an
+upload may drop.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.program import Program
 
-FILES = [PlannedFile(Path("/x/entry.sh"), b"echo\n", 0o700), PlannedFile(Path("/x/clusterjob-node.pyz"), b"PK", 0o600)]
+FILES = [
+    PlannedFile(Path("/x/entry.sh"), b"echo\n", 0o700),
+    PlannedFile(Path("/x/clusterjob-node.pyz"), b"PK", 0o600),
+]
 
 
 @pytest.fixture
@@ -44,7 +49,9 @@ def job_dir(tmp_path: Path) -> Path:
 
 
 def spec_of(work: Path, **fields: object) -> JobSpec:
-    return JobSpec(Program("script", "train.py"), **{"workdir": work, "python": sys.executable, **fields})  # type: ignore[arg-type]
+    return JobSpec(
+        Program("script", "train.py"), **{"workdir": work, "python": sys.executable, **fields}
+    )  # type: ignore[arg-type]
 
 
 def listed(root: Path) -> list[str]:
@@ -60,7 +67,14 @@ def test_the_snapshot_s_files_and_ours(work: Path, job_dir: Path) -> None:
     os.utime(work / "train.py", (1e9, 1e9))
     made = upload.stage(spec_of(work), job_dir, FILES)
     assert made.root == job_dir / "upload"
-    assert listed(made.root) == [f"{OWN}/clusterjob-node.pyz", f"{OWN}/entry.sh", f"{OWN}/kept", "sub/small", "train.py", "é ☃\n"]
+    assert listed(made.root) == [
+        f"{OWN}/clusterjob-node.pyz",
+        f"{OWN}/entry.sh",
+        f"{OWN}/kept",
+        "sub/small",
+        "train.py",
+        "é ☃\n",
+    ]
     assert (made.root / "train.py").read_text() == "print('trained')\n"
     assert (made.root / "train.py").stat().st_mtime == 1e9
     assert (made.root / OWN / "entry.sh").read_bytes() == b"echo\n"
@@ -85,7 +99,12 @@ def test_no_link_is_sent(work: Path, job_dir: Path, tmp_path: Path) -> None:
     (work / "inside").symlink_to("train.py")
     made = upload.stage(spec_of(work), job_dir, FILES)
     assert not any(path.is_symlink() for path in made.root.rglob("*"))
-    assert listed(made.root) == [f"{OWN}/clusterjob-node.pyz", f"{OWN}/entry.sh", f"{OWN}/kept", "train.py"]
+    assert listed(made.root) == [
+        f"{OWN}/clusterjob-node.pyz",
+        f"{OWN}/entry.sh",
+        f"{OWN}/kept",
+        "train.py",
+    ]
 
 
 def test_a_directory_of_our_name_is_refused(work: Path, job_dir: Path) -> None:
@@ -113,7 +132,9 @@ def test_a_file_that_changes_meanwhile_is_no_part_of_a_job(
     assert not (job_dir / "upload").exists()
 
 
-def test_too_much_is_refused_and_what_a_submitter_left_that_died_is_replaced(work: Path, job_dir: Path) -> None:
+def test_too_much_is_refused_and_what_a_submitter_left_that_died_is_replaced(
+    work: Path, job_dir: Path
+) -> None:
     (job_dir / "upload").mkdir()
     (job_dir / "upload" / "old").write_text("")
     (work / "data").write_bytes(bytes(2000))
@@ -126,7 +147,9 @@ def test_too_much_is_refused_and_what_a_submitter_left_that_died_is_replaced(wor
 
 
 def test_a_place_that_cannot_be_written_is_named(work: Path, tmp_path: Path) -> None:
-    with pytest.raises(SubmitError, match=r"what is to be sent cannot be laid out in .*: No such file or directory"):
+    with pytest.raises(
+        SubmitError, match=r"what is to be sent cannot be laid out in .*: No such file or directory"
+    ):
         upload.stage(spec_of(work), tmp_path / "nowhere", FILES)
 
 
@@ -134,14 +157,25 @@ def test_a_place_that_cannot_be_written_is_named(work: Path, tmp_path: Path) -> 
 
 
 def entry(spec: JobSpec, job_dir: Path, **values: object) -> list[PlannedFile]:
-    common = shared.common_values(spec, "job-abc", job_dir) | {"uploaded": True, "workdir": "", "node_zip": ""}
-    text = render("mlp.sh.j2", common | {"launch_arguments": spec.launch_options().arguments()} | values)
+    common = shared.common_values(spec, "job-abc", job_dir) | {
+        "uploaded": True,
+        "workdir": "",
+        "node_zip": "",
+    }
+    text = render(
+        "mlp.sh.j2", common | {"launch_arguments": spec.launch_options().arguments()} | values
+    )
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    return [shared.script_file(job_dir / ENTRY, text), PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(job_dir))]
+    return [
+        shared.script_file(job_dir / ENTRY, text),
+        PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(job_dir)),
+    ]
 
 
 def sent(root: Path, there: Path) -> Path:
-    """Bring what was staged to another place, as an upload of files does: without empty directories, modes and links."""
+    """Bring what was staged to another place, as an upload of files does: without empty
+    directories, modes and links.
+    """
     for path in root.rglob("*"):
         if path.is_file() and not path.is_symlink():
             target = there / path.relative_to(root)
@@ -166,19 +200,25 @@ def shown(job_dir: Path, out: str) -> dict[str, object]:
     return found
 
 
-def test_the_entry_script_runs_where_the_code_landed(work: Path, job_dir: Path, weird_path: Path) -> None:
+def test_the_entry_script_runs_where_the_code_landed(
+    work: Path, job_dir: Path, weird_path: Path
+) -> None:
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, env={"WORD": "it's\n$HOME"}, setup=("echo setting up",))
     made = upload.stage(spec, job_dir, entry(spec, job_dir))
-    ran = run(["bash", sent(made.root, weird_path / "code")], work, ALONE | {"CLUSTERJOB_TOKEN": "secret"})
+    ran = run(
+        ["bash", sent(made.root, weird_path / "code")], work, ALONE | {"CLUSTERJOB_TOKEN": "secret"}
+    )
     assert ran.code == 0, ran.err + ran.out
     assert shown(job_dir, ran.out) == {
-        "at": str(weird_path / "code"), "argv": ["train.py"], "token": "secret:t-1", "job": "job-abc", "stream": None, "index": None,
-        "word": "it's\n$HOME",
+        "at": str(weird_path / "code"), "argv": ["train.py"], "token": "secret:t-1",
+        "job": "job-abc", "stream": None, "index": None, "word": "it's\n$HOME",
     }  # fmt: skip
 
 
-def test_code_that_lies_there_already_is_run_where_it_lies(work: Path, job_dir: Path, tmp_path: Path) -> None:
+def test_code_that_lies_there_already_is_run_where_it_lies(
+    work: Path, job_dir: Path, tmp_path: Path
+) -> None:
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, sync=False)
     made = upload.stage(spec, job_dir, entry(spec, job_dir, workdir=str(work)))
@@ -208,7 +248,9 @@ def test_what_an_upload_drops_is_made_again(work: Path, job_dir: Path, tmp_path:
         assert ran.err == ""
 
 
-def test_an_element_gets_its_index_and_its_arguments(work: Path, job_dir: Path, tmp_path: Path) -> None:
+def test_an_element_gets_its_index_and_its_arguments(
+    work: Path, job_dir: Path, tmp_path: Path
+) -> None:
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work)
     files = [
@@ -220,8 +262,15 @@ def test_an_element_gets_its_index_and_its_arguments(work: Path, job_dir: Path, 
         ran = run(["bash", path, *words], work, ALONE | variables)
         assert ran.code == 0, ran.err + ran.out
         found = shown(tmp_path / f"seen{len(words)}", ran.out)
-        assert (found["argv"], found["index"], found["job"]) == (["train.py", "--lr=0.2", "$HOME"], "1", "job-abc_1")
-    for words, why in ([], "which element this is"), (["2"], "the arguments of this element cannot be read"):
+        assert (found["argv"], found["index"], found["job"]) == (
+            ["train.py", "--lr=0.2", "$HOME"],
+            "1",
+            "job-abc_1",
+        )
+    for words, why in (
+        ([], "which element this is"),
+        (["2"], "the arguments of this element cannot be read"),
+    ):
         ran = run(["bash", path, *words], work, ALONE)
         assert ran.code == 1
         assert why in ran.err
@@ -231,22 +280,53 @@ def test_an_element_gets_its_index_and_its_arguments(work: Path, job_dir: Path, 
     ("fields", "values", "code", "why"),
     [
         ({"setup": ("false",)}, {}, 1, "a setup line failed: false"),
-        ({"setup": ("exit_with() { return 7; }", "exit_with")}, {}, 7, "a setup line failed: exit_with"),
-        ({}, {"workdir": "/nonexistent/it's"}, 1, "the working directory /nonexistent/it's cannot be entered"),
+        (
+            {"setup": ("exit_with() { return 7; }", "exit_with")},
+            {},
+            7,
+            "a setup line failed: exit_with",
+        ),
+        (
+            {},
+            {"workdir": "/nonexistent/it's"},
+            1,
+            "the working directory /nonexistent/it's cannot be entered",
+        ),
     ],
 )
 def test_a_node_that_cannot_start_says_so_in_its_log(
-    work: Path, job_dir: Path, tmp_path: Path, fields: dict[str, object], values: dict[str, object], code: int, why: str
+    work: Path,
+    job_dir: Path,
+    tmp_path: Path,
+    fields: dict[str, object],
+    values: dict[str, object],
+    code: int,
+    why: str,
 ) -> None:
     spec = spec_of(work, **fields)
-    ran = run(["bash", sent(upload.stage(spec, job_dir, entry(spec, job_dir, **values)).root, tmp_path / "code")], work, ALONE)
+    ran = run(
+        [
+            "bash",
+            sent(
+                upload.stage(spec, job_dir, entry(spec, job_dir, **values)).root, tmp_path / "code"
+            ),
+        ],
+        work,
+        ALONE,
+    )
     assert ran.code == code
     Stream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
     (failure,) = ends.refusals(job_dir)
-    assert (failure.exit_code, failure.message.startswith(why), failure.host) == (code, True, os.uname().nodename)
+    assert (failure.exit_code, failure.message.startswith(why), failure.host) == (
+        code,
+        True,
+        os.uname().nodename,
+    )
 
 
-def test_an_agent_that_cannot_start_says_so_in_its_log(work: Path, job_dir: Path, tmp_path: Path) -> None:
+def test_an_agent_that_cannot_start_says_so_in_its_log(
+    work: Path, job_dir: Path, tmp_path: Path
+) -> None:
     spec = spec_of(work)
     path = sent(upload.stage(spec, job_dir, entry(spec, job_dir)).root, tmp_path / "code")
     ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"})  # of a half-set environment

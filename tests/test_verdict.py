@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.verdict import SCHEMA, Failure, JobState, Verdict, is_peer_loss, last_exception, without_library_warnings
+from clusterjob.node.verdict import (
+    SCHEMA,
+    Failure,
+    JobState,
+    Verdict,
+    is_peer_loss,
+    last_exception,
+    without_library_warnings,
+)
 
 FAILURE = Failure(3, 1, 1, "gpu7", 137, "SIGKILL", "was killed by SIGKILL", ("one", "two"))
 NODE_FAILURE = Failure(None, None, 2, "gpu9", 1, None, "the agent was lost")
@@ -23,15 +31,20 @@ failures = st.builds(
 )  # fmt: skip
 ends = st.sampled_from([state for state in JobState if state.final or state is JobState.PREEMPTED])
 verdicts = st.builds(
-    lambda state, code, **rest: Verdict(state, 0 if state is JobState.SUCCEEDED else code, **rest), state=ends, code=st.integers(1, 255),
-    reason=text, failure=st.none() | failures,
-    consequences=st.lists(failures, max_size=3).map(tuple), restarts=st.integers(0, 99), attempt=st.integers(0, 99),
-    started_at=st.none() | text, ended_at=st.none() | text,
+    lambda state, code, **rest: Verdict(state, 0 if state is JobState.SUCCEEDED else code, **rest),
+    state=ends, code=st.integers(1, 255), reason=text, failure=st.none() | failures,
+    consequences=st.lists(failures, max_size=3).map(tuple), restarts=st.integers(0, 99),
+    attempt=st.integers(0, 99), started_at=st.none() | text, ended_at=st.none() | text,
 )  # fmt: skip
 
 
 def test_states() -> None:
-    assert [state for state in JobState if state.final] == [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST]
+    assert [state for state in JobState if state.final] == [
+        JobState.SUCCEEDED,
+        JobState.FAILED,
+        JobState.CANCELLED,
+        JobState.LOST,
+    ]
     assert f"{JobState.LOST}" == str(JobState.LOST) == "LOST"
     assert json.dumps(JobState.FAILED) == '"FAILED"'
 
@@ -61,7 +74,9 @@ def test_what_a_newer_writer_adds_is_left_out() -> None:
 
 
 def test_what_an_older_writer_leaves_out_has_a_default() -> None:
-    assert Verdict.from_json({"state": "SUCCEEDED", "exit_code": 0}) == Verdict(JobState.SUCCEEDED, 0)
+    assert Verdict.from_json({"state": "SUCCEEDED", "exit_code": 0}) == Verdict(
+        JobState.SUCCEEDED, 0
+    )
 
 
 def test_the_keys_that_others_read() -> None:
@@ -79,8 +94,8 @@ def test_the_keys_that_others_read() -> None:
         "ended_at",
     }
     assert data["failure"].items() >= {
-        "rank": 3, "local_rank": 1, "node_rank": 1, "host": "gpu7", "exit_code": 137, "signal": "SIGKILL",
-        "message": "was killed by SIGKILL",
+        "rank": 3, "local_rank": 1, "node_rank": 1, "host": "gpu7", "exit_code": 137,
+        "signal": "SIGKILL", "message": "was killed by SIGKILL",
     }.items()  # fmt: skip
     assert data["failure"]["last_lines"] == ["one", "two"]
 
@@ -99,8 +114,16 @@ def test_the_text_of_a_success_is_one_word() -> None:
 def test_the_text_of_a_failure_names_cause_last_lines_and_consequences() -> None:
     effect = dataclasses.replace(FAILURE, rank=0, effect=True)
     own = [dataclasses.replace(FAILURE, rank=rank, message="ValueError: boom") for rank in (4, 5)]
-    others = (effect, own[0], dataclasses.replace(NODE_FAILURE, message="it is on fire"), own[1], dataclasses.replace(effect, rank=2))
-    assert Verdict(JobState.FAILED, 137, f"{FAILURE.who}: {FAILURE.message}", FAILURE, others, restarts=3).text().splitlines() == [
+    others = (
+        effect,
+        own[0],
+        dataclasses.replace(NODE_FAILURE, message="it is on fire"),
+        own[1],
+        dataclasses.replace(effect, rank=2),
+    )
+    assert Verdict(
+        JobState.FAILED, 137, f"{FAILURE.who}: {FAILURE.message}", FAILURE, others, restarts=3
+    ).text().splitlines() == [
         "FAILED after 3 restarts: rank 3 (node 1, local rank 1, host gpu7): was killed by SIGKILL",
         "  the last lines of its stderr:",
         "  | one",
@@ -112,14 +135,19 @@ def test_the_text_of_a_failure_names_cause_last_lines_and_consequences() -> None
 
 
 def test_text_of_a_verdict_shows_few_of_many_reasons() -> None:
-    others = tuple(dataclasses.replace(FAILURE, rank=rank, message=f"ValueError: {rank}") for rank in range(100))
+    others = tuple(
+        dataclasses.replace(FAILURE, rank=rank, message=f"ValueError: {rank}")
+        for rank in range(100)
+    )
     lines = Verdict(JobState.FAILED, 137, "boom", FAILURE, others).text().splitlines()
     assert [line for line in lines if "reason" in line][-1] == "  and 95 more reasons"
     assert len(lines) < 12
 
 
 def test_the_text_of_a_cancelled_job_is_its_reason() -> None:
-    assert Verdict(JobState.CANCELLED, 143, "SIGTERM on gpu7").text() == "CANCELLED: SIGTERM on gpu7"
+    assert (
+        Verdict(JobState.CANCELLED, 143, "SIGTERM on gpu7").text() == "CANCELLED: SIGTERM on gpu7"
+    )
 
 
 @given(verdicts)
@@ -127,7 +155,8 @@ def test_every_verdict_has_a_text_that_begins_with_its_state(verdict: Verdict) -
     assert verdict.text().startswith(str(verdict.state))
 
 
-# What gloo, NCCL and torch's store say when another rank is gone, as seen in public threads and in runs.
+# What gloo, NCCL and torch's store say when another rank is gone, as seen in public threads and in
+# runs.
 @pytest.mark.parametrize(
     "words",
     [
@@ -152,25 +181,54 @@ def test_what_only_tells_of_a_lost_peer(words: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "", "ValueError: boom", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "was killed by SIGKILL",
-        "FileNotFoundError: [Errno 2] No such file or directory: 'data'", "Segmentation fault (core dumped)", "AssertionError",
+        "",
+        "ValueError: boom",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "was killed by SIGKILL",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'data'",
+        "Segmentation fault (core dumped)",
+        "AssertionError",
         "loss is nan at step 5",
     ],
-)  # fmt: skip
+)
 def test_what_is_a_worker_s_own(words: str) -> None:
     assert not is_peer_loss(words)
 
 
 def test_the_hint_below_an_error_of_ours_is_not_the_error() -> None:
-    lines = ["Traceback (most recent call last):", "  ...", "clusterjob.errors.GangError: boom", "hint: do that"]
+    lines = [
+        "Traceback (most recent call last):",
+        "  ...",
+        "clusterjob.errors.GangError: boom",
+        "hint: do that",
+    ]
     assert last_exception(lines) == "clusterjob.errors.GangError: boom"
     assert last_exception(["hint: do that"]) is None
 
 
 def test_the_exception_is_that_of_the_last_traceback_whatever_is_written_after_it() -> None:
-    first = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "KeyError: 'a'", ""]
-    second = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "a.py", line 2, in <module>', "[rank1]: ValueError: boom"]
-    assert last_exception([*first, *second, "more of the message", "Set the environment variable HYDRA_FULL_ERROR=1"]) == "ValueError: boom"
+    first = [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in <module>',
+        "KeyError: 'a'",
+        "",
+    ]
+    second = [
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "a.py", line 2, in <module>',
+        "[rank1]: ValueError: boom",
+    ]
+    assert (
+        last_exception(
+            [
+                *first,
+                *second,
+                "more of the message",
+                "Set the environment variable HYDRA_FULL_ERROR=1",
+            ]
+        )
+        == "ValueError: boom"
+    )
     assert last_exception([*first, "Traceback (most recent call last):", "  cut short"]) is None
 
 
@@ -180,9 +238,14 @@ def test_the_exception_of_a_process_of_a_loader_is_found_below_its_original_trac
         "ValueError: Caught ValueError in DataLoader worker process 0.",
         "Original Traceback (most recent call last):",
     ]
-    assert last_exception([*lines, '  File "train.py", line 9, in __getitem__', "ValueError: image file is truncated", ""]) == (
-        "ValueError: image file is truncated"
-    )
+    assert last_exception(
+        [
+            *lines,
+            '  File "train.py", line 9, in __getitem__',
+            "ValueError: image file is truncated",
+            "",
+        ]
+    ) == ("ValueError: image file is truncated")
 
 
 def test_warnings_of_torchs_libraries_are_no_last_lines_where_there_are_others() -> None:
@@ -193,5 +256,8 @@ def test_warnings_of_torchs_libraries_are_no_last_lines_where_there_are_others()
         "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in libc10.so)",
     ]
     error = "[rank1]:[E1122 05:56:21.930705543 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout"
-    assert without_library_warnings(["ValueError: boom", *warnings, error]) == ("ValueError: boom", error)
+    assert without_library_warnings(["ValueError: boom", *warnings, error]) == (
+        "ValueError: boom",
+        error,
+    )
     assert without_library_warnings(warnings) == tuple(warnings)

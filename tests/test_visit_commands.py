@@ -1,4 +1,6 @@
-"""Commands that a visit runs for whoever is elsewhere: their words, their ends, and what they may not do to the visit."""
+"""Commands that a visit runs for whoever is elsewhere: their words, their ends, and what they may
+not do to the visit.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from clusterjob.node.host_server import commands
 from clusterjob.node.host_server.commands import Commands
 
 
-def run(visit: Commands, *argv: str, patience: float = 20.0, **more: Any) -> tuple[dict[str, Any], bytes]:
-    return visit.answer({"op": "run", "argv": list(argv), "env": {}, "job": "", "patience": patience, **more})
+def run(
+    visit: Commands, *argv: str, patience: float = 20.0, **more: Any
+) -> tuple[dict[str, Any], bytes]:
+    return visit.answer(
+        {"op": "run", "argv": list(argv), "env": {}, "job": "", "patience": patience, **more}
+    )
 
 
 def test_what_a_command_says_comes_apart_and_as_it_was_said(tmp_path: Path) -> None:
@@ -23,17 +29,32 @@ def test_what_a_command_says_comes_apart_and_as_it_was_said(tmp_path: Path) -> N
     script = 'printf "%s|" "$@"; pwd; printf "\\377 err" >&2; exit 7'
     answer, data = run(Commands(tmp_path), "bash", "-c", script, "-", "a b", "\udcfe☃", job="x")
     assert answer["code"] == 7
-    assert data[: answer["out"]] == b"a b|\xfe\xe2\x98\x83|" + os.fsencode(tmp_path / "jobs" / "x") + b"\n"
+    assert (
+        data[: answer["out"]]
+        == b"a b|\xfe\xe2\x98\x83|" + os.fsencode(tmp_path / "jobs" / "x") + b"\n"
+    )
     assert data[answer["out"] :] == b"\xff err"
 
 
 def test_one_that_takes_long_is_asked_for_again_and_holds_nobody_up(tmp_path: Path) -> None:
     visit = Commands(tmp_path)
-    first, _ = run(visit, "bash", "-c", f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo first", patience=0.0)
+    first, _ = run(
+        visit,
+        "bash",
+        "-c",
+        f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo first",
+        patience=0.0,
+    )
     assert run(visit, "echo", "second")[1] == b"second\n"
-    assert visit.answer({"op": "reap", "number": first["number"], "patience": 0.0}) == ({"number": first["number"]}, b"")
+    assert visit.answer({"op": "reap", "number": first["number"], "patience": 0.0}) == (
+        {"number": first["number"]},
+        b"",
+    )
     (tmp_path / "go").touch()
-    assert visit.answer({"op": "reap", "number": first["number"], "patience": 20.0}) == ({"code": 0, "out": 6}, b"first\n")
+    assert visit.answer({"op": "reap", "number": first["number"], "patience": 20.0}) == (
+        {"code": 0, "out": 6},
+        b"first\n",
+    )
 
 
 def test_one_that_is_dropped_ends(tmp_path: Path) -> None:
@@ -51,9 +72,14 @@ def test_one_that_says_too_much_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert data == b"yes: it says more than 100000 bytes\n"
 
 
-def test_one_that_is_not_there_is_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_not_there_is_said_to_be_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # whose login shell knows no more
-    assert run(Commands(tmp_path), "no-such-command") == ({"absent": "No such file or directory"}, b"")
+    assert run(Commands(tmp_path), "no-such-command") == (
+        {"absent": "No such file or directory"},
+        b"",
+    )
 
 
 def test_an_environment_without_the_job_around_it() -> None:
@@ -66,7 +92,20 @@ def test_an_environment_without_the_job_around_it() -> None:
         "SQUEUE_USERS": "x",
         "A": "b",
     }
-    assert slurm_environment(outside, "sbatch") == {"SBATCH_ACCOUNT": "mine", "SLURM_CONF": "/c", "SQUEUE_USERS": "x", "A": "b"}
-    assert slurm_environment(outside, "squeue") == {"SBATCH_ACCOUNT": "mine", "SLURM_CONF": "/c", "A": "b"}
+    assert slurm_environment(outside, "sbatch") == {
+        "SBATCH_ACCOUNT": "mine",
+        "SLURM_CONF": "/c",
+        "SQUEUE_USERS": "x",
+        "A": "b",
+    }
+    assert slurm_environment(outside, "squeue") == {
+        "SBATCH_ACCOUNT": "mine",
+        "SLURM_CONF": "/c",
+        "A": "b",
+    }
     inside = outside | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "CUDA_VISIBLE_DEVICES": "0"}
-    assert slurm_environment(inside, "sbatch") == {"SLURM_CONF": "/c", "SQUEUE_USERS": "x", "A": "b"}
+    assert slurm_environment(inside, "sbatch") == {
+        "SLURM_CONF": "/c",
+        "SQUEUE_USERS": "x",
+        "A": "b",
+    }

@@ -43,16 +43,32 @@ sys.exit(7)
 
 
 def talk(directory: Path, *args: str, **pipes: int) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", TALKER, *args], cwd=directory, text=True, **pipes)
+    return subprocess.Popen(
+        [sys.executable, "-c", TALKER, *args], cwd=directory, text=True, **pipes
+    )
 
 
-def test_words_and_output_are_shown_in_order_the_last_line_without_an_end_included(tmp_path: Path) -> None:
+def test_words_and_output_are_shown_in_order_the_last_line_without_an_end_included(
+    tmp_path: Path,
+) -> None:
     agent = talk(tmp_path, "3", "show", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = agent.communicate(timeout=PATIENCE)
     assert agent.returncode == 7
-    words = ["clusterjob: word 0", "clusterjob: word 1", "clusterjob: word 2", "[1] \ufffd snow \u2603", "clusterjob: over", "and out"]
+    words = [
+        "clusterjob: word 0",
+        "clusterjob: word 1",
+        "clusterjob: word 2",
+        "[1] \ufffd snow \u2603",
+        "clusterjob: over",
+        "and out",
+    ]
     assert err.splitlines() == words
-    assert [line.split(" x")[0] for line in out.splitlines()] == ["[0] line 0", "[0] line 1", "[0] line 2", "[0] no end of line"]
+    assert [line.split(" x")[0] for line in out.splitlines()] == [
+        "[0] line 0",
+        "[0] line 1",
+        "[0] line 2",
+        "[0] no end of line",
+    ]
 
 
 def test_lines_that_ranks_write_alike_in_one_look_are_one(tmp_path: Path) -> None:
@@ -69,7 +85,14 @@ voice = Voice(LogReader(Path("."), node=0))
 voice.show()
 voice.close()
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0-3] ready\n", "")
 
 
@@ -93,14 +116,28 @@ def test_a_reader_that_pauses_holds_nobody_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("locale", ["C.UTF-8", "POSIX"])
 def test_numbered_lines_all_go_to_stdout_the_verdict_last(tmp_path: Path, locale: str) -> None:
-    extra = {"LC_ALL": locale, "PYTHONIOENCODING": "latin-1"}  # an image's; a reader takes it for UTF-8
+    extra = {
+        "LC_ALL": locale,
+        "PYTHONIOENCODING": "latin-1",
+    }  # an image's; a reader takes it for UTF-8
     ran = finish(start([sys.executable, "-c", TALKER, "3", "show", "numbered"], tmp_path, extra))
     assert (ran.code, ran.err) == (7, "")
     lines = [log_protocol.parse(line) for line in ran.out.splitlines()]
     assert [line and line.number for line in lines] == list(range(1, len(lines) + 1))
     found = [(line.kind, line.label, line.text.partition(" x")[0]) for line in lines if line]
-    assert [text for kind, _, text in found if kind == "agent"] == ["word 0", "word 1", "word 2", "over", "and out"]
-    assert [text for kind, _, text in found if kind == "out"] == ["line 0", "line 1", "line 2", "no end of line"]
+    assert [text for kind, _, text in found if kind == "agent"] == [
+        "word 0",
+        "word 1",
+        "word 2",
+        "over",
+        "and out",
+    ]
+    assert [text for kind, _, text in found if kind == "out"] == [
+        "line 0",
+        "line 1",
+        "line 2",
+        "no end of line",
+    ]
     assert ("err", "1", "\ufffd snow \u2603") in found
     assert found[-1][0] == "verdict"
     assert json.loads(found[-1][2])["state"] == "SUCCEEDED"

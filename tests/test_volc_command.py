@@ -1,4 +1,6 @@
-"""The stand-in's command: its line, its answers, what it uploads and refuses, and the faults that tests cause."""
+"""The stand-in's command: its line, its answers, what it uploads and refuses, and the faults that
+tests cause.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SLEEP = "echo up; exec sleep 1000"
 
 
 @pytest.fixture(scope="module")
-def idle(tmp_path_factory: pytest.TempPathFactory, volc_machines: list[Machine]) -> Iterator[Platform]:
+def idle(
+    tmp_path_factory: pytest.TempPathFactory, volc_machines: list[Machine]
+) -> Iterator[Platform]:
     """A platform for many tests, which leave no task there."""
     with platform(tmp_path_factory.mktemp("idle"), volc_machines) as made:
         yield made
@@ -34,7 +38,13 @@ def said(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
 
 
 def test_its_sibling_has_to_be_on_the_path(volc: Platform) -> None:
-    done = subprocess.run([volc.bin / "volc", "version"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [volc.bin / "volc", "version"],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert said(done) == 'exec: "mlp": executable file not found in $PATH\n'
     assert volc.volc("version").stdout == "volc/1.2.57\n"
     assert volc.calls() == [["version"]]
@@ -47,24 +57,43 @@ def test_its_sibling_has_to_be_on_the_path(volc: Platform) -> None:
         (["ml_task", "stop", "--id", "t-1"], "No help topic for 'stop'"),
         (["ml_task", "list", "--all"], "flag provided but not defined: -all"),
         (["ml_task", "list", "--outpu", "json"], "flag provided but not defined: -outpu"),
-        (["ml_task", "cancel", "--id", "t-1", "--output", "json"], "flag provided but not defined: -output"),
-        (["ml_task", "logs", "--task", "t-1", "--instance", "worker_0", "--output", "json"], "flag provided but not defined: -output"),
+        (
+            ["ml_task", "cancel", "--id", "t-1", "--output", "json"],
+            "flag provided but not defined: -output",
+        ),
+        (
+            ["ml_task", "logs", "--task", "t-1", "--instance", "worker_0", "--output", "json"],
+            "flag provided but not defined: -output",
+        ),
         (["ml_task", "logs", "--task", "t-1"], 'Required flags "instance" not set'),
         (["ml_task", "get", "--output", "json"], 'Required flags "id" not set'),
         (["ml_task", "get", "--id"], "flag needs an argument: -id"),
         (["ml_task", "list", "--output", "Json"], "only json is supported"),
         (["ml_task", "list", "--limit", "ten", "--output", "json"], "parse error"),
-        (["ml_task", "submit", "--conf", "missing.yaml"], "load config file failed: open missing.yaml: no such file or directory"),
+        (
+            ["ml_task", "submit", "--conf", "missing.yaml"],
+            "load config file failed: open missing.yaml: no such file or directory",
+        ),
         (["ml_task", "get", "--id", "t-1", "--output", "json"], "task t-1 not found"),
-        (["ml_task", "list", "--status", "Waiting", "--output", "json"], "status 'Waiting' is not one of"),
-        (["ml_task", "list", "--format", "Nonsense", "--output", "json"], "unsupported format field 'Nonsense'"),
+        (
+            ["ml_task", "list", "--status", "Waiting", "--output", "json"],
+            "status 'Waiting' is not one of",
+        ),
+        (
+            ["ml_task", "list", "--format", "Nonsense", "--output", "json"],
+            "unsupported format field 'Nonsense'",
+        ),
     ],
 )
-def test_a_line_that_is_not_documented_is_an_error(idle: Platform, words: list[str], reason: str) -> None:
+def test_a_line_that_is_not_documented_is_an_error(
+    idle: Platform, words: list[str], reason: str
+) -> None:
     assert reason in said(idle.volc(*words))
 
 
-@pytest.mark.parametrize("words", [["list"], ["get", "--id", "t-1"], ["instance", "list", "--id", "t-1"]])
+@pytest.mark.parametrize(
+    "words", [["list"], ["get", "--id", "t-1"], ["instance", "list", "--id", "t-1"]]
+)
 def test_without_json_there_has_to_be_a_terminal(idle: Platform, words: list[str]) -> None:
     assert "/dev/tty" in said(idle.volc("ml_task", *words), 255)
 
@@ -85,21 +114,34 @@ def test_who_may_use_it(volc: Platform) -> None:
     volc.deny("CreateJob")
     assert volc.volc(*listing).returncode == 0
     volc.deny()
-    assert "AccessDenied: User is not authorized to perform: ml_platform:ListJobs" in said(volc.volc(*listing))
+    assert "AccessDenied: User is not authorized to perform: ml_platform:ListJobs" in said(
+        volc.volc(*listing)
+    )
     volc.allow()
     assert volc.volc(*listing).returncode == 0
 
 
-def test_lists_have_the_tasks_that_have_not_ended_and_ten_of_them(volc: Platform, tmp_path: Path) -> None:
+def test_lists_have_the_tasks_that_have_not_ended_and_ten_of_them(
+    volc: Platform, tmp_path: Path
+) -> None:
     volc.hold("Queue")
     tasks = [volc.submit(tmp_path, SLEEP, TaskName=f"task {number % 3}") for number in range(12)]
     wait_until(lambda: all(task["status"] == "Queue" for task in volc.tasks()), 20, "all queue")
     assert [row["JobId"] for row in volc.rows("list")] == tasks[:1:-1]
-    assert [row["JobId"] for row in volc.rows("list", "--limit", "3", "--offset", "10")] == [tasks[1], tasks[0]]
+    assert [row["JobId"] for row in volc.rows("list", "--limit", "3", "--offset", "10")] == [
+        tasks[1],
+        tasks[0],
+    ]
     assert [row["JobId"] for row in volc.rows("list", "--name", "sk 1")] == tasks[10::-3]
     volc.volc("ml_task", "cancel", "--id", tasks[0])
     assert len(volc.rows("list", "--limit", "100")) == 11
-    (killed,) = volc.rows("list", "--status", "Killed,Failed", "--format", "Id=id,JobName,Status=status,FinishTime,LaunchTime")
+    (killed,) = volc.rows(
+        "list",
+        "--status",
+        "Killed,Failed",
+        "--format",
+        "Id=id,JobName,Status=status,FinishTime,LaunchTime",
+    )
     assert killed.pop("FinishTime").endswith("Z")
     assert killed == {"id": tasks[0], "JobName": "task 0", "status": "Killed", "LaunchTime": ""}
 
@@ -110,12 +152,22 @@ def test_both_spellings_and_a_banner(volc: Platform, tmp_path: Path) -> None:
     done = volc.volc("ml_task", "get", "--id", task, "--output", "json")
     assert done.stdout.splitlines()[0] == "A new version of volc is available: volc/1.2.58"
     (row,) = parsed(done.stdout)
-    assert (row["JobId"], row["JobName"], row["Status"], row["Description"]) == (task, "a task", "Success", "words")
+    assert (row["JobId"], row["JobName"], row["Status"], row["Description"]) == (
+        task,
+        "a task",
+        "Success",
+        "words",
+    )
     assert row["TaskRoleSpecs"][0]["RoleReplicas"] == 1
     volc.set(spelling="Id", banner="", long_names=True)
     done = volc.volc("ml_task", "get", "--id", task, "--output", "json")
     (row,) = json.loads(done.stdout)
-    assert (row["Id"], row["Name"], row["Status"], row["ExitCode"]) == (task, "a task", "Success", 0)
+    assert (row["Id"], row["Name"], row["Status"], row["ExitCode"]) == (
+        task,
+        "a task",
+        "Success",
+        0,
+    )
     assert volc.rows("instance", "list", "--id", task)[0]["Name"] == f"{task}-worker-0"
 
 
@@ -159,7 +211,14 @@ def test_logs_lag(volc: Platform, tmp_path: Path) -> None:
     begin = time.time()
     task = volc.submit(tmp_path, "echo late")
     volc.wait(task, "Success")
-    wait_until(lambda: volc.volc("ml_task", "logs", "--task", task, "--instance", "worker_0").stdout == "late\n", 60, "the line")
+    wait_until(
+        lambda: (
+            volc.volc("ml_task", "logs", "--task", task, "--instance", "worker_0").stdout
+            == "late\n"
+        ),
+        60,
+        "the line",
+    )
     assert time.time() - begin >= 2.0
 
 
@@ -172,12 +231,22 @@ def test_logs_lag(volc: Platform, tmp_path: Path) -> None:
         ({"ResourceQueueID": "q-none"}, "resource queue q-none not found"),
         ({"ResourceQueueName": "nothing"}, "resource queue nothing not found"),
         ({"ResourceQueueID": None}, "ResourceQueueID is required"),
-        ({"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": 1, "Flavor": "ml.none"}]}, "flavor ml.none not found"),
         (
-            {"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": "2", "Flavor": "ml.hpcpni2l"}]},
+            {"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": 1, "Flavor": "ml.none"}]},
+            "flavor ml.none not found",
+        ),
+        (
+            {
+                "TaskRoleSpecs": [
+                    {"RoleName": "worker", "RoleReplicas": "2", "Flavor": "ml.hpcpni2l"}
+                ]
+            },
             "cannot unmarshal RoleReplicas '2' into int",
         ),
-        ({"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": 0, "Flavor": "ml.hpcpni2l"}]}, "RoleReplicas must be at least 1"),
+        (
+            {"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": 0, "Flavor": "ml.hpcpni2l"}]},
+            "RoleReplicas must be at least 1",
+        ),
         ({"Framework": "Horovod"}, "Framework 'Horovod' is not supported"),
         ({"ImageUrl": None}, "ImageUrl is required"),
         ({"Entrypoint": ""}, "Entrypoint is required"),
@@ -187,43 +256,90 @@ def test_logs_lag(volc: Platform, tmp_path: Path) -> None:
         ({"Envs": [{"Name": "A", "Value": 1}]}, "cannot unmarshal the Value of Envs A into string"),
         ({"Tags": "one"}, "cannot unmarshal Tags into []string"),
         ({"AccessType": "Nobody"}, "AccessType must be one of"),
-        ({"RetryOptions": {"EnableRetry": True, "PolicySets": ["Always"]}}, "'Always' is not supported"),
+        (
+            {"RetryOptions": {"EnableRetry": True, "PolicySets": ["Always"]}},
+            "'Always' is not supported",
+        ),
         ({"RetryOptions": {"Times": 3}}, "field not found in type RetryOptions"),
         ({"Storages": [{"Type": "Disk", "MountPath": "/data"}]}, "Storages Type must be one of"),
-        ({"UserCodePath": "code", "RemoteMountCodePath": "/root/code"}, "upload code failed: stat code: no such file or directory"),
+        (
+            {"UserCodePath": "code", "RemoteMountCodePath": "/root/code"},
+            "upload code failed: stat code: no such file or directory",
+        ),
     ],
 )
-def test_a_task_that_the_service_refuses(idle: Platform, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+def test_a_task_that_the_service_refuses(
+    idle: Platform, tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
     path = tmp_path / "task.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in (conf(SLEEP) | fields).items() if value is not None}))
-    assert reason in said(idle.volc("ml_task", "submit", "--conf", str(path), "--output", "json", cwd=tmp_path))
+    path.write_text(
+        yaml.safe_dump(
+            {key: value for key, value in (conf(SLEEP) | fields).items() if value is not None}
+        )
+    )
+    assert reason in said(
+        idle.volc("ml_task", "submit", "--conf", str(path), "--output", "json", cwd=tmp_path)
+    )
     assert not idle.tasks()
 
 
 def test_a_conf_file_that_is_no_yaml(idle: Platform, tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text("TaskName: 'a\n  b: [")
-    assert "load config file failed: yaml" in said(idle.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path))
+    assert "load config file failed: yaml" in said(
+        idle.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path)
+    )
 
 
 def test_flags_override_the_conf_file(volc: Platform, tmp_path: Path) -> None:
     volc.hold("Queue")
-    flags = ["--task_name=other", "-e", "sleep 1", "--args=--a=1", "--args=b", "-q", "q-20260101000000-other", "--priority", "6"]
+    flags = [
+        "--task_name=other",
+        "-e",
+        "sleep 1",
+        "--args=--a=1",
+        "--args=b",
+        "-q",
+        "q-20260101000000-other",
+        "--priority",
+        "6",
+    ]
     flags += ["--preemptible", "--set", "Priority=2", "--set", "Description=so"]
     volc.submit(tmp_path, SLEEP, *flags, Priority=4, Description="as it was")
     (task,) = volc.tasks("other")
     made = task["conf"]
-    assert (made["Entrypoint"], made["Args"], made["ResourceQueueID"]) == ("sleep 1", "--a=1 b", "q-20260101000000-other")
+    assert (made["Entrypoint"], made["Args"], made["ResourceQueueID"]) == (
+        "sleep 1",
+        "--a=1 b",
+        "q-20260101000000-other",
+    )
     assert (made["Priority"], made["Preemptible"], made["Description"]) == (6, True, "so")
-    done = volc.volc("ml_task", "submit", "-c", "task.yaml", "--set", "TaskRoleSpecs[0].RoleReplicas=2", cwd=tmp_path)
+    done = volc.volc(
+        "ml_task",
+        "submit",
+        "-c",
+        "task.yaml",
+        "--set",
+        "TaskRoleSpecs[0].RoleReplicas=2",
+        cwd=tmp_path,
+    )
     assert "no such item in the config file" in said(done)
-    text = volc.volc("ml_task", "submit", "-c", "task.yaml", "--resource_queue_name", "other", cwd=tmp_path).stdout
+    text = volc.volc(
+        "ml_task", "submit", "-c", "task.yaml", "--resource_queue_name", "other", cwd=tmp_path
+    ).stdout
     assert f"task_id={volc.tasks('a task')[0]['id']}\n" in text
-    assert volc.volc("ml_task", "export", "--task", task["id"], "--config", cwd=tmp_path).returncode == 0
+    assert (
+        volc.volc("ml_task", "export", "--task", task["id"], "--config", cwd=tmp_path).returncode
+        == 0
+    )
     assert yaml.safe_load((tmp_path / f"{task['id']}.yaml").read_text()) == made
 
 
 def tree(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    )
 
 
 def test_what_is_uploaded(volc: Platform, tmp_path: Path) -> None:
@@ -241,7 +357,9 @@ def test_what_is_uploaded(volc: Platform, tmp_path: Path) -> None:
     plain = [".gitignore", "a.py", "kept/.gitignore", "kept/build.py", "kept/keep.log"]
 
     def uploaded(path: str, *flags: str) -> Path:
-        task = volc.submit(tmp_path, SLEEP, *flags, UserCodePath=path, RemoteMountCodePath="/root/code")
+        task = volc.submit(
+            tmp_path, SLEEP, *flags, UserCodePath=path, RemoteMountCodePath="/root/code"
+        )
         return Path(volc.task(task)["code"])
 
     assert tree(uploaded("code/")) == tree(uploaded("./code/")) == plain
@@ -267,7 +385,9 @@ def test_a_network_that_fails_around_a_submit(volc: Platform, tmp_path: Path) ->
         assert "Client.Timeout exceeded" in said(volc.volc(*words, cwd=tmp_path))
         assert len(volc.tasks()) == made
     volc.break_submit("hangs")
-    with subprocess.Popen(["volc", *words], env=volc.variables, cwd=tmp_path, stdout=subprocess.PIPE) as hanging:
+    with subprocess.Popen(
+        ["volc", *words], env=volc.variables, cwd=tmp_path, stdout=subprocess.PIPE
+    ) as hanging:
         wait_until(lambda: len(volc.tasks()) == 2, 20, "the task")
         assert hanging.poll() is None
         hanging.kill()
@@ -287,7 +407,10 @@ def test_tasks_that_are_held_say_why(volc: Platform, tmp_path: Path) -> None:
     task = volc.submit(tmp_path, "true")
     volc.wait(task, "Staging")
     wait_until(lambda: volc.rows("instance", "list", "--id", task)[0]["DiagInfo"], 20, "the reason")
-    assert volc.rows("instance", "list", "--id", task)[0]["DiagInfo"] == "ImagePullBackOff: pull access denied"
+    assert (
+        volc.rows("instance", "list", "--id", task)[0]["DiagInfo"]
+        == "ImagePullBackOff: pull access denied"
+    )
     volc.release()
     volc.wait(task, "Success")
 
@@ -295,4 +418,6 @@ def test_tasks_that_are_held_say_why(volc: Platform, tmp_path: Path) -> None:
 def test_a_build_that_takes_no_args_in_the_conf_file(volc: Platform, tmp_path: Path) -> None:
     volc.set(refuse_args=True)
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(conf(SLEEP, Args="")))
-    assert "please remove Args from config" in said(volc.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path))
+    assert "please remove Args from config" in said(
+        volc.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path)
+    )

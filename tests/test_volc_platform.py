@@ -18,21 +18,45 @@ SLEEP = "echo up; exec sleep 1000"
 # -- workers -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_finds_the_documented_variables_and_its_own_and_no_others(volc: Platform, tmp_path: Path) -> None:
-    envs = [{"Name": "WORD", "Value": "it's $HOME\nso"}, {"Name": "SECRET", "Value": "s3cret", "IsPrivate": True}]
+def test_a_worker_finds_the_documented_variables_and_its_own_and_no_others(
+    volc: Platform, tmp_path: Path
+) -> None:
+    envs = [
+        {"Name": "WORD", "Value": "it's $HOME\nso"},
+        {"Name": "SECRET", "Value": "s3cret", "IsPrivate": True},
+    ]
     python = f'{sys.executable} -S -c "import json, os, socket; print(json.dumps([dict(os.environ), os.getcwd(), socket.gethostname()]))"'
     task = volc.submit(tmp_path, python, workers=2, Envs=envs)
     instances = volc.wait(task, "Success")["instances"]
     told = [json.loads(instance["lines"][0]) for instance in instances]
     for index, (environ, cwd, hostname) in enumerate(told):
         assert (cwd, hostname) == ("/", f"{task}-worker-{index}")
-        assert (environ["MLP_TASK_ID"], environ["MLP_ROLE"], environ["MLP_ROLE_INDEX"]) == (task, "WORKER", str(index))
-        assert (environ["MLP_WORKER_NUM"], environ["MLP_WORKER_GPU"], environ["WORD"]) == ("2", "2", "it's $HOME\nso")
+        assert (environ["MLP_TASK_ID"], environ["MLP_ROLE"], environ["MLP_ROLE_INDEX"]) == (
+            task,
+            "WORKER",
+            str(index),
+        )
+        assert (environ["MLP_WORKER_NUM"], environ["MLP_WORKER_GPU"], environ["WORD"]) == (
+            "2",
+            "2",
+            "it's $HOME\nso",
+        )
         assert (environ["HOME"], environ["SECRET"]) == ("/root", "s3cret")
-        assert environ["MLP_WORKER_ALL_HOSTS"].split(",")[index] == environ["MLP_HOST"] == environ[f"MLP_WORKER_{index}_HOST"]
+        assert (
+            environ["MLP_WORKER_ALL_HOSTS"].split(",")[index]
+            == environ["MLP_HOST"]
+            == environ[f"MLP_WORKER_{index}_HOST"]
+        )
         left = [name for name in environ if not name.startswith("MLP_")]
         assert sorted(left) == sorted(
-            ["HOME", "HOSTNAME", "PATH", "WORD", "SECRET", *(name for name in left if name in ("_", "PWD", "SHLVL", "LC_CTYPE"))]
+            [
+                "HOME",
+                "HOSTNAME",
+                "PATH",
+                "WORD",
+                "SECRET",
+                *(name for name in left if name in ("_", "PWD", "SHLVL", "LC_CTYPE")),
+            ]
         )
     assert told[0][0]["MLP_WORKER_0_PORT"] == told[1][0]["MLP_WORKER_0_PORT"]
     assert told[0][0]["MLP_HOST"] != told[1][0]["MLP_HOST"]
@@ -55,54 +79,93 @@ def test_two_workers_reach_each_other(volc: Platform, tmp_path: Path) -> None:
         "            time.sleep(0.05)\n"
     )
     entry = f"{sys.executable} -S /root/code/talk.py"
-    task = volc.submit(tmp_path, entry, workers=2, UserCodePath="code/", RemoteMountCodePath="/root/code")
+    task = volc.submit(
+        tmp_path, entry, workers=2, UserCodePath="code/", RemoteMountCodePath="/root/code"
+    )
     ended = volc.wait(task, "Success")
     assert ended["instances"][0]["lines"] == ["from 10.77.0.2"]
 
 
-def test_the_entry_command_is_run_by_bash_with_its_arguments_behind_it(volc: Platform, tmp_path: Path) -> None:
-    task = volc.submit(tmp_path, "for word in", Args='a "b c" $MLP_ROLE; do echo "[$word]"; done; echo wrong >&2')
-    assert volc.wait(task, "Success")["instances"][0]["lines"] == ["[a]", "[b c]", "[WORKER]", "wrong"]
+def test_the_entry_command_is_run_by_bash_with_its_arguments_behind_it(
+    volc: Platform, tmp_path: Path
+) -> None:
+    task = volc.submit(
+        tmp_path, "for word in", Args='a "b c" $MLP_ROLE; do echo "[$word]"; done; echo wrong >&2'
+    )
+    assert volc.wait(task, "Success")["instances"][0]["lines"] == [
+        "[a]",
+        "[b c]",
+        "[WORKER]",
+        "wrong",
+    ]
 
 
 def test_each_worker_has_files_of_its_own(volc: Platform, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a").write_text("as uploaded\n")
-    entry = (
-        'cat /root/code/a; ls -A /root /tmp; echo "mine $MLP_ROLE_INDEX" > /root/code/a; touch /tmp/left /root/left /data/$MLP_ROLE_INDEX'
-    )
+    entry = 'cat /root/code/a; ls -A /root /tmp; echo "mine $MLP_ROLE_INDEX" > /root/code/a; touch /tmp/left /root/left /data/$MLP_ROLE_INDEX'
     mounts = [{"Type": "Vepfs", "MountPath": "/data", "VepfsId": "vepfs-1"}]
     for _ in range(2):
-        task = volc.submit(tmp_path, entry, workers=2, UserCodePath="code/", RemoteMountCodePath="/root/code/", Storages=mounts)
+        task = volc.submit(
+            tmp_path,
+            entry,
+            workers=2,
+            UserCodePath="code/",
+            RemoteMountCodePath="/root/code/",
+            Storages=mounts,
+        )
         for instance in volc.wait(task, "Success")["instances"]:
             content, _, *listed = instance["lines"]
-            image = {part for place in (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)) for part in place.split("/")[2:3]}
+            image = {
+                part
+                for place in (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable))
+                for part in place.split("/")[2:3]
+            }
             assert content == "as uploaded"
-            assert set(listed) - image == {"code", "", "/tmp:"}, "but for the interpreter, where it lies in there"
-        assert [(volc.code(task, worker) / "a").read_text() for worker in (0, 1)] == ["mine 0\n", "mine 1\n"]
+            assert set(listed) - image == {"code", "", "/tmp:"}, (
+                "but for the interpreter, where it lies in there"
+            )
+        assert [(volc.code(task, worker) / "a").read_text() for worker in (0, 1)] == [
+            "mine 0\n",
+            "mine 1\n",
+        ]
     assert (tmp_path / "code" / "a").read_text() == "as uploaded\n"
     assert not Path("/data").exists()
     task = volc.submit(tmp_path, "ls /data", Storages=mounts)
-    assert volc.wait(task, "Success")["instances"][0]["lines"] == ["0", "1"]  # the storage outlives tasks
+    assert volc.wait(task, "Success")["instances"][0]["lines"] == [
+        "0",
+        "1",
+    ]  # the storage outlives tasks
 
 
-def test_hosts_may_come_in_quotes_and_workers_with_the_place_of_their_rack(volc: Platform, tmp_path: Path) -> None:
+def test_hosts_may_come_in_quotes_and_workers_with_the_place_of_their_rack(
+    volc: Platform, tmp_path: Path
+) -> None:
     volc.set(quoted_hosts=True, racks=[0, 2, 1])
     task = volc.submit(tmp_path, 'echo "$MLP_WORKER_0_HOST $MLP_WORKER_RACK_RANK_INDEX"', workers=3)
-    assert [each["lines"] for each in volc.wait(task, "Success")["instances"]] == [[f"'10.77.0.1' {rack}"] for rack in (0, 2, 1)]
+    assert [each["lines"] for each in volc.wait(task, "Success")["instances"]] == [
+        [f"'10.77.0.1' {rack}"] for rack in (0, 2, 1)
+    ]
 
 
 def test_code_that_cannot_be_mounted(volc: Platform, tmp_path: Path) -> None:
-    task = volc.submit(tmp_path, "true", UserCodePath="task.yaml", RemoteMountCodePath="/usr/not/there")
+    task = volc.submit(
+        tmp_path, "true", UserCodePath="task.yaml", RemoteMountCodePath="/usr/not/there"
+    )
     ended = volc.wait(task, "Exception")
     assert "mount path /usr/not/there is not in the image" in ended["instances"][0]["diag"]
     assert not Path("/usr/not").exists()
 
 
 def test_with_mpi_only_worker_0_runs_the_entry_command(volc: Platform, tmp_path: Path) -> None:
-    task = volc.submit(tmp_path, 'echo "$MLP_MPI_NP"; cat "$MLP_MPI_HOSTFILE"', workers=2, Framework="MPI")
+    task = volc.submit(
+        tmp_path, 'echo "$MLP_MPI_NP"; cat "$MLP_MPI_HOSTFILE"', workers=2, Framework="MPI"
+    )
     ended = volc.wait(task, "Success")
-    assert [instance["lines"] for instance in ended["instances"]] == [["4", "10.77.0.1 slots=2", "10.77.0.2 slots=2"], []]
+    assert [instance["lines"] for instance in ended["instances"]] == [
+        ["4", "10.77.0.1 slots=2", "10.77.0.2 slots=2"],
+        [],
+    ]
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------------
@@ -110,12 +173,16 @@ def test_with_mpi_only_worker_0_runs_the_entry_command(volc: Platform, tmp_path:
 
 def test_a_failed_worker_fails_the_task_and_ends_the_others(volc: Platform, tmp_path: Path) -> None:
     volc.set(failure_grace=0.2)
-    task = volc.submit(tmp_path, 'if [ "$MLP_ROLE_INDEX" = 1 ]; then echo dying; exit 7; fi; sleep 1000', workers=2)
+    task = volc.submit(
+        tmp_path, 'if [ "$MLP_ROLE_INDEX" = 1 ]; then echo dying; exit 7; fi; sleep 1000', workers=2
+    )
     volc.wait(task, "Failed")
     first, second = volc.rows("instance", "list", "--id", task)
     assert (second["Name"], second["State"], second["ExitCode"]) == ("worker_1", "Failed", 7)
     assert (first["Name"], first["State"]) == ("worker_0", "Killed")
-    assert volc.rows("get", "--id", task, "--format", "Status,ExitCode") == [{"Status": "Failed", "ExitCode": 7}]
+    assert volc.rows("get", "--id", task, "--format", "Status,ExitCode") == [
+        {"Status": "Failed", "ExitCode": 7}
+    ]
 
 
 def test_a_cancel_ends_everything_in_the_worker(volc: Platform, tmp_path: Path) -> None:
@@ -123,8 +190,14 @@ def test_a_cancel_ends_everything_in_the_worker(volc: Platform, tmp_path: Path) 
     script = f"trap 'echo told' TERM; setsid sleep {marker} & (trap '' TERM; sleep {marker}) & echo up; while :; do wait; done"
     task = volc.submit(tmp_path, script)
     volc.wait_for_line(task, "up")
-    wait_until(lambda: sum(marker in command_line(pid).split() for pid in all_pids()) >= 2, 20, "both sleep")
-    volc.set(kill_grace=15.0)  # for the shell to say so; the sleep that ignores SIGTERM is killed then
+    wait_until(
+        lambda: sum(marker in command_line(pid).split() for pid in all_pids()) >= 2,
+        20,
+        "both sleep",
+    )
+    volc.set(
+        kill_grace=15.0
+    )  # for the shell to say so; the sleep that ignores SIGTERM is killed then
     done = volc.volc("ml_task", "cancel", "--id", task)
     assert (done.returncode, done.stdout) == (0, "cancel success\n")
     volc.wait_for_line(task, "told")
@@ -141,9 +214,18 @@ def test_a_task_is_ended_when_its_time_is_over(volc: Platform, tmp_path: Path) -
 
 
 def test_a_retry_is_a_new_task_of_the_same_name(volc: Platform, tmp_path: Path) -> None:
-    retry = {"EnableRetry": True, "MaxRetryTimes": 2, "IntervalSeconds": 1, "PolicySets": ["Failed"]}
+    retry = {
+        "EnableRetry": True,
+        "MaxRetryTimes": 2,
+        "IntervalSeconds": 1,
+        "PolicySets": ["Failed"],
+    }
     volc.submit(tmp_path, "exit 3", RetryOptions=retry)
-    wait_until(lambda: [task["status"] for task in volc.tasks("a task")] == ["Failed"] * 3, 60, "three attempts")
+    wait_until(
+        lambda: [task["status"] for task in volc.tasks("a task")] == ["Failed"] * 3,
+        60,
+        "three attempts",
+    )
     attempts = volc.tasks("a task")
     assert len({task["id"] for task in attempts}) == 3
     for before, after in itertools.pairwise(attempts):
@@ -151,7 +233,12 @@ def test_a_retry_is_a_new_task_of_the_same_name(volc: Platform, tmp_path: Path) 
 
 
 def test_a_cancelled_task_is_not_tried_again(volc: Platform, tmp_path: Path) -> None:
-    retry = {"EnableRetry": True, "MaxRetryTimes": 5, "IntervalSeconds": 0, "PolicySets": ["Failed", "InstanceReclaimed"]}
+    retry = {
+        "EnableRetry": True,
+        "MaxRetryTimes": 5,
+        "IntervalSeconds": 0,
+        "PolicySets": ["Failed", "InstanceReclaimed"],
+    }
     task = volc.submit(tmp_path, SLEEP, RetryOptions=retry)
     volc.wait_for_line(task, "up")
     volc.volc("ml_task", "cancel", "--id", task)
@@ -170,7 +257,13 @@ def test_a_reclaimed_task_is_killed_and_queued_again(volc: Platform, tmp_path: P
     wait_until(lambda: len(volc.tasks("a task")) == 2, 20, "its copy")
     copy = volc.tasks("a task")[1]
     wait_until(lambda: volc.task(copy["id"])["status"] == "Queue", 20, "it is queued")
-    wait_until(lambda: volc.rows("instance", "list", "--id", copy["id"])[0]["DiagInfo"] == "waiting for idle resources", 20)
+    wait_until(
+        lambda: (
+            volc.rows("instance", "list", "--id", copy["id"])[0]["DiagInfo"]
+            == "waiting for idle resources"
+        ),
+        20,
+    )
     volc.release()
     volc.wait_for_line(copy["id"], "up")
 
@@ -191,21 +284,29 @@ def test_a_machine_that_vanishes_says_nothing_any_more(volc: Platform, tmp_path:
         "print(len(select.select([peer], [], [], 1000)[0]), flush=True)\n"
     )
     entry = f"{sys.executable} -S /root/code/talk.py"
-    task = volc.submit(tmp_path, entry, workers=2, UserCodePath="talk.py", RemoteMountCodePath="/root/code")
+    task = volc.submit(
+        tmp_path, entry, workers=2, UserCodePath="talk.py", RemoteMountCodePath="/root/code"
+    )
     for worker in (0, 1):
         volc.wait_for_line(task, "joined", worker)
     volc.vanish(task, 1)
     ended = volc.wait(task, "Exception")
     assert [instance["state"] for instance in ended["instances"]] == ["Killed", "Exception"]
     assert ended["instances"][0]["lines"] == ["joined"]  # no end of the connection was seen
-    volc.wait(volc.submit(tmp_path, "true", workers=4), "Success")  # there is a new one in its place
+    volc.wait(
+        volc.submit(tmp_path, "true", workers=4), "Success"
+    )  # there is a new one in its place
 
 
 def test_a_task_waits_until_there_are_machines(volc: Platform, tmp_path: Path) -> None:
     first = volc.submit(tmp_path, SLEEP, workers=3)
     second = volc.submit(tmp_path, "true", workers=2)
     volc.wait_for_line(first, "up")
-    wait_until(lambda: "Insufficient" in volc.rows("instance", "list", "-i", second)[0]["DiagInfo"], 20, "the reason")
+    wait_until(
+        lambda: "Insufficient" in volc.rows("instance", "list", "-i", second)[0]["DiagInfo"],
+        20,
+        "the reason",
+    )
     assert volc.task(second)["status"] == "Queue"
     volc.volc("ml_task", "cancel", "--id", first)
     volc.wait(second, "Success")
@@ -215,19 +316,31 @@ def test_a_task_waits_until_there_are_machines(volc: Platform, tmp_path: Path) -
 def test_nothing_outlives_the_platform(tmp_path: Path, volc_machines: list[Machine]) -> None:
     marker = f"20{os.getpid()}"
     with platform(tmp_path, volc_machines) as volc:
-        task = volc.submit(tmp_path, f"trap '' TERM; echo up; setsid sleep {marker} & sleep {marker}; sleep {marker}", workers=2)
+        task = volc.submit(
+            tmp_path,
+            f"trap '' TERM; echo up; setsid sleep {marker} & sleep {marker}; sleep {marker}",
+            workers=2,
+        )
         for worker in (0, 1):
             volc.wait_for_line(task, "up", worker)
-        wait_until(lambda: any(marker in command_line(pid).split() for pid in all_pids()), 20, "it sleeps")
+        wait_until(
+            lambda: any(marker in command_line(pid).split() for pid in all_pids()), 20, "it sleeps"
+        )
     assert not [pid for pid in all_pids() if marker in command_line(pid).split()]
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
     assert sorted(os.listdir(tmp_path)) == ["task.yaml"]
 
 
-def test_a_service_that_is_killed_takes_its_workers_with_it(tmp_path: Path, volc_machines: list[Machine]) -> None:
+def test_a_service_that_is_killed_takes_its_workers_with_it(
+    tmp_path: Path, volc_machines: list[Machine]
+) -> None:
     marker = f"30{os.getpid()}"
     with platform(tmp_path, volc_machines) as volc:
         task = volc.submit(tmp_path, f"echo up; sleep {marker}")
         volc.wait_for_line(task, "up")
         volc._service.kill()
-        wait_until(lambda: not [pid for pid in all_pids() if marker in command_line(pid)], 20, "all are gone")
+        wait_until(
+            lambda: not [pid for pid in all_pids() if marker in command_line(pid)],
+            20,
+            "all are gone",
+        )

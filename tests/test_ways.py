@@ -1,4 +1,6 @@
-"""Every way of docs/ways.md trains: the examples are run as the page says, and what they claim is computed here once more."""
+"""Every way of docs/ways.md trains: the examples are run as the page says, and what they claim is
+computed here once more.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def on_two(directory: Path, *words: object, launcher: str = "fork") -> str:
 
 def test_a_function_in_processes_of_its_own(tmp_path: Path) -> None:
     out = python(tmp_path, EXAMPLES / "spawn_function.py", 2, "4,5")
-    assert {line for line in out.splitlines() if "rank" in line} == {f"[{rank}] rank {rank} of 2 on cpu" for rank in (0, 1)}
+    assert {line for line in out.splitlines() if "rank" in line} == {
+        f"[{rank}] rank {rank} of 2 on cpu" for rank in (0, 1)
+    }
     assert number(r"loss (\S+) after training on 2 processes", out) < 1e-4
 
 
@@ -71,7 +75,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]
     """Return what two processes on chosen GPUs print, and the weights with which they end."""
     directory = tmp_path_factory.mktemp("base")
     command = [sys.executable, "-m", "clusterjob", "launch", "--gpus", "0,1"]
-    ran = run([*command, RECIPES, "--backend", "gloo", "--tensorboard", "runs", "--save", "model.pt"], directory)
+    ran = run(
+        [*command, RECIPES, "--backend", "gloo", "--tensorboard", "runs", "--save", "model.pt"],
+        directory,
+    )
     assert ran.code == 0, ran.err
     assert "arning" not in ran.err
     check_curves(directory / "runs", re.findall(r": loss (\S+), accuracy (\S+),", ran.out))
@@ -95,7 +102,9 @@ def test_the_recipes_learn_on_two_processes(base: tuple[str, dict[str, Any]]) ->
     assert number(r"learning rate (\S+)", base[0]) == 0.2
 
 
-def test_one_process_with_the_same_batch_ends_with_the_same_weights(base: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_one_process_with_the_same_batch_ends_with_the_same_weights(
+    base: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
     out = python(tmp_path, RECIPES, "--batch-size", 128, "--lr", 0.2, "--save", "one.pt")
     check_recipes(out, 1, "None")
     assert distance(base[1], weights(tmp_path / "one.pt")) < 1e-5
@@ -107,19 +116,25 @@ def check_curves(folder: Path, printed: list[tuple[str, str]]) -> None:
     [_] = folder.iterdir()  # the main process alone has written
     events = EventAccumulator(str(folder)).Reload()
     for tag, column in (("loss/train", 0), ("accuracy/held-out", 1)):
-        assert [event.value for event in events.Scalars(tag)] == pytest.approx([float(row[column]) for row in printed], abs=1e-4)
+        assert [event.value for event in events.Scalars(tag)] == pytest.approx(
+            [float(row[column]) for row in printed], abs=1e-4
+        )
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_accumulated_gradients_are_those_of_the_large_batch(base: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_accumulated_gradients_are_those_of_the_large_batch(
+    base: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
     on_two(tmp_path, RECIPES, "--batch-size", 16, "--accumulate", 4, "--save", "accumulated.pt")
     assert distance(base[1], weights(tmp_path / "accumulated.pt")) < 1e-5
 
 
-def test_mixed_precision_computes_in_half_and_learns_the_same(base: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_mixed_precision_computes_in_half_and_learns_the_same(
+    base: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
     out = on_two(tmp_path, RECIPES, "--amp", "--save", "half.pt")
     half = weights(tmp_path / "half.pt")
     assert 1e-5 < distance(base[1], half) < 0.05
@@ -135,7 +150,9 @@ def test_sync_batchnorm_trains_on_the_cpu_without_and_says_so(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("processes", "schedule"), [(2, "gpipe"), (3, "1f1b")])
-def test_a_pipeline_has_the_gradients_of_one_process_and_learns(processes: int, schedule: str, tmp_path: Path) -> None:
+def test_a_pipeline_has_the_gradients_of_one_process_and_learns(
+    processes: int, schedule: str, tmp_path: Path
+) -> None:
     ran = launch("fork", processes, [EXAMPLES / "pipeline.py", "--schedule", schedule], tmp_path)
     assert ran.code == 0, ran.err
     assert "arning" not in ran.err
@@ -169,8 +186,14 @@ def test_it_is_a_resnet_34(images: Any) -> None:
     import torch
 
     model = resnet.ResNet34(1000)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 21_797_672  # torchvision's resnet34
-    layers = [module for name, module in model.named_modules() if isinstance(module, torch.nn.Conv2d) and "shortcut" not in name]
+    assert (
+        sum(parameter.numel() for parameter in model.parameters()) == 21_797_672
+    )  # torchvision's resnet34
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Conv2d) and "shortcut" not in name
+    ]
     assert len(layers) + 1 == 34
     assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
 
@@ -192,14 +215,30 @@ def test_a_folder_of_images_is_split_once_for_all(images: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_resnet_learns_from_a_folder_of_images(processes: int, images: Any, tmp_path: Path) -> None:
-    words = [IMAGES / "train.py", "--size", 32, "--epochs", 2, "--workers", 0, "--batch-size", 16 // processes, "--save", "model.pt"]
+def test_a_resnet_learns_from_a_folder_of_images(
+    processes: int, images: Any, tmp_path: Path
+) -> None:
+    words = [
+        IMAGES / "train.py",
+        "--size",
+        32,
+        "--epochs",
+        2,
+        "--workers",
+        0,
+        "--batch-size",
+        16 // processes,
+        "--save",
+        "model.pt",
+    ]
     if processes == 1:
         images.make(tmp_path / "photos", per_class=40, size=32)
         out = python(tmp_path, *words, "--data", "photos")
     else:
         out = on_two(tmp_path, *words)
-        assert len(list((tmp_path / "made_up_images").rglob("*"))) == 3 + 180  # made once, and nothing beside it
+        assert (
+            len(list((tmp_path / "made_up_images").rglob("*"))) == 3 + 180
+        )  # made once, and nothing beside it
     first, last = map(float, re.findall(r"epoch \d/2: loss (\S+)", out))
     assert last < 0.7 * first
     assert number(r"accuracy (\S+) on", out) > 0.5  # a third would be chance
@@ -211,6 +250,10 @@ def test_the_page_names_every_example_and_no_other() -> None:
     page = (ROOT / "docs" / "ways.md").read_text()
     named = set(re.findall(r"\.\./examples/([\w/]+\.py)", page))
     other = {"classify_images/resnet.py", "classify_images/images.py"}  # parts of one that is named
-    other |= {path.relative_to(EXAMPLES).as_posix() for path in (EXAMPLES / "backend").rglob("*.py")}  # docs/backends.md is its page
-    assert named == {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - other
+    other |= {
+        path.relative_to(EXAMPLES).as_posix() for path in (EXAMPLES / "backend").rglob("*.py")
+    }  # docs/backends.md is its page
+    assert (
+        named == {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - other
+    )
     assert LAUNCHERS.keys() >= {"fork", "torchrun"}

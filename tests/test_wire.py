@@ -1,4 +1,6 @@
-"""The connection between two agents, over real sockets: who is let in, and what becomes of everyone and everything else."""
+"""The connection between two agents, over real sockets: who is let in, and what becomes of everyone
+and everything else.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def run(story: Callable[[], Awaitable[Any]]) -> Any:
-    """Run a story with a bound, in an event loop in which an exception that nobody catches is an error."""
+    """Run a story with a bound, in an event loop in which an exception that nobody catches is an
+    error.
+    """
     unheard: list[dict[str, Any]] = []
 
     async def listening() -> Any:
@@ -40,7 +44,9 @@ async def connection() -> AsyncIterator[tuple[Streams, Streams]]:
     """Give both ends of one TCP connection over loopback."""
     accepted: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
     listener = socket.create_server(("127.0.0.1", 0))
-    server = await asyncio.start_server(lambda *streams: accepted.set_result(streams), sock=listener, limit=protocol.LINE_BYTES)
+    server = await asyncio.start_server(
+        lambda *streams: accepted.set_result(streams), sock=listener, limit=protocol.LINE_BYTES
+    )
     member = await asyncio.open_connection(*listener.getsockname()[:2], limit=protocol.LINE_BYTES)
     lead = await accepted
     try:
@@ -53,8 +59,12 @@ async def connection() -> AsyncIterator[tuple[Streams, Streams]]:
         await asyncio.sleep(0)
 
 
-async def greet(member: Streams, lead: Streams, member_token: bytes = TOKEN, lead_token: bytes = TOKEN) -> list[Any]:
-    """Let both ends greet each other, the lead welcoming whoever has proved to be of the job; errors are returned."""
+async def greet(
+    member: Streams, lead: Streams, member_token: bytes = TOKEN, lead_token: bytes = TOKEN
+) -> list[Any]:
+    """Let both ends greet each other, the lead welcoming whoever has proved to be of the job;
+    errors are returned.
+    """
 
     async def as_lead() -> tuple[Channel, Message]:
         channel, hello = await protocol.greet_member(*lead, lead_token, "job-1")
@@ -69,7 +79,9 @@ async def greet(member: Streams, lead: Streams, member_token: bytes = TOKEN, lea
             raise
 
     return await asyncio.gather(
-        closing(protocol.greet_lead(*member, member_token, HELLO), member[1]), closing(as_lead(), lead[1]), return_exceptions=True
+        closing(protocol.greet_lead(*member, member_token, HELLO), member[1]),
+        closing(as_lead(), lead[1]),
+        return_exceptions=True,
     )
 
 
@@ -112,7 +124,9 @@ def test_a_wrong_token_is_refused_on_both_sides() -> None:
 def test_an_agent_of_another_job_is_refused_even_with_the_token() -> None:
     async def story() -> None:
         async with connection() as (member, lead):
-            other = asyncio.create_task(protocol.greet_lead(*member, TOKEN, HELLO | {"job": "job-2"}))
+            other = asyncio.create_task(
+                protocol.greet_lead(*member, TOKEN, HELLO | {"job": "job-2"})
+            )
             with pytest.raises(Stranger, match="not an agent of this job"):
                 await protocol.greet_member(*lead, TOKEN, "job-1")
             lead[1].close()
@@ -144,7 +158,10 @@ def test_the_token_never_travels() -> None:
                     passed.extend(data)
                     writer.write(data)
 
-            pumps = [asyncio.create_task(pump(proxy_member[0], proxy_lead[1])), asyncio.create_task(pump(proxy_lead[0], proxy_member[1]))]
+            pumps = [
+                asyncio.create_task(pump(proxy_member[0], proxy_lead[1])),
+                asyncio.create_task(pump(proxy_lead[0], proxy_member[1])),
+            ]
             member_channel, lead_channel = await channels(member, lead)
             member_channel.send({"t": "beat"})
             assert await lead_channel.receive() == {"t": "beat"}
@@ -183,7 +200,12 @@ def test_a_stranger_cannot_pose_as_the_lead_by_asking_the_lead() -> None:
     async def story() -> None:
         async with connection() as (asker, lead):
             greeting = asyncio.create_task(protocol.greet_member(*lead, TOKEN, "job-1"))
-            asker[1].write(json.dumps({"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "0" * 32}).encode() + b"\n")
+            asker[1].write(
+                json.dumps(
+                    {"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "0" * 32}
+                ).encode()
+                + b"\n"
+            )
             true_challenge = await asker[0].readline()
             async with connection() as (member, impostor):
                 joining = asyncio.create_task(protocol.greet_lead(*member, TOKEN, HELLO))
@@ -201,7 +223,18 @@ def test_a_stranger_cannot_pose_as_the_lead_by_asking_the_lead() -> None:
 # -- messages that are not the other end's -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tamper", ["payload", "signature", "no signature", "replayed", "reordered", "reflected", "another connection's"])
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        "payload",
+        "signature",
+        "no signature",
+        "replayed",
+        "reordered",
+        "reflected",
+        "another connection's",
+    ],
+)
 def test_a_message_that_is_not_the_next_of_this_connection_is_refused(tamper: str) -> None:
     async def story() -> None:
         async with connection() as (member, lead), connection() as (other_member, other_lead):
@@ -225,8 +258,10 @@ def test_a_message_that_is_not_the_next_of_this_connection_is_refused(tamper: st
                 assert await lead_channel.receive() == {"t": "first"}
             else:
                 write({
-                    "payload": first.replace(b"first", b"fiRst"), "signature": (b"0" if first[:1] != b"0" else b"1") + first[1:],
-                    "no signature": b'{"t": "first"}\n', "reordered": second + first, "another connection's": foreign,
+                    "payload": first.replace(b"first", b"fiRst"),
+                    "signature": (b"0" if first[:1] != b"0" else b"1") + first[1:],
+                    "no signature": b'{"t": "first"}\n', "reordered": second + first,
+                    "another connection's": foreign,
                 }[tamper])  # fmt: skip
             with pytest.raises(Stranger, match="wrong signature"):
                 await lead_channel.receive()
@@ -304,7 +339,9 @@ def test_closing_does_not_wait_for_a_peer_that_reads_nothing() -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters()),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 almost = st.builds(
@@ -322,10 +359,23 @@ almost = st.builds(
 said = st.lists(
     st.binary(max_size=200)
     | almost
-    | st.sampled_from([b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"[" * 3000 + b"\n", b"9" * 4000 + b"\n", b"\n"]),
+    | st.sampled_from(
+        [
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01",
+            b"[" * 3000 + b"\n",
+            b"9" * 4000 + b"\n",
+            b"\n",
+        ]
+    ),
     max_size=3,
 )
-SURROGATE = json.dumps({"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "\ud800", "proof": "\ud800"}).encode() + b"\n"
+SURROGATE = (
+    json.dumps(
+        {"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "\ud800", "proof": "\ud800"}
+    ).encode()
+    + b"\n"
+)
 
 
 async def listen_to(words: bytes) -> BaseException:
@@ -366,7 +416,9 @@ def test_a_lone_surrogate_is_refused(listener: Callable[[bytes], Awaitable[BaseE
 
 @pytest.mark.parametrize("listener", [listen_to, ask])
 @pytest.mark.parametrize("size", [protocol.LINE_BYTES * 8, protocol.LINE_BYTES - 100])
-def test_an_endless_line_is_refused_and_bounded(listener: Callable[[bytes], Awaitable[BaseException]], size: int) -> None:
+def test_an_endless_line_is_refused_and_bounded(
+    listener: Callable[[bytes], Awaitable[BaseException]], size: int
+) -> None:
     assert isinstance(run(lambda: listener(b"x" * size)), Stranger)
 
 

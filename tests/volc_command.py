@@ -1,7 +1,9 @@
-"""The stand-in platform's command, `volc`: what the documentation says of its command line, and of who may use it.
+"""The stand-in platform's command, `volc`: what the documentation says of its command line, and of
+who may use it.
 
-Run as a program with the service's directory before the user's words; the standard library alone, for it is started often. Flags
-and their short forms are of the documentation, page "命令行工具" (the command line tool), unless said otherwise.
+Run as a program with the service's directory before the user's words; the standard library alone,
+for it is started often. Flags and their short forms are of the documentation, page "命令行工具" (the
+command line tool), unless said otherwise.
 """
 
 from __future__ import annotations
@@ -17,30 +19,62 @@ from pathlib import Path
 VERSION = "volc/1.2.57"
 ON, TEXT, LIST = "a switch", "takes a value", "may be given several times"
 _OUTPUT = {"output": (TEXT,), "format": (TEXT,), "helpformat": (ON,), "profile": (TEXT, "p")}
-# Long names with their kinds and short forms. Go's flag library takes one hyphen or two before any of them.
+# Long names with their kinds and short forms. Go's flag library takes one hyphen or two before any
+# of them.
 FLAGS = {
     "submit": {
-        "conf": (TEXT, "c"), "task_name": (TEXT, "n"), "description": (TEXT, "d"), "user_code_path": (TEXT, "cp"),
-        "entrypoint": (TEXT, "e"), "args": (LIST, "a"), "image": (TEXT, "i"), "resource_group_id": (TEXT, "g"),
-        "resource_queue_id": (TEXT, "q"), "resource_queue_name": (TEXT, "queue_name"), "framework": (TEXT, "f"), "local_diff": (TEXT,),
-        "copy-links": (ON, "L"), "links": (ON,), "access_type": (TEXT,), "access_users": (LIST,), "preemptible": (ON,),
-        "priority": (TEXT,), "output": (TEXT,), "set": (LIST,),
+        "conf": (TEXT, "c"),
+        "task_name": (TEXT, "n"),
+        "description": (TEXT, "d"),
+        "user_code_path": (TEXT, "cp"),
+        "entrypoint": (TEXT, "e"),
+        "args": (LIST, "a"),
+        "image": (TEXT, "i"),
+        "resource_group_id": (TEXT, "g"),
+        "resource_queue_id": (TEXT, "q"),
+        "resource_queue_name": (TEXT, "queue_name"),
+        "framework": (TEXT, "f"),
+        "local_diff": (TEXT,),
+        "copy-links": (ON, "L"),
+        "links": (ON,),
+        "access_type": (TEXT,),
+        "access_users": (LIST,),
+        "preemptible": (ON,),
+        "priority": (TEXT,),
+        "output": (TEXT,),
+        "set": (LIST,),
     },
     # --limit and --offset: users' notes of `list --help`; with --output json there are 10 rows without them.
-    "list": {"status": (TEXT, "s"), "name": (TEXT, "n"), "limit": (TEXT,), "offset": (TEXT,), **_OUTPUT},
+    "list": {
+        "status": (TEXT, "s"),
+        "name": (TEXT, "n"),
+        "limit": (TEXT,),
+        "offset": (TEXT,),
+        **_OUTPUT,
+    },
     "get": {"id": (TEXT, "i"), **_OUTPUT},
     "instance_list": {"id": (TEXT, "i"), **_OUTPUT},
     "cancel": {"id": (TEXT, "i")},
     "logs": {
-        "task": (TEXT, "t"), "instance": (TEXT, "i"), "content": (TEXT, "c"), "reverse": (ON, "r"), "lines": (TEXT, "l"), "f": (ON,),
+        "task": (TEXT, "t"),
+        "instance": (TEXT, "i"),
+        "content": (TEXT, "c"),
+        "reverse": (ON, "r"),
+        "lines": (TEXT, "l"),
+        "f": (ON,),
         "profile": (TEXT, "p"),
     },
     "export": {"task": (TEXT, "t"), "config": (ON,), "code": (ON,)},
-}  # fmt: skip
+}
 REQUIRED = {
-    "submit": ["conf"], "get": ["id"], "instance_list": ["id"], "cancel": ["id"], "logs": ["task", "instance"], "export": ["task"],
+    "submit": ["conf"], "get": ["id"], "instance_list": ["id"], "cancel": ["id"],
+    "logs": ["task", "instance"], "export": ["task"],
 }  # fmt: skip
-WITH_TERMINAL = ("list", "get", "instance_list")  # "with --output the answer is no longer interactive"
+WITH_TERMINAL = (
+    "list",
+    "get",
+    "instance_list",
+)  # "with --output the answer is no longer interactive"
 
 
 class Usage(Exception):
@@ -80,16 +114,25 @@ def _run(directory: Path, words: list[str]) -> int:
     for name in ("limit", "offset", "lines"):
         if not flags.get(name, "0").isdigit():
             raise Usage(f"invalid value {flags[name]!r} for flag -{name}: parse error")
-    request = {"operation": operation, "flags": flags, "cwd": os.getcwd(), **_identity(flags.get("profile"))}
+    request = {
+        "operation": operation,
+        "flags": flags,
+        "cwd": os.getcwd(),
+        **_identity(flags.get("profile")),
+    }
     if operation == "submit":
         if flags.get("local_diff", "on") not in ("on", "off"):
             raise Usage("invalid value for flag local_diff: on or off")
         try:
             request["conf"] = Path(flags["conf"]).read_text()
         except OSError as error:
-            raise Usage(f"load config file failed: open {flags['conf']}: {error.strerror.lower()}") from None
+            raise Usage(
+                f"load config file failed: open {flags['conf']}: {error.strerror.lower()}"
+            ) from None
     if operation in WITH_TERMINAL and "output" not in flags:
-        print("open /dev/tty: no such device or address", file=sys.stderr)  # users' notes: without a terminal its exit status is 255
+        print(
+            "open /dev/tty: no such device or address", file=sys.stderr
+        )  # users' notes: without a terminal its exit status is 255
         return 255
     return _ask(directory, request)
 
@@ -106,7 +149,9 @@ def _help(operation: str) -> int:
 
 def _parse(known: dict, words: list[str]) -> dict:
     """Return the flags by their long names."""
-    names = {short: name for name, (_, *shorts) in known.items() for short in shorts} | {name: name for name in known}
+    names = {short: name for name, (_, *shorts) in known.items() for short in shorts} | {
+        name: name for name in known
+    }
     flags: dict = {}
     words = list(words)
     while words:
@@ -134,7 +179,9 @@ def _parse(known: dict, words: list[str]) -> dict:
 
 
 def _identity(profile: str | None) -> dict[str, str]:
-    """Return keys and region: of VOLC_AK, VOLC_SK, VOLC_REGION, else of a section of ~/.volc/credentials and ~/.volc/config."""
+    """Return keys and region: of VOLC_AK, VOLC_SK, VOLC_REGION, else of a section of
+    ~/.volc/credentials and ~/.volc/config.
+    """
     section = profile or os.environ.get("VOLC_PROFILE") or "default"
     home = Path(os.environ.get("HOME", "/")) / ".volc"
     found = configparser.ConfigParser(interpolation=None)
@@ -153,7 +200,11 @@ def _identity(profile: str | None) -> dict[str, str]:
 def _configure() -> int:
     """Ask for keys and region, and write them where the others look."""
     answers = []
-    for prompt in ("volc access key []: ", "volc secret access key []: ", "volc region [cn-beijing]: "):
+    for prompt in (
+        "volc access key []: ",
+        "volc secret access key []: ",
+        "volc region [cn-beijing]: ",
+    ):
         print(prompt, end="", flush=True)
         line = sys.stdin.readline()
         if not line:
@@ -172,7 +223,9 @@ def _configure() -> int:
 
 
 def _ask(directory: Path, request: dict) -> int:
-    folder = os.open(directory, os.O_RDONLY)  # the socket's whole path may be longer than the kernel takes
+    folder = os.open(
+        directory, os.O_RDONLY
+    )  # the socket's whole path may be longer than the kernel takes
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(f"/proc/self/fd/{folder}/socket")

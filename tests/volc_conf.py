@@ -1,6 +1,7 @@
 """What the stand-in platform takes as a task: its YAML, and the code that goes along.
 
-Where no other source is named, the fact is of the platform's documentation, page "命令行工具" (the command line tool).
+Where no other source is named, the fact is of the platform's documentation, page "命令行工具" (the
+command line tool).
 """
 
 from __future__ import annotations
@@ -14,28 +15,39 @@ from typing import Any
 import pathspec
 import yaml
 
-# The page's sample of a conf file, and CacheType, which exported tasks carry. Of DelayExitTimeSeconds and a few more nothing comes here.
+# The page's sample of a conf file, and CacheType, which exported tasks carry. Of
+# DelayExitTimeSeconds and a few more nothing comes here.
 FIELDS = {
-    "TaskName", "Description", "Entrypoint", "Args", "Tags", "UserCodePath", "RemoteMountCodePath", "Envs", "ImageUrl", "ImageCredential",
-    "ResourceGroupID", "ResourceQueueID", "ResourceQueueName", "Framework", "TaskRoleSpecs", "ActiveDeadlineSeconds",
-    "DelayExitTimeSeconds", "AccessType", "AccessUsers", "Preemptible", "Priority", "RetryOptions", "DiagOptions", "PrivateNetwork",
-    "CustomServices", "EnableTensorBoard", "TensorBoardStorage", "SidecarMemoryRatio", "Storages", "CacheType",
+    "TaskName", "Description", "Entrypoint", "Args", "Tags", "UserCodePath", "RemoteMountCodePath",
+    "Envs", "ImageUrl", "ImageCredential", "ResourceGroupID", "ResourceQueueID",
+    "ResourceQueueName", "Framework", "TaskRoleSpecs", "ActiveDeadlineSeconds",
+    "DelayExitTimeSeconds", "AccessType", "AccessUsers", "Preemptible", "Priority", "RetryOptions",
+    "DiagOptions", "PrivateNetwork", "CustomServices", "EnableTensorBoard", "TensorBoardStorage",
+    "SidecarMemoryRatio", "Storages", "CacheType",
 }  # fmt: skip
 TEXTS = (
-    "TaskName", "Description", "Entrypoint", "Args", "UserCodePath", "RemoteMountCodePath", "ImageUrl", "ResourceQueueID",
-    "ResourceQueueName", "CacheType",
+    "TaskName", "Description", "Entrypoint", "Args", "UserCodePath", "RemoteMountCodePath",
+    "ImageUrl", "ResourceQueueID", "ResourceQueueName", "CacheType",
 )  # fmt: skip
 FRAMEWORKS = ("TensorFlowPS", "PyTorchDDP", "MXNet", "BytePS", "MPI", "Custom")
 ACCESS = ("Public", "Queue", "Private")
 STORAGES = ("Tos", "Sfcs", "Vepfs", "VepfsAP", "Nas")
 ROLE_FIELDS = {"RoleName", "RoleReplicas", "Flavor", "GpuRate"}
-RETRY_FIELDS = {"EnableRetry", "EnableReserveResourceOnRetry", "MaxRetryTimes", "IntervalSeconds", "PolicySets"}
+RETRY_FIELDS = {
+    "EnableRetry",
+    "EnableReserveResourceOnRetry",
+    "MaxRetryTimes",
+    "IntervalSeconds",
+    "PolicySets",
+}
 POLICIES = ("Failed", "InstanceReclaimed", "MachineFailure")  # the last one in users' conf files
 # A flag overrides the field; --set is weaker than they are.
 FLAGS = {
-    "task_name": "TaskName", "description": "Description", "user_code_path": "UserCodePath", "entrypoint": "Entrypoint", "args": "Args",
-    "image": "ImageUrl", "resource_queue_id": "ResourceQueueID", "resource_queue_name": "ResourceQueueName", "framework": "Framework",
-    "access_type": "AccessType", "access_users": "AccessUsers", "preemptible": "Preemptible", "priority": "Priority",
+    "task_name": "TaskName", "description": "Description", "user_code_path": "UserCodePath",
+    "entrypoint": "Entrypoint", "args": "Args", "image": "ImageUrl",
+    "resource_queue_id": "ResourceQueueID", "resource_queue_name": "ResourceQueueName",
+    "framework": "Framework", "access_type": "AccessType", "access_users": "AccessUsers",
+    "preemptible": "Preemptible", "priority": "Priority",
 }  # fmt: skip
 
 
@@ -45,7 +57,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Site:
-    """What there is to ask for: queues (id to name), flavors (name to GPUs), priorities that may be chosen."""
+    """What there is to ask for: queues (id to name), flavors (name to GPUs), priorities that may be
+    chosen.
+    """
 
     queues: dict[str, str]
     flavors: dict[str, int]
@@ -60,7 +74,9 @@ def load(text: str, flags: dict[str, Any]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise Refused(f"load config file failed: yaml: {' '.join(str(error).split())}") from None
     if not isinstance(conf, dict):
-        raise Refused("load config file failed: yaml: cannot unmarshal the document into a task config")
+        raise Refused(
+            "load config file failed: yaml: cannot unmarshal the document into a task config"
+        )
     for pair in flags.get("set", []):
         _override(conf, pair)
     for flag, field in FLAGS.items():
@@ -84,7 +100,8 @@ def _override(conf: dict[str, Any], pair: str) -> None:
     place = conf
     for parent in parents:
         place = place.get(parent) if isinstance(place, dict) else None
-    # "--set only overrides config items already defined in the config file"; elements of lists are reported not to work.
+    # "--set only overrides config items already defined in the config file"; elements of lists are
+    # reported not to work.
     if not isinstance(place, dict) or last not in place:
         raise Refused(f"--set {path}: no such item in the config file")
     place[last] = yaml.safe_load(value)
@@ -104,9 +121,13 @@ def check(conf: dict[str, Any], site: Site) -> None:
     if site.refuse_args and "Args" in conf:  # seen with one build of the command
         raise Refused("please remove Args from config and write it into Entrypoint")
     if conf.get("UserCodePath") and not str(conf.get("RemoteMountCodePath", "")).startswith("/"):
-        raise Refused("InvalidParameter: RemoteMountCodePath must be an absolute path when UserCodePath is set")
+        raise Refused(
+            "InvalidParameter: RemoteMountCodePath must be an absolute path when UserCodePath is set"
+        )
     if conf.get("Framework") not in FRAMEWORKS:
-        raise Refused(f"InvalidParameter: Framework {conf.get('Framework')!r} is not supported, expected one of {'/'.join(FRAMEWORKS)}")
+        raise Refused(
+            f"InvalidParameter: Framework {conf.get('Framework')!r} is not supported, expected one of {'/'.join(FRAMEWORKS)}"
+        )
     if conf.get("AccessType", "Queue") not in ACCESS:
         raise Refused(f"InvalidParameter: AccessType must be one of {'/'.join(ACCESS)}")
     queue_of(conf, site)
@@ -130,7 +151,9 @@ def queue_of(conf: dict[str, Any], site: Site) -> str:
                 return known
         raise Refused(f"ResourceNotFound.ResourceQueue: resource queue {name} not found")
     if not queue:
-        raise Refused("InvalidParameter: ResourceQueueID is required, there is no public queue in this region")
+        raise Refused(
+            "InvalidParameter: ResourceQueueID is required, there is no public queue in this region"
+        )
     if queue not in site.queues:
         raise Refused(f"ResourceNotFound.ResourceQueue: resource queue {queue} not found")
     return str(queue)
@@ -143,7 +166,9 @@ def _check_roles(roles: Any, site: Site) -> None:
         if not isinstance(role, dict) or set(role) - ROLE_FIELDS:
             raise Refused(f"load config file failed: field not found in type TaskRoleSpec: {role}")
         if role.get("RoleName") != "worker":
-            raise Refused(f"InvalidParameter: RoleName {role.get('RoleName')!r} is not a role of this framework")
+            raise Refused(
+                f"InvalidParameter: RoleName {role.get('RoleName')!r} is not a role of this framework"
+            )
         if _whole("RoleReplicas", role.get("RoleReplicas")) < 1:
             raise Refused("InvalidParameter: RoleReplicas must be at least 1")
         if role.get("Flavor") not in site.flavors:
@@ -159,9 +184,13 @@ def _check_envs(envs: Any) -> None:
         if not isinstance(env.get("Name"), str) or not env["Name"]:
             raise Refused("InvalidParameter: Envs Name is required")
         if not isinstance(env.get("Value"), str) or "\0" in env["Value"]:
-            raise Refused(f"load config file failed: cannot unmarshal the Value of Envs {env['Name']} into string")
+            raise Refused(
+                f"load config file failed: cannot unmarshal the Value of Envs {env['Name']} into string"
+            )
         if not isinstance(env.get("IsPrivate", False), bool):
-            raise Refused(f"load config file failed: cannot unmarshal the IsPrivate of Envs {env['Name']} into bool")
+            raise Refused(
+                f"load config file failed: cannot unmarshal the IsPrivate of Envs {env['Name']} into bool"
+            )
 
 
 def _check_numbers(conf: dict[str, Any], site: Site) -> None:
@@ -172,8 +201,12 @@ def _check_numbers(conf: dict[str, Any], site: Site) -> None:
         priority = _whole("Priority", conf["Priority"])
         if not 1 <= priority <= 9:
             raise Refused(f"InvalidParameter: Priority {priority} is out of range [1, 9]")
-        if priority not in site.priorities:  # "only some may be chosen (2, 4, 6 unless set otherwise)", the others are the queue's keepers'
-            raise Refused(f"InvalidParameter: Priority {priority} is not allowed in this queue, expected one of {site.priorities}")
+        if (
+            priority not in site.priorities
+        ):  # "only some may be chosen (2, 4, 6 unless set otherwise)", the others are the queue's keepers'
+            raise Refused(
+                f"InvalidParameter: Priority {priority} is not allowed in this queue, expected one of {site.priorities}"
+            )
     if not isinstance(conf.get("Preemptible", False), bool):
         raise Refused("load config file failed: cannot unmarshal Preemptible into bool")
     tags = conf.get("Tags") or []
@@ -206,8 +239,9 @@ def _whole(name: str, value: Any) -> int:
 def upload(code_path: str, cwd: Path, target: Path, *, links: str, keep_modes: bool) -> None:
     """Copy what lies at UserCodePath as the command uploads it.
 
-    "dir/" sends what the directory holds, "dir" the directory itself. Symbolic links are left out, unless --copy-links (``copy``) has what
-    they point at sent, or --links (``keep``) the links. A .gitignore in there leaves files out.
+    "dir/" sends what the directory holds, "dir" the directory itself. Symbolic links are left out,
+    unless --copy-links (``copy``) has what they point at sent, or --links (``keep``) the links. A
+    .gitignore in there leaves files out.
     """
     source = cwd / code_path
     if not source.exists():
@@ -226,7 +260,9 @@ def upload(code_path: str, cwd: Path, target: Path, *, links: str, keep_modes: b
                     os.chmod(os.path.join(folder, name), 0o644)
 
 
-def _copy(source: Path, target: Path, rules: list[tuple[Path, pathspec.GitIgnoreSpec]], links: str) -> None:
+def _copy(
+    source: Path, target: Path, rules: list[tuple[Path, pathspec.GitIgnoreSpec]], links: str
+) -> None:
     ignore = source / ".gitignore"
     if ignore.is_file():
         spec = pathspec.GitIgnoreSpec.from_lines(ignore.read_text(errors="replace").splitlines())
@@ -249,6 +285,8 @@ def _copy(source: Path, target: Path, rules: list[tuple[Path, pathspec.GitIgnore
 def _ignored(path: Path, rules: list[tuple[Path, pathspec.GitIgnoreSpec]], *, folder: bool) -> bool:
     verdict = False
     for base, spec in rules:  # the deeper one decides
-        said = spec.check_file(f"{path.relative_to(base).as_posix()}{'/' if folder else ''}").include
+        said = spec.check_file(
+            f"{path.relative_to(base).as_posix()}{'/' if folder else ''}"
+        ).include
         verdict = verdict if said is None else said
     return verdict

@@ -1,15 +1,14 @@
-"""A stand-in of Volcengine's ML Platform: tests submit tasks to it with its command, `volc`, and cause its faults.
+"""A stand-in of Volcengine's ML Platform: tests submit tasks to it with its command, `volc`, and
+cause its faults.
 
-It is a platform and not a mock: it knows its documentation, and nothing of who uses it. A task gets machines (`namespaces.machines`),
-each worker of it a container of its own on one of them, with the code that was uploaded, an empty /tmp and /root, and the documented
-variables.
+It is a platform and not a mock: it knows its documentation, and nothing of who uses it. A task gets
+machines (`namespaces.machines`), each worker of it a container of its own on one of them, with the
+code that was uploaded, an empty /tmp and /root, and the documented variables.
 
-    volc_platform.py   what tests hold in their hands
-    volc_command.py    the command `volc`
-    volc_service.py    the service behind it, a process of its own
-    volc_tasks.py      tasks, from state to state
-    volc_conf.py       what is taken as a task, and what is uploaded
-    volc_worker.py     a worker's container
+    volc_platform.py   what tests hold in their hands volc_command.py    the command `volc`
+    volc_service.py    the service behind it, a process of its own volc_tasks.py      tasks, from
+    state to state volc_conf.py       what is taken as a task, and what is uploaded volc_worker.py
+    a worker's container
 """
 
 from __future__ import annotations
@@ -36,7 +35,12 @@ from procs import wait_until
 
 HERE = Path(__file__).resolve().parent
 ENDED = ("Success", "Failed", "Killed", "Exception")
-FLAVORS = {"ml.c1e.xlarge": 0, "ml.pni3ln.4xlarge": 1, "ml.pni3ln.8xlarge": 2, "ml.hpcpni2l": 8}  # with their GPUs
+FLAVORS = {
+    "ml.c1e.xlarge": 0,
+    "ml.pni3ln.4xlarge": 1,
+    "ml.pni3ln.8xlarge": 2,
+    "ml.hpcpni2l": 8,
+}  # with their GPUs
 QUEUES = {"q-20260101000000-train": "train", "q-20260101000000-other": "other"}
 PATIENCE = 60.0  # seconds; many times what a state needs
 
@@ -50,9 +54,16 @@ def why_not() -> str:
     if missing:
         return f"not installed: {', '.join(missing)}"
     made = subprocess.run(
-        ["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True, check=False
+        ["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    return f"no mounts of one's own can be made here: {made.stderr.strip()}" if made.returncode != 0 else ""
+    return (
+        f"no mounts of one's own can be made here: {made.stderr.strip()}"
+        if made.returncode != 0
+        else ""
+    )
 
 
 class Platform:
@@ -68,30 +79,40 @@ class Platform:
     def __init__(self, directory: Path, machines: Sequence[Machine], **settings: Any) -> None:
         """Start the service; ``settings`` are those of `set`."""
         self.directory = directory / "volc"
-        self.bin, self.home, self._state = self.directory / "bin", self.directory / "home", self.directory / "state"
+        self.bin, self.home, self._state = (
+            self.directory / "bin",
+            self.directory / "home",
+            self.directory / "state",
+        )
         for folder in (self.bin, self.home, self._state):
             folder.mkdir(parents=True)
         base = Path(os.path.realpath(sys.executable)).parent.parent
         visible = {str(Path(place)) for place in (sys.prefix, sys.base_prefix, base)}
         given = {
-            "machines": [asdict(machine) for machine in machines], "visible": sorted(visible), "ak": self.ak, "sk": self.sk,
-            "region": self.region, "creator": "someone", "queues": QUEUES, "flavors": FLAVORS, "priorities": [2, 4, 6],
-            "failure_grace": 15.0, "kill_grace": 5.0, "deadline_status": "Killed", "quoted_hosts": False, "racks": None, "keep_modes": True,
-            "refuse_args": False, "spelling": "JobId", "long_names": False, "banner": "A new version of volc is available: volc/1.2.58",
-            "held": {}, "denied": [], "breaks": {}, "log_lag": 0.0, "log_cap": None, "lost_lines": [],
+            "machines": [asdict(machine) for machine in machines], "visible": sorted(visible),
+            "ak": self.ak, "sk": self.sk, "region": self.region, "creator": "someone",
+            "queues": QUEUES, "flavors": FLAVORS, "priorities": [2, 4, 6], "failure_grace": 15.0,
+            "kill_grace": 5.0, "deadline_status": "Killed", "quoted_hosts": False, "racks": None,
+            "keep_modes": True, "refuse_args": False, "spelling": "JobId", "long_names": False,
+            "banner": "A new version of volc is available: volc/1.2.58", "held": {}, "denied": [],
+            "breaks": {}, "log_lag": 0.0, "log_cap": None, "lost_lines": [],
         }  # fmt: skip
         assert not settings.keys() - given.keys(), settings.keys() - given.keys()
         (self._state / "settings.json").write_text(json.dumps(given | settings))
         self._write_commands()
         self.login()
         argv = [sys.executable, str(HERE / "volc_service.py"), str(self._state)]
-        self._service = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._service = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._service.stdout is not None
         assert self._service.stdout.readline() == "ready\n"
 
     def _write_commands(self) -> None:
         """Write `volc`, which calls its sibling by its name alone, and that sibling, `mlp`."""
-        words = shlex.join([sys.executable, "-I", "-S", str(HERE / "volc_command.py"), str(self._state)])
+        words = shlex.join(
+            [sys.executable, "-I", "-S", str(HERE / "volc_command.py"), str(self._state)]
+        )
         look = """command -v mlp > /dev/null || { echo 'exec: "mlp": executable file not found in $PATH' >&2; exit 1; }"""
         for name, text in (("volc", f'{look}\nexec mlp "$@"\n'), ("mlp", f'exec {words} "$@"\n')):
             (self.bin / name).write_text(f"#!/bin/sh\n{text}")
@@ -114,24 +135,40 @@ class Platform:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What to set in an environment so that `volc` is found there, and finds the account's credentials."""
+        """What to set in an environment so that `volc` is found there, and finds the account's
+        credentials.
+        """
         return {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", "HOME": str(self.home)}
 
     def login(self, **more: str) -> None:
-        """Write the credentials, as `volc configure` does; ``ak=...`` and ``sk=...`` may be wrong ones."""
+        """Write the credentials, as `volc configure` does; ``ak=...`` and ``sk=...`` may be wrong
+        ones.
+        """
         folder = self.home / ".volc"
         folder.mkdir(exist_ok=True)
         ak, sk = more.get("ak", self.ak), more.get("sk", self.sk)
-        (folder / "credentials").write_text(f"[default]\naccess_key_id = {ak}\nsecret_access_key = {sk}\n")
+        (folder / "credentials").write_text(
+            f"[default]\naccess_key_id = {ak}\nsecret_access_key = {sk}\n"
+        )
         (folder / "config").write_text(f"[default]\nregion = {self.region}\n")
 
     def logout(self) -> None:
         shutil.rmtree(self.home / ".volc")
 
-    def volc(self, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+    def volc(
+        self, *words: str, env: Mapping[str, str] | None = None, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run the command in an environment of nothing but `variables`."""
         environ = self.variables | dict(env or {})
-        return subprocess.run(["volc", *words], env=environ, capture_output=True, text=True, check=False, timeout=PATIENCE, **more)
+        return subprocess.run(
+            ["volc", *words],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+            **more,
+        )
 
     def rows(self, *words: str) -> list[dict[str, Any]]:
         """Return what `volc ml_task list`, `get` or `instance list` answers."""
@@ -142,12 +179,16 @@ class Platform:
     def submit(self, directory: Path, entrypoint: str, *flags: str, **fields: Any) -> str:
         """Submit the task of `conf` from a directory; return its id."""
         (directory / "task.yaml").write_text(yaml.safe_dump(conf(entrypoint, **fields)))
-        done = self.volc("ml_task", "submit", "--conf", "task.yaml", "--output", "json", *flags, cwd=directory)
+        done = self.volc(
+            "ml_task", "submit", "--conf", "task.yaml", "--output", "json", *flags, cwd=directory
+        )
         assert done.returncode == 0, done.stderr
         return parsed(done.stdout)["Id"]
 
     def calls(self, *begin: str) -> list[list[str]]:
-        """Return the words of all calls of the command so far, of those that begin with these words."""
+        """Return the words of all calls of the command so far, of those that begin with these
+        words.
+        """
         path = self._state / "calls.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         found = [json.loads(line)["argv"] for line in lines]
@@ -156,7 +197,9 @@ class Platform:
     # -- what there is ---------------------------------------------------------------------------------------------------------------
 
     def tasks(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return all tasks, the oldest first, as the service knows them: id, name, status, conf, instances with their lines, ..."""
+        """Return all tasks, the oldest first, as the service knows them: id, name, status, conf,
+        instances with their lines, ...
+        """
         return [task for task in self._ask("tasks") if name in (None, task["name"])]
 
     def task(self, task_id: str) -> dict[str, Any]:
@@ -176,9 +219,15 @@ class Platform:
             raise AssertionError(f"{error}; it is {seen[0]}") from None
         return seen[0]
 
-    def wait_for_line(self, task_id: str, text: str, worker: int = 0, timeout: float = PATIENCE) -> None:
+    def wait_for_line(
+        self, task_id: str, text: str, worker: int = 0, timeout: float = PATIENCE
+    ) -> None:
         """Wait until a worker has printed a line that holds this text."""
-        wait_until(lambda: any(text in line for line in self.lines(task_id, worker)), timeout, f"{text!r} from worker {worker}")
+        wait_until(
+            lambda: any(text in line for line in self.lines(task_id, worker)),
+            timeout,
+            f"{text!r} from worker {worker}",
+        )
 
     def lines(self, task_id: str, worker: int = 0) -> list[str]:
         """Return all that a worker has printed, whatever the log service gives of it."""
@@ -193,10 +242,11 @@ class Platform:
     def set(self, **settings: Any) -> None:
         """Change settings of the service.
 
-        failure_grace (seconds that the others have after a worker failed), kill_grace (seconds between SIGTERM and SIGKILL),
-        deadline_status (Killed or Failed), quoted_hosts, racks (MLP_WORKER_RACK_RANK_INDEX by worker), keep_modes (of uploaded files),
-        refuse_args, spelling (JobId or Id), long_names (t-...-worker-0 for worker_0), banner, queues (id to name), flavors (name to GPUs),
-        priorities.
+        failure_grace (seconds that the others have after a worker failed), kill_grace (seconds
+        between SIGTERM and SIGKILL), deadline_status (Killed or Failed), quoted_hosts, racks
+        (MLP_WORKER_RACK_RANK_INDEX by worker), keep_modes (of uploaded files), refuse_args,
+        spelling (JobId or Id), long_names (t-...-worker-0 for worker_0), banner, queues (id to
+        name), flavors (name to GPUs), priorities.
         """
         self._ask("set", **settings)
 
@@ -208,14 +258,18 @@ class Platform:
         self.set(held={})
 
     def deny(self, *actions: str) -> None:
-        """Let the account lack permission: for all, or CreateJob, ListJobs, GetJob, StopJob, GetJobLog, ListJobInstances."""
+        """Let the account lack permission: for all, or CreateJob, ListJobs, GetJob, StopJob,
+        GetJobLog, ListJobInstances.
+        """
         self.set(denied=list(actions) or ["*"])
 
     def allow(self) -> None:
         self.set(denied=[])
 
     def break_submit(self, how: str = "after", times: int = 1) -> None:
-        """Let the network fail at the next submits: ``before`` or ``after`` the task is made, or ``hangs`` after that."""
+        """Let the network fail at the next submits: ``before`` or ``after`` the task is made, or
+        ``hangs`` after that.
+        """
         self.set(breaks={f"submit {how}": times})
 
     def break_calls(self, operation: str, times: int = 1) -> None:
@@ -246,7 +300,9 @@ class Platform:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(f"/proc/self/fd/{folder}/socket")
-                connection.sendall(json.dumps({"operation": f"test_{name}", "with": arguments}).encode() + b"\n")
+                connection.sendall(
+                    json.dumps({"operation": f"test_{name}", "with": arguments}).encode() + b"\n"
+                )
                 with connection.makefile("r") as answers:
                     line = answers.readline()
         finally:
@@ -255,10 +311,13 @@ class Platform:
         return json.loads(line)["answer"]
 
 
-def conf(entrypoint: str, *, workers: int = 1, flavor: str = "ml.pni3ln.8xlarge", **fields: Any) -> dict[str, Any]:
+def conf(
+    entrypoint: str, *, workers: int = 1, flavor: str = "ml.pni3ln.8xlarge", **fields: Any
+) -> dict[str, Any]:
     """Return the fields of a task."""
     basis = {
-        "TaskName": "a task", "Entrypoint": entrypoint, "ImageUrl": "vemlp-cn-beijing.cr.volces.com/preset-images/pytorch:2.0.0",
+        "TaskName": "a task", "Entrypoint": entrypoint,
+        "ImageUrl": "vemlp-cn-beijing.cr.volces.com/preset-images/pytorch:2.0.0",
         "ResourceQueueID": next(iter(QUEUES)), "Framework": "PyTorchDDP",
         "TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": workers, "Flavor": flavor}],
     }  # fmt: skip
@@ -285,7 +344,11 @@ def _main() -> None:
     """Run a platform to play with, until Ctrl-D."""
     directory = Path(tempfile.mkdtemp(prefix="volc"))
     with namespaces.machines(4) as made, platform(directory, made) as running:
-        print(*(f"export {name}={shlex.quote(value)}" for name, value in running.variables.items()), sep="\n", flush=True)
+        print(
+            *(f"export {name}={shlex.quote(value)}" for name, value in running.variables.items()),
+            sep="\n",
+            flush=True,
+        )
         sys.stdin.read()
     directory.rmdir()
 
@@ -301,7 +364,9 @@ def volc_machines() -> Iterator[list[Machine]]:
 
 
 @pytest.fixture
-def volc(tmp_path: Path, volc_machines: list[Machine], _world_of_its_own: None) -> Iterator[Platform]:
+def volc(
+    tmp_path: Path, volc_machines: list[Machine], _world_of_its_own: None
+) -> Iterator[Platform]:
     """A platform of the test's own."""
     with platform(tmp_path, volc_machines, kill_grace=2.0) as made:
         yield made

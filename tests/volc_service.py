@@ -1,6 +1,8 @@
-"""The service behind the stand-in platform's command: a process of its own, which answers on a Unix socket until its stdin is closed.
+"""The service behind the stand-in platform's command: a process of its own, which answers on a Unix
+socket until its stdin is closed.
 
-A request is one line of JSON, an answer is several: ``{"out": text}`` and ``{"err": text}`` as they come, ``{"code": n}`` at the end.
+A request is one line of JSON, an answer is several: ``{"out": text}`` and ``{"err": text}`` as they
+come, ``{"code": n}`` at the end.
 """
 
 from __future__ import annotations
@@ -24,16 +26,46 @@ from volc_tasks import STATUSES, Scheduler, Task, when
 
 # What `--format` may name; users' notes of `--helpformat`.
 TASK_FIELDS = (
-    "Id", "JobId", "Name", "JobName", "CreateTime", "LaunchTime", "Start", "FinishTime", "End", "Tags", "EntrypointPath", "Framework",
-    "ResourceQueueId", "ExitCode", "Status", "Description", "Elapsed", "NNode", "Creator", "Image", "Preemptible", "Priority",
-    "TaskRoleSpecs",
+    "Id", "JobId", "Name", "JobName", "CreateTime", "LaunchTime", "Start", "FinishTime", "End",
+    "Tags", "EntrypointPath", "Framework", "ResourceQueueId", "ExitCode", "Status", "Description",
+    "Elapsed", "NNode", "Creator", "Image", "Preemptible", "Priority", "TaskRoleSpecs",
 )  # fmt: skip
 # Without --format: two builds of the command, as users saw their answers.
 SHOWN = {
-    "JobId": ("JobId", "JobName", "Description", "Status", "Start", "End", "Creator", "ResourceQueueId", "TaskRoleSpecs"),
-    "Id": ("Id", "Name", "Status", "CreateTime", "LaunchTime", "FinishTime", "Elapsed", "ExitCode", "Priority", "Preemptible"),
+    "JobId": (
+        "JobId",
+        "JobName",
+        "Description",
+        "Status",
+        "Start",
+        "End",
+        "Creator",
+        "ResourceQueueId",
+        "TaskRoleSpecs",
+    ),
+    "Id": (
+        "Id",
+        "Name",
+        "Status",
+        "CreateTime",
+        "LaunchTime",
+        "FinishTime",
+        "Elapsed",
+        "ExitCode",
+        "Priority",
+        "Preemptible",
+    ),
 }
-INSTANCE_FIELDS = ("Name", "PodName", "State", "FlavorId", "ExitCode", "LaunchTime", "FinishTime", "DiagInfo")
+INSTANCE_FIELDS = (
+    "Name",
+    "PodName",
+    "State",
+    "FlavorId",
+    "ExitCode",
+    "LaunchTime",
+    "FinishTime",
+    "DiagInfo",
+)
 NETWORK_ERROR = 'Post "https://open.volcengineapi.com/?Action={}&Version=2021-07-01": net/http: request canceled (Client.Timeout exceeded)'
 STEP = 0.02  # seconds between two looks at the tasks
 
@@ -52,7 +84,12 @@ class Service:
 
     @property
     def _site(self) -> Site:
-        return Site(self.settings["queues"], self.settings["flavors"], self.settings["priorities"], self.settings["refuse_args"])
+        return Site(
+            self.settings["queues"],
+            self.settings["flavors"],
+            self.settings["priorities"],
+            self.settings["refuse_args"],
+        )
 
     def answer(self, request: dict[str, Any]) -> Any:
         name = request["operation"]
@@ -61,9 +98,13 @@ class Service:
                 yield {"answer": getattr(self, name)(**request["with"])}
             return
         # Actions of the service's API; what the command calls with them is not documented.
-        action = {"submit": "CreateJob", "list": "ListJobs", "get": "GetJob", "cancel": "StopJob", "logs": "GetJobLog"}.get(
-            name, "ListJobInstances"
-        )
+        action = {
+            "submit": "CreateJob",
+            "list": "ListJobs",
+            "get": "GetJob",
+            "cancel": "StopJob",
+            "logs": "GetJobLog",
+        }.get(name, "ListJobInstances")
         try:
             self._authenticate(request, action)
             yield from getattr(self, name)(request["flags"], request)
@@ -85,7 +126,9 @@ class Service:
         if request["region"] != self.settings["region"]:
             raise Refused(f"InvalidParameter: region {request['region']} is not supported")
         if action in self.settings["denied"] or "*" in self.settings["denied"]:
-            raise Refused(f"AccessDenied: User is not authorized to perform: ml_platform:{action} on resource: trn:ml_platform:::*")
+            raise Refused(
+                f"AccessDenied: User is not authorized to perform: ml_platform:{action} on resource: trn:ml_platform:::*"
+            )
 
     def _banner(self) -> str:
         return self.settings["banner"] + "\n" if self.settings["banner"] else ""
@@ -109,16 +152,30 @@ class Service:
         if conf.get("UserCodePath"):
             code = self.directory / "uploads" / task_id
             links = "copy" if flags.get("copy-links") else "keep" if flags.get("links") else ""
-            volc_conf.upload(conf["UserCodePath"], Path(request["cwd"]), code, links=links, keep_modes=self.settings["keep_modes"])
+            volc_conf.upload(
+                conf["UserCodePath"],
+                Path(request["cwd"]),
+                code,
+                links=links,
+                keep_modes=self.settings["keep_modes"],
+            )
         with self.scheduler.lock:
-            self.scheduler.submit(task_id, conf, volc_conf.queue_of(conf, self._site), self.settings["creator"], code)
+            self.scheduler.submit(
+                task_id, conf, volc_conf.queue_of(conf, self._site), self.settings["creator"], code
+            )
             if self._breaks("submit after"):
                 raise Gone
             hangs = self._breaks("submit hangs")
         while hangs:
-            time.sleep(0.1)  # until the command is ended, and with it this thread by the pipe that breaks
+            time.sleep(
+                0.1
+            )  # until the command is ended, and with it this thread by the pipe that breaks
             yield {"out": ""}
-        text = json.dumps({"Id": task_id}) + "\n" if flags.get("output") else f"submit task success, task_id={task_id}\n\n"
+        text = (
+            json.dumps({"Id": task_id}) + "\n"
+            if flags.get("output")
+            else f"submit task success, task_id={task_id}\n\n"
+        )
         yield {"out": self._banner() + text}
 
     def list(self, flags: dict[str, Any], _request: dict[str, Any]) -> Any:
@@ -130,10 +187,14 @@ class Service:
             wanted = flags.get("status", "Queue,Staging,Running,Killing").split(",")
             for status in wanted:
                 if status not in STATUSES:
-                    raise Refused(f"InvalidParameter: status {status!r} is not one of {','.join(STATUSES)}")
+                    raise Refused(
+                        f"InvalidParameter: status {status!r} is not one of {','.join(STATUSES)}"
+                    )
             part = flags.get("name", "")
             found = [
-                each for each in reversed(self.scheduler.tasks.values()) if each.status in wanted and (part in each.name or part in each.id)
+                each
+                for each in reversed(self.scheduler.tasks.values())
+                if each.status in wanted and (part in each.name or part in each.id)
             ]
             offset, limit = int(flags.get("offset", 0)), int(flags.get("limit", 10))
             rows = [self._row(task, flags) for task in found[offset : offset + limit]]
@@ -155,8 +216,19 @@ class Service:
                 pod = f"{task.id}-worker-{each.index}"
                 name = pod if self.settings["long_names"] else each.name
                 code = "" if each.exit_code is None else each.exit_code
-                values = (name, pod, each.state, flavor, code, when(each.launched), when(each.finished), each.diag)
-                rows.append(_chosen(dict(zip(INSTANCE_FIELDS, values, strict=True)), flags, INSTANCE_FIELDS))
+                values = (
+                    name,
+                    pod,
+                    each.state,
+                    flavor,
+                    code,
+                    when(each.launched),
+                    when(each.finished),
+                    each.diag,
+                )
+                rows.append(
+                    _chosen(dict(zip(INSTANCE_FIELDS, values, strict=True)), flags, INSTANCE_FIELDS)
+                )
         yield {"out": self._banner() + _json(rows)}
 
     def cancel(self, flags: dict[str, Any], _request: dict[str, Any]) -> Any:
@@ -165,7 +237,9 @@ class Service:
                 raise Gone
             task = self._task(flags["id"])
             if task.ended:
-                raise Refused(f"InvalidStatus: task {task.id} is {task.status}, it can not be canceled")
+                raise Refused(
+                    f"InvalidStatus: task {task.id} is {task.status}, it can not be canceled"
+                )
             self.scheduler.cancel(task)
         yield {"out": "cancel success\n"}
 
@@ -177,7 +251,9 @@ class Service:
             task = self._task(flags["task"])
             found = [each for each in task.instances if each.name == flags["instance"]]
             if not found:
-                raise Refused(f"ResourceNotFound.Instance: instance {flags['instance']} of task {task.id} not found")
+                raise Refused(
+                    f"ResourceNotFound.Instance: instance {flags['instance']} of task {task.id} not found"
+                )
             instance = found[0]
         lines, seen = self._lines(instance, flags.get("content"))
         chosen = lines[:count] if flags.get("reverse") else lines[max(0, len(lines) - count) :]
@@ -192,19 +268,26 @@ class Service:
         with self.scheduler.lock:
             task = self._task(flags["task"])
             text = yaml.safe_dump(task.conf, allow_unicode=True, sort_keys=False)
-        # Private variables with it: "only who created the task sees them", and there is only one here.
+        # Private variables with it: "only who created the task sees them", and there is only one
+        # here.
         (Path(request["cwd"]) / f"{task.id}.yaml").write_text(text)
         yield {"out": f"export config to {task.id}.yaml\n"}
 
     def _lines(self, instance: Any, content: str | None, begin: int = 0) -> tuple[list[str], int]:
-        """Return the lines from one on that the log service has and gives, and up to where it has them."""
+        """Return the lines from one on that the log service has and gives, and up to where it has
+        them.
+        """
         settings = self.settings
         ripe = time.time() - settings["log_lag"]
         end = begin
         while end < len(instance.lines) and instance.lines[end][0] <= ripe:
             end += 1
         numbered = list(enumerate((line for _, line in instance.lines[begin:end]), begin + 1))
-        given = [line for number, line in numbered if not any(first <= number <= last for first, last in settings["lost_lines"])]
+        given = [
+            line
+            for number, line in numbered
+            if not any(first <= number <= last for first, last in settings["lost_lines"])
+        ]
         if content:
             given = [line for line in given if _matches(content, line)]
         if settings["log_cap"] is not None and not begin:
@@ -220,21 +303,34 @@ class Service:
         conf, role = task.conf, task.conf["TaskRoleSpecs"][0]
         elapsed = int((task.finished or time.time()) - task.launched) if task.launched else 0
         roles = [
-            {"RoleName": role["RoleName"], "RoleReplicas": role["RoleReplicas"], "ResourceSpecId": role["Flavor"], "Flavor": role["Flavor"]}
+            {
+                "RoleName": role["RoleName"],
+                "RoleReplicas": role["RoleReplicas"],
+                "ResourceSpecId": role["Flavor"],
+                "Flavor": role["Flavor"],
+            }
         ]
         values = (
-            task.id, task.id, task.name, task.name, when(task.created), when(task.launched), when(task.launched), when(task.finished),
-            when(task.finished), conf.get("Tags") or [], conf["Entrypoint"], conf["Framework"], task.queue,
-            "" if task.exit_code is None else task.exit_code, task.status, conf.get("Description") or "", elapsed, role["RoleReplicas"],
-            task.creator, conf["ImageUrl"], conf.get("Preemptible", False), conf.get("Priority", 4), roles,
+            task.id, task.id, task.name, task.name, when(task.created), when(task.launched),
+            when(task.launched), when(task.finished), when(task.finished), conf.get("Tags") or [],
+            conf["Entrypoint"], conf["Framework"], task.queue,
+            "" if task.exit_code is None else task.exit_code, task.status,
+            conf.get("Description") or "", elapsed, role["RoleReplicas"], task.creator,
+            conf["ImageUrl"], conf.get("Preemptible", False), conf.get("Priority", 4), roles,
         )  # fmt: skip
-        return _chosen(dict(zip(TASK_FIELDS, values, strict=True)), flags, SHOWN[self.settings["spelling"]])
+        return _chosen(
+            dict(zip(TASK_FIELDS, values, strict=True)), flags, SHOWN[self.settings["spelling"]]
+        )
 
     # -- the tests' --------------------------------------------------------------------------------------------------------------
 
     def test_set(self, **settings: Any) -> None:
         for name, value in settings.items():
-            if isinstance(self.settings[name], dict) and isinstance(value, dict) and name == "breaks":
+            if (
+                isinstance(self.settings[name], dict)
+                and isinstance(value, dict)
+                and name == "breaks"
+            ):
                 self.settings[name].update(value)
             else:
                 self.settings[name] = value
@@ -242,16 +338,29 @@ class Service:
     def test_tasks(self) -> list[dict[str, Any]]:
         return [
             {
-                "id": task.id, "name": task.name, "status": task.status, "conf": task.conf, "retries": task.retries,
-                "created": task.created, "finished": task.finished, "code": task.code and str(task.code), "directory": str(task.directory),
+                "id": task.id,
+                "name": task.name,
+                "status": task.status,
+                "conf": task.conf,
+                "retries": task.retries,
+                "created": task.created,
+                "finished": task.finished,
+                "code": task.code and str(task.code),
+                "directory": str(task.directory),
                 "instances": [
-                    {"name": each.name, "state": each.state, "exit_code": each.exit_code, "diag": each.diag,
-                     "pid": each.process and each.process.pid, "lines": [line for _, line in each.lines]}
+                    {
+                        "name": each.name,
+                        "state": each.state,
+                        "exit_code": each.exit_code,
+                        "diag": each.diag,
+                        "pid": each.process and each.process.pid,
+                        "lines": [line for _, line in each.lines],
+                    }
                     for each in task.instances
                 ],
             }
             for task in self.scheduler.tasks.values()
-        ]  # fmt: skip
+        ]
 
     def test_reclaim(self, task: str) -> None:
         assert not self._task(task).ended
@@ -262,13 +371,22 @@ class Service:
 
 
 def _chosen(row: dict[str, Any], flags: dict[str, Any], shown: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that `--format` names: FieldName or FieldName=outputFieldName, several with commas."""
-    return {other: row[name] for name, other in (_columns(flags, row) or [(name, name) for name in shown])}
+    """Return the fields that `--format` names: FieldName or FieldName=outputFieldName, several with
+    commas.
+    """
+    return {
+        other: row[name]
+        for name, other in (_columns(flags, row) or [(name, name) for name in shown])
+    }
 
 
 def _columns(flags: dict[str, Any], known: Iterable[str]) -> list[tuple[str, str]]:
-    """Return what `--format` names, each with what it is to be called; nothing where it is not given."""
-    pairs = [word.partition("=") for word in flags["format"].split(",")] if flags.get("format") else []
+    """Return what `--format` names, each with what it is to be called; nothing where it is not
+    given.
+    """
+    pairs = (
+        [word.partition("=") for word in flags["format"].split(",")] if flags.get("format") else []
+    )
     for name, _, _ in pairs:
         if name not in known:
             raise Refused(f"unsupported format field {name!r}, see --helpformat")
@@ -277,13 +395,21 @@ def _columns(flags: dict[str, Any], known: Iterable[str]) -> list[tuple[str, str
 
 def _matches(content: str, line: str) -> bool:
     """Of Lucene's syntax words and phrases, OR between them unless all are joined by AND."""
-    parts = content.split(" AND ") if " AND " in content else [content] if content.startswith('"') else content.replace(" OR ", " ").split()
+    parts = (
+        content.split(" AND ")
+        if " AND " in content
+        else [content]
+        if content.startswith('"')
+        else content.replace(" OR ", " ").split()
+    )
     hits = [part.strip('"').lower() in line.lower() for part in parts]
     return all(hits) if " AND " in content else any(hits)
 
 
 def _json(rows: list[dict[str, Any]]) -> str:
-    return json.dumps(rows, ensure_ascii=False, separators=(",", ":")) + "\n"  # compact, as users' patterns have it
+    return (
+        json.dumps(rows, ensure_ascii=False, separators=(",", ":")) + "\n"
+    )  # compact, as users' patterns have it
 
 
 class _Handler(socketserver.StreamRequestHandler):

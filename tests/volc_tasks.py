@@ -1,7 +1,9 @@
-"""The tasks of the stand-in platform: from Queue over Staging and Running to their ends, their workers and retries.
+"""The tasks of the stand-in platform: from Queue over Staging and Running to their ends, their
+workers and retries.
 
-States, RetryOptions and what preemption does are those of the documentation, page "命令行工具" (the command line tool); the variables of a
-worker are those of "环境变量列表" (the list of environment variables).
+States, RetryOptions and what preemption does are those of the documentation, page "命令行工具" (the
+command line tool); the variables of a worker are those of "环境变量列表" (the list of environment
+variables).
 """
 
 from __future__ import annotations
@@ -32,8 +34,14 @@ HERE = Path(__file__).resolve().parent
 
 
 def when(moment: float | None) -> str:
-    """Return a time as the command prints it, to the second (`2026-09-17T08:13:43Z` in users' notes); empty for none."""
-    return dt.datetime.fromtimestamp(moment, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ") if moment else ""
+    """Return a time as the command prints it, to the second (`2026-09-17T08:13:43Z` in users'
+    notes); empty for none.
+    """
+    return (
+        dt.datetime.fromtimestamp(moment, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        if moment
+        else ""
+    )
 
 
 @dataclass
@@ -95,7 +103,9 @@ class Task:
 
 
 class Scheduler:
-    """Takes tasks from state to state; `step` is called again and again, from the thread that outlives all workers, under `lock`."""
+    """Takes tasks from state to state; `step` is called again and again, from the thread that
+    outlives all workers, under `lock`.
+    """
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
         self.directory = directory
@@ -111,7 +121,15 @@ class Scheduler:
         tail = "".join(random.choices(string.ascii_lowercase + string.digits, k=5))
         return f"t-{dt.datetime.now(dt.timezone.utc):%Y%m%d%H%M%S}-{tail}"
 
-    def submit(self, task_id: str, conf: dict[str, Any], queue: str, creator: str, code: Path | None, retries: int = 0) -> Task:
+    def submit(
+        self,
+        task_id: str,
+        conf: dict[str, Any],
+        queue: str,
+        creator: str,
+        code: Path | None,
+        retries: int = 0,
+    ) -> Task:
         role = conf["TaskRoleSpecs"][0]
         instances = [Instance(index) for index in range(role["RoleReplicas"])]
         directory = self.directory / "tasks" / task_id
@@ -125,19 +143,26 @@ class Scheduler:
         self._kill(task, "Killed")
 
     def reclaim(self, task: Task) -> None:
-        """Take the machines of a preemptible task away: "may be stopped, and is copied and queued again"."""
+        """Take the machines of a preemptible task away: "may be stopped, and is copied and queued
+        again".
+        """
         for instance in task.instances:
             instance.diag = "InstanceReclaimed: the idle resources of this queue were reclaimed"
         self._kill(task, "Killed", "InstanceReclaimed")
 
     def vanish(self, task: Task, index: int) -> None:
-        """Let a worker's machine be gone: nothing comes from it any more, no end of a connection either."""
+        """Let a worker's machine be gone: nothing comes from it any more, no end of a connection
+        either.
+        """
         instance = task.instances[index]
         assert instance.process is not None
         assert instance.machine is not None
         _link(instance.machine, up=False)
         self.cut.append(instance.machine)
-        instance.state, instance.diag = "Exception", "NodeNotReady: the node of this instance is lost"
+        instance.state, instance.diag = (
+            "Exception",
+            "NodeNotReady: the node of this instance is lost",
+        )
         instance.process.send_signal(signal.SIGUSR1)
         instance.process.wait()
         self._fail(task, "Exception", "MachineFailure")
@@ -192,14 +217,25 @@ class Scheduler:
         root.mkdir(parents=True)
         hostname = f"{task.id}-worker-{instance.index}"
         hosts = place / "hosts"
-        hosts.write_text(f"127.0.0.1 localhost\n::1 localhost\n{instance.machine['address']} {hostname}\n")
+        hosts.write_text(
+            f"127.0.0.1 localhost\n::1 localhost\n{instance.machine['address']} {hostname}\n"
+        )
         mounts = []
         if task.code is not None:
             code = place / "code"
             shutil.copytree(task.code, code, symlinks=True)
             mounts.append((str(code), task.conf["RemoteMountCodePath"].rstrip("/")))
         for storage in task.conf.get("Storages") or []:
-            shared = self.directory / "storages" / str(storage.get("VepfsId") or storage.get("NasId") or storage.get("Bucket") or "default")
+            shared = (
+                self.directory
+                / "storages"
+                / str(
+                    storage.get("VepfsId")
+                    or storage.get("NasId")
+                    or storage.get("Bucket")
+                    or "default"
+                )
+            )
             shared = shared / str(storage.get("SubPath") or storage.get("Prefix") or "").strip("/")
             shared.mkdir(parents=True, exist_ok=True)
             mounts.append((str(shared), storage["MountPath"].rstrip("/")))
@@ -215,7 +251,8 @@ class Scheduler:
             "error": str(place / "error"),
             "visible": self.settings["visible"],
             "mounts": mounts,
-            # "Args is put behind Entrypoint, with a space between them, and run as the container's entry point"
+            # "Args is put behind Entrypoint, with a space between them, and run as the container's
+            # entry point"
             "command": " ".join(filter(None, [conf["Entrypoint"], conf.get("Args")])),
             "environ": environ,
         }
@@ -223,9 +260,23 @@ class Scheduler:
         with open(os.open(start, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             json.dump(what, file)
         # Dies with the service: Popen is called from the service's main thread.
-        argv = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-I", "-S", str(HERE / "volc_worker.py"), str(start)]
+        argv = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            sys.executable,
+            "-I",
+            "-S",
+            str(HERE / "volc_worker.py"),
+            str(start),
+        ]
         instance.process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={"PATH": PATH}, cwd="/"
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={"PATH": PATH},
+            cwd="/",
         )
         instance.reader = threading.Thread(target=self._read, args=(instance,), daemon=True)
         instance.reader.start()
@@ -235,13 +286,28 @@ class Scheduler:
         own = addresses[instance.index]
         quote = "'" if self.settings["quoted_hosts"] else ""
         variables: dict[str, object] = {
-            "PATH": PATH, "HOME": HOME, "HOSTNAME": hostname,
-            "MLP_TASK_ID": task.id, "MLP_REGION": self.settings["region"], "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": instance.index,
-            "MLP_HOST": own, "MLP_PRIMARY_HOST": own, "MLP_PORT": port + instance.index, "MLP_IFNAME": "eth0", "MLP_SSH_PORT": 22,
-            "MLP_WORKER_NUM": len(addresses), "MLP_WORKER_GPU": task.gpus, "MLP_WORKER_CPU": CPUS, "MLP_WORKER_MEM": MEMORY,
-            "MLP_WORKER_ALL_HOSTS": ",".join(addresses), "MLP_WORKER_ALL_PRIMARY_HOSTS": ",".join(addresses),
-            "MLP_WORKER_ALL_ADDRS": ",".join(f"{address}:{port + index}" for index, address in enumerate(addresses)),
-        }  # fmt: skip
+            "PATH": PATH,
+            "HOME": HOME,
+            "HOSTNAME": hostname,
+            "MLP_TASK_ID": task.id,
+            "MLP_REGION": self.settings["region"],
+            "MLP_ROLE": "WORKER",
+            "MLP_ROLE_INDEX": instance.index,
+            "MLP_HOST": own,
+            "MLP_PRIMARY_HOST": own,
+            "MLP_PORT": port + instance.index,
+            "MLP_IFNAME": "eth0",
+            "MLP_SSH_PORT": 22,
+            "MLP_WORKER_NUM": len(addresses),
+            "MLP_WORKER_GPU": task.gpus,
+            "MLP_WORKER_CPU": CPUS,
+            "MLP_WORKER_MEM": MEMORY,
+            "MLP_WORKER_ALL_HOSTS": ",".join(addresses),
+            "MLP_WORKER_ALL_PRIMARY_HOSTS": ",".join(addresses),
+            "MLP_WORKER_ALL_ADDRS": ",".join(
+                f"{address}:{port + index}" for index, address in enumerate(addresses)
+            ),
+        }
         for index, address in enumerate(addresses):
             variables |= {
                 f"MLP_WORKER_{index}_HOST": f"{quote}{address}{quote}",
@@ -255,9 +321,15 @@ class Scheduler:
             slots = max(1, task.gpus)
             lists = task.directory / instance.name / "mpi"
             lists.mkdir()
-            (lists / "hostfile").write_text("".join(f"{address} slots={slots}\n" for address in addresses))
+            (lists / "hostfile").write_text(
+                "".join(f"{address} slots={slots}\n" for address in addresses)
+            )
             hostfile = f"{HOME}/mpi/hostfile"
-            variables |= {"MLP_MPI_HOSTS": ",".join(addresses), "MLP_MPI_HOSTFILE": hostfile, "MLP_MPI_NP": len(addresses) * slots}
+            variables |= {
+                "MLP_MPI_HOSTS": ",".join(addresses),
+                "MLP_MPI_HOSTFILE": hostfile,
+                "MLP_MPI_NP": len(addresses) * slots,
+            }
         own_ones = {env["Name"]: env["Value"] for env in task.conf.get("Envs") or []}
         return {name: str(value) for name, value in variables.items()} | own_ones
 
@@ -266,24 +338,38 @@ class Scheduler:
         assert instance.process.stdout is not None
         with instance.process.stdout as stream:
             for line in stream:
-                instance.lines.append((time.time(), line.decode(errors="replace").removesuffix("\n")))
+                instance.lines.append(
+                    (time.time(), line.decode(errors="replace").removesuffix("\n"))
+                )
 
     def _look(self, task: Task) -> None:
         for instance in task.instances:
-            if instance.process is not None and instance.finished is None and instance.process.poll() is not None:
+            if (
+                instance.process is not None
+                and instance.finished is None
+                and instance.process.poll() is not None
+            ):
                 self._settle(task, instance)
         now = time.time()
         limit = task.conf.get("ActiveDeadlineSeconds")
         if task.status == "Running" and limit and now > task.launched + limit and not task.ends_as:
             for instance in task.instances:
                 instance.diag = f"DeadlineExceeded: the task was active longer than {limit} seconds"
-            self._kill(task, self.settings["deadline_status"], "Failed" if self.settings["deadline_status"] == "Failed" else "")
+            self._kill(
+                task,
+                self.settings["deadline_status"],
+                "Failed" if self.settings["deadline_status"] == "Failed" else "",
+            )
         if task.kill_at is not None and now > task.kill_at:
             self._signal(task, signal.SIGUSR1 if task.status == "Killing" else signal.SIGTERM)
             if task.status != "Killing":
                 task.enter("Killing")
             task.kill_at = now + self.settings["kill_grace"]
-        if all(instance.finished is not None for instance in task.instances if instance.process is not None):
+        if all(
+            instance.finished is not None
+            for instance in task.instances
+            if instance.process is not None
+        ):
             self._end(task, task.ends_as or "Success")
 
     def _settle(self, task: Task, instance: Instance) -> None:
@@ -341,18 +427,26 @@ class Scheduler:
         retry = task.conf.get("RetryOptions") or {}
         wanted = retry.get("EnableRetry") and task.policy in (retry.get("PolicySets") or [])
         if wanted and task.retries < retry.get("MaxRetryTimes", 0):
-            # "interval = the moment when the new task is submitted - the moment when the last one ended"
+            # "interval = the moment when the new task is submitted - the moment when the last one
+            # ended"
             task.again_at = task.finished + retry.get("IntervalSeconds", 0)
         elif task.policy == "InstanceReclaimed" and task.conf.get("Preemptible") and not wanted:
             task.again_at = task.finished
 
     def _again(self, task: Task) -> None:
-        retries = task.retries + (task.policy in ((task.conf.get("RetryOptions") or {}).get("PolicySets") or []))
+        retries = task.retries + (
+            task.policy in ((task.conf.get("RetryOptions") or {}).get("PolicySets") or [])
+        )
         self.submit(self.new_id(), task.conf, task.queue, task.creator, task.code, retries)
 
     def close(self) -> None:
         """End every worker at once."""
-        running = [each for task in self.tasks.values() for each in task.instances if each.process is not None]
+        running = [
+            each
+            for task in self.tasks.values()
+            for each in task.instances
+            if each.process is not None
+        ]
         for instance in running:
             if instance.process.poll() is None:
                 instance.process.send_signal(signal.SIGUSR1)
@@ -373,8 +467,19 @@ class Scheduler:
 def _link(machine: dict[str, str], *, up: bool) -> None:
     """Join a machine to the network, or cut it off."""
     words = ["ip", "-n", machine["name"]]
-    subprocess.run([*words, "link", "set", "eth0", "up" if up else "down"], check=True, capture_output=True)
+    subprocess.run(
+        [*words, "link", "set", "eth0", "up" if up else "down"], check=True, capture_output=True
+    )
     if up:  # the kernel drops addresses of IPv6 with the link
-        argv = [*words, "-6", "address", "replace", f"{machine['address6']}/64", "dev", "eth0", "nodad"]
+        argv = [
+            *words,
+            "-6",
+            "address",
+            "replace",
+            f"{machine['address6']}/64",
+            "dev",
+            "eth0",
+            "nodad",
+        ]
         with contextlib.suppress(subprocess.CalledProcessError):
             subprocess.run(argv, check=True, capture_output=True)

@@ -1,8 +1,10 @@
-"""One worker of the stand-in platform: an entry command in a container, with files, processes, a host name and a network of its own.
+"""One worker of the stand-in platform: an entry command in a container, with files, processes, a
+host name and a network of its own.
 
-Run as a program by volc_service.py, which names a JSON file with what to run: it stays outside of the container. SIGTERM to it goes to
-everything in the container, SIGUSR1 ends everything there at once; it ends when the container is empty, with the entry command's exit code.
-It needs root and the standard library alone.
+Run as a program by volc_service.py, which names a JSON file with what to run: it stays outside of
+the container. SIGTERM to it goes to everything in the container, SIGUSR1 ends everything there at
+once; it ends when the container is empty, with the entry command's exit code. It needs root and the
+standard library alone.
 """
 
 from __future__ import annotations
@@ -16,9 +18,22 @@ import socket
 import sys
 from pathlib import Path
 
-NEW_MOUNTS, NEW_NAME, NEW_IPC, NEW_PIDS, NEW_NETWORK = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
+NEW_MOUNTS, NEW_NAME, NEW_IPC, NEW_PIDS, NEW_NETWORK = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x20000000,
+    0x40000000,
+)
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
-OWN = {"dev", "proc", "root", "run", "sys", "tmp"}  # what a container has of its own; all else at the top is the machine's
+OWN = {
+    "dev",
+    "proc",
+    "root",
+    "run",
+    "sys",
+    "tmp",
+}  # what a container has of its own; all else at the top is the machine's
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1}
 PDEATHSIG = 1
 
@@ -44,12 +59,16 @@ def main(path: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGTERM))
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(first, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _, status = os.waitpid(first, 0)  # the kernel lets it be reaped when all others of the container are gone
+    _, status = os.waitpid(
+        first, 0
+    )  # the kernel lets it be reaped when all others of the container are gone
     return _code(status)
 
 
 def _first_process(what: dict) -> int:
-    """Furnish the container, start the entry command, reap whatever ends; return the command's exit code."""
+    """Furnish the container, start the entry command, reap whatever ends; return the command's exit
+    code.
+    """
     _done(libc.prctl(PDEATHSIG, signal.SIGKILL), "prctl")  # with it goes the container
     ending = []
     signal.signal(signal.SIGTERM, lambda *_: (ending.append(True), _terminate_all()))
@@ -88,7 +107,8 @@ def _terminate_all() -> None:
 def _file_system(what: dict) -> str:
     """Mount the container's root; return where it is.
 
-    The machine's files are there (the image is whatever runs the tests), but /root, /tmp and /run are empty, but for what has to be seen.
+    The machine's files are there (the image is whatever runs the tests), but /root, /tmp and /run
+    are empty, but for what has to be seen.
     """
     root = what["root"]
     _mount(None, "/", None, RECURSIVE | PRIVATE)
@@ -117,8 +137,14 @@ def _file_system(what: dict) -> str:
             os.makedirs(root + place, exist_ok=True)
             _mount(place, root + place, None, BIND | RECURSIVE)
     for source, place in what["mounts"]:
-        if os.path.isdir(f"/{place.split('/')[1]}") and place.split("/")[1] not in OWN and not os.path.isdir(place):
-            raise FileNotFoundError(f"mount path {place} is not in the image")  # it would have to be made in the machine's own folder
+        if (
+            os.path.isdir(f"/{place.split('/')[1]}")
+            and place.split("/")[1] not in OWN
+            and not os.path.isdir(place)
+        ):
+            raise FileNotFoundError(
+                f"mount path {place} is not in the image"
+            )  # it would have to be made in the machine's own folder
         os.makedirs(root + place, exist_ok=True)
         _mount(source, root + place, None, BIND)
     return root

@@ -1,4 +1,5 @@
-"""A plain env:// script: joins, adds up one number over all ranks, and rank 0 writes down when that was done.
+"""A plain env:// script: joins, adds up one number over all ranks, and rank 0 writes down when that
+was done.
 
 Use: first_all_reduce.py FILE
 """

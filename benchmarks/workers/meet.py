@@ -1,4 +1,5 @@
-"""Makes the process group plainly, or by bootstrap, and each rank writes down when it began and when it had it.
+"""Makes the process group plainly, or by bootstrap, and each rank writes down when it began and
+when it had it.
 
 Use: meet.py plain|bootstrap DIRECTORY
 """

@@ -1,7 +1,9 @@
-"""Python functions as jobs: ``clusterjob.submit(train, lr, nodes=2)``, and ``clusterjob.map(train, rates)``.
+"""Python functions as jobs: ``clusterjob.submit(train, lr, nodes=2)``, and ``clusterjob.map(train,
+rates)``.
 
-The function travels as submitit's pickled call (its DelayedSubmission, by cloudpickle, so that functions of ``__main__`` and closures
-travel too) in the job's own directory; each worker calls it with the process group ready, and leaves its result there.
+The function travels as submitit's pickled call (its DelayedSubmission, by cloudpickle, so that
+functions of ``__main__`` and closures travel too) in the job's own directory; each worker calls it
+with the process group ready, and leaves its result there.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _PROGRAM = Program("module", call.__name__)
 
 @dataclass(frozen=True)
 class FunctionJob:
-    """A function that runs, or ran, as a job; `clusterjob status`, `logs` and `cancel` know it by its id.
+    """A function that runs, or ran, as a job; `clusterjob status`, `logs` and `cancel` know it by
+    its id.
 
     Attributes:
         id: the job's id.
@@ -61,30 +64,46 @@ class FunctionJob:
         """Return what the function returned on rank 0, once the job has ended.
 
         Raises:
-            Exception: what the function raised on the rank that failed first, with that worker's traceback as its cause.
-            JobFailed: the job failed otherwise: a worker was killed, a node was lost, the job was cancelled.
+            Exception: what the function raised on the rank that failed first, with that worker's
+                traceback as its cause.
+            JobFailed: the job failed otherwise: a worker was killed, a node was lost, the job was
+                cancelled.
         """
         return self.results()[0]
 
     def results(self) -> list[Any]:
-        """Return what the function returned on each rank, in their order, once the job has ended; raises as `result` does."""
+        """Return what the function returned on each rank, in their order, once the job has ended;
+        raises as `result` does.
+        """
         record = self._record()
         verdict = jobs.wait(record)
         world_size = record.nodes * int(record.spec.get("nproc_per_node", 1))
-        return call.results(record.job_dir, verdict, world_size, f"job {self.id}", f"clusterjob logs {self.id} shows its output")
+        return call.results(
+            record.job_dir,
+            verdict,
+            world_size,
+            f"job {self.id}",
+            f"clusterjob logs {self.id} shows its output",
+        )
 
 
-def submit(function: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None, **settings: Any) -> FunctionJob:
+def submit(
+    function: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> FunctionJob:
     """Run ``function(*args, **kwargs)`` on every worker of a new job and return at once.
 
     In it `clusterjob.bootstrap.init()` gives the worker's context, whose process group is ready.
 
     Args:
-        function: what can be pickled by cloudpickle: functions of ``__main__``, lambdas and closures included.
+        function: what can be pickled by cloudpickle: functions of ``__main__``, lambdas and
+            closures included.
         args: its arguments.
         kwargs: its arguments by name.
-        settings: ``cluster``, and any setting of a job by its key in a configuration file: ``nodes=2, gpus_per_node=8,
-            time="2h", partition="gpu"``.
+        settings: ``cluster``, and any setting of a job by its key in a configuration file:
+            ``nodes=2, gpus_per_node=8, time="2h", partition="gpu"``.
 
     Raises:
         UsageError: a setting is unknown or makes no sense.
@@ -106,12 +125,19 @@ def map(function: Callable[..., Any], values: Iterable[Any], **settings: Any) ->
         ClusterJobError: a job cannot be submitted, or a call cannot be pickled.
     """
     calls = [(function, (value,), dict[str, Any]()) for value in values]
-    return [FunctionJob(record.job_id) for record in _submit(calls, settings, many=True)] if calls else []
+    return (
+        [FunctionJob(record.job_id) for record in _submit(calls, settings, many=True)]
+        if calls
+        else []
+    )
 
 
 def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -> list[Record]:
     if not callable(calls[0][0]):
-        raise UsageError(f"{calls[0][0]!r} is not a function", "a script is started by the command `clusterjob submit SCRIPT`")
+        raise UsageError(
+            f"{calls[0][0]!r} is not a function",
+            "a script is started by the command `clusterjob submit SCRIPT`",
+        )
     values = dict(given)
     cluster = values.pop("cluster", None)
     at_once = values.pop("array", "") if many else ""
@@ -120,14 +146,25 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
             near = difflib.get_close_matches(key, SETTINGS, 1)
             raise UsageError(
                 f"a function's job has no setting {key!r}",
-                f"did you mean {near[0]}?" if near else "`clusterjob submit --help` lists them, as options",
+                f"did you mean {near[0]}?"
+                if near
+                else "`clusterjob submit --help` lists them, as options",
             )
-    flags = {key: read_setting(key, value, f"{key}={value!r}") for key, value in values.items() if value is not None}
-    flags.setdefault("name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>"))
+    flags = {
+        key: read_setting(key, value, f"{key}={value!r}")
+        for key, value in values.items()
+        if value is not None
+    }
+    flags.setdefault(
+        "name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>")
+    )
     settings = jobs.settle(flags, cluster, Path.cwd(), Use(sources=tuple(_sources(calls[0][0]))))
     if settings.backend in _DISTANT or settings.values.get("login"):
         # Their results would be pickles that other machines have made, read here.
-        raise UsageError(f"a function's results do not come back from the cluster {settings.cluster!r}", "submit a script there")
+        raise UsageError(
+            f"a function's results do not come back from the cluster {settings.cluster!r}",
+            "submit a script there",
+        )
     payloads = [_pickled(*one) for one in calls]
     if many and settings.backend == "local":
         return [record for payload in payloads for record in _start({}, settings, [payload])]
@@ -136,7 +173,9 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
 
 
 def _sources(function: Callable[..., Any]) -> Iterator[Path]:
-    """Yield what asks for a job: the running script, else the directory of an interactive session; and the function's file."""
+    """Yield what asks for a job: the running script, else the directory of an interactive session;
+    and the function's file.
+    """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     yield Path(main) if main else Path.cwd()
     code = getattr(function, "__code__", None)
@@ -148,7 +187,10 @@ def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> lis
     settings = replace(settings, values={**settings.values, **more})
     spec = jobs.make_spec(_PROGRAM, settings, Path.cwd())
     plan = jobs.plan(spec, settings)
-    files = tuple(PlannedFile(call.call_file(plan.job_dir, index), payload) for index, payload in enumerate(payloads))
+    files = tuple(
+        PlannedFile(call.call_file(plan.job_dir, index), payload)
+        for index, payload in enumerate(payloads)
+    )
     record = jobs.submit(replace(plan, files=(*plan.files, *files)), settings.cluster, detach=True)
     return Records().elements(record)
 

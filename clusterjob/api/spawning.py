@@ -1,7 +1,9 @@
-"""``clusterjob.spawn(train, args=(True,), nprocs=2, gpus="4,5")``: a function of this very program in processes of this machine.
+"""``clusterjob.spawn(train, args=(True,), nprocs=2, gpus="4,5")``: a function of this very program
+in processes of this machine.
 
-The processes are the workers of a node's own agent, as `clusterjob launch` has them: warm start, supervision and verdict are
-the same. The call travels as that of a function's job, in a directory that lives as long as the call.
+The processes are the workers of a node's own agent, as `clusterjob launch` has them: warm start,
+supervision and verdict are the same. The call travels as that of a function's job, in a directory
+that lives as long as the call.
 """
 
 from __future__ import annotations
@@ -38,37 +40,46 @@ def spawn(
     nprocs: int | None = None,
     gpus: str | Sequence[int | str] | None = None,
 ) -> list[Any]:
-    """Run ``function(*args, **kwargs)`` in worker processes of this machine, and return when all have ended.
+    """Run ``function(*args, **kwargs)`` in worker processes of this machine, and return when all
+    have ended.
 
-    Each process has its place in RANK, LOCAL_RANK, MASTER_ADDR and their kin. The process group is left to the function:
-    `clusterjob.bootstrap.init()` in it makes one and gives the context; so does torch's own ``init_process_group``. What the
-    processes print is shown on sys.stdout and sys.stderr, each line with its rank. When one fails the others are stopped, and
-    when the calling process ends, even by SIGKILL, its workers end too.
+    Each process has its place in RANK, LOCAL_RANK, MASTER_ADDR and their kin. The process group is
+    left to the function: `clusterjob.bootstrap.init()` in it makes one and gives the context; so
+    does torch's own ``init_process_group``. What the processes print is shown on sys.stdout and
+    sys.stderr, each line with its rank. When one fails the others are stopped, and when the calling
+    process ends, even by SIGKILL, its workers end too.
 
     Args:
-        function: what cloudpickle can pickle: functions of ``__main__``, of a notebook, lambdas and closures included.
+        function: what cloudpickle can pickle: functions of ``__main__``, of a notebook, lambdas and
+            closures included.
         args: its arguments.
         kwargs: its arguments by name.
         nprocs: how many processes; by default one for each GPU, or one where there is none.
-        gpus: the GPUs that they see, as CUDA_VISIBLE_DEVICES names them: ``"4,5"`` or ``[4, 5]``; None for all visible ones,
-            ``""`` for none.
+        gpus: the GPUs that they see, as CUDA_VISIBLE_DEVICES names them: ``"4,5"`` or ``[4, 5]``;
+            None for all visible ones, ``""`` for none.
 
     Returns:
         What the function returned, by rank.
 
     Raises:
-        Exception: what the function raised on the rank that failed first, with the rank and its traceback as the cause.
+        Exception: what the function raised on the rank that failed first, with the rank and its
+            traceback as the cause.
         JobFailed: a process was killed, or ended otherwise without a result.
         UsageError: a GPU is not visible here, or the arguments make no sense.
         PlaceError: this is one process of a job already, or one of several nodes.
         ClusterJobError: the call cannot be pickled.
     """
     if not callable(function):
-        raise UsageError(f"{function!r} is not a function", "a script is started by the command `clusterjob run SCRIPT`")
+        raise UsageError(
+            f"{function!r} is not a function",
+            "a script is started by the command `clusterjob run SCRIPT`",
+        )
     environ = _environment(gpus)
     count = _count(nprocs, gpus, environ)
     paths = [os.path.abspath(entry) for entry in sys.path]
-    payload = call.pickled(paths, call.PlainCall(function, tuple(args), dict(kwargs or {}), list(sys.argv)))
+    payload = call.pickled(
+        paths, call.PlainCall(function, tuple(args), dict(kwargs or {}), list(sys.argv))
+    )
     job_dir = Path(tempfile.mkdtemp(prefix="clusterjob-spawn-"))
     try:
         call.call_file(job_dir, 0).write_bytes(payload)
@@ -76,7 +87,9 @@ def spawn(
         ended = files.read_json(job_dir / "result.json")
         if ended is None:
             said = _last_words(job_dir)
-            raise JobFailed(f"the process that starts the workers ended with {code}{': ' if said else ''}{said}")
+            raise JobFailed(
+                f"the process that starts the workers ended with {code}{': ' if said else ''}{said}"
+            )
         return call.results(job_dir, Verdict.from_json(ended), count, f"spawn of {_name(function)}")
     finally:
         shutil.rmtree(job_dir, ignore_errors=True)
@@ -92,9 +105,15 @@ def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:
             f"spawn starts processes of this machine alone, and it is one of {topology.nnodes} nodes ({topology.source})",
             "`clusterjob launch SCRIPT` starts this node's part of the job",
         )
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("CLUSTERJOB_")}
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith("CLUSTERJOB_")
+    }
     # A place of its own: a platform's port is for one job, and several spawns may run at once.
-    environ |= {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0", "CLUSTERJOB_MASTER_ADDR": "127.0.0.1"}
+    environ |= {
+        "CLUSTERJOB_NNODES": "1",
+        "CLUSTERJOB_NODE_RANK": "0",
+        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
+    }
     if gpus is not None:
         wanted = gpus.split(",") if isinstance(gpus, str) else [str(gpu) for gpu in gpus]
         chosen = devices.choose_gpus(wanted, os.environ) if gpus else []
@@ -115,8 +134,12 @@ def _count(nprocs: int | None, gpus: object, environ: Mapping[str, str]) -> int:
 
 
 def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
-    """Run the agent until it ends, and return its exit code. It holds a lifeline: whatever ends this process ends the workers too."""
-    options = LaunchOptions(Program("module", call.__name__), nproc_per_node=count, lifeline=True, echo=False)
+    """Run the agent until it ends, and return its exit code. It holds a lifeline: whatever ends
+    this process ends the workers too.
+    """
+    options = LaunchOptions(
+        Program("module", call.__name__), nproc_per_node=count, lifeline=True, echo=False
+    )
     reader = LogReader(job_dir)
     with (job_dir / "agent.log").open("wb") as log:
         try:
@@ -126,10 +149,13 @@ def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is this process's: it lets the agent end in its own order
+                # Ctrl-C is this process's: it lets the agent end in its own order.
+                start_new_session=True,
             )
         except OSError as error:
-            raise ClusterJobError(f"{sys.executable} cannot be started: {error.strerror}") from error
+            raise ClusterJobError(
+                f"{sys.executable} cannot be started: {error.strerror}"
+            ) from error
     assert agent.stdin is not None
     try:
         while agent.returncode is None:

@@ -1,6 +1,7 @@
 """Where jobs can run. A backend is looked up by name and imported when it is needed.
 
-A package of yours becomes one by an entry point in the group ``clusterjob.backends`` that names a class with these methods.
+A package of yours becomes one by an entry point in the group ``clusterjob.backends`` that names a
+class with these methods.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Backend(Protocol):
         """Return what submitting the job would do. Runs no command and contacts nothing."""
 
     def submit(self, plan: Plan) -> Handle:
-        """Start what was planned, whose files are in place; the job ends with this process until `detach`.
+        """Start what was planned, whose files are in place; the job ends with this process until
+        `detach`.
 
         Raises:
             SubmitError: it cannot be started; nothing of it is left running.
@@ -92,7 +94,9 @@ class Backend(Protocol):
         """Return how jobs stand, by job id: one question to the cluster for all of them."""
 
     def collect(self, record: Record) -> None:
-        """Have the logs in `record.job_dir` as far as they are written by now; where the job writes there itself, do nothing."""
+        """Have the logs in `record.job_dir` as far as they are written by now; where the job writes
+        there itself, do nothing.
+        """
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Stop jobs and return once they are being stopped; a job that has ended stays as it is."""
@@ -119,7 +123,8 @@ class Examiner(Protocol):
     """What a backend can do that knows how to look at its cluster before there is a job."""
 
     def examine(self, spec: JobSpec) -> Iterator[Check]:
-        """Yield what is found of the cluster's fitness for such a job, each check as it is done; starts no job, changes nothing.
+        """Yield what is found of the cluster's fitness for such a job, each check as it is done;
+        starts no job, changes nothing.
 
         Raises:
             UsageError: the job makes no sense on this cluster.
@@ -128,7 +133,9 @@ class Examiner(Protocol):
 
 @runtime_checkable
 class Interrupter(Protocol):
-    """What a backend can do whose agents hear of Ctrl-C: interrupt workers (SIGINT) before it cancels."""
+    """What a backend can do whose agents hear of Ctrl-C: interrupt workers (SIGINT) before it
+    cancels.
+    """
 
     def interrupt(self, record: Record) -> bool:
         """Have the workers interrupted, and stopped after the job's grace; returns at once.
@@ -139,29 +146,42 @@ class Interrupter(Protocol):
 
 @runtime_checkable
 class Foreground(Protocol):
-    """What a backend can do whose jobs run beside the caller: give rank 0 its stdin, a terminal included.
+    """What a backend can do whose jobs run beside the caller: give rank 0 its stdin, a terminal
+    included.
 
     Attributes:
-        stdin: the descriptor that becomes rank 0's stdin in jobs that are submitted from now on; None for an empty one.
+        stdin: the descriptor that becomes rank 0's stdin in jobs that are submitted from now on;
+            None for an empty one.
     """
 
     stdin: int | None
 
     def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that waits for input from this process's terminal; return whether there is one."""
+        """Interrupt the worker that waits for input from this process's terminal; return whether
+        there is one.
+        """
 
 
 class _Names(Sequence[str]):
-    """All backends' names, ours first. Those of other packages are looked up only when ours do not answer the question.
+    """All backends' names, ours first. Those of other packages are looked up only when ours do not
+    answer the question.
 
-    Reading the metadata of every installed package takes a tenth of a second in a large environment.
+    Reading the metadata of every installed package takes a tenth of a second in a large
+    environment.
     """
 
     @functools.cached_property
     def _all(self) -> list[str]:
         from importlib.metadata import entry_points
 
-        return [*_BUILTIN, *sorted(point.name for point in entry_points(group=ENTRY_POINTS) if point.name not in _BUILTIN)]
+        return [
+            *_BUILTIN,
+            *sorted(
+                point.name
+                for point in entry_points(group=ENTRY_POINTS)
+                if point.name not in _BUILTIN
+            ),
+        ]
 
     def __contains__(self, name: object) -> bool:
         return name in _BUILTIN or name in self._all
@@ -183,7 +203,9 @@ def names() -> Sequence[str]:
 
 
 def preferred() -> str:
-    """Return the backend where nobody names a cluster: Slurm where this machine can submit to one, else this machine itself."""
+    """Return the backend where nobody names a cluster: Slurm where this machine can submit to one,
+    else this machine itself.
+    """
     if shutil.which("sbatch") is not None:
         from clusterjob.backends.slurm.client import Client
 

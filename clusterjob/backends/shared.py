@@ -1,4 +1,6 @@
-"""What backends share: the files of a job that every node needs, and what a job's directory says of its progress and its end."""
+"""What backends share: the files of a job that every node needs, and what a job's directory says of
+its progress and its end.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def new_directory(name: str) -> tuple[str, Path]:
     job_id = plans.new_id(name)
     job_dir = home() / "jobs" / job_id
     if ":" in str(job_dir):
-        raise SpecError(f"the job directory {job_dir} holds a colon, which PYTHONPATH cannot carry", "CLUSTERJOB_HOME names another")
+        raise SpecError(
+            f"the job directory {job_dir} holds a colon, which PYTHONPATH cannot carry",
+            "CLUSTERJOB_HOME names another",
+        )
     return job_id, job_dir
 
 
@@ -53,13 +58,24 @@ def refuse_hosts(spec: JobSpec, name: str) -> None:
     if spec.hosts:
         raise SpecError(f"the {name} cluster takes no hosts", "--cluster ssh does")
     if spec.gpus:
-        count = spec.gpus if spec.gpus.isdigit() else "N" if spec.gpus == "auto" else len(spec.gpus.split(","))
-        raise SpecError(f"--gpus {spec.gpus} lists cards, which the {name} cluster cannot choose", f"did you mean --gpus-per-node {count}?")
+        count = (
+            spec.gpus
+            if spec.gpus.isdigit()
+            else "N"
+            if spec.gpus == "auto"
+            else len(spec.gpus.split(","))
+        )
+        raise SpecError(
+            f"--gpus {spec.gpus} lists cards, which the {name} cluster cannot choose",
+            f"did you mean --gpus-per-node {count}?",
+        )
     if not spec.sync and not spec.login:
         raise SpecError(f"the {name} cluster knows no --no-sync", "it is for hosts: --cluster ssh")
 
 
-def refuse_queue(spec: JobSpec, cluster: str, hint: str = "it needs a queue: --cluster slurm") -> None:
+def refuse_queue(
+    spec: JobSpec, cluster: str, hint: str = "it needs a queue: --cluster slurm"
+) -> None:
     """Refuse what only a cluster with a queue has.
 
     Args:
@@ -73,7 +89,8 @@ def refuse_queue(spec: JobSpec, cluster: str, hint: str = "it needs a queue: --c
     if spec.resources.gpu_type:
         wanted = f"--gpus-per-node {spec.resources.gpu_type}:{spec.resources.gpus_per_node}"
         raise SpecError(
-            f"{wanted}: the {cluster} cluster cannot choose GPUs by their type", f"--gpus-per-node {spec.resources.gpus_per_node}"
+            f"{wanted}: the {cluster} cluster cannot choose GPUs by their type",
+            f"--gpus-per-node {spec.resources.gpus_per_node}",
         )
     for flag in ("container", "array", "sweep", "after", "requeue", "signal_before", "login"):
         if getattr(spec, flag):
@@ -83,7 +100,8 @@ def refuse_queue(spec: JobSpec, cluster: str, hint: str = "it needs a queue: --c
 
 
 def sent_program(spec: JobSpec) -> Program:
-    """Return the program as it is found where the working directory is sent: a script by its path within that.
+    """Return the program as it is found where the working directory is sent: a script by its path
+    within that.
 
     Raises:
         SpecError: the script is not in what is sent.
@@ -93,7 +111,10 @@ def sent_program(spec: JobSpec) -> Program:
         return program
     path = os.path.relpath(os.path.join(spec.workdir, program.target), spec.workdir)
     if path.startswith(".."):
-        raise SpecError(f"the script {program.target!r} lies outside of {spec.workdir}, which is what is sent", "--workdir names another")
+        raise SpecError(
+            f"the script {program.target!r} lies outside of {spec.workdir}, which is what is sent",
+            "--workdir names another",
+        )
     return Program(program.kind, path, program.args)
 
 
@@ -135,7 +156,9 @@ def plannable(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[Findin
     """Find whether a job can be planned; see `clusterjob.doctor.engine.Look`."""
     plan(spec)
     nodes, workers = spec.resources.nodes, spec.nproc_per_node
-    yield ok(f"{nodes} node{'s' if nodes > 1 else ''} with {workers} worker{'s' if workers > 1 else ''}{' each' if nodes > 1 else ''}")
+    yield ok(
+        f"{nodes} node{'s' if nodes > 1 else ''} with {workers} worker{'s' if workers > 1 else ''}{' each' if nodes > 1 else ''}"
+    )
 
 
 def ended(verdict: Verdict) -> Status:
@@ -144,7 +167,9 @@ def ended(verdict: Verdict) -> Status:
 
 
 def progress(job_dir: Path) -> tuple[str | None, int, str]:
-    """Return when the workers first started, how often they were started again, and what the job waits for."""
+    """Return when the workers first started, how often they were started again, and what the job
+    waits for.
+    """
     started_at, restarts, waiting = None, 0, ""
     for event in read_events(job_dir / "events.jsonl"):
         kind = event.get("event")
@@ -154,14 +179,22 @@ def progress(job_dir: Path) -> tuple[str | None, int, str]:
             restarts, waiting = restart if type(restart) is int else 0, ""
         elif kind == "waiting":
             missing = event.get("missing")
-            waiting = f"waiting for node {', '.join(map(str, missing))}" if isinstance(missing, list) else ""
+            waiting = (
+                f"waiting for node {', '.join(map(str, missing))}"
+                if isinstance(missing, list)
+                else ""
+            )
         elif kind == "exec":
             waiting = str(event.get("why", ""))
     return started_at, restarts, waiting
 
 
 def fetch_request(
-    record: Record, paths: Sequence[str], target: Path, may_replace: Callable[[list[str]], bool], limits: FetchLimits
+    record: Record,
+    paths: Sequence[str],
+    target: Path,
+    may_replace: Callable[[list[str]], bool],
+    limits: FetchLimits,
 ) -> Request:
     """Return what is to be fetched of a job from one host; see `clusterjob.core.jobs.fetch`."""
     from clusterjob.core.snapshot import sent_digests
@@ -186,11 +219,16 @@ def fetch_request(
 def nothing_to_fetch(record: Record) -> ClusterJobError:
     """Return what is to be said of a job whose working directory is no other machine's."""
     workdir = record.spec.get("workdir", "")
-    return ClusterJobError(f"there is nothing to fetch: job {record.job_id} ran in {workdir}", "what it wrote lies there")
+    return ClusterJobError(
+        f"there is nothing to fetch: job {record.job_id} ran in {workdir}",
+        "what it wrote lies there",
+    )
 
 
 def wish_to_cancel(record: Record) -> None:
-    """Note the wish that a job end; an element of an array that has not begun gets its directory for that."""
+    """Note the wish that a job end; an element of an array that has not begun gets its directory
+    for that.
+    """
     if record.index is not None and record.job_dir.parent.parent.is_dir():
         try:
             private_dirs.make(record.job_dir)
@@ -199,8 +237,11 @@ def wish_to_cancel(record: Record) -> None:
     ends.cancel(record.job_dir)
 
 
-def end_without_lead(job_dir: Path, started_at: str | None, restarts: int, otherwise: Verdict | str) -> Verdict:
-    """Return the end of a job whose lead wrote none: from what the nodes wrote, else as told. Never a success by absence.
+def end_without_lead(
+    job_dir: Path, started_at: str | None, restarts: int, otherwise: Verdict | str
+) -> Verdict:
+    """Return the end of a job whose lead wrote none: from what the nodes wrote, else as told. Never
+    a success by absence.
 
     Args:
         job_dir: the job's directory.
@@ -210,10 +251,20 @@ def end_without_lead(job_dir: Path, started_at: str | None, restarts: int, other
     """
     common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
     if ends.cancelled(job_dir):
-        why = "cancelled before its agents could say so" if started_at else "cancelled before it had started"
+        why = (
+            "cancelled before its agents could say so"
+            if started_at
+            else "cancelled before it had started"
+        )
         return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, why, **common)
     for failure in ends.refusals(job_dir):
-        return Verdict(JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure, **common)
+        return Verdict(
+            JobState.FAILED,
+            failure.exit_code,
+            f"{failure.who}: {failure.message}",
+            failure,
+            **common,
+        )
     for end in ends.written(job_dir):
         if end.get("reason"):
             return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
@@ -221,4 +272,6 @@ def end_without_lead(job_dir: Path, started_at: str | None, restarts: int, other
         return Verdict(JobState.LOST, 1, f"its directory {job_dir} is gone", **common)
     if isinstance(otherwise, Verdict):
         return otherwise
-    return Verdict(JobState.LOST, 1, "; ".join(filter(None, (otherwise, files.why_full(job_dir)))), **common)
+    return Verdict(
+        JobState.LOST, 1, "; ".join(filter(None, (otherwise, files.why_full(job_dir)))), **common
+    )

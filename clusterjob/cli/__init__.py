@@ -1,4 +1,6 @@
-"""The command line: each command parses, calls one function of `clusterjob.core.jobs`, and prints. No logic lives here."""
+"""The command line: each command parses, calls one function of `clusterjob.core.jobs`, and prints.
+No logic lives here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _verbose = False
 def _global_options(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,  # noqa: FBT002
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the cause of an error.")] = False,  # noqa: FBT002
+    verbose: Annotated[  # noqa: FBT002
+        bool, typer.Option("--verbose", "-v", help="Show the cause of an error.")
+    ] = False,
 ) -> None:
     global _verbose  # noqa: PLW0603 - one command line a process
     _verbose = verbose
@@ -46,9 +50,12 @@ def _global_options(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: the job's own where it is followed, else 0, 1, 2 or 130."""
+    """Run the command line; returns the exit code: the job's own where it is followed, else 0, 1, 2
+    or 130.
+    """
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name or an output is no reason to fail
+        # A name or an output is no reason to fail.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = _run(argv)
     try:
         sys.stdout.flush()
@@ -73,7 +80,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError as error:
         return _nowhere_to_write(error)
     except OSError as error:
-        return _complain(ClusterJobError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"))
+        return _complain(
+            ClusterJobError(
+                f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+            )
+        )
     return code if isinstance(code, int) else 0
 
 
@@ -83,7 +94,11 @@ def _refusal(error: typer.TyperException) -> UsageError:
     if type(error).__name__ == "NoSuchOption" and context is not None:
         from clusterjob.cli.suggestions import suggest
 
-        known = [word for param in context.command.params for word in (*param.opts, *param.secondary_opts)]
+        known = [
+            word
+            for param in context.command.params
+            for word in (*param.opts, *param.secondary_opts)
+        ]
         return UsageError(f"there is no option {unknown}", suggest(unknown, known))
     text = str(error.format_message()) if hasattr(error, "format_message") else str(error)
     return UsageError(text.rstrip(".") or "nothing to do")
@@ -94,7 +109,11 @@ def _nowhere_to_write(error: OSError) -> int:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())  # what is still in the buffer goes nowhere, silently
     os.close(nowhere)
-    return 1 if isinstance(error, BrokenPipeError) else _complain(ClusterJobError(f"{error.strerror}: standard output"))
+    return (
+        1
+        if isinstance(error, BrokenPipeError)
+        else _complain(ClusterJobError(f"{error.strerror}: standard output"))
+    )
 
 
 def _complain(error: ClusterJobError) -> int:
@@ -108,5 +127,9 @@ def _complain(error: ClusterJobError) -> int:
     if _verbose and error.__cause__ is not None:
         import traceback
 
-        print(sanitize("".join(traceback.format_exception(error.__cause__)), lines=True), end="", file=sys.stderr)
+        print(
+            sanitize("".join(traceback.format_exception(error.__cause__)), lines=True),
+            end="",
+            file=sys.stderr,
+        )
     return error.exit_code

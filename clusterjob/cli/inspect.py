@@ -1,4 +1,6 @@
-"""The commands env (this process's place in a job), config (settings), trust (a project's configuration) and doctor (checks)."""
+"""The commands env (this process's place in a job), config (settings), trust (a project's
+configuration) and doctor (checks).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def register(app: typer.Typer) -> None:
 def env(as_json: Json = False) -> int:  # noqa: FBT002
     """Show the place in a job that is found here, and why.
 
-    Which variable gave which field, what was ignored, what conflicts; exit code 1 if something does.
+    Which variable gave which field, what was ignored, what conflicts; exit code 1 if something
+    does.
     """
     from clusterjob.node.environments import show
 
@@ -30,7 +33,10 @@ def env(as_json: Json = False) -> int:  # noqa: FBT002
 
 
 def config(
-    cluster: Annotated[str | None, typer.Option("--cluster", metavar="NAME", help="The profile, or backend, to show.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="NAME", help="The profile, or backend, to show."),
+    ] = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> int:
     """Show the settings that hold here, and where each was set."""
@@ -50,12 +56,18 @@ def config(
 
 
 def trust(
-    path: Annotated[str, typer.Argument(metavar="[PATH]", help="A configuration file, or a directory in its project.")] = ".",
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="[PATH]", help="A configuration file, or a directory in its project."
+        ),
+    ] = ".",
     yes: Annotated[bool, typer.Option("--yes", help="Trust it without asking.")] = False,  # noqa: FBT002
 ) -> int:
     """Show what a project's configuration file executes, and trust it.
 
-    Trust ends when the content of the file changes, or of the ssh configuration, template or host file that it names.
+    Trust ends when the content of the file changes, or of the ssh configuration, template or host
+    file that it names.
     """
     import sys
     from pathlib import Path
@@ -76,7 +88,10 @@ def trust(
         print(f"  {sanitize(line.text())}", file=sys.stderr)
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError(f"{file.path} is not trusted: there is no terminal to ask", "--yes trusts it without asking")
+            raise UsageError(
+                f"{file.path} is not trusted: there is no terminal to ask",
+                "--yes trusts it without asking",
+            )
         if not typer.confirm("Trust it?", err=True):
             return 1
     trusted.record(file.path, file.data)
@@ -107,5 +122,12 @@ def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
     bad = any(check.state is CheckState.FAILED for check in done)
     if as_json:
         found = [vars(check) for check in done]
-        output.print_json({"cluster": settings.cluster, "backend": settings.backend, "fit": not bad, "checks": found})
+        output.print_json(
+            {
+                "cluster": settings.cluster,
+                "backend": settings.backend,
+                "fit": not bad,
+                "checks": found,
+            }
+        )
     return 1 if bad else 0

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Job ids, or beginnings of them.")]
 OptionalIds = Annotated[
-    list[str] | None, typer.Argument(metavar="[ID...]", help="Job ids, or beginnings of them; default: jobs that have not ended.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[ID...]", help="Job ids, or beginnings of them; default: jobs that have not ended."
+    ),
 ]
 Id = Annotated[str, typer.Argument(metavar="ID", help="A job id, or the beginning of one.")]
 
@@ -56,7 +59,13 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
     if as_json:
         from clusterjob.core import jobs
 
-        output.print_json({"jobs": [output.job_json(record, now) for record, now in jobs.statuses(Records().all())]})
+        output.print_json(
+            {
+                "jobs": [
+                    output.job_json(record, now) for record, now in jobs.statuses(Records().all())
+                ]
+            }
+        )
     else:
         found = Listing(Records())
         states: list[tuple[Record, Status]] = []
@@ -72,7 +81,8 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
 def wait(job_id: Id) -> int:
     """Wait for a job's end; end with its exit code.
 
-    Says why nobody can tell how it stands, where that is so. Of an array, with the first that is not 0.
+    Says why nobody can tell how it stands, where that is so. Of an array, with the first that is
+    not 0.
     """
     from clusterjob.cli import output
     from clusterjob.core import jobs
@@ -107,11 +117,25 @@ def cancel(ids: Ids) -> int:
 
 def logs(
     job_id: Id,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the job writes, until it ends.")] = False,  # noqa: FBT002
-    rank: Annotated[int | None, typer.Option("--rank", min=0, metavar="N", help="Only this worker's lines.")] = None,
-    node: Annotated[int | None, typer.Option("--node", min=0, metavar="N", help="Only this node's lines.")] = None,
-    tail: Annotated[int | None, typer.Option("--tail", min=0, metavar="N", help="Only the last N lines of what is there.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The workers' bytes as they are: no labels, terminal escapes too.")] = False,  # noqa: FBT002
+    follow: Annotated[  # noqa: FBT002
+        bool, typer.Option("--follow", "-f", help="Go on as the job writes, until it ends.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, metavar="N", help="Only this worker's lines.")
+    ] = None,
+    node: Annotated[
+        int | None, typer.Option("--node", min=0, metavar="N", help="Only this node's lines.")
+    ] = None,
+    tail: Annotated[
+        int | None,
+        typer.Option("--tail", min=0, metavar="N", help="Only the last N lines of what is there."),
+    ] = None,
+    raw: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--raw", help="The workers' bytes as they are: no labels, terminal escapes too."
+        ),
+    ] = False,
 ) -> int:
     """Show the workers' output, all ranks in the order of time.
 

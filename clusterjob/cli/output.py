@@ -1,4 +1,6 @@
-"""What people and programs are shown: merged output, tables, JSON, and a line that moves while one waits."""
+"""What people and programs are shown: merged output, tables, JSON, and a line that moves while one
+waits.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,19 @@ def say(text: str) -> None:
 def say_end(record: Record, verdict: Verdict) -> None:
     """Print on stderr how a job has ended, with the last lines of its root cause."""
     _live.clear()
-    print(sanitize(f"clusterjob: job {record.job_id} {verdict.text()}", lines=True), file=sys.stderr, flush=True)
+    print(
+        sanitize(f"clusterjob: job {record.job_id} {verdict.text()}", lines=True),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def job_json(record: Record, status: Status) -> dict[str, Any]:
     """Return what ``status --json`` gives for one job."""
     verdict = status.verdict
-    failure = verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
+    failure = (
+        verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
+    )
     shown = ("rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message")
     return {
         "id": record.job_id,
@@ -85,7 +93,9 @@ def print_jobs(jobs: Sequence[Row], *, together: bool = False) -> None:
         together: give an array one line, with how many of its elements are in which state.
     """
     rows = [("ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON")]
-    for listed_id, group in itertools.groupby(jobs, lambda row: (together and row.array_id) or row.job_id):
+    for listed_id, group in itertools.groupby(
+        jobs, lambda row: (together and row.array_id) or row.job_id
+    ):
         members = list(group)
         row = members[0] if listed_id == members[0].job_id else _whole_array(listed_id, members)
         rows.append((*row[:5], row.submitted_at[:19].replace("T", " "), row.reason))
@@ -94,9 +104,16 @@ def print_jobs(jobs: Sequence[Row], *, together: bool = False) -> None:
 
 def _whole_array(array_id: str, elements: Sequence[Row]) -> Row:
     counts = Counter(row.state for row in elements)
-    code = next((row.exit_code for row in elements if row.exit_code not in ("", "0")), elements[0].exit_code)
+    code = next(
+        (row.exit_code for row in elements if row.exit_code not in ("", "0")), elements[0].exit_code
+    )
     reason = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return elements[0]._replace(job_id=array_id, state=next(iter(counts)) if len(counts) == 1 else "MIXED", exit_code=code, reason=reason)
+    return elements[0]._replace(
+        job_id=array_id,
+        state=next(iter(counts)) if len(counts) == 1 else "MIXED",
+        exit_code=code,
+        reason=reason,
+    )
 
 
 def print_broken(names: Sequence[str]) -> None:
@@ -106,7 +123,9 @@ def print_broken(names: Sequence[str]) -> None:
 
 
 def _listed_id(record: Record, *, together: bool) -> str:
-    return record.job_id.rpartition("_")[0] if together and record.index is not None else record.job_id
+    return (
+        record.job_id.rpartition("_")[0] if together and record.index is not None else record.job_id
+    )
 
 
 def print_end(record: Record, status: Status) -> None:
@@ -123,11 +142,15 @@ def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
         if len(members) == 1:
             say(f"job {members[0][0].job_id} {'is cancelled' if stopped else 'had ended already'}")
         else:
-            say(f"job {job_id}: {stopped} of {len(members)} elements are cancelled, the others had ended already")
+            say(
+                f"job {job_id}: {stopped} of {len(members)} elements are cancelled, the others had ended already"
+            )
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns; the last one is not padded, so that nothing is cut and no line ends in blanks."""
+    """Print rows in columns; the last one is not padded, so that nothing is cut and no line ends in
+    blanks.
+    """
     shown = [[sanitize(cell) for cell in row] for row in rows]
     line = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*shown, strict=True))
     print("\n".join([line.format(*row).rstrip() for row in shown]))
@@ -140,7 +163,9 @@ def print_hosts(reports: Sequence[HostReport]) -> None:
         torch = "" if report.torch is None else "yes" if report.torch else "no"
         free = "" if report.free is None else show_size(report.free)
         gpus = str(len(report.gpus)) if report.python else ""
-        rows.append((report.host, report.address, report.python, torch, free, gpus, report.trouble or "fit"))
+        rows.append(
+            (report.host, report.address, report.python, torch, free, gpus, report.trouble or "fit")
+        )
     print_table(rows)
 
 
@@ -152,11 +177,13 @@ def print_check(check: Check) -> None:
 
 
 class LogPrinter:
-    """Prints merged output: the workers' stdout on stdout, their stderr on stderr, each line with its rank.
+    """Prints merged output: the workers' stdout on stdout, their stderr on stderr, each line with
+    its rank.
 
     Args:
         world_is_one: a job of one worker needs no labels, so that its output can be piped on.
-        raw: print the bytes as the workers wrote them, without labels, and lines that are alike each for itself.
+        raw: print the bytes as the workers wrote them, without labels, and lines that are alike
+            each for itself.
     """
 
     def __init__(self, *, world_is_one: bool, raw: bool = False) -> None:
@@ -164,7 +191,9 @@ class LogPrinter:
         self._raw = raw
 
     def show(self, batches: Iterable[list[Line]], open_lines: Callable[[], Sequence[Line]]) -> None:
-        """Print what one look has found. Below it a terminal shows lines that have no end yet, which are asked for last."""
+        """Print what one look has found. Below it a terminal shows lines that have no end yet,
+        which are asked for last.
+        """
         self.show_all(batches)
         if not self._raw and _live.has_terminal:
             _live.show([self._labelled(label(line), line.text) for line in open_lines()])
@@ -190,7 +219,9 @@ class LogPrinter:
             stream.flush()
 
     def _shown(self, line: Folded) -> str:
-        end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""  # a part of one line
+        end = (
+            "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""
+        )  # a part of one line
         text = sanitize(line.text, colours=True)
         return text + end if self._plain else f"[{line.label}] {text}{end}"
 
@@ -204,7 +235,9 @@ class LogPrinter:
 
 
 class Progress:
-    """Says what a job waits for: a moving line on a terminal, else a line when there is news; silent once it runs."""
+    """Says what a job waits for: a moving line on a terminal, else a line when there is news;
+    silent once it runs.
+    """
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
@@ -221,7 +254,9 @@ class Progress:
             self.stop()
         text = status.reason or "starting"
         if status.state is JobState.PENDING and sys.stderr.isatty():
-            if time.monotonic() - self._begin > 0.5:  # most jobs are up before a spinner is worth its import
+            if (
+                time.monotonic() - self._begin > 0.5
+            ):  # most jobs are up before a spinner is worth its import
                 self._spin(f"{text} ({time.monotonic() - self._begin:.0f} s)")
         elif status.reason and status.reason != self._told:
             self._told = status.reason
@@ -235,7 +270,9 @@ class Progress:
             self._spinner.start()
         from rich.text import Text
 
-        self._spinner.update(Text(sanitize(text)))  # Text: in a plain string rich would read [/x] as markup
+        self._spinner.update(
+            Text(sanitize(text))
+        )  # Text: in a plain string rich would read [/x] as markup
 
     def stop(self) -> None:
         """Take the moving line away."""
@@ -248,19 +285,31 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
     """Print how jobs failed, after their table."""
     for record, status in pairs:
         if status.verdict is not None and status.state is not JobState.SUCCEEDED:
-            print(sanitize(f"\n{record.job_id} {status.verdict.text()}\n  logs: {record.job_dir / 'logs'}", lines=True))
+            print(
+                sanitize(
+                    f"\n{record.job_id} {status.verdict.text()}\n  logs: {record.job_dir / 'logs'}",
+                    lines=True,
+                )
+            )
 
 
 def settings_json(settings: Settings) -> dict[str, Any]:
     """Return settings as plain data."""
-    values = {key: {"value": _plain(value), "origin": settings.origins[key]} for key, value in settings.values.items()}
+    values = {
+        key: {"value": _plain(value), "origin": settings.origins[key]}
+        for key, value in settings.values.items()
+    }
     return {"cluster": settings.cluster, "backend": settings.backend, "settings": values}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, (str, bool, int, float, Mapping)) else str(value)
+    return (
+        value
+        if value is None or isinstance(value, (str, bool, int, float, Mapping))
+        else str(value)
+    )
 
 
 def _on_one_line(value: Any) -> str:
@@ -272,6 +321,8 @@ def _on_one_line(value: Any) -> str:
 def print_settings(settings: Settings) -> None:
     """Print settings, each with where it was written."""
     print(sanitize(f"cluster: {settings.cluster}   backend: {settings.backend}"))
-    rows = [(key, _on_one_line(value), settings.origins[key]) for key, value in settings.values.items()]
+    rows = [
+        (key, _on_one_line(value), settings.origins[key]) for key, value in settings.values.items()
+    ]
     if rows:
         print_table([("SETTING", "VALUE", "FROM"), *rows])

@@ -21,13 +21,24 @@ def register(app: typer.Typer) -> None:
     app.command("submit", cls=ProgramCommand)(with_job_options(submit))
     app.command("run", cls=ProgramCommand)(with_job_options(run))
     app.command("render", cls=ProgramCommand)(with_job_options(render))
-    app.command("launch", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(launch)
+    app.command(
+        "launch",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        add_help_option=False,
+    )(launch)
 
 
 def submit(
     ctx: typer.Context,
-    follow: Annotated[bool, typer.Option("--follow", help="Show the output until the job ends; Ctrl-C leaves it running.")] = False,  # noqa: FBT002
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written and started, and stop.")] = False,  # noqa: FBT002
+    follow: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--follow", help="Show the output until the job ends; Ctrl-C leaves it running."
+        ),
+    ] = False,
+    dry_run: Annotated[  # noqa: FBT002
+        bool, typer.Option("--dry-run", help="Print what would be written and started, and stop.")
+    ] = False,
     as_json: Json = False,  # noqa: FBT002
     **flags: Any,
 ) -> int:
@@ -43,7 +54,14 @@ def submit(
     _print_notes(plan)
     record = _submit(plan, cluster, detach=True)
     if as_json:
-        output.print_json({"id": record.job_id, "cluster": cluster, "backend": record.backend, "job_dir": str(record.job_dir)})
+        output.print_json(
+            {
+                "id": record.job_id,
+                "cluster": cluster,
+                "backend": record.backend,
+                "job_dir": str(record.job_dir),
+            }
+        )
     else:
         _print_id(record.job_id)
     return _watch(record).to_the_end() if follow else 0
@@ -61,7 +79,9 @@ def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None)
 
 
 def _own_stdin() -> int | None:
-    """Return the descriptor of this command's stdin; None where it is closed, or a terminal that belongs to another command now."""
+    """Return the descriptor of this command's stdin; None where it is closed, or a terminal that
+    belongs to another command now.
+    """
     import os
 
     try:
@@ -80,7 +100,9 @@ def _print_id(job_id: str) -> None:
     try:
         print(job_id, flush=True)
     except OSError as error:  # a job that runs and that nobody knows
-        raise ClusterJobError(f"{error.strerror}: standard output", f"the job runs all the same: {job_id}") from error
+        raise ClusterJobError(
+            f"{error.strerror}: standard output", f"the job runs all the same: {job_id}"
+        ) from error
 
 
 def run(ctx: typer.Context, **flags: Any) -> int:
@@ -142,7 +164,9 @@ def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tu
     program = program_of(ctx)
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = jobs.settle(flags_given(flags), cluster, directory, trust.LOOK if dry else trust.Use(program=program))
+    settings = jobs.settle(
+        flags_given(flags), cluster, directory, trust.LOOK if dry else trust.Use(program=program)
+    )
     spec = jobs.make_spec(program, settings, directory)
     return jobs.plan(spec, settings), settings.cluster
 

@@ -1,4 +1,6 @@
-"""Suggest what to write in the place of an unknown option: a typing error, or a spelling of torchrun, sbatch, mpirun or accelerate."""
+"""Suggest what to write in the place of an unknown option: a typing error, or a spelling of
+torchrun, sbatch, mpirun or accelerate.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,24 @@ from collections.abc import Iterable
 # Options of other launchers, with the option of ours that means the same.
 _OURS = {
     "--nnodes": "--nodes", "-N": "--nodes", "--num-nodes": "--nodes", "--num-machines": "--nodes",
-    "--nproc": "--nproc-per-node", "-n": "--nproc-per-node", "--np": "--nproc-per-node", "--ntasks": "--nproc-per-node",
-    "--ntasks-per-node": "--nproc-per-node", "--num-processes": "--nproc-per-node", "--num-gpus": "--gpus-per-node",
-    "-G": "--gpus-per-node", "--gpus-per-task": "--gpus-per-node", "-c": "--cpus-per-task", "-t": "--time", "--timeout": "--time",
-    "-J": "--name", "--job-name": "--name", "-D": "--workdir", "--chdir": "--workdir", "-p": "--partition", "-A": "--account",
-    "-w": "--nodelist", "-x": "--exclude", "-a": "--array", "-d": "--after", "--dependency": "--after", "-H": "--hosts",
-    "--host": "--hosts", "--export": "--env", "--signal": "--signal-before", "-r": "--max-restarts", "-l": "--login",
+    "--nproc": "--nproc-per-node", "-n": "--nproc-per-node", "--np": "--nproc-per-node",
+    "--ntasks": "--nproc-per-node", "--ntasks-per-node": "--nproc-per-node",
+    "--num-processes": "--nproc-per-node", "--num-gpus": "--gpus-per-node", "-G": "--gpus-per-node",
+    "--gpus-per-task": "--gpus-per-node", "-c": "--cpus-per-task", "-t": "--time",
+    "--timeout": "--time", "-J": "--name", "--job-name": "--name", "-D": "--workdir",
+    "--chdir": "--workdir", "-p": "--partition", "-A": "--account", "-w": "--nodelist",
+    "-x": "--exclude", "-a": "--array", "-d": "--after", "--dependency": "--after", "-H": "--hosts",
+    "--host": "--hosts", "--export": "--env", "--signal": "--signal-before", "-r": "--max-restarts",
+    "-l": "--login",
 }  # fmt: skip
-_SBATCH_LETTERS = {"-q": "qos", "-C": "constraint", "-L": "licenses", "-M": "clusters", "-b": "begin", "-m": "distribution"}
+_SBATCH_LETTERS = {
+    "-q": "qos",
+    "-C": "constraint",
+    "-L": "licenses",
+    "-M": "clusters",
+    "-b": "begin",
+    "-m": "distribution",
+}
 # What torchrun has to be told, and the agents find out.
 _FOUND_OUT = (
     "--node-rank",

@@ -25,17 +25,29 @@ class Watch:
         raw: show the bytes as they were written.
     """
 
-    def __init__(self, record: Record, rank: int | None = None, node: int | None = None, *, raw: bool = False) -> None:
+    def __init__(
+        self, record: Record, rank: int | None = None, node: int | None = None, *, raw: bool = False
+    ) -> None:
         if record.array is not None:
             first = f"{record.job_id}_{record.array['indices'][0]}"
-            raise UsageError(f"job {record.job_id} is an array: each element has its own output", f"name one, such as {first}")
+            raise UsageError(
+                f"job {record.job_id} is an array: each element has its own output",
+                f"name one, such as {first}",
+            )
         self._record = record
         self._reader = LogReader(record.job_dir, rank=rank, node=node, raw=raw)
         # Where the nodes of a platform count the workers, nobody here knows how many there are.
-        world_size = None if record.spec.get("nproc_open") else record.nodes * int(record.spec.get("nproc_per_node", 1))
+        world_size = (
+            None
+            if record.spec.get("nproc_open")
+            else record.nodes * int(record.spec.get("nproc_per_node", 1))
+        )
         for label, index, count in (("rank", rank, world_size), ("node", node, record.nodes)):
             if index is not None and count is not None and index >= count:
-                raise UsageError(f"job {record.job_id} has no {label} {index}", f"its {label}s are 0 to {count - 1}")
+                raise UsageError(
+                    f"job {record.job_id} has no {label} {index}",
+                    f"its {label}s are 0 to {count - 1}",
+                )
         self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
         self._progress = Progress()
 
@@ -52,7 +64,9 @@ class Watch:
         self._printer.show_all([list(last)])
 
     def to_the_end(self) -> int:
-        """Show the output until the job ends, then the verdict on stderr; return the job's exit code."""
+        """Show the output until the job ends, then the verdict on stderr; return the job's exit
+        code.
+        """
         try:
             verdict = jobs.follow(self._record, self._show, self._progress.update, self._reader)
         finally:

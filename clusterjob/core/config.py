@@ -1,13 +1,9 @@
-"""Where a job's settings come from: flags > CLUSTERJOB_* > the cluster's profile > the project's and the user's defaults.
+"""Where a job's settings come from: flags > CLUSTERJOB_* > the cluster's profile > the project's
+and the user's defaults.
 
-# clusterjob.toml, [tool.clusterjob] of pyproject.toml, or config.toml in the user's configuration directory
-cluster = "lab"                  # used without --cluster
-[defaults]
-max_restarts = 1
-[clusters.lab]
-backend = "local"
-gpus_per_node = 8
-setup = ["module load cuda"]
+# clusterjob.toml, [tool.clusterjob] of pyproject.toml, or config.toml in the user's configuration
+directory cluster = "lab"                  # used without --cluster [defaults] max_restarts = 1
+[clusters.lab] backend = "local" gpus_per_node = 8 setup = ["module load cuda"]
 """
 
 from __future__ import annotations
@@ -38,7 +34,9 @@ _VARIABLE_PREFIX = "CLUSTERJOB_"
 
 
 class OfProject(str):
-    """The path of an ssh configuration that a project's file names: it may execute commands whenever it is read."""
+    """The path of an ssh configuration that a project's file names: it may execute commands
+    whenever it is read.
+    """
 
     __slots__ = ()
 
@@ -97,7 +95,8 @@ def resolve(
         environ: where CLUSTERJOB_* variables are read from.
         directory: where the search for the project's file begins; it goes upwards.
         backends: names of the backends, each of which is a cluster's name too.
-        fallback: returns the cluster where nobody names one, and is called only then; by default the first of the backends.
+        fallback: returns the cluster where nobody names one, and is called only then; by default
+            the first of the backends.
         use: what is about to happen with them; by default nothing is executed.
 
     Raises:
@@ -109,7 +108,10 @@ def resolve(
     cluster, chosen_at = _choose(cluster, environ, files, fallback or (lambda: backends[0]))
     profiles = {name for file in files for name in file.clusters}
     if cluster not in profiles and cluster not in backends:
-        raise UnknownCluster(f"there is no cluster {cluster!r} ({chosen_at})", _nearest(cluster, [*profiles, *backends]))
+        raise UnknownCluster(
+            f"there is no cluster {cluster!r} ({chosen_at})",
+            _nearest(cluster, [*profiles, *backends]),
+        )
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     of_project: dict[str, list[Line]] = {}
@@ -131,15 +133,22 @@ def resolve(
         backend = _backend_of(cluster, files, backends)
     settings = Settings(cluster, backend, values, origins)
     if files and not files[-1].own:
-        held = [line for key, lines in of_project.items() if key not in trust.HARMLESS for line in lines]
+        held = [
+            line for key, lines in of_project.items() if key not in trust.HARMLESS for line in lines
+        ]
         held += _sent_elsewhere(files[-1], settings, chosen_at)
-        workdirs = [directory / values.get("workdir", ""), *([directory] if of_project.get("workdir") else ())]
+        workdirs = [
+            directory / values.get("workdir", ""),
+            *([directory] if of_project.get("workdir") else ()),
+        ]
         trust.check(files[-1].path, files[-1].data, held, workdirs, use)
     return settings
 
 
 def _below(base: Path, key: str, value: Any) -> Any:
-    """Return a setting's value with its paths relative to a directory, that of the file where it stands."""
+    """Return a setting's value with its paths relative to a directory, that of the file where it
+    stands.
+    """
     if key == "set" and isinstance(value, dict) and "ssh_config" in value:
         place = value["ssh_config"]
         return value if place.startswith("~") else value | {"ssh_config": str(base / place)}
@@ -149,7 +158,8 @@ def _below(base: Path, key: str, value: Any) -> Any:
 
 
 def _check_named_files(origin: str, key: str, value: Any) -> None:
-    """Refuse a pipe, a device or a huge file that a project's file names: to read it might never end.
+    """Refuse a pipe, a device or a huge file that a project's file names: to read it might never
+    end.
 
     Raises:
         ConfigError: it names one.
@@ -168,7 +178,9 @@ def _check_named_files(origin: str, key: str, value: Any) -> None:
             continue
         regular = stat.S_ISREG(found.st_mode) and found.st_size <= trust.LARGEST_NAMED
         if not regular and not stat.S_ISDIR(found.st_mode):
-            raise ConfigError(f"{origin}: {place} is no regular file of at most {show_size(trust.LARGEST_NAMED)}")
+            raise ConfigError(
+                f"{origin}: {place} is no regular file of at most {show_size(trust.LARGEST_NAMED)}"
+            )
 
 
 def _sent_elsewhere(project: ConfigFile, settings: Settings, chosen_at: str) -> Iterator[Line]:
@@ -182,7 +194,9 @@ def _sent_elsewhere(project: ConfigFile, settings: Settings, chosen_at: str) -> 
 
 
 def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) -> str:
-    """Return the backend of a profile: one file may say how the cluster is reached, another what is needed there."""
+    """Return the backend of a profile: one file may say how the cluster is reached, another what is
+    needed there.
+    """
     for file in reversed(files):
         backend = file.clusters.get(cluster, {}).get("backend")
         if backend is not None:
@@ -192,10 +206,17 @@ def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) 
             raise ConfigError(message, _nearest(str(backend), list(backends)))
     if cluster in backends:
         return cluster
-    raise ConfigError(f"[clusters.{cluster}] names no backend", f"write backend = one of {', '.join(backends)}")
+    raise ConfigError(
+        f"[clusters.{cluster}] names no backend", f"write backend = one of {', '.join(backends)}"
+    )
 
 
-def _choose(cluster: str | None, environ: Mapping[str, str], files: list[ConfigFile], fallback: Callable[[], str]) -> tuple[str, str]:
+def _choose(
+    cluster: str | None,
+    environ: Mapping[str, str],
+    files: list[ConfigFile],
+    fallback: Callable[[], str],
+) -> tuple[str, str]:
     if cluster is not None:
         return cluster, "--cluster"
     if environ.get("CLUSTERJOB_CLUSTER"):
@@ -207,17 +228,39 @@ def _choose(cluster: str | None, environ: Mapping[str, str], files: list[ConfigF
 
 
 def _layers(
-    files: list[ConfigFile], cluster: str, environ: Mapping[str, str], flags: Mapping[str, Any], directory: Path
+    files: list[ConfigFile],
+    cluster: str,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any],
+    directory: Path,
 ) -> Iterator[tuple[Callable[[str], str], Path, Mapping[str, Any], str]]:
-    """Yield (origin of a key, what its paths are relative to, values, the table of a project's file), the weakest first."""
+    """Yield (origin of a key, what its paths are relative to, values, the table of a project's
+    file), the weakest first.
+    """
     for file in files:
         table = "" if file.own else "[defaults]"
-        yield partial("{}: [defaults] {}".format, file.path), file.path.parent, file.data.get("defaults", {}), table
+        yield (
+            partial("{}: [defaults] {}".format, file.path),
+            file.path.parent,
+            file.data.get("defaults", {}),
+            table,
+        )
     for file in files:
         table = "" if file.own else f"[clusters.{cluster}]"
-        profile = {key: value for key, value in file.clusters.get(cluster, {}).items() if key != "backend"}
-        yield partial("{}: [clusters.{}] {}".format, file.path, cluster), file.path.parent, profile, table
-    variables = {key: environ[_variable(key)] for key, setting in SETTINGS.items() if not setting.merge and environ.get(_variable(key))}
+        profile = {
+            key: value for key, value in file.clusters.get(cluster, {}).items() if key != "backend"
+        }
+        yield (
+            partial("{}: [clusters.{}] {}".format, file.path, cluster),
+            file.path.parent,
+            profile,
+            table,
+        )
+    variables = {
+        key: environ[_variable(key)]
+        for key, setting in SETTINGS.items()
+        if not setting.merge and environ.get(_variable(key))
+    }
     yield _variable, directory, variables, ""
     yield lambda key: f"--{key.replace('_', '-')}", directory, flags, ""
 
@@ -275,13 +318,17 @@ def project_file(place: Path) -> ConfigFile:
         found = find_project(place)
         if found is None:
             raise ConfigError(
-                f"no configuration file of a project is obeyed in {place}", "clusterjob.toml is looked for from there upwards"
+                f"no configuration file of a project is obeyed in {place}",
+                "clusterjob.toml is looked for from there upwards",
             )
         return found
     if not place.is_file():
         raise ConfigError(f"{place} is not there")
     if why := trust.why_ignored(place):
-        raise ConfigError(f"{place} is ignored: {why}", "a file of your own, in a directory of your own, is obeyed")
+        raise ConfigError(
+            f"{place} is ignored: {why}",
+            "a file of your own, in a directory of your own, is obeyed",
+        )
     data = _pyproject_table(place) if place.name == "pyproject.toml" else _read(place)
     if data is None:
         raise ConfigError(f"{place} has no table [tool.clusterjob]")
@@ -289,15 +336,21 @@ def project_file(place: Path) -> ConfigFile:
 
 
 def _is_obeyed(path: Path) -> bool:
-    """Return whether nobody but the user could have written a project's file; else say why it is ignored."""
+    """Return whether nobody but the user could have written a project's file; else say why it is
+    ignored.
+    """
     why = trust.why_ignored(path)
     if why:
-        logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(f"{path} is ignored: {why}"))
+        logging.getLogger("clusterjob").warning(
+            "clusterjob: %s", sanitize(f"{path} is ignored: {why}")
+        )
     return not why
 
 
 def _pyproject_table(path: Path) -> dict[str, Any] | None:
-    """Return our table of a pyproject.toml; a file that is broken matters only if it seems to have one."""
+    """Return our table of a pyproject.toml; a file that is broken matters only if it seems to have
+    one.
+    """
     try:
         text = read_regular(path, _LARGEST).decode(errors="replace")
     except (OSError, ValueError):
@@ -305,7 +358,9 @@ def _pyproject_table(path: Path) -> dict[str, Any] | None:
     if "clusterjob" not in text:
         return None
     seems_ours = re.search(r"^\s*\[\s*tool\s*\.\s*clusterjob\b", text, re.MULTILINE)
-    if not _is_obeyed(path) if seems_ours else trust.why_ignored(path):  # nothing is said of a file that is not about us
+    if (
+        not _is_obeyed(path) if seems_ours else trust.why_ignored(path)
+    ):  # nothing is said of a file that is not about us
         return None
     try:
         table = _read(path).get("tool", {}).get("clusterjob")
@@ -322,14 +377,18 @@ def _read(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        data: dict[str, Any] = tomllib.loads(read_regular(path, _LARGEST).decode().replace("\r\n", "\n"))
+        data: dict[str, Any] = tomllib.loads(
+            read_regular(path, _LARGEST).decode().replace("\r\n", "\n")
+        )
         return data
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def _check(file: ConfigFile) -> ConfigFile:
@@ -337,7 +396,10 @@ def _check(file: ConfigFile) -> ConfigFile:
     cluster = file.data.get("cluster", "")
     if isinstance(cluster, dict) and cluster:
         name = next(iter(cluster))
-        raise ConfigError(f"{file.path}: [cluster.{name}] is no table of a profile", f"write it as [clusters.{name}]")
+        raise ConfigError(
+            f"{file.path}: [cluster.{name}] is no table of a profile",
+            f"write it as [clusters.{name}]",
+        )
     if not isinstance(cluster, str):
         raise ConfigError(f"{file.path}: cluster is not a name", 'write cluster = "NAME"')
     _known(file, "[defaults] ", _table(file, "defaults"), SETTINGS)
@@ -352,7 +414,9 @@ def _check(file: ConfigFile) -> ConfigFile:
 def _table(file: ConfigFile, key: str) -> Mapping[str, Any]:
     table = file.data.get(key, {})
     if not isinstance(table, dict):
-        raise ConfigError(f"{file.path}: {key} is not a table", f"write [{key}] on a line of its own")
+        raise ConfigError(
+            f"{file.path}: {key} is not a table", f"write [{key}] on a line of its own"
+        )
     return table
 
 

@@ -1,4 +1,6 @@
-"""The GPUs of this machine as the submitting side sees them: how many there are, and how nodes that share it divide them."""
+"""The GPUs of this machine as the submitting side sees them: how many there are, and how nodes that
+share it divide them.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,20 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def shares(available: list[str], nodes: int, per_node: int) -> list[list[str]] | None:
-    """Return each node's GPUs when `nodes` nodes with `per_node` GPUs each are rehearsed on one machine; None if too few."""
+    """Return each node's GPUs when `nodes` nodes with `per_node` GPUs each are rehearsed on one
+    machine; None if too few.
+    """
     if len(available) < nodes * per_node:
         return None
     return [available[node * per_node : (node + 1) * per_node] for node in range(nodes)]
 
 
 def _installed() -> int:
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+    if (
+        not Path("/proc/driver/nvidia").exists()
+        and not Path("/dev/nvidiactl").exists()
+        and not Path("/dev/dxg").exists()
+    ):
         return 0  # no driver: spare the import
     import pynvml
 

@@ -1,4 +1,6 @@
-"""Hosts as people write them: ``a,b[1-4],user@c:2222``, and host files in the formats that they have."""
+"""Hosts as people write them: ``a,b[1-4],user@c:2222``, and host files in the formats that they
+have.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from pathlib import Path
 
 from clusterjob.errors import SpecError
 
-MOST = 4096  # hosts that one list may name: a typing error such as n[1-99999999] is not to fill the memory
+# Hosts that one list may name: a typing error such as n[1-99999999] is not to fill the memory.
+MOST = 4096
 _HINT = "write hosts as a,b[1-4],user@c:2222"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _NAME = re.compile(r"[\w.-]+|[0-9A-Fa-f:.]+(%[\w.-]+)?")
-# No character that a shell reads: a ProxyCommand or a `Match exec` of the ssh configuration may hold %r.
+# No character that a shell reads: a ProxyCommand or a `Match exec` of the ssh configuration may
+# hold %r.
 _USER = re.compile(r"\w[\w.+%#=-]*(@\w[\w.-]*)?")
 
-# Volcengine's MLP: on a task of the MPI kind only worker 0 runs the command, and finds the others here.
+# Volcengine's MLP: on a task of the MPI kind only worker 0 runs the command, and finds the others
+# here.
 PLATFORM_FILE, PLATFORM_PORT = "MLP_MPI_HOSTFILE", "MLP_SSH_PORT"
 
 
@@ -42,7 +47,8 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Return the hosts of a list, in the order in which they are written; one that is written twice is there twice.
+    """Return the hosts of a list, in the order in which they are written; one that is written twice
+    is there twice.
 
     Raises:
         SpecError: it is no such list, or it is empty.
@@ -59,7 +65,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Return the hosts of a file: a line is a list of hosts, then ``slots=8`` if it says so; ``#`` begins a comment.
+    """Return the hosts of a file: a line is a list of hosts, then ``slots=8`` if it says so; ``#``
+    begins a comment.
 
     Raises:
         SpecError: it cannot be read, a line makes no sense, or there is no host in it.
@@ -67,7 +74,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"the host file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
+        raise SpecError(
+            f"the host file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
+        ) from error
     found: list[Host] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].replace('"', "").replace("'", "").split()
@@ -79,7 +88,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         except SpecError as error:
             raise SpecError(f"{path}, line {number}: {error.message}", error.hint) from error
     if not found:
-        raise SpecError(f"the host file {path} names no host", "write one host a line, such as: gpu1 slots=8")
+        raise SpecError(
+            f"the host file {path} names no host", "write one host a line, such as: gpu1 slots=8"
+        )
     return tuple(found)
 
 
@@ -102,7 +113,8 @@ def named_hosts(text: str | None, file: str | None, directory: Path) -> tuple[Ho
 
 
 def of_platform(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts that a platform names to the one worker that runs the command of a task of the MPI kind; else none.
+    """Return the hosts that a platform names to the one worker that runs the command of a task of
+    the MPI kind; else none.
 
     Raises:
         SpecError: the platform's file or port makes no sense.
@@ -119,8 +131,14 @@ def _slots(words: list[str]) -> int | None:
     slots = None
     for word in words:
         key, equals, value = word.partition("=")
-        if key not in ("slots", "max_slots", "max-slots") or not equals or not re.fullmatch(r"\d{1,5}", value, re.ASCII):
-            raise SpecError(f"{_short(word)} means nothing here", "after the host only slots=N can stand")
+        if (
+            key not in ("slots", "max_slots", "max-slots")
+            or not equals
+            or not re.fullmatch(r"\d{1,5}", value, re.ASCII)
+        ):
+            raise SpecError(
+                f"{_short(word)} means nothing here", "after the host only slots=N can stand"
+            )
         if key == "slots":
             slots = int(value)
             if slots < 1:
@@ -148,7 +166,9 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _expanded(part: str, text: str) -> Iterator[str]:
-    """Yield the words that a part with ranges stands for: ``r[1-2]n[01-03]``; brackets around an IPv6 address are none."""
+    """Yield the words that a part with ranges stands for: ``r[1-2]n[01-03]``; brackets around an
+    IPv6 address are none.
+    """
     match = re.search(r"\[([^\[\]:]*)\]", part)
     if match is None:
         yield part
@@ -160,12 +180,16 @@ def _expanded(part: str, text: str) -> Iterator[str]:
             raise SpecError(f"{_short(piece)} is no number and no range, in {_short(text)}", _HINT)
         first, last = int(numbers[1]), int(numbers[2] or numbers[1])
         if last < first or last - first >= MOST:
-            raise SpecError(f"the range {piece} runs backwards or names more than {MOST} hosts", _HINT)
+            raise SpecError(
+                f"the range {piece} runs backwards or names more than {MOST} hosts", _HINT
+            )
         for number in range(first, last + 1):
             yield from _expanded(f"{head}{number:0{len(numbers[1])}d}{tail}", text)
 
 
-_MOST_WORKERS = 128  # no sshd listens at so small a port, but at 22; a number of workers is as small
+_MOST_WORKERS = (
+    128  # no sshd listens at so small a port, but at 22; a number of workers is as small
+)
 
 
 def _host(word: str, text: str) -> Host:
@@ -186,9 +210,16 @@ def _host(word: str, text: str) -> Host:
     else:
         name = place
     # A name that begins with a dash would be an option to ssh.
-    if not _NAME.fullmatch(name) or name.startswith(("-", ".")) or (at and (not _USER.fullmatch(user) or user.startswith("-"))):
+    if (
+        not _NAME.fullmatch(name)
+        or name.startswith(("-", "."))
+        or (at and (not _USER.fullmatch(user) or user.startswith("-")))
+    ):
         raise SpecError(
-            f"{_short(word)} cannot be a host, in {_short(text)}" if word != text else f"{_short(word)} cannot be a host", _HINT
+            f"{_short(word)} cannot be a host, in {_short(text)}"
+            if word != text
+            else f"{_short(word)} cannot be a host",
+            _HINT,
         )
     return Host(name, user or None, port)
 

@@ -1,4 +1,6 @@
-"""Secrets of a job: where each value is read on this machine, and the file that carries all of them to the nodes."""
+"""Secrets of a job: where each value is read on this machine, and the file that carries all of them
+to the nodes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ class Secret:
         """
         name, equals, path = text.partition("=")
         if equals and not path:
-            raise SpecError(f"--secret {name}= names no file", f"--secret {name} takes the variable of this environment")
+            raise SpecError(
+                f"--secret {name}= names no file",
+                f"--secret {name} takes the variable of this environment",
+            )
         try:
             return cls(name, Path(path).expanduser() if equals else None)
         except RuntimeError as error:
@@ -50,13 +55,14 @@ class Secret:
         """Return the value: the variable, or the file's content without the line break at its end.
 
         Raises:
-            SpecError: there is none, or no variable can carry it. The message does not show what was written after the name: it may be
-                the secret itself, by mistake.
+            SpecError: there is none, or no variable can carry it. The message does not show what
+                was written after the name: it may be the secret itself, by mistake.
         """
         if self.file is None:
             if self.name not in environ:
                 raise SpecError(
-                    f"--secret {self.name}: it is not set here", f"export {self.name}, or name a file: --secret {self.name}=FILE"
+                    f"--secret {self.name}: it is not set here",
+                    f"export {self.name}, or name a file: --secret {self.name}=FILE",
                 )
             value = environ[self.name].encode(errors="surrogateescape")
         else:
@@ -65,9 +71,14 @@ class Secret:
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or "no such file"
                 hint = f"what follows {self.name}= is a file; --secret {self.name} takes the variable of this environment"
-                raise SpecError(f"--secret {self.name}: its file cannot be read: {why}", hint) from None
+                raise SpecError(
+                    f"--secret {self.name}: its file cannot be read: {why}", hint
+                ) from None
         if b"\0" in value or len(value) > _LARGEST:
-            raise SpecError(f"--secret {self.name}: a variable cannot carry the value", f"it is text of at most {_LARGEST} bytes")
+            raise SpecError(
+                f"--secret {self.name}: a variable cannot carry the value",
+                f"it is text of at most {_LARGEST} bytes",
+            )
         return value
 
 
@@ -77,4 +88,6 @@ def packed(secrets: Iterable[Secret], environ: Mapping[str, str]) -> bytes:
     Raises:
         SpecError: one has no value, or no variable can carry it.
     """
-    return b"".join(f"{secret.name}=".encode() + secret.value(environ) + b"\0" for secret in secrets)
+    return b"".join(
+        f"{secret.name}=".encode() + secret.value(environ) + b"\0" for secret in secrets
+    )

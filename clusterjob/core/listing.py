@@ -1,4 +1,6 @@
-"""One row per job for `list`. Rows of ended jobs come from a cache: to read 10,000 records takes over a second."""
+"""One row per job for `list`. Rows of ended jobs come from a cache: to read 10,000 records takes
+over a second.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from clusterjob.node.system import files
 
 _CACHE = ".ended.json"  # beside the records; records' names have no dot in front
 _SCHEMA = 1
-Stamp = tuple[int, int, int]  # inode, time of the last change (ns of the epoch), size (bytes): other ones once a file is replaced
+Stamp = tuple[
+    int, int, int
+]  # inode, time of the last change (ns of the epoch), size (bytes): other ones once a file is replaced
 _MANY = 50  # new rows that are worth writing the cache again
 
 
@@ -37,7 +41,15 @@ def row_of(record: Record, status: Status) -> Row:
     """Return the row of a job in this state."""
     code = "" if status.verdict is None else str(status.verdict.exit_code)
     reason = status.reason.partition("\n")[0]
-    return Row(record.job_id, str(status.state), code, str(record.nodes), record.cluster, record.submitted_at, reason)
+    return Row(
+        record.job_id,
+        str(status.state),
+        code,
+        str(record.nodes),
+        record.cluster,
+        record.submitted_at,
+        reason,
+    )
 
 
 class Listing:
@@ -45,7 +57,8 @@ class Listing:
 
     Attributes:
         rows: jobs whose end is on record; an array's elements each have one.
-        open: jobs whose end is not, or is a guess that may be corrected; of an array, such elements.
+        open: jobs whose end is not, or is a guess that may be corrected; of an array, such
+            elements.
         broken: names of files among the records that are none, or cannot be read.
     """
 
@@ -68,7 +81,9 @@ class Listing:
         Args:
             states: how the open ones stand.
         """
-        return sorted([*self.rows, *(row_of(record, status) for record, status in states)], key=place_in_list)
+        return sorted(
+            [*self.rows, *(row_of(record, status) for record, status in states)], key=place_in_list
+        )
 
     def _take(self, name: str) -> bool:
         """Sort in what the file of this name holds; return whether its row is new to the cache."""
@@ -99,7 +114,9 @@ class Listing:
             name = f"{record.job_id}{SEPARATOR}{index}"
             if name not in self._stamps:
                 yield record.element(index)
-            elif name not in self._known and self._cached.get(name, (None,))[0] != self._stamps[name]:
+            elif (
+                name not in self._known and self._cached.get(name, (None,))[0] != self._stamps[name]
+            ):
                 yield self._records.read(name) or record.element(index)
 
     def _part(self, record: Record) -> bool:
@@ -118,7 +135,10 @@ class Listing:
         data = files.read_json(self._cache_path)
         try:
             if isinstance(data, dict) and data["schema"] == _SCHEMA:
-                return {name: ((inode, modified, size), Row(name, *row)) for name, (inode, modified, size, *row) in data["rows"].items()}
+                return {
+                    name: ((inode, modified, size), Row(name, *row))
+                    for name, (inode, modified, size, *row) in data["rows"].items()
+                }
         except (KeyError, TypeError, ValueError, AttributeError):
             pass
         return {}
@@ -126,14 +146,23 @@ class Listing:
     def _save(self) -> None:
         rows = {name: (*stamp, *row[1:]) for name, (stamp, row) in self._known.items()}
         try:
-            files.write_atomic(self._cache_path, json.dumps({"schema": _SCHEMA, "rows": rows}).encode(errors="surrogatepass"))
+            files.write_atomic(
+                self._cache_path,
+                json.dumps({"schema": _SCHEMA, "rows": rows}).encode(errors="surrogatepass"),
+            )
         except OSError:
             pass  # the next one reads the records again
 
 
 def place_in_list(row: Row) -> tuple[str, str, int]:
-    """Return what rows are sorted by: the oldest first, an array's elements together and in their order."""
-    return row.submitted_at, row.array_id or row.job_id, int(row.job_id.rpartition(SEPARATOR)[2]) if row.array_id else 0
+    """Return what rows are sorted by: the oldest first, an array's elements together and in their
+    order.
+    """
+    return (
+        row.submitted_at,
+        row.array_id or row.job_id,
+        int(row.job_id.rpartition(SEPARATOR)[2]) if row.array_id else 0,
+    )
 
 
 def _stamps(records: Records) -> Iterator[tuple[str, Stamp]]:

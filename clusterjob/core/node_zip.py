@@ -1,4 +1,6 @@
-"""The node zip: the package as one file that travels with a job, so that a host needs nothing installed by us."""
+"""The node zip: the package as one file that travels with a job, so that a host needs nothing
+installed by us.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 NAME = "clusterjob-node.pyz"
 LIMIT = 150_000  # bytes; more would show at every submission to many hosts (a test holds the line)
-# What only submits jobs to other machines, with libraries that come with an installation of ours alone; see `clusterjob.node.zip.importer`.
+# What only submits jobs to other machines, with libraries that come with an installation of ours
+# alone; see `clusterjob.node.zip.importer`.
 LEFT_OUT = (
     "cli/",
     "remote/",
@@ -26,9 +29,12 @@ LEFT_OUT = (
     "backends/slurm/",
     "backends/ssh/",
 )
-# What finds the rest, which travels as one block: half as long as module by module, and quicker to start from.
+# What finds the rest, which travels as one block: half as long as module by module, and quicker to
+# start from.
 _BARE_FILES = ("__init__.py", "node/__init__.py", "node/zip/__init__.py", "node/zip/importer.py")
-_INSTALL = "\nfrom clusterjob.node.zip import importer as _importer\n\n_importer.install(__file__)\n"
+_INSTALL = (
+    "\nfrom clusterjob.node.zip import importer as _importer\n\n_importer.install(__file__)\n"
+)
 _END_BYTES = 22  # of the record at the end of a zip without a comment
 _MOST_KEPT = 4  # zips of other sources, such as those of another environment, that stay
 _made: dict[str, bytes] = {}  # what this process has made, by the name that it is kept under
@@ -38,14 +44,16 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same package gives the same bytes
 def node_zip(cache: Path | None = None) -> bytes:
     """Return the package as a zip that Python runs, and imports from when it is on PYTHONPATH.
 
-    All that a job needs, so that it may shadow an installed package; `LEFT_OUT` says what it does not. Sources alone: compiled files
-    would serve one version of Python, save 30 ms of the agent's start and triple the size. They travel without comments, docstrings and
-    functions' annotations, line for line, so that a traceback names the lines of the source.
+    All that a job needs, so that it may shadow an installed package; `LEFT_OUT` says what it does
+    not. Sources alone: compiled files would serve one version of Python, save 30 ms of the agent's
+    start and triple the size. They travel without comments, docstrings and functions' annotations,
+    line for line, so that a traceback names the lines of the source.
 
     Inside a job this is the job's own zip.
 
     Args:
-        cache: a directory of the user's own where `keep` may have left the zip of these very sources: making it takes a second.
+        cache: a directory of the user's own where `keep` may have left the zip of these very
+            sources: making it takes a second.
     """
     archive = importer.archive()
     if archive is not None:
@@ -61,14 +69,18 @@ def node_zip(cache: Path | None = None) -> bytes:
 
 
 def cache_directory() -> Path:
-    """Return where zips are kept between commands: the user's cache directory, such as ~/.cache/clusterjob (XDG_CACHE_HOME)."""
+    """Return where zips are kept between commands: the user's cache directory, such as
+    ~/.cache/clusterjob (XDG_CACHE_HOME).
+    """
     import platformdirs
 
     return platformdirs.user_cache_path("clusterjob")
 
 
 def keep(data: bytes, cache: Path) -> None:
-    """Leave the zip of these very sources in a directory, where a few of other sources stay; a disk that is full costs that alone."""
+    """Leave the zip of these very sources in a directory, where a few of other sources stay; a disk
+    that is full costs that alone.
+    """
     if importer.archive() is not None:
         return
     package = Path(__file__).resolve().parent.parent
@@ -86,18 +98,26 @@ def keep(data: bytes, cache: Path) -> None:
 
 
 def _kept(path: Path) -> bytes | None:
-    """Return a zip that was kept; None where there is none, it is cut short, or somebody else could have written it: nodes run it."""
+    """Return a zip that was kept; None where there is none, it is cut short, or somebody else could
+    have written it: nodes run it.
+    """
     with contextlib.suppress(OSError), path.open("rb") as stream:
         status = os.fstat(stream.fileno())
         data = stream.read()
-        if status.st_uid == os.geteuid() and not status.st_mode & 0o022 and data[-_END_BYTES:].startswith(b"PK\5\6"):
+        if (
+            status.st_uid == os.geteuid()
+            and not status.st_mode & 0o022
+            and data[-_END_BYTES:].startswith(b"PK\5\6")
+        ):
             return data
     return None
 
 
 def _sources(package: Path) -> list[Path]:
     found = (path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
-    return sorted(path for path in found if not path.relative_to(package).as_posix().startswith(LEFT_OUT))
+    return sorted(
+        path for path in found if not path.relative_to(package).as_posix().startswith(LEFT_OUT)
+    )
 
 
 def _kept_name(package: Path, sources: list[Path]) -> str:
@@ -108,7 +128,9 @@ def _fingerprint(package: Path, sources: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in sources:
         stat = path.stat()
-        digest.update(f"{path.relative_to(package)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode())
+        digest.update(
+            f"{path.relative_to(package)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode()
+        )
     return digest.hexdigest()[:24]
 
 
@@ -131,12 +153,16 @@ def _make(package: Path, sources: list[Path]) -> bytes:
             else:
                 apart[f"clusterjob/{inside}"] = text
         block = bz2.compress(json.dumps(apart).encode())
-        archive.writestr(zipfile.ZipInfo(f"clusterjob/{importer.NAME}", _EPOCH), block, zipfile.ZIP_STORED)
+        archive.writestr(
+            zipfile.ZipInfo(f"clusterjob/{importer.NAME}", _EPOCH), block, zipfile.ZIP_STORED
+        )
     return buffer.getvalue()
 
 
 def bare(source: str) -> str:
-    """Return Python source without comments, docstrings and functions' annotations, each statement on the line where it was."""
+    """Return Python source without comments, docstrings and functions' annotations, each statement
+    on the line where it was.
+    """
     import ast
     import io
     import tokenize
@@ -159,7 +185,9 @@ def bare(source: str) -> str:
 
 
 def _annotations(tree: Any, lines: list[str]) -> list[tuple[int, int, int]]:
-    """Return (line, first byte, end byte) of each annotation of a function, with what leads to it; those of several lines stay."""
+    """Return (line, first byte, end byte) of each annotation of a function, with what leads to it;
+    those of several lines stay.
+    """
     import ast
 
     found = []
@@ -170,18 +198,31 @@ def _annotations(tree: Any, lines: list[str]) -> list[tuple[int, int, int]]:
             arrow = lines[node.returns.lineno - 1].encode().rfind(b"->", 0, node.returns.col_offset)
             if arrow >= 0:
                 found.append((node.returns.lineno, arrow, node.returns))
-    return [(row, begin, note.end_col_offset or 0) for row, begin, note in found if row == note.lineno == note.end_lineno]
+    return [
+        (row, begin, note.end_col_offset or 0)
+        for row, begin, note in found
+        if row == note.lineno == note.end_lineno
+    ]
 
 
 def _docstrings(tree: Any) -> list[tuple[int, int, int]]:
-    """Return (first line, last line, column) of each docstring: lines from 1, columns from 0 of what is ASCII before it."""
+    """Return (first line, last line, column) of each docstring: lines from 1, columns from 0 of
+    what is ASCII before it.
+    """
     import ast
 
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and node.body
+        ):
             first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 found.append((first.lineno, first.end_lineno or first.lineno, first.col_offset))
     return found
 

@@ -1,4 +1,6 @@
-"""The one table of a job's settings: what may stand in a configuration file, in a CLUSTERJOB_* variable and on the command line."""
+"""The one table of a job's settings: what may stand in a configuration file, in a CLUSTERJOB_*
+variable and on the command line.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Setting:
 
     Attributes:
         key: its name in a file; the flag is --key with dashes, the variable CLUSTERJOB_KEY.
-        read: from the text of a flag or a variable, or a value of a TOML file, to the value that the job takes.
+        read: from the text of a flag or a variable, or a value of a TOML file, to the value that
+            the job takes.
         merge: whether a table or a list adds to what was set before instead of replacing it.
     """
 
@@ -75,7 +78,9 @@ def _switch(value: Any) -> bool:
 
 
 def _duration(value: Any) -> int:
-    clock = value.isoformat() if hasattr(value, "isoformat") else value  # TOML reads 01:30:00 as a time of day
+    clock = (
+        value.isoformat() if hasattr(value, "isoformat") else value
+    )  # TOML reads 01:30:00 as a time of day
     return parse_duration(_text_or_count(clock))
 
 
@@ -112,7 +117,9 @@ def _listed(value: Any) -> str:
 
 
 class Structure(str):
-    """A list or a table of a file, as JSON: a backend's option may be one, where the backend has such options."""
+    """A list or a table of a file, as JSON: a backend's option may be one, where the backend has
+    such options.
+    """
 
     __slots__ = ()
 
@@ -120,14 +127,19 @@ class Structure(str):
 def _options(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         return _table(value)
-    return {str(key): _structure(item) if isinstance(item, (list, dict)) else _cell(item) for key, item in value.items()}
+    return {
+        str(key): _structure(item) if isinstance(item, (list, dict)) else _cell(item)
+        for key, item in value.items()
+    }
 
 
 def _structure(value: list[Any] | dict[str, Any]) -> Structure:
     try:
         return Structure(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise SpecError(f"{_short(value)} holds what is neither a text nor a number nor true nor false") from error
+        raise SpecError(
+            f"{_short(value)} holds what is neither a text nor a number nor true nor false"
+        ) from error
 
 
 def _table(value: Any) -> dict[str, str]:

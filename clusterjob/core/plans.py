@@ -1,4 +1,6 @@
-"""A job as files and commands, pure data: exactly what ``--dry-run`` prints and what ``submit`` carries out."""
+"""A job as files and commands, pure data: exactly what ``--dry-run`` prints and what ``submit``
+carries out.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class PlannedFile:
     mode: int = 0o600
 
     def text(self) -> str:
-        """Return the content as it is to be shown: text as it is, anything else by its size and digest."""
+        """Return the content as it is to be shown: text as it is, anything else by its size and
+        digest.
+        """
         try:
             return self.data.decode()
         except UnicodeDecodeError:
@@ -69,7 +73,12 @@ class PlannedCommand:
             home = "~/" if self.directory.startswith("~/") else ""
             there = f"cd {home}{shlex.quote(self.directory.removeprefix(home))} && {shlex.join(self.argv)}"
             return shlex.join(("ssh", self.host, there))
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
+        return " ".join(
+            [
+                *(f"{name}={shlex.quote(value)}" for name, value in self.env.items()),
+                shlex.join(self.argv),
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -102,15 +111,25 @@ class Plan:
         """Return the files that are sent, as they are now."""
         from clusterjob.core import snapshot
 
-        return snapshot.listed(self.spec.workdir, include_secrets=self.spec.include_secrets) if self.sends_code else None
+        return (
+            snapshot.listed(self.spec.workdir, include_secrets=self.spec.include_secrets)
+            if self.sends_code
+            else None
+        )
 
     def text(self) -> str:
         """Return the plan for people: each file whole, each command as a shell would take it."""
-        parts = [f"### {file.path} ({file.mode:04o})\n{file.text().rstrip()}\n" for file in self.files]
+        parts = [
+            f"### {file.path} ({file.mode:04o})\n{file.text().rstrip()}\n" for file in self.files
+        ]
         if self.spec.secret:
-            parts.append(f"### secrets, whose values are not shown\n{', '.join(secret.name for secret in self.spec.secret)}\n")
+            parts.append(
+                f"### secrets, whose values are not shown\n{', '.join(secret.name for secret in self.spec.secret)}\n"
+            )
         if (code := self._code()) is not None:
-            parts.append(f"### code: {code.files} files, {show_size(code.size)}, of {code.root}\n{code.text()}\n")
+            parts.append(
+                f"### code: {code.files} files, {show_size(code.size)}, of {code.root}\n{code.text()}\n"
+            )
         parts.append("### commands\n" + "\n".join(command.text() for command in self.commands))
         return "\n".join(parts)
 
@@ -120,9 +139,16 @@ class Plan:
             "job_id": self.job_id,
             "backend": self.backend,
             "job_dir": str(self.job_dir),
-            "files": [{"path": str(file.path), "mode": f"{file.mode:04o}", "text": file.text()} for file in self.files],
+            "files": [
+                {"path": str(file.path), "mode": f"{file.mode:04o}", "text": file.text()}
+                for file in self.files
+            ],
             "commands": [
-                {"argv": list(command.argv), "env": dict(command.env), "node_rank": command.node_rank}
+                {
+                    "argv": list(command.argv),
+                    "env": dict(command.env),
+                    "node_rank": command.node_rank,
+                }
                 | ({"host": command.host, "directory": command.directory} if command.host else {})
                 for command in self.commands
             ],
@@ -133,17 +159,24 @@ class Plan:
 
 
 def new_id(name: str) -> str:
-    """Return an id for a job: the letters and digits of its name, of any script, and six random characters."""
+    """Return an id for a job: the letters and digits of its name, of any script, and six random
+    characters.
+    """
     import unicodedata
 
-    # Letters, marks and digits: no blank, no control character, and no underscore, which separates an array's elements.
-    kept = [letter if unicodedata.category(letter)[0] in "LMN" else "-" for letter in unicodedata.normalize("NFC", name).lower()]
+    # Letters, marks and digits: no blank, no control character, and no underscore, which separates
+    # an array's elements.
+    kept = [
+        letter if unicodedata.category(letter)[0] in "LMN" else "-"
+        for letter in unicodedata.normalize("NFC", name).lower()
+    ]
     stem = re.sub(r"-+", "-", "".join(kept)).strip("-")[:24].strip("-") or "job"
     return f"{stem}-{''.join(secrets.choice(_ALPHABET) for _ in range(6))}"
 
 
 def write_files(plan: Plan, values: bytes = b"") -> None:
-    """Make the job's directory, readable by its owner alone, with the planned files and a fresh token.
+    """Make the job's directory, readable by its owner alone, with the planned files and a fresh
+    token.
 
     Args:
         plan: the job.
@@ -156,7 +189,9 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         private_dirs.make(plan.job_dir.parent)
         plan.job_dir.mkdir(mode=0o700)
     except OSError as error:
-        raise RecordError(f"the job directory {plan.job_dir} cannot be made: {error.strerror}", _where()) from error
+        raise RecordError(
+            f"the job directory {plan.job_dir} cannot be made: {error.strerror}", _where()
+        ) from error
     from clusterjob.node.system.files import write_atomic
 
     try:
@@ -171,7 +206,9 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
             write_atomic(file.path, file.data, file.mode)
     except OSError as error:
         shutil.rmtree(plan.job_dir, ignore_errors=True)
-        raise RecordError(f"the job directory {plan.job_dir} cannot be written: {error.strerror}", _where()) from error
+        raise RecordError(
+            f"the job directory {plan.job_dir} cannot be written: {error.strerror}", _where()
+        ) from error
 
 
 def token_file(job_dir: Path) -> Path:
@@ -185,7 +222,8 @@ def secrets_file(job_dir: Path) -> Path:
 
 
 def carried_elsewhere(job_dir: Path) -> list[tuple[str, int, bytes]]:
-    """Return the files that no plan shows, as (name, mode, content), for hosts that do not see this job's directory.
+    """Return the files that no plan shows, as (name, mode, content), for hosts that do not see this
+    job's directory.
 
     The secrets are then only there: their file here is removed.
     """

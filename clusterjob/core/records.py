@@ -1,4 +1,6 @@
-"""Job records on disk: what was submitted, where, its handle and its end. One small file a job, written whole or not at all."""
+"""Job records on disk: what was submitted, where, its handle and its end. One small file a job,
+written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,10 @@ class Record:
         handle: None while it is being submitted, and for ever if the submitter died in that.
         submitter: the process that submits it, so that others can tell the two.
         end: the verdict as plain data once it is known, so that it outlives the job's directory.
-        provisional: whether the end is a guess, as hosts that know it were not reached: a later answer corrects it.
-        array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each part that was submitted).
+        provisional: whether the end is a guess, as hosts that know it were not reached: a later
+            answer corrects it.
+        array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each part
+            that was submitted).
         index: for one element of an array, which.
     """
 
@@ -98,7 +102,9 @@ class Record:
         fields["job_dir"] = Path(data["job_dir"])
         try:
             fields["handle"] = Handle(**data["handle"]) if data.get("handle") else None
-            fields["submitter"] = ProcessIdentity(**data["submitter"]) if data.get("submitter") else None
+            fields["submitter"] = (
+                ProcessIdentity(**data["submitter"]) if data.get("submitter") else None
+            )
         except TypeError as error:
             raise ValueError(f"handle or submitter: {error}") from error
         try:
@@ -115,12 +121,21 @@ class Record:
         handle, array, submitter = self.handle, self.array, self.submitter
         well = self.nodes >= 1 and (self.index is None or self.index >= 0)
         if handle is not None:
-            well &= isinstance(handle.backend, str) and isinstance(handle.id, str) and isinstance(handle.data, dict)
+            well &= (
+                isinstance(handle.backend, str)
+                and isinstance(handle.id, str)
+                and isinstance(handle.data, dict)
+            )
         if submitter is not None:
             well &= type(submitter.pid) is int and isinstance(submitter.host, str)
         if array is not None:
             lists = [array.get("indices"), array.get("pieces")]
-            well &= all(isinstance(each, list) and each and all(type(item) is int and item >= 0 for item in each) for each in lists)
+            well &= all(
+                isinstance(each, list)
+                and each
+                and all(type(item) is int and item >= 0 for item in each)
+                for each in lists
+            )
         if not well:
             raise ValueError("a field has a value that no job has")
 
@@ -150,10 +165,13 @@ class Record:
         return self.job_id if self.index is None else self.job_id.rpartition(SEPARATOR)[0]
 
     def element(self, index: int) -> Record:
-        """Return one element of this array as a job of its own: it has its own directory, state and logs."""
+        """Return one element of this array as a job of its own: it has its own directory, state and
+        logs.
+        """
         assert self.array is not None
         return replace(
-            self, job_id=f"{self.job_id}{SEPARATOR}{index}", job_dir=self.job_dir / "elements" / str(index), array=None, index=index,
+            self, job_id=f"{self.job_id}{SEPARATOR}{index}",
+            job_dir=self.job_dir / "elements" / str(index), array=None, index=index,
             handle=self._element_handle(index),
         )  # fmt: skip
 
@@ -162,7 +180,9 @@ class Record:
             return None
         piece = bisect.bisect_right(self.array["pieces"], index) - 1
         ids = self.handle.data.get("ids")
-        if not isinstance(ids, list) or piece >= len(ids):  # of which nobody knows (yet) whether it was taken
+        if not isinstance(ids, list) or piece >= len(
+            ids
+        ):  # of which nobody knows (yet) whether it was taken
             return None
         return replace(self.handle, id=f"{ids[piece]}_{index - self.array['pieces'][piece]}")
 
@@ -191,7 +211,10 @@ def secure_home() -> None:
             _close(folder)
         for folder in (*own, place):
             if why := private_dirs.danger(folder):
-                raise RecordError(f"{folder} is not safe for jobs: {why}", f"chmod go-w {folder}; or CLUSTERJOB_HOME names another place")
+                raise RecordError(
+                    f"{folder} is not safe for jobs: {why}",
+                    f"chmod go-w {folder}; or CLUSTERJOB_HOME names another place",
+                )
         for folder in place.resolve().parents:
             status = folder.stat()
             who = f"uid {status.st_uid} owns" if status.st_uid not in (os.geteuid(), 0) else ""
@@ -199,9 +222,14 @@ def secure_home() -> None:
                 who = "everyone can write to"
             if who:
                 why = f"{who} {folder}, and could put another directory in its place"
-                raise RecordError(f"{place} is not safe for jobs: {why}", "CLUSTERJOB_HOME names another place")
+                raise RecordError(
+                    f"{place} is not safe for jobs: {why}", "CLUSTERJOB_HOME names another place"
+                )
     except OSError as error:
-        raise RecordError(f"{error.filename} cannot be written: {error.strerror}", "CLUSTERJOB_HOME names another place") from error
+        raise RecordError(
+            f"{error.filename} cannot be written: {error.strerror}",
+            "CLUSTERJOB_HOME names another place",
+        ) from error
 
 
 def _close(folder: Path) -> None:
@@ -231,7 +259,9 @@ class Records:
             private_dirs.make(self.directory)
             files.write_json(self._path(record.job_id), record.to_json())
         except OSError as error:
-            raise RecordError(f"the record {self._path(record.job_id)} cannot be written: {error.strerror}") from error
+            raise RecordError(
+                f"the record {self._path(record.job_id)} cannot be written: {error.strerror}"
+            ) from error
 
     def with_handle(self, record: Record, handle: Handle) -> Record:
         """Note where the job is and return the new record."""
@@ -239,8 +269,11 @@ class Records:
         self.save(record)
         return record
 
-    def with_end(self, record: Record, end: Mapping[str, Any], *, provisional: bool = False) -> Record:
-        """Note how the job ended and return the new record; a disk that is full costs the note alone.
+    def with_end(
+        self, record: Record, end: Mapping[str, Any], *, provisional: bool = False
+    ) -> Record:
+        """Note how the job ended and return the new record; a disk that is full costs the note
+        alone.
 
         A record that somebody else has changed or removed since it was read is left as it is.
         """
@@ -263,7 +296,9 @@ class Records:
             pass  # what cannot be removed could not be written either
 
     def elements(self, record: Record) -> list[Record]:
-        """Return the elements of an array; of any other job the job itself. What is known of their ends comes with them."""
+        """Return the elements of an array; of any other job the job itself. What is known of their
+        ends comes with them.
+        """
         if record.array is None:
             return [record]
         noted = {name for name in self._names() if name.startswith(record.job_id + SEPARATOR)}
@@ -274,7 +309,8 @@ class Records:
         return found
 
     def find(self, text: str) -> Record:
-        """Return the job of this id, or of the one id that begins so; ``ID_7`` is an element of the array ID.
+        """Return the job of this id, or of the one id that begins so; ``ID_7`` is an element of the
+        array ID.
 
         Raises:
             JobNotFound: there is none, or more than one.
@@ -284,9 +320,14 @@ class Records:
         if separator and index.isascii() and index.isdigit():
             array = self.find(whole)
             if array.array is None or int(index) not in array.array["indices"]:
-                raise JobNotFound(f"job {array.job_id} has no element {index}", f"`clusterjob status {array.job_id}` shows what it has")
+                raise JobNotFound(
+                    f"job {array.job_id} has no element {index}",
+                    f"`clusterjob status {array.job_id}` shows what it has",
+                )
             return self.read(f"{array.job_id}{SEPARATOR}{int(index)}") or array.element(int(index))
-        matches = [text] if text in names else [name for name in names if text and name.startswith(text)]
+        matches = (
+            [text] if text in names else [name for name in names if text and name.startswith(text)]
+        )
         if len(matches) == 1:
             return self._load(matches[0])
         if len(matches) > 1:
@@ -296,10 +337,15 @@ class Records:
         import difflib
 
         near = difflib.get_close_matches(text, names, 1)
-        raise JobNotFound(f"there is no job {text!r}", f"did you mean {near[0]}?" if near else "`clusterjob list` shows them all")
+        raise JobNotFound(
+            f"there is no job {text!r}",
+            f"did you mean {near[0]}?" if near else "`clusterjob list` shows them all",
+        )
 
     def all(self) -> list[Record]:
-        """Return every record, the oldest first; an array is one. A file that is none, or cannot be read, is left out."""
+        """Return every record, the oldest first; an array is one. A file that is none, or cannot be
+        read, is left out.
+        """
         names = [name for name in self._names() if SEPARATOR not in name]
         found = [record for name in names if (record := self.read(name)) is not None]
         return sorted(found, key=lambda record: (record.submitted_at, record.job_id))
@@ -312,24 +358,33 @@ class Records:
         """
         try:
             with os.scandir(self.directory) as found:
-                return [entry for entry in found if entry.name.endswith(_SUFFIX) and not entry.name.startswith(".")]
+                return [
+                    entry
+                    for entry in found
+                    if entry.name.endswith(_SUFFIX) and not entry.name.startswith(".")
+                ]
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise RecordError(f"the records in {self.directory} cannot be read: {error.strerror}") from error
+            raise RecordError(
+                f"the records in {self.directory} cannot be read: {error.strerror}"
+            ) from error
 
     def _names(self) -> list[str]:
         return [entry.name.removesuffix(_SUFFIX) for entry in self.entries()]
 
     def read(self, name: str) -> Record | None:
-        """Return the record of this name; None where there is none, or what is there is none or cannot be read."""
+        """Return the record of this name; None where there is none, or what is there is none or
+        cannot be read.
+        """
         try:
             return self._load(name)
         except RecordError:
             return None
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of this name's record, whatever is in it; a listing may be older.
+        """Return whether there is a file of this name's record, whatever is in it; a listing may be
+        older.
 
         Raises:
             OSError: nobody can tell.
@@ -349,7 +404,10 @@ class Records:
         except OSError as error:
             raise RecordError(f"the record {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise RecordError(f"the file {path} is no record of a job: {error}", "remove it, if it is of no use to you") from error
+            raise RecordError(
+                f"the file {path} is no record of a job: {error}",
+                "remove it, if it is of no use to you",
+            ) from error
         return record
 
     def _path(self, job_id: str) -> Path:

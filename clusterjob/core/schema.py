@@ -1,4 +1,6 @@
-"""Check data that others sent against a schema: types, ranges and sizes. The first thing that does not fit is named."""
+"""Check data that others sent against a schema: types, ranges and sizes. The first thing that does
+not fit is named.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Schema(Protocol):
 
 
 def _refuse(value: Any, where: str, wanted: str) -> SchemaError:
-    shown = ascii(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
+    shown = (
+        ascii(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
+    )
     return SchemaError(f"{where} is {shown[:60]}, not {wanted}")
 
 
@@ -41,7 +45,9 @@ class Text:
         if not isinstance(value, str):
             raise _refuse(value, where, "a text")
         if len(value) > self.most:
-            raise SchemaError(f"{where} is a text of {len(value)} characters, more than {self.most}")
+            raise SchemaError(
+                f"{where} is a text of {len(value)} characters, more than {self.most}"
+            )
         if self.form and not re.fullmatch(self.form, value, re.ASCII):
             raise _refuse(value, where, f"of the form {self.form}")
 
@@ -58,7 +64,9 @@ class Integer:
         if not isinstance(value, int) or isinstance(value, bool):
             raise _refuse(value, where, "an integer")
         if not self.least <= value <= self.most:
-            raise SchemaError(f"{where} is {_short(value)}, not {_short(self.least)} to {_short(self.most)}")
+            raise SchemaError(
+                f"{where} is {_short(value)}, not {_short(self.least)} to {_short(self.most)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,16 @@ class Number:
 
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < self.most:
-            raise _refuse(value, where, "a finite number" if self.most >= 1e300 else f"a number below {self.most:g}")
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not abs(value) < self.most
+        ):
+            raise _refuse(
+                value,
+                where,
+                "a finite number" if self.most >= 1e300 else f"a number below {self.most:g}",
+            )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""What a job is: one frozen `JobSpec`, validated once, before anything runs. Nothing here reads a file but to see it is there."""
+"""What a job is: one frozen `JobSpec`, validated once, before anything runs. Nothing here reads a
+file but to see it is there.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,13 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 MAX_NAME = 128
 
-# What bash makes read-only, counts itself or changes as it runs (bash(1), "Shell Variables"): an export of it fails, or its
-# value does not arrive.
+# What bash makes read-only, counts itself or changes as it runs (bash(1), "Shell Variables"): an
+# export of it fails, or its value does not arrive.
 _BASH_VARIABLES = frozenset({
-    "_", "BASH", "BASHOPTS", "BASHPID", "COMP_WORDBREAKS", "DIRSTACK", "EPOCHREALTIME", "EPOCHSECONDS", "EUID", "FUNCNAME", "GROUPS",
-    "HISTCMD", "IFS", "LINENO", "OLDPWD", "OPTIND", "PIPESTATUS", "POSIXLY_CORRECT", "PPID", "PWD", "RANDOM", "SECONDS", "SHELLOPTS",
-    "SHLVL", "SRANDOM", "UID",
+    "_", "BASH", "BASHOPTS", "BASHPID", "COMP_WORDBREAKS", "DIRSTACK", "EPOCHREALTIME",
+    "EPOCHSECONDS", "EUID", "FUNCNAME", "GROUPS", "HISTCMD", "IFS", "LINENO", "OLDPWD", "OPTIND",
+    "PIPESTATUS", "POSIXLY_CORRECT", "PPID", "PWD", "RANDOM", "SECONDS", "SHELLOPTS", "SHLVL",
+    "SRANDOM", "UID",
 })  # fmt: skip
 
 
@@ -73,27 +76,34 @@ class JobSpec:
         name: for people; the id is made from it.
         python: the interpreter that runs the agent and the workers.
         env: variables added to the workers' environment.
-        secret: variables whose values are shown and recorded nowhere; they are read when the job is submitted.
+        secret: variables whose values are shown and recorded nowhere; they are read when the job is
+            submitted.
         setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
         resources: what the job needs.
         nproc_per_node: workers on each node.
-        nproc_open: whether that is a default, which a platform that knows its nodes' GPUs may overrule; in a plan, whether it will.
+        nproc_open: whether that is a default, which a platform that knows its nodes' GPUs may
+            overrule; in a plan, whether it will.
         max_restarts: how often the workers are started again after a failure.
         start: ``fork`` from a process that has imported torch, ``exec`` each, or ``auto``.
-        launcher: ``agent``, ``torchrun`` for torch's own agent on each node, or ``srun`` for one task of Slurm's per worker.
+        launcher: ``agent``, ``torchrun`` for torch's own agent on each node, or ``srun`` for one
+            task of Slurm's per worker.
         require_gpus: refuse to rehearse on the CPU where there are too few GPUs.
         template: the user's own template in the place of the backend's.
         options: backend options by name, such as Slurm flags (``--set``).
         hosts: where it runs, one a node, where no queue chooses.
         gpus: which cards of each host: numbers, or ``auto`` for idle ones; empty for all.
-        login: the login host of a cluster that this machine has no commands of; empty for one that it has.
+        login: the login host of a cluster that this machine has no commands of; empty for one that
+            it has.
         include_secrets: send what looks like a secret too.
-        sync: send the working directory to the hosts, or to the login host; else it lies there already, under the same path.
+        sync: send the working directory to the hosts, or to the login host; else it lies there
+            already, under the same path.
         container: the image that the node's part runs in.
-        array, sweep: the elements of the job, if it is an array; see `clusterjob.core.arrays.parse`.
+        array, sweep: the elements of the job, if it is an array; see
+            `clusterjob.core.arrays.parse`.
         after: jobs that this one waits for, each as ``ID`` or ``KIND:ID``.
         requeue: queue the job again when it was preempted or out of time.
-        signal_before: seconds before the time limit at which the workers are warned; None for no warning.
+        signal_before: seconds before the time limit at which the workers are warned; None for no
+            warning.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
     Raises:
@@ -141,21 +151,35 @@ class JobSpec:
         _one_of("launcher", self.launcher, (*LAUNCHERS, "srun"))
         for label in ("join_timeout", "heartbeat", "lease", "grace"):
             if not 0 < getattr(self, label) < 1e9:
-                raise SpecError(f"{label.replace('_', ' ')} is {getattr(self, label)}: it has to be more than 0 seconds")
+                raise SpecError(
+                    f"{label.replace('_', ' ')} is {getattr(self, label)}: it has to be more than 0 seconds"
+                )
         if self.lease <= self.heartbeat:
-            raise SpecError(f"the lease ({self.lease:g} s) has to be longer than the heartbeat ({self.heartbeat:g} s)")
+            raise SpecError(
+                f"the lease ({self.lease:g} s) has to be longer than the heartbeat ({self.heartbeat:g} s)"
+            )
         for name, value in self.env.items():
             _check_variable(name, value)
         for secret in self.secret:
             _check_variable(secret.name, "", "--secret")
             if secret.name in self.env or [one.name for one in self.secret].count(secret.name) > 1:
                 raise SpecError(
-                    f"{secret.name} has two values", "give it once: --env for a public value, --secret for one that nobody sees"
+                    f"{secret.name} has two values",
+                    "give it once: --env for a public value, --secret for one that nobody sees",
                 )
         twice = next((host for host in self.hosts if self.hosts.count(host) > 1), None)
         if twice is not None:
-            raise SpecError(f"the host {twice} is named twice", "name it once; --nproc-per-node 2 starts two workers on each host")
-        for text in (*self.setup, *self.program.args, self.program.target, self.python, str(self.workdir)):
+            raise SpecError(
+                f"the host {twice} is named twice",
+                "name it once; --nproc-per-node 2 starts two workers on each host",
+            )
+        for text in (
+            *self.setup,
+            *self.program.args,
+            self.program.target,
+            self.python,
+            str(self.workdir),
+        ):
             if "\0" in text:
                 raise SpecError(f"{text!r} holds a NUL byte, which no command line can carry")
         self.elements()
@@ -171,7 +195,10 @@ class JobSpec:
         if self.program.kind == "script":
             _check_script(self.workdir, self.program.target)
         elif self.program.kind == "module" and not _MODULE_NAME.fullmatch(self.program.target):
-            raise SpecError(f"{self.program.target!r} is not a module's name", "write it as python -m takes it, such as package.train")
+            raise SpecError(
+                f"{self.program.target!r} is not a module's name",
+                "write it as python -m takes it, such as package.train",
+            )
         elif self.program.kind == "command" and not self.program.target:
             raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
         wrong = self.syntax_error()
@@ -179,15 +206,23 @@ class JobSpec:
             raise SpecError(wrong, f"{self.python} cannot run it: no node would")
 
     def syntax_error(self) -> str:
-        """Return where this process's Python cannot read the program, one line; empty where it can, or where there is no source here."""
+        """Return where this process's Python cannot read the program, one line; empty where it can,
+        or where there is no source here.
+        """
         if not self.sync or not self.program.is_python:
             return ""
-        target = self.program.target if self.program.kind == "script" else f"{self.program.target.replace('.', '/')}.py"
+        target = (
+            self.program.target
+            if self.program.kind == "script"
+            else f"{self.program.target.replace('.', '/')}.py"
+        )
         try:
             source = (self.workdir / target).read_bytes()
         except OSError:
             return ""
-        is_python = target.endswith(".py") or (source.startswith(b"#!") and b"python" in source.partition(b"\n")[0])
+        is_python = target.endswith(".py") or (
+            source.startswith(b"#!") and b"python" in source.partition(b"\n")[0]
+        )
         return _syntax_error(source, target) if is_python else ""
 
     def _has_this_interpreter(self) -> bool:
@@ -204,23 +239,32 @@ class JobSpec:
         return arrays.parse(self.array, self.sweep)
 
     def launch_options(self, **more: Any) -> LaunchOptions:
-        """Return what the agent of each node is told; `more` adds what the backend decides, such as the lifeline."""
+        """Return what the agent of each node is told; `more` adds what the backend decides, such as
+        the lifeline.
+        """
         limit = self.resources.time_limit
         return LaunchOptions(
             nproc_per_node=self.nproc_per_node, cpus_per_task=self.resources.cpus_per_task,
-            max_restarts=self.max_restarts, start=self.start, launcher=self.launcher, join_timeout=self.join_timeout,
-            heartbeat=self.heartbeat, lease=self.lease, grace=self.grace,
+            max_restarts=self.max_restarts, start=self.start, launcher=self.launcher,
+            join_timeout=self.join_timeout, heartbeat=self.heartbeat, lease=self.lease,
+            grace=self.grace,
             **({"program": self.program, "time_limit": float(limit) if limit else None} | more),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as plain data, for the record and for spec.json."""
         names = [secret.name for secret in self.secret]
-        return asdict(self) | {"secret": names, "workdir": str(self.workdir), "template": str(self.template) if self.template else None}
+        return asdict(self) | {
+            "secret": names,
+            "workdir": str(self.workdir),
+            "template": str(self.template) if self.template else None,
+        }
 
 
 def default_name(program: Program) -> str:
-    """Return a job's name where the user gave none: the script's, the module's or the command's own."""
+    """Return a job's name where the user gave none: the script's, the module's or the command's
+    own.
+    """
     stem = Path(program.target).stem if program.kind == "script" else Path(program.target).name
     cleaned = re.sub(r"[^\w.-]+", "-", stem).strip("-.")
     return cleaned[:MAX_NAME] or "job"
@@ -228,7 +272,10 @@ def default_name(program: Program) -> str:
 
 def _at_least(label: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
-        raise SpecError(f"{label} is {value}: it has to be at least {least}", f"give {least} or more, or leave it out")
+        raise SpecError(
+            f"{label} is {value}: it has to be at least {least}",
+            f"give {least} or more, or leave it out",
+        )
 
 
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
@@ -238,16 +285,24 @@ def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
 
 def _check_name(name: str) -> None:
     if len(name) > MAX_NAME or not name.isprintable():
-        raise SpecError(f"{name[:MAX_NAME]!r} cannot be a job's name", f"use up to {MAX_NAME} printable characters on one line")
+        raise SpecError(
+            f"{name[:MAX_NAME]!r} cannot be a job's name",
+            f"use up to {MAX_NAME} printable characters on one line",
+        )
 
 
 def _check_variable(name: str, value: str, flag: str = "--env") -> None:
     if not _ENV_NAME.fullmatch(name):
-        raise SpecError(f"{name!r} cannot be a variable's name", f"use letters, digits and underscores, such as {flag} NCCL_DEBUG")
+        raise SpecError(
+            f"{name!r} cannot be a variable's name",
+            f"use letters, digits and underscores, such as {flag} NCCL_DEBUG",
+        )
     if "\0" in value:
         raise SpecError(f"the value of {name} holds a NUL byte, which no environment can carry")
     if name in _BASH_VARIABLES or name.startswith("BASH_"):
-        raise SpecError(f"{name} is bash's own: the script on the node cannot set it", f"leave it out of {flag}")
+        raise SpecError(
+            f"{name} is bash's own: the script on the node cannot set it", f"leave it out of {flag}"
+        )
     if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
         raise SpecError(f"{name} is set by the launcher for each worker", f"leave it out of {flag}")
 
@@ -264,7 +319,10 @@ def _check_script(workdir: Path, target: str) -> None:
     except OSError as error:
         raise SpecError(f"the script {target!r} cannot be read: {error.strerror}") from error
     if path.suffix != ".py" and first_line.startswith(b"#!") and b"python" not in first_line:
-        raise SpecError(f"{target!r} is not a Python script", f"a command goes after --: clusterjob submit -- ./{target}")
+        raise SpecError(
+            f"{target!r} is not a Python script",
+            f"a command goes after --: clusterjob submit -- ./{target}",
+        )
 
 
 @functools.lru_cache(maxsize=4)  # a spec is checked whenever one is made of another

@@ -16,7 +16,8 @@ _PART_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def parse_size(text: str) -> int:
-    """Return a memory size in bytes: 64G, 512M, 1.5T; a bare number is mebibytes, as Slurm reads it.
+    """Return a memory size in bytes: 64G, 512M, 1.5T; a bare number is mebibytes, as Slurm reads
+    it.
 
     Raises:
         SpecError: the text is no size, or the size is 0.
@@ -24,12 +25,15 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * _SIZE_FACTORS[match[2].upper()]) if match else 0
     if size < 1:
-        raise SpecError(f"{text!r} is not a memory size", "write a number with K, M, G or T, such as --mem 64G")
+        raise SpecError(
+            f"{text!r} is not a memory size", "write a number with K, M, G or T, such as --mem 64G"
+        )
     return size
 
 
 def parse_duration(text: str) -> int:
-    """Return a duration in seconds: 90s, 30m, 2h, 1d12h, 01:30:00 or 1-12:00:00; a bare number is minutes, as Slurm reads it.
+    """Return a duration in seconds: 90s, 30m, 2h, 1d12h, 01:30:00 or 1-12:00:00; a bare number is
+    minutes, as Slurm reads it.
 
     Raises:
         SpecError: the text is no duration, or the duration is 0.
@@ -39,9 +43,13 @@ def parse_duration(text: str) -> int:
     if re.fullmatch(r"\d{1,9}", stripped, re.ASCII):
         seconds = int(stripped) * 60.0
     elif clock and int(clock[3]) < 60 and int(clock[4]) < 60:
-        seconds = int(clock[1] or 0) * 86400 + int(clock[2]) * 3600 + int(clock[3]) * 60 + int(clock[4])
+        seconds = (
+            int(clock[1] or 0) * 86400 + int(clock[2]) * 3600 + int(clock[3]) * 60 + int(clock[4])
+        )
     elif re.fullmatch(rf"(?:{_PARTS.pattern}\s*)+", stripped, re.IGNORECASE | re.ASCII):
-        seconds = sum(float(number) * _PART_SECONDS[unit.lower()] for number, unit in _PARTS.findall(stripped))
+        seconds = sum(
+            float(number) * _PART_SECONDS[unit.lower()] for number, unit in _PARTS.findall(stripped)
+        )
     else:
         raise SpecError(f"{text!r} is not a duration", _DURATIONS)
     if seconds < 1:

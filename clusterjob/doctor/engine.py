@@ -1,4 +1,6 @@
-"""Checks of a cluster before there is a job: what was found, how it is judged, and which check needs which other."""
+"""Checks of a cluster before there is a job: what was found, how it is judged, and which check
+needs which other.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ class Look:
 
     Attributes:
         name: the check's name.
-        find: looks and returns what it found; a `ClusterJobError`, or an OSError, is a failure in the error's words.
+        find: looks and returns what it found; a `ClusterJobError`, or an OSError, is a failure in
+            the error's words.
         needs: names of looks before it, without whose success there is nothing to look at.
         hint: what can be done about a failure whose own words do not say.
     """
@@ -87,7 +90,9 @@ class Look:
 
 
 def examine(looks: Iterable[Look]) -> Iterator[Check]:
-    """Look, one after the other, and yield each check when it is done; what needs one that failed is not looked at, and says so."""
+    """Look, one after the other, and yield each check when it is done; what needs one that failed
+    is not looked at, and says so.
+    """
     missed: set[str] = set()
     for look in looks:
         absent = next((name for name in look.needs if name in missed), None)
@@ -102,7 +107,9 @@ def examine(looks: Iterable[Look]) -> Iterator[Check]:
                 yield Check(look.name, found.state, one_line(found.words), found.hint)
         except ClusterJobError as error:
             missed.add(look.name)
-            yield Check(look.name, CheckState.FAILED, one_line(error.message), error.hint or look.hint)
+            yield Check(
+                look.name, CheckState.FAILED, one_line(error.message), error.hint or look.hint
+            )
         except OSError as error:
             missed.add(look.name)
             words = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
@@ -111,11 +118,14 @@ def examine(looks: Iterable[Look]) -> Iterator[Check]:
 
 def one_line(text: str) -> str:
     """Return a text on one line, as one that can be printed."""
-    return "; ".join(line.strip() for line in text.splitlines() if line.strip()).replace(":; ", ": ")
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip()).replace(
+        ":; ", ": "
+    )
 
 
 def of_hosts(found: Mapping[str, Finding], total: int | None = None) -> Iterator[Finding]:
-    """Yield what was found on hosts: hosts of which the same is to be said in one line, with their names.
+    """Yield what was found on hosts: hosts of which the same is to be said in one line, with their
+    names.
 
     Args:
         found: by the host's name.

@@ -1,4 +1,6 @@
-"""This machine before there is a job: what `doctor` looks at where jobs run here, or are submitted from here."""
+"""This machine before there is a job: what `doctor` looks at where jobs run here, or are submitted
+from here.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Machine:
             Look("bash", bash),
             Look("interpreter", self._interpreter, needs=("bash",)),
             Look("torch", lambda: [fitness.torch(self._answer)], needs=("interpreter",)),
-            Look("start", lambda: [fitness.start(self._answer, self._spec.start)], needs=("torch",)),
+            Look(
+                "start", lambda: [fitness.start(self._answer, self._spec.start)], needs=("torch",)
+            ),
             Look("GPUs", self._gpus, needs=("torch",)),
             Look("loopback", loopback),
             Look("host name", host_name),
@@ -61,7 +65,9 @@ class Machine:
 
     def _gpus(self) -> Iterator[Finding]:
         resources = self._spec.resources
-        wanted = None if resources.gpus_per_node is None else resources.gpus_per_node * resources.nodes
+        wanted = (
+            None if resources.gpus_per_node is None else resources.gpus_per_node * resources.nodes
+        )
         installed = len(gpus.visible_gpus(os.environ))
         yield fitness.gpus(installed, self._answer, wanted, required=self._spec.require_gpus)
 
@@ -70,7 +76,11 @@ def directory_looks() -> list[Look]:
     """Return the looks at the place where jobs and their records lie."""
     return [
         Look("directory", lambda: [directory(home())]),
-        Look("disk", lambda: [fitness.space(shutil.disk_usage(_nearest(home())).free, str(home()))], needs=("directory",)),
+        Look(
+            "disk",
+            lambda: [fitness.space(shutil.disk_usage(_nearest(home())).free, str(home()))],
+            needs=("directory",),
+        ),
     ]
 
 
@@ -93,11 +103,17 @@ def directory(place: Path) -> Finding:
         return failed(f"{place} cannot be written: {error.strerror}", hint)
     bits = stat.S_IMODE(mode.st_mode)
     if mode.st_uid not in (os.geteuid(), 0):
-        return failed(f"{place} belongs to another user (uid {mode.st_uid}), who could replace what jobs run", hint)
+        return failed(
+            f"{place} belongs to another user (uid {mode.st_uid}), who could replace what jobs run",
+            hint,
+        )
     if bits & 0o022 and not bits & stat.S_ISVTX:
         others = "everyone" if bits & 0o002 else "its group"
         judge = failed if bits & 0o002 else warning
-        return judge(f"{place} has the mode {bits:04o}: {others} could replace what jobs run", f"chmod go-w {place}")
+        return judge(
+            f"{place} has the mode {bits:04o}: {others} could replace what jobs run",
+            f"chmod go-w {place}",
+        )
     return ok(f"{place} can be written (mode {bits:04o})")
 
 
@@ -114,9 +130,18 @@ def bash() -> Iterator[Finding]:
         yield failed("bash is not on PATH", "scripts of jobs are written for it: install it")
         return
     try:
-        asked = subprocess.run([path, "-c", 'printf %s "$BASH_VERSION"'], capture_output=True, text=True, timeout=20, check=False)
+        asked = subprocess.run(
+            [path, "-c", 'printf %s "$BASH_VERSION"'],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield failed(f"{path} cannot be run: {getattr(error, 'strerror', None) or 'it does not end'}", "install it anew")
+        yield failed(
+            f"{path} cannot be run: {getattr(error, 'strerror', None) or 'it does not end'}",
+            "install it anew",
+        )
         return
     if not asked.stdout or asked.returncode != 0:
         yield failed(f"{path} is no bash that works", "install it anew")

@@ -1,1 +1,3 @@
-"""The node half: what runs on every machine of a job. Standard library alone; torch only where a starter warms it."""
+"""The node half: what runs on every machine of a job. Standard library alone; torch only where a
+starter warms it.
+"""

@@ -1,4 +1,6 @@
-"""The agent of one node: obeys the lead, has the starter start and stop the workers, and says how they fare."""
+"""The agent of one node: obeys the lead, has the starter start and stop the workers, and says how
+they fare.
+"""
 
 from __future__ import annotations
 
@@ -72,29 +74,48 @@ class Agent:
         self._world: World | None = None
         self._running: set[int] = set()  # local ranks
         self._exec_reason = ""  # why the workers are not forked, until the lead was told
-        # A step's task is slurmstepd's child. Where that is killed, Slurm does not notice: the job stays RUNNING, and a scancel of it
-        # reaches nobody here. Elsewhere a parent may go as it likes.
-        self._keeper = os.getppid() if os.environ.get("SLURM_STEP_ID") and os.environ.get("CLUSTERJOB_TASK") else None
+        # A step's task is slurmstepd's child. Where that is killed, Slurm does not notice: the job
+        # stays RUNNING, and a scancel of it reaches nobody here. Elsewhere a parent may go as it
+        # likes.
+        self._keeper = (
+            os.getppid()
+            if os.environ.get("SLURM_STEP_ID") and os.environ.get("CLUSTERJOB_TASK")
+            else None
+        )
         self._stop_ordered = False
         self._warning_told = self._haste_told = False
         self._starter_end: asyncio.Future[None] | None = None
-        self._held = paddle_endpoints.HeldPorts(nproc + (topology.node_rank == 0))  # the first node's last one is where they meet
+        self._held = paddle_endpoints.HeldPorts(
+            nproc + (topology.node_rank == 0)
+        )  # the first node's last one is where they meet
         self._directory = log_files.node_directory(job_dir, topology.node_rank)
         self._timeline = log_files.Timeline(self._directory)
-        self._failures = Failures(topology.node_rank, self._host, self._directory, job.attempt, options.launcher == "torchrun")
-        self._status = WorkerStatus(topology.node_rank, self._host, self._directory, job.attempt, self._failures)
+        self._failures = Failures(
+            topology.node_rank,
+            self._host,
+            self._directory,
+            job.attempt,
+            options.launcher == "torchrun",
+        )
+        self._status = WorkerStatus(
+            topology.node_rank, self._host, self._directory, job.attempt, self._failures
+        )
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> Verdict:
-        """Meet the other agents, obey the lead, and return the verdict once no process of this node is left."""
+        """Meet the other agents, obey the lead, and return the verdict once no process of this node
+        is left.
+        """
         loop = asyncio.get_running_loop()
         self._starter_end = loop.create_future()
         self._crashes = crashes.Crashes()
         loop.add_reader(self._starter.control, self._hear_starter)
         self._wishes = Wishes(self._options, self._job_dir, self._job.attempt)
         self._wishes.listen(self._starter.early)
-        if self._keeper is not None and self._topology.node_rank == 0:  # under Slurm; it tells the others
+        if (
+            self._keeper is not None and self._topology.node_rank == 0
+        ):  # under Slurm; it tells the others
             self._wishes.watch()
         noting = asyncio.create_task(self._note_growth())
         self._crashes.watch(noting)
@@ -146,9 +167,13 @@ class Agent:
             elif kind == "end":
                 return Verdict.from_json(order["verdict"])
             elif kind == "lost":
-                self._tell_lead({"t": "gave_up", "why": order["why"]})  # it may hear this node all the same
+                self._tell_lead(
+                    {"t": "gave_up", "why": order["why"]}
+                )  # it may hear this node all the same
                 self._stop_workers(_LOST_GRACE)
-                return self._own_verdict(JobState.LOST, f"node {self._topology.node_rank} lost node 0: {order['why']}")
+                return self._own_verdict(
+                    JobState.LOST, f"node {self._topology.node_rank} lost node 0: {order['why']}"
+                )
 
     async def _next_order(self) -> Message | None:
         """Return the lead's next order; None after an interruption that was dealt with."""
@@ -169,7 +194,11 @@ class Agent:
         if ordering.done():
             return ordering.result()
         ordering.cancel()
-        if self._lead_task is not None and self._lead_task.done() and self._lead_task.exception() is not None:
+        if (
+            self._lead_task is not None
+            and self._lead_task.done()
+            and self._lead_task.exception() is not None
+        ):
             self._lead_task.result()  # raises: the lead cannot lead
         self._pass_on_wishes()
         return None
@@ -182,7 +211,12 @@ class Agent:
             self._link.send({"t": "warned", "why": self._wishes.warned.result()})
         if self._wishes.cancelled.done() and not self._stop_ordered:
             self._stop_ordered = True  # once is enough; the lead's order to stop follows
-            self._link.send({"t": "interrupt" if self._wishes.interrupted else "cancel", "why": self._wishes.cancelled.result()})
+            self._link.send(
+                {
+                    "t": "interrupt" if self._wishes.interrupted else "cancel",
+                    "why": self._wishes.cancelled.result(),
+                }
+            )
         if self._wishes.at_once.done() and not self._haste_told:
             self._haste_told = True
             self._link.send({"t": "at_once"})
@@ -190,17 +224,37 @@ class Agent:
     async def _join(self) -> None:
         """Become part of the gang. No link is set if the wish to end came first."""
         hello = {
-            "job": self._job.job_id, "attempt": self._job.attempt, "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
-            "nproc": self._nproc, "host": self._host, "pid": os.getpid(), "counted_by": self._job.counted_by,
-            "endpoints": self._endpoints(), "wants_endpoints": paddle_endpoints.may_be_used(self._options.program),
+            "job": self._job.job_id, "attempt": self._job.attempt,
+            "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
+            "nproc": self._nproc, "host": self._host, "pid": os.getpid(),
+            "counted_by": self._job.counted_by, "endpoints": self._endpoints(),
+            "wants_endpoints": paddle_endpoints.may_be_used(self._options.program),
         }  # fmt: skip
         if self._topology.node_rank == 0:
-            self._lead = Lead(self._topology, self._options, self._job, self._job_dir, self._voice.say, self._crashes.watch)
+            self._lead = Lead(
+                self._topology,
+                self._options,
+                self._job,
+                self._job_dir,
+                self._voice.say,
+                self._crashes.watch,
+            )
             self._link = OwnLead(self._lead.gathering, hello)
-            self._pass_on_wishes()  # that came while this process was loading: the lead hears them before it starts workers
+            # That came while this process was loading: the lead hears them before it starts
+            # workers.
+            self._pass_on_wishes()
             self._lead_task = asyncio.create_task(self._lead.lead())
             return
-        finding = asyncio.create_task(find_lead(self._topology, self._options, self._job, hello, self._voice.say, self._lead_given_up))
+        finding = asyncio.create_task(
+            find_lead(
+                self._topology,
+                self._options,
+                self._job,
+                hello,
+                self._voice.say,
+                self._lead_given_up,
+            )
+        )
         either: set[asyncio.Future[Any]] = {finding, self._wishes.cancelled, self._crashes.first}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._crashes.first.done():
@@ -218,8 +272,17 @@ class Agent:
         return [paddle_endpoints.endpoint(address, port) for port in self._held.ports]
 
     def _lead_given_up(self) -> str:
-        """Node 0's script may say in the job's directory, where nodes share it, that it cannot start."""
-        return next((failure.message for failure in ends.refusals(self._job_dir, self._job.attempt) if failure.node_rank == 0), "")
+        """Node 0's script may say in the job's directory, where nodes share it, that it cannot
+        start.
+        """
+        return next(
+            (
+                failure.message
+                for failure in ends.refusals(self._job_dir, self._job.attempt)
+                if failure.node_rank == 0
+            ),
+            "",
+        )
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -234,14 +297,18 @@ class Agent:
         if self._starter.trouble:
             self._node_failed(self._starter.trouble)
             return
-        variables = contract.quiet_defaults(os.environ, world.master_addr, world.nnodes) | paddle_endpoints.backend_default(
-            os.environ, gpus
-        )
+        variables = contract.quiet_defaults(
+            os.environ, world.master_addr, world.nnodes
+        ) | paddle_endpoints.backend_default(os.environ, gpus)
         variables |= {
-            contract.JOB_ID: self._job.job_id, contract.JOB_DIR: str(self._job_dir), contract.ATTEMPT: str(self._job.attempt),
+            contract.JOB_ID: self._job.job_id,
+            contract.JOB_DIR: str(self._job_dir),
+            contract.ATTEMPT: str(self._job.attempt),
             contract.STORE: contract.store_address(world, self._options.launcher),
-            contract.STORE_KEY: contract.store_key(self._job.token, self._job.job_id, self._job.attempt, world.restart),
-        }  # fmt: skip
+            contract.STORE_KEY: contract.store_key(
+                self._job.token, self._job.job_id, self._job.attempt, world.restart
+            ),
+        }
         self._tell_exec_reason()
         if self._starter.begin(forkserver.world_message(world, variables), order.get("store")):
             self._tell_lead({"t": "running"})
@@ -264,7 +331,9 @@ class Agent:
         self._workers_gone()
 
     def _warn_workers(self) -> None:
-        """Have the workers told, and leave word for those that were started by somebody else than our starter."""
+        """Have the workers told, and leave word for those that were started by somebody else than
+        our starter.
+        """
         ends.warn(self._job_dir, self._job.attempt)
         self._starter.tell({"t": "warn"})
 
@@ -309,7 +378,9 @@ class Agent:
             self._tell_exec_reason()
 
     def _starter_ended(self) -> None:
-        """The starter is gone; if it was not told to go, its workers were killed with it and this node has failed."""
+        """The starter is gone; if it was not told to go, its workers were killed with it and this
+        node has failed.
+        """
         assert self._starter_end is not None
         asyncio.get_running_loop().remove_reader(self._starter.control)
         ended = how(*self._starter.reap())
@@ -332,7 +403,9 @@ class Agent:
         for _ in range(100):
             try:
                 left = processes.descendants(os.getpid())
-            except OSError:  # no descriptor is left to look; the kernel ends the workers with their starter
+            except (
+                OSError
+            ):  # no descriptor is left to look; the kernel ends the workers with their starter
                 return
             if not left:
                 return
@@ -354,7 +427,9 @@ class Agent:
             self._tell_lead(self._status.where(known, final=order["final"]))
         running = [rank for rank in wanted if rank in self._running and started]
         if running:
-            self._starter.tell({"t": "where", "local_ranks": running, "final": order["final"], "note": note})
+            self._starter.tell(
+                {"t": "where", "local_ranks": running, "final": order["final"], "note": note}
+            )
 
     def _check(self) -> None:
         """Tell what is known of ends so far; the starter first tells of all that it knows."""
@@ -367,7 +442,13 @@ class Agent:
 
     def _worker_failing(self, message: Message) -> None:
         assert self._world is not None
-        failure = self._failures.of_worker(self._world, int(message["local_rank"]), int(message["exit_code"]), None, message["message"])
+        failure = self._failures.of_worker(
+            self._world,
+            int(message["local_rank"]),
+            int(message["exit_code"]),
+            None,
+            message["message"],
+        )
         self._send_failure(failure, message["monotonic"], exited=bool(message.get("fatal")))
 
     def _worker_ended(self, message: Message) -> None:
@@ -380,7 +461,9 @@ class Agent:
             self._status.note_exit(local_rank, message["monotonic"])
             self._tell_lead({"t": "succeeded", "local_rank": local_rank})
         if code != 0:
-            failure = self._failures.of_worker(self._world, local_rank, code, signal_name, how(code, signal_name))
+            failure = self._failures.of_worker(
+                self._world, local_rank, code, signal_name, how(code, signal_name)
+            )
             self._send_failure(failure, message["monotonic"], exited=True)
         if not self._running:
             self._tell_lead({"t": "done"})
@@ -390,7 +473,9 @@ class Agent:
 
     def _send_failure(self, failure: Failure, monotonic: float, *, exited: bool) -> None:
         age = max(0.0, time.monotonic() - monotonic)
-        self._tell_lead({"t": "failing", "failure": failure.to_json(), "age": age, "exited": exited})
+        self._tell_lead(
+            {"t": "failing", "failure": failure.to_json(), "age": age, "exited": exited}
+        )
 
     # -- output -------------------------------------------------------------------------------------------------------------
 
@@ -400,7 +485,9 @@ class Agent:
             self._show()
             if self._keeper not in (None, os.getppid()):
                 self._keeper = None
-                self._node_failed("Slurm's own process that kept this node's part of the job is gone (slurmstepd)")
+                self._node_failed(
+                    "Slurm's own process that kept this node's part of the job is gone (slurmstepd)"
+                )
 
     def _show(self) -> None:
         self._timeline.note()
@@ -424,13 +511,28 @@ class Agent:
     def _own_verdict(self, state: JobState, reason: str) -> Verdict:
         cancelled = state is JobState.CANCELLED
         failure = None if cancelled else self._failures.of_node(reason)
-        return Verdict(state, CANCELLED_EXIT_CODE if cancelled else 1, reason, failure, attempt=self._job.attempt, ended_at=now())
+        return Verdict(
+            state,
+            CANCELLED_EXIT_CODE if cancelled else 1,
+            reason,
+            failure,
+            attempt=self._job.attempt,
+            ended_at=now(),
+        )
 
     def _record_end(self, verdict: Verdict) -> None:
-        """Write this node's end where it happened, and the job's where node 0 could not come to one."""
+        """Write this node's end where it happened, and the job's where node 0 could not come to
+        one.
+        """
         try:
-            ends.write(self._job_dir, self._topology.node_rank, verdict.to_json() | {"host": self._host})
-            if self._topology.node_rank == 0 and not ends.has_result(self._job_dir, self._job.attempt):
+            ends.write(
+                self._job_dir, self._topology.node_rank, verdict.to_json() | {"host": self._host}
+            )
+            if self._topology.node_rank == 0 and not ends.has_result(
+                self._job_dir, self._job.attempt
+            ):
                 ends.write_result(self._job_dir, verdict)
         except OSError as error:
-            self._voice.say(f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}: {error.strerror}")
+            self._voice.say(
+                f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}: {error.strerror}"
+            )

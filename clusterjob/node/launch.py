@@ -1,4 +1,6 @@
-"""One node's part of a job as a story: read the environment, fork the starter, meet the others, run, give the verdict."""
+"""One node's part of a job as a story: read the environment, fork the starter, meet the others,
+run, give the verdict.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from clusterjob.node.workers.report import report
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this node's part of a job; returns the job's exit code.
 
-    Returns in the agent's process only: in a forked worker, the program takes over and ends by SystemExit.
+    Returns in the agent's process only: in a forked worker, the program takes over and ends by
+    SystemExit.
     """
     try:
         return launch(parse(sys.argv[1:] if argv is None else argv), os.environ)
@@ -62,15 +65,28 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     """
     finding = find_node(environ)
     topology = slurm_addresses.settle(node_of(finding), environ)
-    chosen = devices.choose_gpus(options.gpus.split(","), environ) if options.gpus is not None else []
+    chosen = (
+        devices.choose_gpus(options.gpus.split(","), environ) if options.gpus is not None else []
+    )
     if chosen:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    nproc = options.nproc_per_node or len(chosen) or topology.nproc_per_node or devices.visible_gpus(environ) or 1
-    os.environ.update(contract.thread_defaults(environ, nproc, options.cpus_per_task) | contract.read_secrets(environ))
+    nproc = (
+        options.nproc_per_node
+        or len(chosen)
+        or topology.nproc_per_node
+        or devices.visible_gpus(environ)
+        or 1
+    )
+    os.environ.update(
+        contract.thread_defaults(environ, nproc, options.cpus_per_task)
+        | contract.read_secrets(environ)
+    )
     os.environ.pop(contract.SECRETS_FILE, None)  # of this job, not of one that a worker may start
     job = _identity(environ, topology, finding, insecure=options.insecure_no_token)
     job_dir, temporary = _job_directory(environ, topology, job.attempt)
-    numbered = os.environ.pop(contract.STREAM, "") == "1"  # of this agent, not of one that a worker may start
+    numbered = (
+        os.environ.pop(contract.STREAM, "") == "1"
+    )  # of this agent, not of one that a worker may start
 
     stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
 
@@ -80,13 +96,19 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     early = signals.note_early(preemptible=options.warning is not None)
     starter_pid = os.fork()
     if starter_pid == 0:
-        _serve_as_starter(agent_end, Starter(starter_end, options, job_dir, job.job_id, job.attempt, topology.node_rank, stdin))
+        _serve_as_starter(
+            agent_end,
+            Starter(
+                starter_end, options, job_dir, job.job_id, job.attempt, topology.node_rank, stdin
+            ),
+        )
     _give_away(starter_end, stdin)
     agent_end.setblocking(False)
     processes.raise_open_files()  # the starter, and so each worker, keeps the limit as it was
     processes.adopt_orphans()
 
-    # From here on there may be threads; and while this process loads asyncio, the starter imports torch.
+    # From here on there may be threads; and while this process loads asyncio, the starter imports
+    # torch.
     import asyncio
 
     from clusterjob.node.agent import Agent
@@ -107,11 +129,21 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             voice.say(f"logs: {job_dir}")
         if topology.node_rank == 0:
             voice.tell(verdict)
-        voice.close()  # while signals are still heeded: a platform may end this node because another one has ended
+        # While signals are still heeded: a platform may end this node because another one has
+        # ended.
+        voice.close()
         return verdict
 
     try:
-        agent = Agent(topology, nproc, options, job, job_dir, StarterProcess(starter_pid, agent_end, early), voice)
+        agent = Agent(
+            topology,
+            nproc,
+            options,
+            job,
+            job_dir,
+            StarterProcess(starter_pid, agent_end, early),
+            voice,
+        )
         verdict = asyncio.run(live())
     finally:
         voice.close()
@@ -121,7 +153,9 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
 
 def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:
-    """Return the descriptor that is to be rank 0's stdin, on its node: one that was handed over, else this command's own."""
+    """Return the descriptor that is to be rank 0's stdin, on its node: one that was handed over,
+    else this command's own.
+    """
     handed = os.environ.pop(contract.STDIN_FD, "")
     if topology.node_rank or (lifeline and not handed.isdecimal()):
         return None
@@ -141,11 +175,13 @@ def _give_away(starter_end: socket.socket, stdin: int | None) -> None:
 
 
 def find_node(environ: Mapping[str, str]) -> Finding:
-    """Return this node's place in the job, with the evidence; a world of one node where the environment names no job at all.
+    """Return this node's place in the job, with the evidence; a world of one node where the
+    environment names no job at all.
 
     Raises:
-        PlaceError: the environment is half-set or contradictory, or it is one process's: launching there would start a
-            whole set of workers in the place of each. Or it is Slurm's and of several nodes, and this is no task of srun's.
+        PlaceError: the environment is half-set or contradictory, or it is one process's: launching
+            there would start a whole set of workers in the place of each. Or it is Slurm's and of
+            several nodes, and this is no task of srun's.
     """
     finding = environments.detect(environments.look(environ)).check()
     if isinstance(finding.place, Topology):
@@ -179,7 +215,11 @@ def _serve_as_starter(agent_end: socket.socket, starter: Starter) -> None:
     program = starter.serve()
     if program is None:
         os._exit(0)
-    report_fd, local_rank, own_pid = int(os.environ[contract.REPORT_FD].partition(":")[0]), int(os.environ["LOCAL_RANK"]), os.getpid()
+    report_fd, local_rank, own_pid = (
+        int(os.environ[contract.REPORT_FD].partition(":")[0]),
+        int(os.environ["LOCAL_RANK"]),
+        os.getpid(),
+    )
 
     def on_failure(message: str, exit_code: int) -> None:
         if os.getpid() == own_pid:  # a child that the program forked runs the same code to its end
@@ -188,13 +228,23 @@ def _serve_as_starter(agent_end: socket.socket, starter: Starter) -> None:
     run_as_main(program, on_failure)
 
 
-def _log_insecurity(say: Callable[[str], None], options: LaunchOptions, topology: Topology, environ: Mapping[str, str]) -> None:
+def _log_insecurity(
+    say: Callable[[str], None],
+    options: LaunchOptions,
+    topology: Topology,
+    environ: Mapping[str, str],
+) -> None:
     if options.insecure_no_token and topology.nnodes > 1 and contract.read_token(environ) is None:
-        say(f"--insecure-no-token: anybody who reaches {topology.master_addr} can join this job, or end it")
+        say(
+            f"--insecure-no-token: anybody who reaches {topology.master_addr} can join this job, or end it"
+        )
 
 
-def _identity(environ: Mapping[str, str], topology: Topology, finding: Finding, *, insecure: bool) -> JobIdentity:
-    """Return which job this is; where nobody gave an id, one that all nodes come to by themselves, a random one on a single node.
+def _identity(
+    environ: Mapping[str, str], topology: Topology, finding: Finding, *, insecure: bool
+) -> JobIdentity:
+    """Return which job this is; where nobody gave an id, one that all nodes come to by themselves,
+    a random one on a single node.
 
     Raises:
         UsageError: there are several nodes and no secret, and that was not asked for (insecure).
@@ -212,20 +262,38 @@ def _identity(environ: Mapping[str, str], topology: Topology, finding: Finding, 
             f"set {contract.TOKEN} to one secret on every node; --insecure-no-token does without",
         )
     if token is None:  # a single node needs to tell nobody
-        token = f"clusterjob:{job_id}:{attempt}:{place_text}".encode() if topology.nnodes > 1 else secrets.token_bytes(16)
+        token = (
+            f"clusterjob:{job_id}:{attempt}:{place_text}".encode()
+            if topology.nnodes > 1
+            else secrets.token_bytes(16)
+        )
     counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
-    return JobIdentity(job_id, attempt, token, ports.candidates(job_id, attempt, topology.master_port), preload.has_torch(), counted_by)
+    return JobIdentity(
+        job_id,
+        attempt,
+        token,
+        ports.candidates(job_id, attempt, topology.master_port),
+        preload.has_torch(),
+        counted_by,
+    )
 
 
-def _job_directory(environ: Mapping[str, str], topology: Topology, attempt: int) -> tuple[Path, bool]:
+def _job_directory(
+    environ: Mapping[str, str], topology: Topology, attempt: int
+) -> tuple[Path, bool]:
     named = environ.get(contract.JOB_DIR)
     job_dir = Path(named) if named else Path(tempfile.mkdtemp(prefix="clusterjob-"))
     try:
-        for directory in (log_files.node_directory(job_dir, topology.node_rank), ends.directory(job_dir)):
+        for directory in (
+            log_files.node_directory(job_dir, topology.node_rank),
+            ends.directory(job_dir),
+        ):
             private_dirs.make(directory)
         if topology.node_rank == 0:
             ends.put_aside_result(job_dir, attempt)
         ends.reserve(job_dir, topology.node_rank)
     except OSError as error:
-        raise ClusterJobError(f"the job's directory {job_dir} cannot be written: {error.strerror}") from error
+        raise ClusterJobError(
+            f"the job's directory {job_dir} cannot be written: {error.strerror}"
+        ) from error
     return job_dir, not named

@@ -1,4 +1,6 @@
-"""The command line of a node: what the rendered scripts, a platform's entry command or a person tell the agent."""
+"""The command line of a node: what the rendered scripts, a platform's entry command or a person
+tell the agent.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,28 @@ class LaunchOptions:
 
     Attributes:
         program: what each worker runs.
-        nproc_per_node: workers on this node; None for the number of `gpus`, else what the environment says, else 1.
+        nproc_per_node: workers on this node; None for the number of `gpus`, else what the
+            environment says, else 1.
         cpus_per_task: cores per worker, which become its OMP_NUM_THREADS; None for an even share.
         max_restarts: how often the workers are started again after a failure.
-        start: ``fork`` from a process that has imported torch, ``exec`` a fresh one each, or ``auto``: fork where it is safe.
-        launcher: ``agent`` starts the workers itself, ``torchrun`` leaves that to torch's own agent on each node.
+        start: ``fork`` from a process that has imported torch, ``exec`` a fresh one each, or
+            ``auto``: fork where it is safe.
+        launcher: ``agent`` starts the workers itself, ``torchrun`` leaves that to torch's own agent
+            on each node.
         time_limit: how long the job may run, from the roll-call's end; None for no limit.
         join_timeout: how long the agents wait for each other.
         heartbeat: between two signs of life on a connection between agents.
         lease: silence after which the other end counts as lost.
         grace: between SIGTERM and SIGKILL when the job is cancelled or out of time.
-        lifeline: whether stdin is a lifeline: its end cancels the job, unless a file ``detached`` in the job's directory says
-            that the job was let go.
+        lifeline: whether stdin is a lifeline: its end cancels the job, unless a file ``detached``
+            in the job's directory says that the job was let go.
         echo: whether the workers' output is shown on this command's own stdout and stderr.
-        warning: the job may be preempted, and is warned this long before the end; None for a job that may not.
-        insecure_no_token: let nodes join that know no secret: whoever reaches node 0 can end the job.
-        gpus: the GPUs of this node's workers, as CUDA_VISIBLE_DEVICES names them; None for all that are visible.
+        warning: the job may be preempted, and is warned this long before the end; None for a job
+            that may not.
+        insecure_no_token: let nodes join that know no secret: whoever reaches node 0 can end the
+            job.
+        gpus: the GPUs of this node's workers, as CUDA_VISIBLE_DEVICES names them; None for all that
+            are visible.
     """
 
     program: Program
@@ -57,7 +65,9 @@ class LaunchOptions:
     insecure_no_token: bool = False
 
     def arguments(self) -> list[str]:
-        """Return the command line that `parse` turns into these options: only what differs from the defaults."""
+        """Return the command line that `parse` turns into these options: only what differs from the
+        defaults.
+        """
         words: list[str] = []
         for name, value in vars(self).items():
             if name == "program" or value == getattr(LaunchOptions, name):
@@ -87,14 +97,23 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
 
 
 def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
-    """Cut the command line where the program starts: everything after that point is the program's own."""
-    takes_value = {flag for action in _parser()._actions if action.nargs is None for flag in action.option_strings}
+    """Cut the command line where the program starts: everything after that point is the program's
+    own.
+    """
+    takes_value = {
+        flag
+        for action in _parser()._actions
+        if action.nargs is None
+        for flag in action.option_strings
+    }
     index = 0
     while index < len(argv):
         word = argv[index]
         if word == "--":
             command = argv[index + 1 :]
-            return argv[:index], Program("command", command[0], tuple(command[1:])) if command else None
+            return argv[:index], Program(
+                "command", command[0], tuple(command[1:])
+            ) if command else None
         if word == "-m":
             module = argv[index + 1 :]
             return argv[:index], Program("module", module[0], tuple(module[1:])) if module else None
@@ -106,17 +125,24 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
 
 # What torchrun has as options, and a node reads from its environment.
 _VARIABLES = {
-    "--nnodes": "CLUSTERJOB_NNODES", "--nodes": "CLUSTERJOB_NNODES", "-N": "CLUSTERJOB_NNODES", "--node-rank": "CLUSTERJOB_NODE_RANK",
-    "--master-addr": "CLUSTERJOB_MASTER_ADDR", "--master-port": "CLUSTERJOB_MASTER_PORT", "--rdzv-endpoint": "CLUSTERJOB_MASTER_ADDR",
+    "--nnodes": "CLUSTERJOB_NNODES", "--nodes": "CLUSTERJOB_NNODES", "-N": "CLUSTERJOB_NNODES",
+    "--node-rank": "CLUSTERJOB_NODE_RANK", "--master-addr": "CLUSTERJOB_MASTER_ADDR",
+    "--master-port": "CLUSTERJOB_MASTER_PORT", "--rdzv-endpoint": "CLUSTERJOB_MASTER_ADDR",
 }  # fmt: skip
 
 
 def _no_such_option(word: str) -> UsageError:
     spelled = word.replace("_", "-")
-    hint = f"did you mean {spelled}?" if spelled != word and spelled in _parser()._option_string_actions else ""
+    hint = (
+        f"did you mean {spelled}?"
+        if spelled != word and spelled in _parser()._option_string_actions
+        else ""
+    )
     if spelled in _VARIABLES:
         hint = f"the environment says so: {_VARIABLES[spelled]}=..., where the platform has no variable of its own"
-    return UsageError(f"there is no option {word}", hint or "`clusterjob launch --help` lists the options")
+    return UsageError(
+        f"there is no option {word}", hint or "`clusterjob launch --help` lists the options"
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -136,18 +162,67 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc-per-node", type=_count, metavar="N", help="workers on this node")
     add("--gpus", metavar="LIST", help="the workers' GPUs, such as 0,1; one worker on each")
     add("--cpus-per-task", type=_count, metavar="N", help="cores per worker (OMP_NUM_THREADS)")
-    add("--max-restarts", type=_whole, default=default.max_restarts, metavar="N", help="restarts of the workers after a failure")
-    add("--start", choices=START_MODES, default=default.start, help="import torch once and fork, or exec each worker")
+    add(
+        "--max-restarts",
+        type=_whole,
+        default=default.max_restarts,
+        metavar="N",
+        help="restarts of the workers after a failure",
+    )
+    add(
+        "--start",
+        choices=START_MODES,
+        default=default.start,
+        help="import torch once and fork, or exec each worker",
+    )
     add("--launcher", choices=LAUNCHERS, default=default.launcher, help="who starts the workers")
     add("--time-limit", type=_seconds, metavar="SECONDS", help="how long the job may run")
-    add("--join-timeout", type=_seconds, default=default.join_timeout, metavar="SECONDS", help="how long to wait for the other nodes")
-    add("--heartbeat", type=_seconds, default=default.heartbeat, metavar="SECONDS", help="between two signs of life")
-    add("--lease", type=_seconds, default=default.lease, metavar="SECONDS", help="silence after which a node is lost")
-    add("--grace", type=_seconds, default=default.grace, metavar="SECONDS", help="between SIGTERM and SIGKILL")
-    add("--warning", type=_seconds, metavar="SECONDS", help="how long before its end a preempted job is warned")
-    add("--insecure-no-token", action="store_true", help="let nodes join without CLUSTERJOB_TOKEN: anybody can end the job")
+    add(
+        "--join-timeout",
+        type=_seconds,
+        default=default.join_timeout,
+        metavar="SECONDS",
+        help="how long to wait for the other nodes",
+    )
+    add(
+        "--heartbeat",
+        type=_seconds,
+        default=default.heartbeat,
+        metavar="SECONDS",
+        help="between two signs of life",
+    )
+    add(
+        "--lease",
+        type=_seconds,
+        default=default.lease,
+        metavar="SECONDS",
+        help="silence after which a node is lost",
+    )
+    add(
+        "--grace",
+        type=_seconds,
+        default=default.grace,
+        metavar="SECONDS",
+        help="between SIGTERM and SIGKILL",
+    )
+    add(
+        "--warning",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long before its end a preempted job is warned",
+    )
+    add(
+        "--insecure-no-token",
+        action="store_true",
+        help="let nodes join without CLUSTERJOB_TOKEN: anybody can end the job",
+    )
     add("--lifeline", action="store_true", help="stdin's end cancels the job")
-    add("--no-echo", dest="echo", action="store_false", help="leave the workers' output in their files")
+    add(
+        "--no-echo",
+        dest="echo",
+        action="store_false",
+        help="leave the workers' output in their files",
+    )
     return parser
 
 

@@ -1,8 +1,10 @@
-"""What the workers run: a Python script, a Python module or any command; and running the first two as ``__main__``.
+"""What the workers run: a Python script, a Python module or any command; and running the first two
+as ``__main__``.
 
-`run_as_main` is for a process that was forked with the interpreter already warm. What the program sees of itself (argv,
-``__main__``, ``__file__``, sys.path[0], tracebacks, exit codes, atexit) is what ``python train.py`` shows it: the function
-ends by SystemExit, and the interpreter then finishes as always.
+`run_as_main` is for a process that was forked with the interpreter already warm. What the program
+sees of itself (argv, ``__main__``, ``__file__``, sys.path[0], tracebacks, exit codes, atexit) is
+what ``python train.py`` shows it: the function ends by SystemExit, and the interpreter then
+finishes as always.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
 # What stands in a traceback above the program's own frames.
-_LAUNCHERS_FILES = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+_LAUNCHERS_FILES = (
+    __file__,
+    "<frozen importlib._bootstrap>",
+    "<frozen importlib._bootstrap_external>",
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Program:
     """What each worker runs.
 
     Attributes:
-        kind: ``script`` (a Python file), ``module`` (as ``python -m``) or ``command`` (any executable).
+        kind: ``script`` (a Python file), ``module`` (as ``python -m``) or ``command`` (any
+            executable).
         target: the file, the module's name, or the executable.
         args: the arguments after it, untouched.
     """
@@ -63,9 +70,9 @@ def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoR
 
     Args:
         program: a script or a module.
-        on_failure: told one line, such as ``ValueError: boom``, and the exit code, at the moment when an exception or a
-            non-zero SystemExit leaves the program, before atexit handlers and other threads are waited for: the failure's
-            true time.
+        on_failure: told one line, such as ``ValueError: boom``, and the exit code, at the moment
+            when an exception or a non-zero SystemExit leaves the program, before atexit handlers
+            and other threads are waited for: the failure's true time.
     """
     failure: BaseException | None = None
     sys.orig_argv = program.argv(sys.executable)
@@ -93,7 +100,9 @@ def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoR
 
 
 def _show(error: BaseException) -> None:
-    """Show an uncaught exception as the interpreter does: through the program's own hook, with the program's own frames."""
+    """Show an uncaught exception as the interpreter does: through the program's own hook, with the
+    program's own frames.
+    """
     _strip(error)
     mishap: BaseException | None = None
     try:
@@ -112,7 +121,10 @@ def _show(error: BaseException) -> None:
 
 def _strip(error: BaseException) -> None:
     """Take the launcher's frames off the top of a traceback."""
-    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHERS_FILES:
+    while (
+        error.__traceback__ is not None
+        and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHERS_FILES
+    ):
         error.__traceback__ = error.__traceback__.tb_next
 
 
@@ -134,14 +146,19 @@ def summary(error: BaseException) -> str:
 
 
 def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
-    path = os.path.join(os.getcwd(), program.target)  # as it was written: Python itself does not tidy it either
+    path = os.path.join(
+        os.getcwd(), program.target
+    )  # as it was written: Python itself does not tidy it either
     sys.argv = [program.target, *program.args]
     _prepend_to_path(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)
     try:
         source = loader.get_data(path)
     except OSError as error:
-        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        print(
+            f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     return _compile(source, path), _fresh_main(path, loader)
 
@@ -165,7 +182,11 @@ def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # the list of runpy
         _refuse(f"Error while finding module specification for {name!r} ({summary(error)})")
     if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
-        package = f"; {program.target!r} is a package and cannot be directly executed" if name != program.target else ""
+        package = (
+            f"; {program.target!r} is a package and cannot be directly executed"
+            if name != program.target
+            else ""
+        )
         _refuse(f"No module named {name}{package}")
     code = spec.loader.get_code(spec.name)
     if code is None:

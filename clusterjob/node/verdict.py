@@ -13,7 +13,9 @@ from clusterjob.node.system.sanitize import sanitize
 SCHEMA = 1
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
 TIMEOUT_EXIT_CODE = 124  # as timeout(1)
-PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: of a worker that leaves to be queued again, and of its job
+PREEMPTED_EXIT_CODE = (
+    75  # EX_TEMPFAIL of sysexits.h: of a worker that leaves to be queued again, and of its job
+)
 
 
 class JobState(str, Enum):
@@ -30,17 +32,22 @@ class JobState(str, Enum):
 
     @property
     def final(self) -> bool:
-        """Whether a job in this state can change no more. PREEMPTED is not final: the job may be queued again."""
+        """Whether a job in this state can change no more. PREEMPTED is not final: the job may be
+        queued again.
+        """
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST)
 
     def __str__(self) -> str:
         return self.value
 
 
-_MOST_REASONS = 5  # lines of a verdict's text for ranks that failed beside the root cause, each for a reason of its own
+# Lines of a verdict's text for ranks that failed beside the root cause, each for a reason of its
+# own.
+_MOST_REASONS = 5
 
-# What a worker says when ANOTHER one is gone. Such a failure is an effect: while a failure of its own kind is not yet
-# known, the lead waits a moment for it. Texts of gloo, NCCL and torch's TCPStore (pytorch#113546, #194871).
+# What a worker says when ANOTHER one is gone. Such a failure is an effect: while a failure of its
+# own kind is not yet known, the lead waits a moment for it. Texts of gloo, NCCL and torch's
+# TCPStore (pytorch#113546, #194871).
 _PEER_LOSS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection was likely closed|Broken pipe|Socket Timeout|"
     r"remote process exited or there was a network error|NCCL communicator was aborted|application timeout caused pair closure|"
@@ -67,13 +74,21 @@ def is_roll_call_end(failure: Failure) -> bool:
     return _ROLL_CALL_END.search("\n".join((failure.message, *failure.last_lines))) is not None
 
 
-# What a worker says when a SIGTERM met not itself but a process that it needs: a DataLoader's worker, or torchrun.
-_TERMINATED = re.compile(r"killed by signal: Terminated|DataLoader worker .* exited unexpectedly|got signal: 15\b")
+# What a worker says when a SIGTERM met not itself but a process that it needs: a DataLoader's
+# worker, or torchrun.
+_TERMINATED = re.compile(
+    r"killed by signal: Terminated|DataLoader worker .* exited unexpectedly|got signal: 15\b"
+)
 
 
 def is_termination(failure: Failure) -> bool:
-    """Return whether a failure is nothing but a SIGTERM, to the worker or to a process that it needs."""
-    return failure.signal == "SIGTERM" or _TERMINATED.search("\n".join((failure.message, *failure.last_lines))) is not None
+    """Return whether a failure is nothing but a SIGTERM, to the worker or to a process that it
+    needs.
+    """
+    return (
+        failure.signal == "SIGTERM"
+        or _TERMINATED.search("\n".join((failure.message, *failure.last_lines))) is not None
+    )
 
 
 # Once there is a process group, torch marks every line of a traceback.
@@ -85,7 +100,8 @@ _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
 
 
 def last_exception(lines: Sequence[str]) -> str | None:
-    """Return the exception of the last Python traceback in these lines: ``ValueError: boom``; None where there is none.
+    """Return the exception of the last Python traceback in these lines: ``ValueError: boom``; None
+    where there is none.
 
     Whoever catches it may write more: Hydra adds a line, and ends by sys.exit(1).
     """
@@ -97,19 +113,23 @@ def last_exception(lines: Sequence[str]) -> str | None:
     return next((line for line in bare[begins[-1] + 1 :] if _EXCEPTION.fullmatch(line)), None)
 
 
-# Lines of c10d's and NCCL's loggers, below errors in their severity, and the C++ frames that come with some of them.
+# Lines of c10d's and NCCL's loggers, below errors in their severity, and the C++ frames that come
+# with some of them.
 _LIBRARY_LINE = re.compile(
     r"(\[rank\d+\]: ?)?(\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ \w+\.\w+:\d+\]|frame #\d+: |Exception raised from .*\(most recent call first\):)"
 )
 
 
 def without_library_warnings(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return a worker's last lines without what C++ libraries only warn of; all of them where nothing else is there."""
+    """Return a worker's last lines without what C++ libraries only warn of; all of them where
+    nothing else is there.
+    """
     own = tuple(line for line in lines if not _LIBRARY_LINE.match(line))
     return own or tuple(lines)
 
 
-# What other processes and hosts wrote is checked field by field: a verdict of the wrong shape is none.
+# What other processes and hosts wrote is checked field by field: a verdict of the wrong shape is
+# none.
 _LARGEST_EXIT_CODE = 255
 _LARGEST_NUMBER = 2**31 - 1
 _LONGEST_TEXT = 16_384  # characters; what is longer is cut
@@ -163,7 +183,8 @@ class Failure:
         message: what happened, one line.
         last_lines: the end of its stderr, oldest line first.
         effect: its last words only say that another worker is gone.
-        kind: ``early_exit`` of a rank that ended with exit code 0 while others were in a collective; None of any other failure.
+        kind: ``early_exit`` of a rank that ended with exit code 0 while others were in a
+            collective; None of any other failure.
     """
 
     rank: int | None
@@ -179,7 +200,8 @@ class Failure:
 
     @classmethod
     def from_json(cls, data: Any) -> Failure:
-        """Return the failure that `to_json` wrote; unknown keys of a newer writer are left out, long texts are cut.
+        """Return the failure that `to_json` wrote; unknown keys of a newer writer are left out,
+        long texts are cut.
 
         Raises:
             ValueError: it is none.
@@ -193,7 +215,10 @@ class Failure:
             exit_code=_number(fields, "exit_code"),
             signal=_optional_text(fields, "signal"),
             message=_text(fields, "message"),
-            last_lines=tuple(_text({"line": line}, "line") for line in _items(fields, "last_lines")[-_MOST_LINES:]),
+            last_lines=tuple(
+                _text({"line": line}, "line")
+                for line in _items(fields, "last_lines")[-_MOST_LINES:]
+            ),
             effect=bool(fields.get("effect")),
             kind=_optional_text(fields, "kind"),
         )
@@ -222,7 +247,8 @@ class Verdict:
         consequences: the failures that came after it, in the order in which they were heard of.
         restarts: how often the workers were started again.
         attempt: which start of the whole job this was, from 0.
-        started_at, ended_at: RFC 3339, UTC, by the lead's clock; started_at is None if the workers never started.
+        started_at, ended_at: RFC 3339, UTC, by the lead's clock; started_at is None if the workers
+            never started.
     """
 
     state: JobState
@@ -240,13 +266,16 @@ class Verdict:
         """Return the verdict that `to_json` wrote; long texts are cut.
 
         Raises:
-            ValueError: it is none, or contradicts itself: exit code 0 means SUCCEEDED, and nothing else does.
+            ValueError: it is none, or contradicts itself: exit code 0 means SUCCEEDED, and nothing
+                else does.
         """
         fields = _object(data)
         state, exit_code = JobState(_text(fields, "state")), _number(fields, "exit_code")
         if not (state.final or state is JobState.PREEMPTED):
             raise ValueError(f"{state} is no end")
-        if (exit_code == 0) != (state is JobState.SUCCEEDED) or not 0 <= exit_code <= _LARGEST_EXIT_CODE:
+        if (exit_code == 0) != (
+            state is JobState.SUCCEEDED
+        ) or not 0 <= exit_code <= _LARGEST_EXIT_CODE:
             raise ValueError(f"{state} with exit code {exit_code}")
         failure = fields.get("failure")
         return cls(
@@ -254,7 +283,10 @@ class Verdict:
             exit_code=exit_code,
             reason=_optional_text(fields, "reason") or "",
             failure=Failure.from_json(failure) if failure else None,
-            consequences=tuple(Failure.from_json(item) for item in _items(fields, "consequences")[:_MOST_CONSEQUENCES]),
+            consequences=tuple(
+                Failure.from_json(item)
+                for item in _items(fields, "consequences")[:_MOST_CONSEQUENCES]
+            ),
             restarts=_optional_number(fields, "restarts") or 0,
             attempt=_optional_number(fields, "attempt") or 0,
             started_at=_optional_text(fields, "started_at"),
@@ -277,8 +309,14 @@ class Verdict:
         }
 
     def text(self) -> str:
-        """Return the verdict for people: the root cause, its last lines of stderr, and what it brought down."""
-        restarted = f" after {self.restarts} restart{'s' if self.restarts > 1 else ''}" if self.restarts else ""
+        """Return the verdict for people: the root cause, its last lines of stderr, and what it
+        brought down.
+        """
+        restarted = (
+            f" after {self.restarts} restart{'s' if self.restarts > 1 else ''}"
+            if self.restarts
+            else ""
+        )
         lines = [f"{self.state}{restarted}" + (f": {self.reason}" if self.reason else "")]
         if self.failure and self.failure.last_lines:
             lines.append("  the last lines of its stderr:")
@@ -291,7 +329,8 @@ class Verdict:
             if not item.effect:
                 own.setdefault(item.message, []).append(item)
         lines += [
-            f"  failed too, for a reason of its own: {_names(items)}: {message}" for message, items in list(own.items())[:_MOST_REASONS]
+            f"  failed too, for a reason of its own: {_names(items)}: {message}"
+            for message, items in list(own.items())[:_MOST_REASONS]
         ]
         if len(own) > _MOST_REASONS:
             lines.append(f"  and {len(own) - _MOST_REASONS} more reasons")
@@ -299,4 +338,6 @@ class Verdict:
 
 
 def _names(failures: Iterable[Failure]) -> str:
-    return ", ".join(str(item.rank) if item.rank is not None else f"node {item.node_rank}" for item in failures)
+    return ", ".join(
+        str(item.rank) if item.rank is not None else f"node {item.node_rank}" for item in failures
+    )

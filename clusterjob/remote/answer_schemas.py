@@ -1,10 +1,23 @@
-"""What a host may answer to each question: its schema, and the bytes that may follow. A host is not trusted with more."""
+"""What a host may answer to each question: its schema, and the bytes that may follow. A host is not
+trusted with more.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clusterjob.core.schema import Flag, Integer, ListOf, MapOf, Nullable, Number, Object, Row, Schema, Text
+from clusterjob.core.schema import (
+    Flag,
+    Integer,
+    ListOf,
+    MapOf,
+    Nullable,
+    Number,
+    Object,
+    Row,
+    Schema,
+    Text,
+)
 from clusterjob.node.host_server import commands, poll, results
 
 MOST_LINE = 1 << 20  # bytes of an answer's line, where the question allows no more
@@ -41,21 +54,42 @@ _FILE = Object(
 _FILES = ListOf(_FILE, MOST_FILES)
 _CHECK = Object(
     {
-        "troubles": _TEXTS, "identity": _TEXT, "reached_at": _TEXT, "host": _TEXT, "home": _PATH, "time": Number(1e11), "python": _TEXT,
-        "torch": Nullable(Flag()), "free": Integer(), "gpus": _TEXTS,
+        "troubles": _TEXTS,
+        "identity": _TEXT,
+        "reached_at": _TEXT,
+        "host": _TEXT,
+        "home": _PATH,
+        "time": Number(1e11),
+        "python": _TEXT,
+        "torch": Nullable(Flag()),
+        "free": Integer(),
+        "gpus": _TEXTS,
     }
-)  # fmt: skip
+)
 _FACTS = Object(
     {"torch": _TEXT, "broken": _TEXT, "fork": _TEXT, "seconds": Number()},
     {"cuda": _TEXT, "gpus": _COUNT, "trouble": _TEXT, "backends": _TEXTS},
 )
 _INTERPRETER = Object(
     {
-        "trouble": _TEXT, "setup": Flag(), "version": Nullable(_VERSION), "executable": _TEXT, "facts": Nullable(_FACTS), "died": _TEXT,
+        "trouble": _TEXT,
+        "setup": Flag(),
+        "version": Nullable(_VERSION),
+        "executable": _TEXT,
+        "facts": Nullable(_FACTS),
+        "died": _TEXT,
     }
-)  # fmt: skip
+)
 _COMMAND = Answer(
-    Object(optional={"number": Integer(), "code": Integer(-1000, 1000), "out": Integer(), "absent": _TEXT}), 2 * commands.MOST
+    Object(
+        optional={
+            "number": Integer(),
+            "code": Integer(-1000, 1000),
+            "out": Integer(),
+            "absent": _TEXT,
+        }
+    ),
+    2 * commands.MOST,
 )
 _ANSWERS = {
     "check": Answer(_CHECK),
@@ -66,23 +100,43 @@ _ANSWERS = {
     "reserve": Answer(Object({"devices": Nullable(_TEXT), "short": _TEXT})),
     "up": Answer(Object({"up": Flag()}, {"why": _TEXT})),
     "cancel": Answer(Object({"running": Flag()})),
-    "look": Answer(Object({"known": Flag(), "alive": Flag(), "files": _FILES, "more": Flag()}), poll.MOST_OF_ANSWER, 4 << 20),
+    "look": Answer(
+        Object({"known": Flag(), "alive": Flag(), "files": _FILES, "more": Flag()}),
+        poll.MOST_OF_ANSWER,
+        4 << 20,
+    ),
     "looks": Answer(
-        Object({"jobs": ListOf(Object({"known": Flag(), "files": ListOf(_FILE, 100_000), "more": Flag()}), 1000)}),
+        Object(
+            {
+                "jobs": ListOf(
+                    Object({"known": Flag(), "files": ListOf(_FILE, 100_000), "more": Flag()}), 1000
+                )
+            }
+        ),
         poll.MOST_OF_ANSWER,
         16 << 20,
     ),
     "tree": Answer(Object({"absent": ListOf(_PATH)})),  # and bytes, as many as the asker allows
-    "digests": Answer(Object({"digests": ListOf(Text(64, "([0-9a-f]{64})?"), results.MOST_DIGESTS)})),
-    "get": Answer(Object({"lengths": ListOf(Integer(0, results.MOST), results.MOST_PARTS)}), results.MOST),
-    "listen": Answer(Object({"port": Integer(1, 65535), "addresses": ListOf(Text(64, r"[0-9A-Fa-f:.]+"), 1000)})),
+    "digests": Answer(
+        Object({"digests": ListOf(Text(64, "([0-9a-f]{64})?"), results.MOST_DIGESTS)})
+    ),
+    "get": Answer(
+        Object({"lengths": ListOf(Integer(0, results.MOST), results.MOST_PARTS)}), results.MOST
+    ),
+    "listen": Answer(
+        Object({"port": Integer(1, 65535), "addresses": ListOf(Text(64, r"[0-9A-Fa-f:.]+"), 1000)})
+    ),
     "probe": Answer(Object({"reached": ListOf(Text(64), 1000), "why": MapOf(_TEXT, 1000)})),
     "run": _COMMAND,
     "reap": _COMMAND,
 }
-NOTHING = Answer(Object())  # to questions that are only obeyed: put, start, remove, wish, hush, drop
+NOTHING = Answer(
+    Object()
+)  # to questions that are only obeyed: put, start, remove, wish, hush, drop
 MOST_ENTRY = 400  # bytes of one of a tree, on the average
-ENTRY = Row((_PATH, Text(4, "file|dir|link"), Integer(0, 0o777), Integer(), Integer(), _PATH))  # of a tree
+ENTRY = Row(
+    (_PATH, Text(4, "file|dir|link"), Integer(0, 0o777), Integer(), Integer(), _PATH)
+)  # of a tree
 HEADER = Object({"size": Integer()}, {"error": Text(1 << 20)})  # of every answer
 
 

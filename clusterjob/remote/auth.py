@@ -1,4 +1,6 @@
-"""Logging in with keys as ssh does: the agent's, the files', and their certificates. Nothing is asked at a prompt."""
+"""Logging in with keys as ssh does: the agent's, the files', and their certificates. Nothing is
+asked at a prompt.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class _Agent(AgentSSH):
         try:
             self._socket.settimeout(10)
             self._socket.connect(path)
-            self._connect(self._socket)  # type: ignore[attr-defined]  # as paramiko's own Agent does
+            # As paramiko's own Agent does.
+            self._connect(self._socket)  # type: ignore[attr-defined]
         except BaseException:
             self._socket.close()
             raise
@@ -34,7 +37,9 @@ class _Agent(AgentSSH):
         self._socket.close()
 
 
-def log_in(target: Target, transport: paramiko.Transport, bound: Callable[[], AbstractContextManager[None]]) -> None:
+def log_in(
+    target: Target, transport: paramiko.Transport, bound: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Log in on a connection whose host key is trusted.
 
     Args:
@@ -54,26 +59,39 @@ def log_in(target: Target, transport: paramiko.Transport, bound: Callable[[], Ab
                 with bound():
                     left = transport.auth_publickey(target.user, key)
             except paramiko.BadAuthenticationType as error:
-                raise HostError(target.label, f"it takes no keys from {target.user}, only {', '.join(error.allowed_types)}") from error
+                raise HostError(
+                    target.label,
+                    f"it takes no keys from {target.user}, only {', '.join(error.allowed_types)}",
+                ) from error
             except paramiko.AuthenticationException:
                 tried.append(name)
                 continue
             except (paramiko.SSHException, OSError, EOFError) as error:
                 if not transport.is_active():
                     why = f"it hung up on {target.user} after {len(tried) + 1} keys"
-                    raise HostError(target.label, why, "IdentitiesOnly yes in the ssh configuration offers fewer") from error
+                    raise HostError(
+                        target.label,
+                        why,
+                        "IdentitiesOnly yes in the ssh configuration offers fewer",
+                    ) from error
                 troubles.append(f"{name}: {error}")
                 continue
             if not left:
                 return
-            raise HostError(target.label, f"it wants more than a key from {target.user}: {', '.join(left)}")
+            raise HostError(
+                target.label, f"it wants more than a key from {target.user}: {', '.join(left)}"
+            )
     finally:
         if agent is not None:
             agent.close()
     what = f"there is no key to log in with as {target.user}"
     if tried:
         what = f"it lets {target.user} in with none of these keys: {', '.join(tried)}"
-    raise HostError(target.label, "; ".join([what, *troubles]), f"`ssh {target.label}` has to work without a password")
+    raise HostError(
+        target.label,
+        "; ".join([what, *troubles]),
+        f"`ssh {target.label}` has to work without a password",
+    )
 
 
 def _agent(target: Target) -> _Agent | None:
@@ -85,12 +103,19 @@ def _agent(target: Target) -> _Agent | None:
         return None
 
 
-def _keys(target: Target, agent: _Agent | None, troubles: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:
-    """Yield keys in ssh's order: the agent's that are configured too, the agent's others, then those of files."""
+def _keys(
+    target: Target, agent: _Agent | None, troubles: list[str]
+) -> Iterator[tuple[str, paramiko.PKey]]:
+    """Yield keys in ssh's order: the agent's that are configured too, the agent's others, then
+    those of files.
+    """
     held = {key.asbytes(): key for key in agent.get_keys()} if agent is not None else {}
     configured = {blob for path in target.identities if (blob := _public(path))}
     certificates = [path for path in target.certificates if path.is_file()]
-    for blob in [*(blob for blob in held if blob in configured), *(blob for blob in held if blob not in configured)]:
+    for blob in [
+        *(blob for blob in held if blob in configured),
+        *(blob for blob in held if blob not in configured),
+    ]:
         if target.identities_only and blob not in configured:
             continue
         yield f"{held[blob].comment or held[blob].get_name()} of the agent", held[blob]
@@ -128,6 +153,8 @@ def _load(path: Path, troubles: list[str]) -> paramiko.PKey | None:
         troubles.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
     except (OSError, ValueError, paramiko.SSHException) as error:
         troubles.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
-    except Exception as error:  # UnknownKeyType, and what cryptography raises for a type that it does not know
+    except (
+        Exception
+    ) as error:  # UnknownKeyType, and what cryptography raises for a type that it does not know
         troubles.append(f"{path} cannot be used: {type(error).__name__}")
     return None

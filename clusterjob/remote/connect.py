@@ -1,7 +1,8 @@
-"""One connection to one host: reached, verified and logged in within bounded time, or one line that says why not.
+"""One connection to one host: reached, verified and logged in within bounded time, or one line that
+says why not.
 
-Every phase has its own bound. A host that accepts TCP and then says nothing would else hold its caller for ever; OpenSSH
-itself waits more than a minute for one.
+Every phase has its own bound. A host that accepts TCP and then says nothing would else hold its
+caller for ever; OpenSSH itself waits more than a minute for one.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from clusterjob.remote.known_hosts import KnownHosts, Standing, fingerprint
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import Transport
 
-# paramiko prints a traceback for each connection that is refused, unless somebody listens to its logger.
+# paramiko prints a traceback for each connection that is refused, unless somebody listens to its
+# logger.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 logging.getLogger("paramiko").propagate = False
 
 DEFAULT_TIMEOUT = 10.0  # seconds for each phase
 _TRIES = 6  # where a server drops connections because too many come at once (MaxStartups)
 _FIRST_PAUSE = 0.15  # seconds before the second try; doubled, and jittered, for each one after
-_DEAD_PEER = 8000  # milliseconds without an acknowledgement after which the kernel gives a connection up
+_DEAD_PEER = (
+    8000  # milliseconds without an acknowledgement after which the kernel gives a connection up
+)
 
 
 class _DroppedError(Exception):
@@ -59,7 +63,9 @@ class Reach:
 
 @dataclass(frozen=True)
 class HostKey:
-    """The key that a host has shown: its type, its bytes, and its certificate, if it has one, also as bytes."""
+    """The key that a host has shown: its type, its bytes, and its certificate, if it has one, also
+    as bytes.
+    """
 
     kind: str
     blob: bytes
@@ -116,7 +122,9 @@ class Connection:
                 err += data
             return channel.recv_exit_status(), bytes(out), bytes(err)
         except (TimeoutError, OSError) as error:
-            raise HostError(self.target.label, f"a command says nothing for {self._timeout:g} s") from error
+            raise HostError(
+                self.target.label, f"a command says nothing for {self._timeout:g} s"
+            ) from error
         finally:
             channel.close()
 
@@ -127,10 +135,16 @@ class Connection:
             HostError: this host cannot reach it, or not in time.
         """
         try:
-            return self._transport.open_channel("direct-tcpip", (hostname, port), ("127.0.0.1", 0), timeout=self._timeout)
+            return self._transport.open_channel(
+                "direct-tcpip", (hostname, port), ("127.0.0.1", 0), timeout=self._timeout
+            )
         except (paramiko.SSHException, OSError, EOFError) as error:
-            why = {1: "not permitted there", 2: "connection refused or timed out"}.get(getattr(error, "code", 0), _text(error))
-            raise HostError(f"{hostname}:{port}", f"not reached through {self.target.label}: {why}") from error
+            why = {1: "not permitted there", 2: "connection refused or timed out"}.get(
+                getattr(error, "code", 0), _text(error)
+            )
+            raise HostError(
+                f"{hostname}:{port}", f"not reached through {self.target.label}: {why}"
+            ) from error
 
     def close(self) -> None:
         """Hang up."""
@@ -153,15 +167,28 @@ def connect(target: Target, reach: Reach, through: Connection | None = None) -> 
     for attempt in range(_TRIES):
         transport = None
         try:
-            transport, key = _handshake(target, timeout, through, KnownHosts((*target.known_hosts, *target.system_known_hosts)))
+            transport, key = _handshake(
+                target,
+                timeout,
+                through,
+                KnownHosts((*target.known_hosts, *target.system_known_hosts)),
+            )
             _verify(target, key, reach)
-            auth.log_in(target, transport, partial(_bounded, transport, timeout, target.label, "it does not answer the login"))
+            auth.log_in(
+                target,
+                transport,
+                partial(_bounded, transport, timeout, target.label, "it does not answer the login"),
+            )
             transport.set_keepalive(15)
             return Connection(target, transport, timeout)
         except _DroppedError as error:
             if attempt == _TRIES - 1:
                 why = f"it hung up {_TRIES} times before it said anything"
-                raise HostError(target.label, why, "too many connections at once (MaxStartups), or something else listens there") from error
+                raise HostError(
+                    target.label,
+                    why,
+                    "too many connections at once (MaxStartups), or something else listens there",
+                ) from error
             time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter
             pause *= 2
         except BaseException:
@@ -189,7 +216,9 @@ def host_key(target: Target, reach: Reach, through: Connection | None = None) ->
 # -- the phases ------------------------------------------------------------------------------------------------------------
 
 
-def _handshake(target: Target, timeout: float, through: Connection | None, known: KnownHosts) -> tuple[paramiko.Transport, HostKey]:
+def _handshake(
+    target: Target, timeout: float, through: Connection | None, known: KnownHosts
+) -> tuple[paramiko.Transport, HostKey]:
     sock = _socket(target, timeout, through)
     try:
         transport = Transport(sock)
@@ -203,7 +232,9 @@ def _handshake(target: Target, timeout: float, through: Connection | None, known
         transport.get_security_options().key_types = _key_types(transport, known, names)
         done = threading.Event()
         # The wait for the first line has a bound of its own within this one.
-        with _bounded(transport, 2 * timeout, target.label, "it accepts TCP and does not finish the handshake"):
+        with _bounded(
+            transport, 2 * timeout, target.label, "it accepts TCP and does not finish the handshake"
+        ):
             transport.start_client(event=done)
             while not done.wait(0.2) and transport.is_active():
                 pass
@@ -221,7 +252,9 @@ def _handshake(target: Target, timeout: float, through: Connection | None, known
         if isinstance(error, HostError):
             raise
         if "banner" in text and isinstance(error.__context__, TimeoutError):
-            raise HostError(target.label, f"it accepts TCP and says nothing for {timeout:g} s") from error
+            raise HostError(
+                target.label, f"it accepts TCP and says nothing for {timeout:g} s"
+            ) from error
         if "banner" in text or isinstance(error, (EOFError, ConnectionError)):
             raise _DroppedError from error
         raise HostError(target.label, f"the handshake failed: {text}") from error
@@ -231,7 +264,8 @@ def _handshake(target: Target, timeout: float, through: Connection | None, known
 
 
 def _hang_up(transport: paramiko.Transport) -> None:
-    transport.packetizer.complete_handshake()  # ends paramiko's timer for it, which else lives on for 15 s
+    # Ends paramiko's timer for it, which else lives on for 15 s.
+    transport.packetizer.complete_handshake()
     transport.close()
 
 
@@ -249,7 +283,9 @@ def _socket(target: Target, timeout: float, through: Connection | None) -> Any:
     except TimeoutError as error:
         raise HostError(target.label, f"no answer from {where} within {timeout:g} s") from error
     except socket.gaierror as error:
-        raise HostError(target.label, f"unknown host {target.hostname}: {error.strerror}") from error
+        raise HostError(
+            target.label, f"unknown host {target.hostname}: {error.strerror}"
+        ) from error
     except (OSError, UnicodeError) as error:
         raise HostError(target.label, f"{_text(error).lower()} ({where})") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -265,9 +301,17 @@ class _CommandSocket:
         with theirs:
             command = f"exec {command}"
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", command], stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True
+                ["/bin/sh", "-c", command],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
-        self.send, self.recv, self.settimeout = self._socket.send, self._socket.recv, self._socket.settimeout
+        self.send, self.recv, self.settimeout = (
+            self._socket.send,
+            self._socket.recv,
+            self._socket.settimeout,
+        )
 
     @property
     def _closed(self) -> bool:
@@ -282,8 +326,12 @@ class _CommandSocket:
 
 
 @contextmanager
-def _bounded(transport: paramiko.Transport, seconds: float, label: str, what: str) -> Iterator[None]:
-    """Close the connection if a phase takes too long: paramiko itself waits for some answers without an end."""
+def _bounded(
+    transport: paramiko.Transport, seconds: float, label: str, what: str
+) -> Iterator[None]:
+    """Close the connection if a phase takes too long: paramiko itself waits for some answers
+    without an end.
+    """
     expired = threading.Event()
 
     def expire() -> None:
@@ -305,12 +353,24 @@ def _bounded(transport: paramiko.Transport, seconds: float, label: str, what: st
         raise HostError(label, f"{what} within {seconds:g} s")
 
 
-def _key_types(transport: paramiko.Transport, known: KnownHosts, names: list[str]) -> tuple[str, ...]:
-    """Return the types of host key to ask for: those that are known first, certificates where an authority is."""
-    plain = [kind for kind in transport.get_security_options().key_types if not kind.endswith(host_certificates.SUFFIX)]
+def _key_types(
+    transport: paramiko.Transport, known: KnownHosts, names: list[str]
+) -> tuple[str, ...]:
+    """Return the types of host key to ask for: those that are known first, certificates where an
+    authority is.
+    """
+    plain = [
+        kind
+        for kind in transport.get_security_options().key_types
+        if not kind.endswith(host_certificates.SUFFIX)
+    ]
     kinds = set(known.kinds(names))
     wanted = [kind for kind in plain if ("ssh-rsa" if kind.startswith("rsa-") else kind) in kinds]
-    vouched = [f"{kind}{host_certificates.SUFFIX}" for kind in plain] if known.has_authority(names) else []
+    vouched = (
+        [f"{kind}{host_certificates.SUFFIX}" for kind in plain]
+        if known.has_authority(names)
+        else []
+    )
     return (*vouched, *wanted, *(kind for kind in plain if kind not in wanted))
 
 
@@ -324,9 +384,13 @@ def refuse_revoked(target: Target, key: HostKey) -> None:
         why = revocation.objection(target.revoked_keys, key.kind, key.blob, ())
     else:
         kind = f"{key.kind}{host_certificates.SUFFIX}"
-        why = revocation.objection(target.revoked_keys, kind, key.shown, (key.blob, key.certificate.authority))
+        why = revocation.objection(
+            target.revoked_keys, kind, key.shown, (key.blob, key.certificate.authority)
+        )
     if why:
-        raise HostError(target.label, why, "RevokedHostKeys of the ssh configuration names the file")
+        raise HostError(
+            target.label, why, "RevokedHostKeys of the ssh configuration names the file"
+        )
 
 
 def _verify(target: Target, key: HostKey, reach: Reach) -> None:
@@ -341,38 +405,57 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
     if key.certificate is not None:
         authority = key.certificate.authority
         if place := known.revoked(names, authority):
-            raise HostError(target.label, f"the authority behind its key is revoked ({place})", "this host is not to be trusted")
+            raise HostError(
+                target.label,
+                f"the authority behind its key is revoked ({place})",
+                "this host is not to be trusted",
+            )
         if known.authority(names, authority):
-            why = host_certificates.objection(key.certificate, (target.key_alias or target.hostname).lower(), _signed_by)
+            why = host_certificates.objection(
+                key.certificate, (target.key_alias or target.hostname).lower(), _signed_by
+            )
             if why:
                 raise HostError(target.label, f"the certificate of its key does not hold: {why}")
             if place := known.revoked(names, key.blob):
-                raise HostError(target.label, f"its key is revoked ({place})", "this host is not to be trusted")
+                raise HostError(
+                    target.label, f"its key is revoked ({place})", "this host is not to be trusted"
+                )
             return
     standing, place = known.standing(names, key.blob)
     if standing is Standing.KNOWN:
         return
     shown = f"{key.kind} {fingerprint(key.blob)}"
     if standing is Standing.REVOKED:
-        raise HostError(target.label, f"its key {shown} is revoked ({place})", "this host is not to be trusted")
+        raise HostError(
+            target.label, f"its key {shown} is revoked ({place})", "this host is not to be trusted"
+        )
     trust = f"clusterjob hosts trust {target.label}"
     if target.strict == "no":
         what = "is unknown" if standing is Standing.UNKNOWN else f"differs from the one in {place}"
-        reach.warn(f"{target.label}: its key {shown} {what}; used all the same, as StrictHostKeyChecking is `no`")
+        reach.warn(
+            f"{target.label}: its key {shown} {what}; used all the same, as StrictHostKeyChecking is `no`"
+        )
         if standing is Standing.UNKNOWN:
             remember(target, key)
         return
     if standing is Standing.CHANGED:
         hint = f"if that is meant: {trust} --replace"
-        raise HostError(target.label, f"its key has changed: it shows {shown}, another one is in {place}", hint)
+        raise HostError(
+            target.label, f"its key has changed: it shows {shown}, another one is in {place}", hint
+        )
     if target.strict == "accept-new":
         remember(target, key)
         return
-    raise HostError(target.label, f"its key is unknown: {shown}", f"compare it with the host's own, then: {trust}")
+    raise HostError(
+        target.label,
+        f"its key is unknown: {shown}",
+        f"compare it with the host's own, then: {trust}",
+    )
 
 
 def remember(target: Target, key: HostKey) -> Path | None:
-    """Record a host's key in the user's first file; return that, None where nothing is to be remembered.
+    """Record a host's key in the user's first file; return that, None where nothing is to be
+    remembered.
 
     Raises:
         HostError: it cannot be written.
@@ -384,7 +467,9 @@ def remember(target: Target, key: HostKey) -> Path | None:
     try:
         known_hosts.record(path, name, key.kind, key.blob, hashed=target.hash_names)
     except OSError as error:
-        raise HostError(target.label, f"its key cannot be recorded in {path}: {error.strerror}") from error
+        raise HostError(
+            target.label, f"its key cannot be recorded in {path}: {error.strerror}"
+        ) from error
     return path
 
 

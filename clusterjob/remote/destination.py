@@ -1,6 +1,8 @@
-"""The directory that results are written to: nothing lands outside of it, nor in a directory of version control.
+"""The directory that results are written to: nothing lands outside of it, nor in a directory of
+version control.
 
-A link keeps inside for ever: ``..`` stands only at its beginning, and what follows are directories, or links that keep inside.
+A link keeps inside for ever: ``..`` stands only at its beginning, and what follows are directories,
+or links that keep inside.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from clusterjob.errors import HostError
 from clusterjob.node.system import files, private_dirs
 
 _VERSION_CONTROL = frozenset({".bzr", ".git", ".hg", ".jj", ".svn"})
-_HEAD = "HEAD"  # git obeys the configuration of any directory with such a file and objects: setup.c, is_git_directory
+# Git obeys the configuration of any directory with such a file and objects: setup.c,
+# is_git_directory.
+_HEAD = "HEAD"
 _HINT = "this host is not to be trusted"
 
 
@@ -33,7 +37,9 @@ class File:
 
 
 def is_version_control(path: str) -> bool:
-    """Return whether a part of a path is a directory of version control: what lies there may run as a hook."""
+    """Return whether a part of a path is a directory of version control: what lies there may run as
+    a hook.
+    """
     return any(part.casefold() in _VERSION_CONTROL for part in path.split("/"))
 
 
@@ -43,13 +49,20 @@ def is_head(path: str) -> bool:
 
 
 def is_plain(path: str) -> bool:
-    """Return whether a host's path is relative, in its shortest form, and can be a file's name here."""
+    """Return whether a host's path is relative, in its shortest form, and can be a file's name
+    here.
+    """
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
         return False
     plain = path == posixpath.normpath(path) and not path.startswith(("/", ".."))
-    return plain and path != "." and "\0" not in path and all(len(os.fsencode(part)) <= 255 for part in path.split("/"))
+    return (
+        plain
+        and path != "."
+        and "\0" not in path
+        and all(len(os.fsencode(part)) <= 255 for part in path.split("/"))
+    )
 
 
 class Destination:
@@ -82,7 +95,9 @@ class Destination:
         Raises:
             HostError: that would be outside, or in a directory of version control.
         """
-        outside = HostError(self._label, f"it names a file outside of what was asked for: {path[:80]!r}", _HINT)
+        outside = HostError(
+            self._label, f"it names a file outside of what was asked for: {path[:80]!r}", _HINT
+        )
         if not is_plain(path):
             raise outside
         place = self._root / path
@@ -92,12 +107,22 @@ class Destination:
             raise outside from error
         if not above.is_relative_to(self._root):
             raise outside
-        if is_version_control(os.path.relpath(above, self._root)) or is_version_control(path) or self._repository_with(above):
-            raise HostError(self._label, f"it names a file in a directory of version control: {path[:80]!r}", _HINT)
+        if (
+            is_version_control(os.path.relpath(above, self._root))
+            or is_version_control(path)
+            or self._repository_with(above)
+        ):
+            raise HostError(
+                self._label,
+                f"it names a file in a directory of version control: {path[:80]!r}",
+                _HINT,
+            )
         return place
 
     def repository_of(self, folder: str) -> str:
-        """Return the directory here that may be a repository of git: a host's directory or one above it; empty if there is none."""
+        """Return the directory here that may be a repository of git: a host's directory or one
+        above it; empty if there is none.
+        """
         try:
             found = self._repository_with((self._root / folder).resolve())
         except RuntimeError:  # a ring of links, which `place` refuses
@@ -105,7 +130,9 @@ class Destination:
         return "" if found is None else os.path.relpath(found, self._root)
 
     def _repository_with(self, folder: Path) -> Path | None:
-        """Return the directory that may be a repository: this one, or one above it inside of the target."""
+        """Return the directory that may be a repository: this one, or one above it inside of the
+        target.
+        """
         while folder.is_relative_to(self._root):
             if folder not in self._repositories:
                 head = folder / _HEAD
@@ -124,7 +151,9 @@ class Destination:
         self._new[path] = digest
 
     def save_notes(self) -> None:
-        """Write down what was noted; a full disk costs the notes alone, and a question at the next fetch."""
+        """Write down what was noted; a full disk costs the notes alone, and a question at the next
+        fetch.
+        """
         if not self._new:
             return
         try:
@@ -189,7 +218,9 @@ class Destination:
                 place.unlink()
 
     def check_link(self, path: str) -> str:
-        """Look at a link again when all are made; remove it, and return why, if it leads elsewhere after all."""
+        """Look at a link again when all are made; remove it, and return why, if it leads elsewhere
+        after all.
+        """
         place = self.place(path)
         try:
             why = self._objection(place, os.readlink(place)) if place.is_symlink() else ""
@@ -212,7 +243,11 @@ class Destination:
             return "a link that cannot be made here"
         if not link or os.path.isabs(link) or ".." in names or not leads.is_relative_to(self._root):
             return f"a link to {link}, which is elsewhere"
-        return f"a link to {link}, in a directory of version control" if is_version_control(link) else ""
+        return (
+            f"a link to {link}, in a directory of version control"
+            if is_version_control(link)
+            else ""
+        )
 
 
 def digest(path: Path) -> str:

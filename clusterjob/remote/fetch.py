@@ -1,6 +1,8 @@
-"""Results from a host: only what was asked for and has changed, and never over what has changed here.
+"""Results from a host: only what was asked for and has changed, and never over what has changed
+here.
 
-A host is believed in what its files hold, not in where they are to be written, nor in when they were.
+A host is believed in what its files hold, not in where they are to be written, nor in when they
+were.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.host_server.results import MOST, MOST_DIGESTS, MOST_PARTS
 from clusterjob.remote.answer_schemas import ENTRY, MOST_ENTRY
-from clusterjob.remote.destination import Destination, File, digest, is_head, is_plain, is_version_control
+from clusterjob.remote.destination import (
+    Destination,
+    File,
+    digest,
+    is_head,
+    is_plain,
+    is_version_control,
+)
 
 if TYPE_CHECKING:
     from clusterjob.remote.protocol import Exchange
@@ -58,9 +67,11 @@ class Request:
         workdir: its working directory there: relative to the job's directory, or absolute.
         paths: files and directories in it.
         target: where to.
-        may_replace: asked whether files that have changed here may be replaced: all of them, or none.
+        may_replace: asked whether files that have changed here may be replaced: all of them, or
+            none.
         max_files, max_bytes: how much may come.
-        sent: where the target is the directory that the code was sent from: the digest of each file, by path.
+        sent: where the target is the directory that the code was sent from: the digest of each
+            file, by path.
         notes: the file that says what was fetched into the target before.
     """
 
@@ -94,7 +105,8 @@ class Fetch:
         """Fetch what lies at the paths.
 
         Raises:
-            HostError: the host does not answer, there is nothing at one of the paths, or it sends what was not asked for.
+            HostError: the host does not answer, there is nothing at one of the paths, or it sends
+                what was not asked for.
             ClusterJobError: it cannot be written here.
         """
         entries = self._tree()
@@ -105,13 +117,17 @@ class Fetch:
             finally:
                 destination.save_notes()
         except OSError as error:
-            raise ClusterJobError(f"{error.filename or self._request.target} cannot be written: {error.strerror}") from error
+            raise ClusterJobError(
+                f"{error.filename or self._request.target} cannot be written: {error.strerror}"
+            ) from error
         return self._done
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def _tree(self) -> list[tuple[str, str, File, str]]:
-        """Return what lies at the paths: (path, kind, file, target of a link), without what is never taken."""
+        """Return what lies at the paths: (path, kind, file, target of a link), without what is
+        never taken.
+        """
         request = self._request
         asked = {text: self._normal(text) for text in request.paths}
         absent = [text for text, path in asked.items() if path.startswith(("/", ".."))]
@@ -120,27 +136,49 @@ class Fetch:
             paths = list(dict.fromkeys(asked.values()))
             most = _TREE_MARGIN + request.max_files * MOST_ENTRY
             answer, data = self._session.ask(
-                "tree", bulk=True, paths=paths, most=request.max_files, timeout=_SLOW, most_bytes=most, **self._where
-            )  # fmt: skip
+                "tree",
+                bulk=True,
+                paths=paths,
+                most=request.max_files,
+                timeout=_SLOW,
+                most_bytes=most,
+                **self._where,
+            )
             absent = [text for text, path in asked.items() if path in answer["absent"]]
             rows = data.splitlines()
         if absent:
-            raise HostError(self._label, f"there is no {', '.join(absent)} in the job's working directory")
+            raise HostError(
+                self._label, f"there is no {', '.join(absent)} in the job's working directory"
+            )
         if len(rows) > request.max_files:
-            raise HostError(self._label, f"it names more than {request.max_files} files", "--max-files raises the limit")
+            raise HostError(
+                self._label,
+                f"it names more than {request.max_files} files",
+                "--max-files raises the limit",
+            )
         found: dict[str, tuple[str, str, File, str]] = {}
         hidden: dict[str, None] = {}
         for row in rows:
             path, kind, mode, size, mtime, link = self._entry(row)
-            if not any(top in (".", path) or path.startswith(f"{top}/") for top in asked.values()) or not is_plain(path) or path in found:
-                raise HostError(self._label, f"it names a file that was not asked for: {path[:80]!r}", _HINT)
+            if (
+                not any(top in (".", path) or path.startswith(f"{top}/") for top in asked.values())
+                or not is_plain(path)
+                or path in found
+            ):
+                raise HostError(
+                    self._label, f"it names a file that was not asked for: {path[:80]!r}", _HINT
+                )
             if is_version_control(path):
                 hidden[_top_of_version_control(path)] = None
             elif is_head(path) and kind != "dir":
-                self._done.passed_over.append(f"{path}: it would make a repository of git, which is never written")
+                self._done.passed_over.append(
+                    f"{path}: it would make a repository of git, which is never written"
+                )
             else:
                 found[path] = (path, kind, File(path, mode, size, mtime), link)
-        self._done.passed_over += [f"{path}: a directory of version control, which is never written" for path in hidden]
+        self._done.passed_over += [
+            f"{path}: a directory of version control, which is never written" for path in hidden
+        ]
         return list(found.values())
 
     def _entry(self, row: bytes) -> tuple[str, str, int, int, int, str]:
@@ -163,12 +201,17 @@ class Fetch:
     # -- what is brought -----------------------------------------------------------------------------------------------
 
     def _write(self, destination: Destination, entries: list[tuple[str, str, File, str]]) -> None:
-        """Make directories, then files, then links: no file is written through a link of the host's."""
+        """Make directories, then files, then links: no file is written through a link of the
+        host's.
+        """
         fresh: list[File] = []
         differing: list[File] = []
         folders = dict.fromkeys(posixpath.dirname(path) for path, *_ in entries)
         own = {folder: found for folder in folders if (found := destination.repository_of(folder))}
-        self._done.passed_over += [f"{each}: a repository of git, which is never written" for each in dict.fromkeys(own.values())]
+        self._done.passed_over += [
+            f"{each}: a repository of git, which is never written"
+            for each in dict.fromkeys(own.values())
+        ]
         entries = [entry for entry in entries if posixpath.dirname(entry[0]) not in own]
         for path, kind, file, _ in entries:
             place = destination.place(path)
@@ -178,7 +221,10 @@ class Fetch:
                 self._done.passed_over.append(f"{path}: there is something else of that name here")
             elif kind == "file" and not place.exists():
                 fresh.append(file)
-            elif kind == "file" and (place.stat().st_size, place.stat().st_mtime_ns) == (file.size, file.mtime):
+            elif kind == "file" and (place.stat().st_size, place.stat().st_mtime_ns) == (
+                file.size,
+                file.mtime,
+            ):
                 self._done.unchanged += 1
             elif kind == "file":
                 differing.append(file)
@@ -205,7 +251,9 @@ class Fetch:
                 self._done.passed_over.append(f"{path}: {why}")
             else:
                 made.append((path, same))
-        while bad := [(path, same, why) for path, same in made if (why := destination.check_link(path))]:
+        while bad := [
+            (path, same, why) for path, same in made if (why := destination.check_link(path))
+        ]:
             self._done.passed_over += [f"{path}: {why}" for path, _, why in bad]
             made = [item for item in made if item not in [(path, same) for path, same, _ in bad]]
         self._done.written += [path for path, same in made if not same]
@@ -214,12 +262,19 @@ class Fetch:
     def _decided(self, destination: Destination, files: list[File]) -> list[File]:
         """Return those that are to be replaced, of files that are here and differ in size or time.
 
-        What fetch itself wrote and nobody changed is replaced. All else was made or changed here, or is code that may be run here:
-        code that was sent is never replaced without asking, also where an earlier fetch noted it.
+        What fetch itself wrote and nobody changed is replaced. All else was made or changed here,
+        or is code that may be run here: code that was sent is never replaced without asking, also
+        where an earlier fetch noted it.
         """
         sent = self._request.sent
         here = {file.path: digest(destination.place(file.path)) for file in files}
-        there = self._digests([f.path for f in files if f.path in sent or destination.place(f.path).stat().st_size == f.size])
+        there = self._digests(
+            [
+                f.path
+                for f in files
+                if f.path in sent or destination.place(f.path).stat().st_size == f.size
+            ]
+        )
         changed: list[File] = []
         for file in files:
             path = file.path
@@ -229,7 +284,11 @@ class Fetch:
                     destination.note(path, here[path])
             else:
                 changed.append(file)
-        doubtful = [file.path for file in changed if file.path in sent or not destination.was_fetched(file.path, here[file.path])]
+        doubtful = [
+            file.path
+            for file in changed
+            if file.path in sent or not destination.was_fetched(file.path, here[file.path])
+        ]
         if doubtful and not self._request.may_replace(doubtful):
             self._done.kept += doubtful
             left = set(doubtful)
@@ -240,14 +299,24 @@ class Fetch:
         found: dict[str, str] = {}
         for begin in range(0, len(paths), MOST_DIGESTS):
             some = paths[begin : begin + MOST_DIGESTS]
-            answer, _ = self._session.ask("digests", bulk=True, paths=some, timeout=_SLOW, **self._where)
+            answer, _ = self._session.ask(
+                "digests", bulk=True, paths=some, timeout=_SLOW, **self._where
+            )
             if len(answer["digests"]) != len(some):
-                raise HostError(self._label, f"it answers with {len(answer['digests'])} digests of {len(some)} files", _HINT)
+                raise HostError(
+                    self._label,
+                    f"it answers with {len(answer['digests'])} digests of {len(some)} files",
+                    _HINT,
+                )
             found.update(zip(some, answer["digests"], strict=True))
         return found
 
-    def _contents(self, destination: Destination, files: list[File]) -> Iterator[tuple[File, Path, str]]:
-        """Yield each file with a temporary one beside its place that holds its content, and its digest."""
+    def _contents(
+        self, destination: Destination, files: list[File]
+    ) -> Iterator[tuple[File, Path, str]]:
+        """Yield each file with a temporary one beside its place that holds its content, and its
+        digest.
+        """
         batch: list[File] = []
         for file in files:
             if file.size > MOST // 4:
@@ -263,7 +332,9 @@ class Fetch:
         """Return parts of files: (path, offset, length) of each; less where one has become shorter."""
         answer, data = self._session.ask("get", bulk=True, parts=parts, **self._where)
         lengths = answer["lengths"]
-        fits = len(lengths) == len(parts) and all(length <= most for length, (_, _, most) in zip(lengths, parts, strict=False))
+        fits = len(lengths) == len(parts) and all(
+            length <= most for length, (_, _, most) in zip(lengths, parts, strict=False)
+        )
         if not fits or sum(lengths) != len(data):
             raise HostError(self._label, "it sends other bytes than were asked for", _HINT)
         found, position = [], 0
@@ -272,10 +343,14 @@ class Fetch:
             position += length
         return found
 
-    def _small(self, destination: Destination, files: list[File]) -> Iterator[tuple[File, Path, str]]:
+    def _small(
+        self, destination: Destination, files: list[File]
+    ) -> Iterator[tuple[File, Path, str]]:
         if not files:
             return
-        for file, content in zip(files, self._get([(file.path, 0, file.size) for file in files]), strict=True):
+        for file, content in zip(
+            files, self._get([(file.path, 0, file.size) for file in files]), strict=True
+        ):
             yield file, *self._part(destination, file, iter([content]))
 
     def _large(self, destination: Destination, file: File) -> tuple[Path, str]:
@@ -291,7 +366,9 @@ class Fetch:
 
         return self._part(destination, file, pieces())
 
-    def _part(self, destination: Destination, file: File, pieces: Iterator[bytes]) -> tuple[Path, str]:
+    def _part(
+        self, destination: Destination, file: File, pieces: Iterator[bytes]
+    ) -> tuple[Path, str]:
         handle, part = destination.begin(file)
         found = hashlib.sha256()
         try:

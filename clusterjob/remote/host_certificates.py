@@ -12,7 +12,13 @@ from dataclasses import dataclass
 SUFFIX = "-cert-v01@openssh.com"
 _HOST = 2
 # How many fields of the key itself stand between the nonce and the serial number.
-_KEY_FIELDS = {"ssh-ed25519": 1, "ecdsa-sha2-nistp256": 2, "ecdsa-sha2-nistp384": 2, "ecdsa-sha2-nistp521": 2, "ssh-rsa": 2}
+_KEY_FIELDS = {
+    "ssh-ed25519": 1,
+    "ecdsa-sha2-nistp256": 2,
+    "ecdsa-sha2-nistp384": 2,
+    "ecdsa-sha2-nistp521": 2,
+    "ssh-rsa": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,23 @@ def parse(blob: bytes) -> Certificate:
     fields.text()  # reserved
     authority = fields.text()
     signed = blob[: fields.offset]
-    return Certificate(kind, key, tuple(principals), valid_after, valid_before, critical, is_host, authority, signed, fields.text())
+    return Certificate(
+        kind,
+        key,
+        tuple(principals),
+        valid_after,
+        valid_before,
+        critical,
+        is_host,
+        authority,
+        signed,
+        fields.text(),
+    )
 
 
-def objection(certificate: Certificate, host: str, verify: Callable[[bytes, bytes, bytes], bool]) -> str:
+def objection(
+    certificate: Certificate, host: str, verify: Callable[[bytes, bytes, bytes], bool]
+) -> str:
     """Return why a certificate does not vouch for a host; empty if it does.
 
     Args:

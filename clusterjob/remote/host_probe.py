@@ -1,4 +1,6 @@
-"""What hosts answer before there is a job: reached and trusted, fit or not, and which machine each is."""
+"""What hosts answer before there is a job: reached and trusted, fit or not, and which machine each
+is.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class HostReport:
 
     Attributes:
         host: as it was written.
-        address: user, address and port that ssh's configuration makes of it; empty if that cannot be told.
+        address: user, address and port that ssh's configuration makes of it; empty if that cannot
+            be told.
         trouble: why it is unfit, one line; empty if it is fit.
         hint: what can be done about it.
         python, torch: the interpreter's version, and whether it finds torch.
@@ -26,7 +29,8 @@ class HostReport:
         home: where all of ours lies there; empty if it did not answer.
         machine: what tells it from other machines, whatever it is called.
         reached_at: its address at which it was reached.
-        ahead: seconds that its clock is ahead of ours at the least; 0 where the answer came too slowly to tell.
+        ahead: seconds that its clock is ahead of ours at the least; 0 where the answer came too
+            slowly to tell.
     """
 
     host: str
@@ -59,17 +63,28 @@ def survey(visits: Visits, place: Place, *, own: bool = True) -> list[HostReport
         address = f"{target.user}@{target.hostname}:{target.port}"
         try:
             begin = time.time()
-            answer, _ = visits.session(place, node).ask("check", need=0, torch=own, own=own, gpus=True)
+            answer, _ = visits.session(place, node).ask(
+                "check", need=0, torch=own, own=own, gpus=True
+            )
             end = time.time()
         except HostError as error:
-            return HostReport(str(host), address, error.why if error.host == str(host) else error.message, error.hint)
+            return HostReport(
+                str(host),
+                address,
+                error.why if error.host == str(host) else error.message,
+                error.hint,
+            )
         # It read its clock between the two: what is ours in between is as good as the same.
         ahead = max(answer["time"] - end, min(0.0, answer["time"] - begin))
         return HostReport(
-            str(host), address, "; ".join(answer["troubles"]), "", answer["python"], answer["torch"], answer["free"], answer["host"],
-            tuple(answer["gpus"]), answer["home"], answer["identity"], answer["reached_at"], ahead,
+            str(host), address, "; ".join(answer["troubles"]), "", answer["python"],
+            answer["torch"], answer["free"], answer["host"], tuple(answer["gpus"]), answer["home"],
+            answer["identity"], answer["reached_at"], ahead,
         )  # fmt: skip
 
     outcome = for_each(range(len(place.hosts)), ask)
-    failed = {node: HostReport(str(place.hosts[node]), "", error.why, error.hint) for node, error in outcome.errors.items()}
+    failed = {
+        node: HostReport(str(place.hosts[node]), "", error.why, error.hint)
+        for node, error in outcome.errors.items()
+    }
     return [outcome.results.get(node) or failed[node] for node in range(len(place.hosts))]

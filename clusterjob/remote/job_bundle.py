@@ -23,7 +23,9 @@ class Delivery:
         progress: told (bytes sent, bytes to be sent) as code is sent.
     """
 
-    def __init__(self, session: Session, job_id: str, node: int, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, session: Session, job_id: str, node: int, progress: Callable[[int, int], None]
+    ) -> None:
         self._session = session
         self._job_id = job_id
         self._node = node
@@ -54,7 +56,11 @@ class Delivery:
             if not answer["missing"]:
                 return
             self._send(set(answer["missing"]), snapshot)
-        raise HostError(self._session.connection.target.label, "its store of files does not keep what it is given", "is its disk sound?")
+        raise HostError(
+            self._session.connection.target.label,
+            "its store of files does not keep what it is given",
+            "is its disk sound?",
+        )
 
     def _send(self, missing: set[str], snapshot: Snapshot) -> None:
         entries = snapshot.of_digests(missing)
@@ -74,7 +80,9 @@ class Delivery:
                     self._progress(done, total)
 
             listed = [(entry.value, entry.size) for entry in batch]
-            answer = self._ask("blobs", bulk=True, files=listed, body=pieces(), size=size, timeout=_SLOW)
+            answer = self._ask(
+                "blobs", bulk=True, files=listed, body=pieces(), size=size, timeout=_SLOW
+            )
             if answer["wrong"]:
                 raise changed(next(entry for entry in batch if entry.value in answer["wrong"]))
             sent += size

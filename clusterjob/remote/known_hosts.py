@@ -1,6 +1,8 @@
-"""Which host keys are known: the known_hosts files of the user and of the system, read line by line as ssh reads them.
+"""Which host keys are known: the known_hosts files of the user and of the system, read line by line
+as ssh reads them.
 
-A line that makes no sense is passed over, as ssh does; @revoked and @cert-authority lines mean what they say.
+A line that makes no sense is passed over, as ssh does; @revoked and @cert-authority lines mean what
+they say.
 Source: sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT".
 """
 
@@ -84,7 +86,9 @@ class KnownHosts:
         self._found: dict[str, list[Entry]] = {}
 
     def _of(self, name: str) -> list[Entry]:
-        """Return the lines of a host. Each file is gone through once a name: hashed names make that slow."""
+        """Return the lines of a host. Each file is gone through once a name: hashed names make that
+        slow.
+        """
         if name not in self._found:
             self._found[name] = [entry for entry in self._entries if entry.names(name)]
         return self._found[name]
@@ -105,19 +109,31 @@ class KnownHosts:
                     continue
                 if entry.blob == blob:
                     return Standing.KNOWN, entry.place
-                # A host may have keys of several types; another one of the same type is a change. So is any other key, since
-                # the types that are known are asked for first.
+                # A host may have keys of several types; another one of the same type is a change.
+                # So is any other key, since the types that are known are asked for first.
                 if name == names[0]:
                     other = other or entry.place
         return (Standing.CHANGED, other) if other else (Standing.UNKNOWN, "")
 
     def revoked(self, names: Sequence[str], blob: bytes) -> str:
         """Return where a key, or an authority's, is revoked for the host; empty if it is not."""
-        return next((e.place for name in names for e in self._of(name) if e.marker == "@revoked" and e.blob == blob), "")
+        return next(
+            (
+                e.place
+                for name in names
+                for e in self._of(name)
+                if e.marker == "@revoked" and e.blob == blob
+            ),
+            "",
+        )
 
     def authority(self, names: Sequence[str], blob: bytes) -> bool:
         """Return whether an authority may vouch for the host."""
-        return any(e.marker == "@cert-authority" and e.blob == blob for name in names for e in self._of(name))
+        return any(
+            e.marker == "@cert-authority" and e.blob == blob
+            for name in names
+            for e in self._of(name)
+        )
 
     def has_authority(self, names: Sequence[str]) -> bool:
         """Return whether any authority may vouch for the host."""
@@ -139,11 +155,15 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
-_files: dict[Path, tuple[tuple[int, int, int], list[Entry]]] = {}  # by path: which state of the file, and its lines
+_files: dict[
+    Path, tuple[tuple[int, int, int], list[Entry]]
+] = {}  # by path: which state of the file, and its lines
 
 
 def _read(path: Path) -> list[Entry]:
-    """Return the lines of a file, which is read again when it has changed: many hosts look into the same one at once."""
+    """Return the lines of a file, which is read again when it has changed: many hosts look into the
+    same one at once.
+    """
     try:
         status = path.stat()
         state = (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -153,7 +173,11 @@ def _read(path: Path) -> list[Entry]:
         lines = path.read_bytes().decode(errors="replace").splitlines()
     except OSError:
         return []
-    entries = [entry for number, line in enumerate(lines, 1) if (entry := _entry(line, f"{path}:{number}")) is not None]
+    entries = [
+        entry
+        for number, line in enumerate(lines, 1)
+        if (entry := _entry(line, f"{path}:{number}")) is not None
+    ]
     _files[path] = (state, entries)
     return entries
 
@@ -169,7 +193,11 @@ def _entry(line: str, place: str) -> Entry | None:
         return None
     # The type is written twice, in words and in the key: a line where the two differ is no key.
     length = int.from_bytes(blob[:4], "big")
-    return Entry(marker, words[0], words[1], blob, place) if blob[4 : 4 + length] == words[1].encode() else None
+    return (
+        Entry(marker, words[0], words[1], blob, place)
+        if blob[4 : 4 + length] == words[1].encode()
+        else None
+    )
 
 
 def record(path: Path, name: str, kind: str, blob: bytes, *, hashed: bool) -> None:
@@ -197,7 +225,8 @@ def record(path: Path, name: str, kind: str, blob: bytes, *, hashed: bool) -> No
 
 
 def forget(path: Path, names: Sequence[str]) -> None:
-    """Take a host's own keys out of a file; other names of the same lines, and lines with a marker, stay.
+    """Take a host's own keys out of a file; other names of the same lines, and lines with a marker,
+    stay.
 
     Raises:
         OSError: it cannot be written; what was there is untouched.
@@ -210,7 +239,11 @@ def forget(path: Path, names: Sequence[str]) -> None:
         if entry is None or entry.marker or not any(entry.names(name) for name in names):
             kept.append(line)
             continue
-        others = [pattern for pattern in entry.patterns.split(",") if pattern.lower() not in names and not pattern.startswith("|1|")]
+        others = [
+            pattern
+            for pattern in entry.patterns.split(",")
+            if pattern.lower() not in names and not pattern.startswith("|1|")
+        ]
         if others:
             kept.append(line.replace(entry.patterns, ",".join(others), 1))
     real = path.resolve()

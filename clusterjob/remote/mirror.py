@@ -1,4 +1,6 @@
-"""A job's directory here as a mirror of what its hosts write: each file by byte offset, so that nothing is brought twice."""
+"""A job's directory here as a mirror of what its hosts write: each file by byte offset, so that
+nothing is brought twice.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,22 @@ if TYPE_CHECKING:
     from clusterjob.remote.session import Session
 
 Look = dict[str, Any]
-STATUS_BYTES, LOG_BYTES = 1 << 18, MOST  # bytes that are asked for at once: to tell how a job stands; its logs
+STATUS_BYTES, LOG_BYTES = (
+    1 << 18,
+    MOST,
+)  # bytes that are asked for at once: to tell how a job stands; its logs
 MOST_BYTES = 16 << 30  # that the files of one host, or of one job, may have here in all
-MOST_REPLACED = 64 << 20  # bytes of a node's files that are replaced, each time counted; an honest one has 32 KiB, once an attempt
+MOST_REPLACED = (
+    64 << 20
+)  # bytes of a node's files that are replaced, each time counted; an honest one has 32 KiB, once an attempt
 _HINT = "this host is not to be trusted"
 
 EVENTS, MOST_EVENTS = "events.jsonl", 64 << 20  # which is read as a whole
 
 
-def contents(label: str, files: Sequence[dict[str, Any]], data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+def contents(
+    label: str, files: Sequence[dict[str, Any]], data: bytes
+) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Yield the files of an answer, each with its bytes.
 
     Raises:
@@ -72,13 +81,23 @@ class Volume:
             raise HostError(self._label, "it sends a file twice in one answer", _HINT)
         come = f"what has come lies in {self._where}"
         if len(names | paths) > MOST_FILES * self._nodes:
-            raise HostError(self._label, f"it sends more than {MOST_FILES * self._nodes} files of one job", come)
+            raise HostError(
+                self._label, f"it sends more than {MOST_FILES * self._nodes} files of one job", come
+            )
         sent = sum(file["size"] for file in files)
         if sent and sum(size_of(self._where / name) for name in names) + sent > MOST_BYTES:
-            raise HostError(self._label, f"it sends more than {show_size(MOST_BYTES)} of one job", f"{come}; the rest is there")
+            raise HostError(
+                self._label,
+                f"it sends more than {show_size(MOST_BYTES)} of one job",
+                f"{come}; the rest is there",
+            )
         self._replaced += sum(file["size"] for file in files if "stamp" in file)
         if self._replaced > (most := MOST_REPLACED * self._nodes):
-            raise HostError(self._label, f"it sends the ends of one job again and again, more than {show_size(most)}", _HINT)
+            raise HostError(
+                self._label,
+                f"it sends the ends of one job again and again, more than {show_size(most)}",
+                _HINT,
+            )
 
 
 def size_of(path: Path) -> int:
@@ -99,13 +118,16 @@ def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, m
         raise HostError(label, "it says that there is more, and does not send it", _HINT)
 
 
-def keep(label: str, job_dir: Path, file: dict[str, Any], content: bytes, stamps: dict[str, str]) -> None:
+def keep(
+    label: str, job_dir: Path, file: dict[str, Any], content: bytes, stamps: dict[str, str]
+) -> None:
     """Keep what a host has sent of a file whose name was looked at.
 
     Args:
         label: the host, for errors.
         job_dir: the job's directory here, which is made anew where it was removed.
-        file: the host's word of it: ``path``, and ``stamp`` of a file that is replaced, or ``offset`` in one that grows.
+        file: the host's word of it: ``path``, and ``stamp`` of a file that is replaced, or
+            ``offset`` in one that grows.
         content: its bytes.
         stamps: of the files that are replaced, by path; brought up to date.
 
@@ -121,14 +143,17 @@ def keep(label: str, job_dir: Path, file: dict[str, Any], content: bytes, stamps
             files.write_atomic(path, content)
             stamps[file["path"]] = file["stamp"]
         else:
-            # At its offset, not at the end: another process may mirror the same bytes at this moment.
+            # At its offset, not at the end: another process may mirror the same bytes at this
+            # moment.
             handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 os.pwrite(handle, content, file["offset"])
             finally:
                 os.close(handle)
     except OSError as error:
-        raise HostError(label, f"what it has written cannot be kept here: {error.strerror}: {path}") from error
+        raise HostError(
+            label, f"what it has written cannot be kept here: {error.strerror}: {path}"
+        ) from error
 
 
 class Mirror:
@@ -152,29 +177,40 @@ class Mirror:
         self._log = re.compile(rf"logs/node{node}/[\w.-]+", re.ASCII)
 
     def look(self, session: Session | Exchange, *, logs: bool) -> Look:
-        """Bring what is new; return whether the job is ``known`` there, its agent ``alive``, and whether there is ``more``.
+        """Bring what is new; return whether the job is ``known`` there, its agent ``alive``, and
+        whether there is ``more``.
 
         Raises:
             HostError: the host does not answer, or answers nonsense.
         """
         sizes, most = self._sizes(logs=logs), LOG_BYTES if logs else STATUS_BYTES
         have = {**self._stamps, **sizes}
-        answer, data = session.ask("look", bulk=logs, job=self._job_id, node=self._node, logs=logs, most=most, have=have)
+        answer, data = session.ask(
+            "look", bulk=logs, job=self._job_id, node=self._node, logs=logs, most=most, have=have
+        )
         check_progress(session.label, [answer], data, most)
         self._volume = self._volume or Volume(session.label, self._job_dir)
         self._volume.check(have, answer["files"])
         for file, content in contents(session.label, answer["files"], data):
             name = file["path"]
             if not self._may_send(file, logs=logs):
-                raise HostError(session.label, f"it sends a file that was not asked for: {name[:80]!r}", _HINT)
+                raise HostError(
+                    session.label, f"it sends a file that was not asked for: {name[:80]!r}", _HINT
+                )
             if "offset" in file and file["offset"] != sizes.get(name, 0):
-                raise HostError(session.label, f"it sends a part of a file that was not asked for: {name[:80]!r}", _HINT)
+                raise HostError(
+                    session.label,
+                    f"it sends a part of a file that was not asked for: {name[:80]!r}",
+                    _HINT,
+                )
             keep(session.label, self._job_dir, file, content, self._stamps)
         look: Look = answer
         return look
 
     def _may_send(self, file: dict[str, Any], *, logs: bool) -> bool:
-        """Return whether a file was asked for: whole where it is one that is replaced, else a part of one that grows."""
+        """Return whether a file was asked for: whole where it is one that is replaced, else a part
+        of one that grows.
+        """
         name = file["path"]
         if "stamp" in file:
             return "offset" not in file and self._replaced.fullmatch(name) is not None
@@ -186,4 +222,8 @@ class Mirror:
         folder = node_directory(self._job_dir, self._node)
         if logs and folder.is_dir():
             paths += list(folder.iterdir())
-        return {str(path.relative_to(self._job_dir)): path.stat().st_size for path in paths if path.exists()}
+        return {
+            str(path.relative_to(self._job_dir)): path.stat().st_size
+            for path in paths
+            if path.exists()
+        }

@@ -1,4 +1,6 @@
-"""Many hosts at once: one connection each, a bastion's shared, no more at a time to one machine than it can take."""
+"""Many hosts at once: one connection each, a bastion's shared, no more at a time to one machine
+than it can take.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from clusterjob.remote import ssh_config
 from clusterjob.remote.connect import Connection, Reach, connect
 from clusterjob.remote.ssh_config import Target
 
-AT_ONCE = 8  # handshakes with one machine at a time: sshd drops connections beyond 10 (MaxStartups 10:30:100)
+# Handshakes with one machine at a time: sshd drops connections beyond 10 (MaxStartups 10:30:100)
+AT_ONCE = 8
 _THREADS = 128
 
 Key = TypeVar("Key")
@@ -101,12 +104,18 @@ class Pool:
             self.reach.warn(text)
 
     def _limit(self, target: Target) -> threading.Semaphore:
-        """Return what bounds the handshakes with a machine: the first one on the way, by its address."""
+        """Return what bounds the handshakes with a machine: the first one on the way, by its
+        address.
+        """
         if target.jumps:
             first = str(target.jumps[0])
         else:
             try:
-                first = str(socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)[0][4][0])
+                first = str(
+                    socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)[0][4][
+                        0
+                    ]
+                )
             except (OSError, UnicodeError):
                 first = target.hostname  # connecting says what is wrong with it
         with self._lock:
@@ -116,7 +125,10 @@ class Pool:
         """Hang up on all hosts, the bastions last."""
         with self._lock:
             self._closed = True
-            connections = [*self._connections.values(), *(held[0] for _, held in self._bastions.values() if held)]
+            connections = [
+                *self._connections.values(),
+                *(held[0] for _, held in self._bastions.values() if held),
+            ]
             self._connections.clear()
             self._bastions.clear()
         for connection in connections:
@@ -131,7 +143,9 @@ class Outcome(Generic[Key, Result]):
         self.errors: dict[Key, HostError] = {}
 
 
-def for_each(keys: Sequence[Key], work: Callable[[Key], Result], stop: threading.Event | None = None) -> Outcome[Key, Result]:
+def for_each(
+    keys: Sequence[Key], work: Callable[[Key], Result], stop: threading.Event | None = None
+) -> Outcome[Key, Result]:
     """Do the same for many hosts at once; all are waited for, and all errors kept.
 
     Args:
@@ -173,9 +187,13 @@ def for_each(keys: Sequence[Key], work: Callable[[Key], Result], stop: threading
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Do something in a thread of its own, which keeps no program from ending: a host that does not answer is not waited for."""
+    """Do something in a thread of its own, which keeps no program from ending: a host that does not
+    answer is not waited for.
+    """
     future: Future[Result] = Future()
-    threading.Thread(target=_fulfil, args=(future, work), name="clusterjob-ssh", daemon=True).start()
+    threading.Thread(
+        target=_fulfil, args=(future, work), name="clusterjob-ssh", daemon=True
+    ).start()
     return future
 
 

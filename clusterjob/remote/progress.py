@@ -18,7 +18,8 @@ _MOMENT = 0.5  # seconds: most code is sent before a bar is worth its import
 
 
 class Sending:
-    """Shows how far the code has come on all hosts together; a context manager, and what a submission calls.
+    """Shows how far the code has come on all hosts together; a context manager, and what a
+    submission calls.
 
     Args:
         labels: the hosts, by node.
@@ -35,7 +36,12 @@ class Sending:
     def __enter__(self) -> Sending:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -48,18 +54,31 @@ class Sending:
             if self._bar is None and time.monotonic() - self._begin > _MOMENT:
                 self._open()
             if self._bar is not None:
-                behind = min(self._done, key=lambda key: self._done[key][0] / max(1, self._done[key][1]))
+                behind = min(
+                    self._done, key=lambda key: self._done[key][0] / max(1, self._done[key][1])
+                )
                 text = (
                     f"sending code to {len(self._done)} hosts, {sanitize(self._labels[behind])} last"
                     if len(self._labels) > 1
                     else "sending code"
                 )
                 both = self._done.values()
-                self._bar.update(self._task, description=text, completed=sum(sent for sent, _ in both), total=sum(all_ for _, all_ in both))
+                self._bar.update(
+                    self._task,
+                    description=text,
+                    completed=sum(sent for sent, _ in both),
+                    total=sum(all_ for _, all_ in both),
+                )
 
     def _open(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
 
         console = Console(stderr=True)
         self._bar = Progress(

@@ -1,6 +1,8 @@
-"""Questions to a host and its answers over a byte stream, bounded in length and time and checked against a schema.
+"""Questions to a host and its answers over a byte stream, bounded in length and time and checked
+against a schema.
 
-A question is a line of JSON and some bytes; so is its answer. `clusterjob.node.host_server.server` is the other end.
+A question is a line of JSON and some bytes; so is its answer. `clusterjob.node.host_server.server`
+is the other end.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ from clusterjob.remote.answer_schemas import HEADER, MOST_ERROR, answer_to
 
 STRIDE = 1 << 14  # bytes: a host that brings (or takes) fewer within its timeout makes no progress
 _PIECE = 1 << 16
-_MORE_TIME = 3  # times the timeout that an answer which has begun may take, where it is not of any size
-_NONSENSE = "something prints into the conversation (a sitecustomize?), or the host is not to be trusted"
+_MORE_TIME = (
+    3  # times the timeout that an answer which has begun may take, where it is not of any size
+)
+_NONSENSE = (
+    "something prints into the conversation (a sitecustomize?), or the host is not to be trusted"
+)
 
 
 class Stream(Protocol):
@@ -41,7 +47,8 @@ class Stream(Protocol):
 
 
 class Deadline:
-    """The time that a host has: it moves on with every `STRIDE` bytes, so one byte a second does not hold anybody.
+    """The time that a host has: it moves on with every `STRIDE` bytes, so one byte a second does
+    not hold anybody.
 
     Args:
         seconds: until the first byte.
@@ -49,7 +56,9 @@ class Deadline:
         total: seconds in all; None for no such bound.
     """
 
-    def __init__(self, seconds: float, stride: float | None = None, total: float | None = None) -> None:
+    def __init__(
+        self, seconds: float, stride: float | None = None, total: float | None = None
+    ) -> None:
         self._seconds = seconds
         self._stride = seconds if stride is None else stride
         self._total = total
@@ -88,20 +97,28 @@ class Deadline:
             seconds, moved = self._seconds, self._moved
         if moved:
             return f"only {moved} bytes in {seconds:.3g} s"
-        return f"no more for {seconds:.3g} s" if self._moved_in_all else f"no answer for {seconds:.3g} s"
+        return (
+            f"no more for {seconds:.3g} s"
+            if self._moved_in_all
+            else f"no answer for {seconds:.3g} s"
+        )
 
 
 class Exchange:
-    """Asks one question at a time; after an error the stream is closed, as the rest of an answer would be taken for another.
+    """Asks one question at a time; after an error the stream is closed, as the rest of an answer
+    would be taken for another.
 
     Args:
         label: the host, for errors.
         stream: the connection.
-        timeout: seconds without progress after which a host is given up, where a question does not say.
+        timeout: seconds without progress after which a host is given up, where a question does not
+            say.
         last_words: returns what the host wrote on stderr last.
     """
 
-    def __init__(self, label: str, stream: Stream, timeout: float, last_words: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, label: str, stream: Stream, timeout: float, last_words: Callable[[], str] = lambda: ""
+    ) -> None:
         self.label = label
         self._stream = stream
         self._timeout = timeout
@@ -119,7 +136,9 @@ class Exchange:
         bulk: bool = False,
         **fields: Any,
     ) -> tuple[Any, bytes]:
-        """Ask the host and return its answer: an object and bytes; see `clusterjob.remote.session.Session.ask`."""
+        """Ask the host and return its answer: an object and bytes; see
+        `clusterjob.remote.session.Session.ask`.
+        """
         pieces: Iterable[bytes] = [body] if isinstance(body, bytes) else body
         total = len(body) if isinstance(body, bytes) else size
         seconds = timeout or self._timeout
@@ -129,7 +148,9 @@ class Exchange:
             for piece in pieces:
                 self.send(piece, deadline)
             longest = None if bulk else seconds + _MORE_TIME * self._timeout
-            answer, data = self._receive(op, Deadline(seconds, min(seconds, self._timeout), longest), most_bytes)
+            answer, data = self._receive(
+                op, Deadline(seconds, min(seconds, self._timeout), longest), most_bytes
+            )
         except TimeoutError as error:
             self._stream.close()
             raise HostError(self.label, str(error)) from error
@@ -140,7 +161,9 @@ class Exchange:
         except (OSError, EOFError) as error:
             why = self._last_words()
             self._stream.close()
-            raise HostError(self.label, f"the connection broke{f': {why}' if why else ''}") from error
+            raise HostError(
+                self.label, f"the connection broke{f': {why}' if why else ''}"
+            ) from error
         except BaseException:
             self._stream.close()
             raise

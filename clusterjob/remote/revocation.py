@@ -1,6 +1,8 @@
-"""Check a host key against the files of RevokedHostKeys: lists of public keys, or OpenSSH key revocation lists (KRL).
+"""Check a host key against the files of RevokedHostKeys: lists of public keys, or OpenSSH key
+revocation lists (KRL).
 
-As in ssh, a file that cannot be read refuses every host. Source: ssh_config(5), RevokedHostKeys; ssh-keygen(1), "KEY REVOCATION LISTS".
+As in ssh, a file that cannot be read refuses every host. Source: ssh_config(5), RevokedHostKeys;
+ssh-keygen(1), "KEY REVOCATION LISTS".
 """
 
 from __future__ import annotations
@@ -56,11 +58,15 @@ def _objection_of_krl(path: Path, kind: str, shown: bytes) -> str:
         stream.flush()
         try:
             asked = subprocess.run(
-                ["ssh-keygen", "-Q", "-f", str(path), stream.name], capture_output=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT,
-                check=False,
+                ["ssh-keygen", "-Q", "-f", str(path), stream.name], capture_output=True,
+                stdin=subprocess.DEVNULL, timeout=_TIMEOUT, check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired):
             return f"ssh-keygen cannot be asked about the revoked keys in {path}"
     if asked.returncode == 0:
         return ""
-    return f"its key is revoked ({path})" if asked.returncode == 1 else f"ssh-keygen cannot read the revoked keys in {path}"
+    return (
+        f"its key is revoked ({path})"
+        if asked.returncode == 1
+        else f"ssh-keygen cannot read the revoked keys in {path}"
+    )

@@ -1,4 +1,6 @@
-"""The visits of one process: a session with each host, begun when it is wanted, begun anew where it broke."""
+"""The visits of one process: a session with each host, begun when it is wanted, begun anew where it
+broke.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ class Place:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
         return {
-            "hosts": [vars(host) for host in self.hosts], "python": self.python, "setup": list(self.setup), "home": self.home,
-            "ssh_config": str(self.ssh_config) if self.ssh_config else None, "timeout": self.timeout,
+            "hosts": [vars(host) for host in self.hosts], "python": self.python,
+            "setup": list(self.setup), "home": self.home,
+            "ssh_config": str(self.ssh_config) if self.ssh_config else None,
+            "timeout": self.timeout,
         }  # fmt: skip
 
     @classmethod
@@ -48,7 +52,9 @@ class Place:
         """Return what `to_json` wrote."""
         hosts = tuple(Host(**host) for host in data["hosts"])
         config = Path(data["ssh_config"]) if data.get("ssh_config") else None
-        return cls(hosts, data["python"], tuple(data["setup"]), data["home"], config, data["timeout"])
+        return cls(
+            hosts, data["python"], tuple(data["setup"]), data["home"], config, data["timeout"]
+        )
 
 
 class Visits:
@@ -80,7 +86,9 @@ class Visits:
             if held is not None and held.alive and held.connection is connection:
                 return held
             self._zip = self._zip or self._make_zip()
-            made = Session(connection, place.python, place.setup, place.home, self._zip, place.timeout)
+            made = Session(
+                connection, place.python, place.setup, place.home, self._zip, place.timeout
+            )
             self._sessions[pool, host, place.home] = made
         return made
 

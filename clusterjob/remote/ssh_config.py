@@ -1,4 +1,6 @@
-"""Where a host is and how one logs in there, as ssh itself would find it: `ssh -G` reads the user's configuration."""
+"""Where a host is and how one logs in there, as ssh itself would find it: `ssh -G` reads the user's
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +64,15 @@ def resolve(host: Host, config_file: Path | None = None) -> Target:
 
     Args:
         host: as it was written.
-        config_file: the configuration in the place of the user's and the system's, as `ssh -F` takes it.
+        config_file: the configuration in the place of the user's and the system's, as `ssh -F`
+            takes it.
 
     Raises:
         HostError: ssh refuses the configuration.
     """
-    options = _ask_ssh(host, config_file) if shutil.which("ssh") else _ask_paramiko(host, config_file)
+    options = (
+        _ask_ssh(host, config_file) if shutil.which("ssh") else _ask_paramiko(host, config_file)
+    )
 
     def one(key: str, default: str = "") -> str:
         value = options.get(key, [default])[0]
@@ -85,33 +90,65 @@ def resolve(host: Host, config_file: Path | None = None) -> Target:
         return re.sub(r"%(.)", lambda match: tokens.get(match[1], match[0]), text)
 
     def paths(key: str, *, split: bool) -> tuple[Path, ...]:
-        words = [word for line in options.get(key, []) for word in (line.split() if split else [line]) if word.lower() != "none"]
-        return tuple(Path(str(home) + word[1:]) if (word := filled(raw)).startswith("~/") else Path(word) for raw in words)
+        words = [
+            word
+            for line in options.get(key, [])
+            for word in (line.split() if split else [line])
+            if word.lower() != "none"
+        ]
+        return tuple(
+            Path(str(home) + word[1:]) if (word := filled(raw)).startswith("~/") else Path(word)
+            for raw in words
+        )
 
     timeout = one("connecttimeout")
     return Target(
-        label=str(host), hostname=filled(hostname) if "%" in hostname else hostname, port=port, user=user,
-        identities=paths("identityfile", split=False), certificates=paths("certificatefile", split=False),
-        identities_only=one("identitiesonly") in ("yes", "true"), agent=_agent(options.get("identityagent", [""])[0], filled, home),
-        known_hosts=paths("userknownhostsfile", split=True), system_known_hosts=paths("globalknownhostsfile", split=True),
+        label=str(host),
+        hostname=filled(hostname) if "%" in hostname else hostname,
+        port=port,
+        user=user,
+        identities=paths("identityfile", split=False),
+        certificates=paths("certificatefile", split=False),
+        identities_only=one("identitiesonly") in ("yes", "true"),
+        agent=_agent(options.get("identityagent", [""])[0], filled, home),
+        known_hosts=paths("userknownhostsfile", split=True),
+        system_known_hosts=paths("globalknownhostsfile", split=True),
         revoked_keys=paths("revokedhostkeys", split=False),
         key_alias=one("hostkeyalias"),
         strict={"true": "yes", "false": "no", "off": "no"}.get(one("stricthostkeychecking"), "")
-        or one("stricthostkeychecking", "ask"), hash_names=one("hashknownhosts") in ("yes", "true"), jumps=_jumps(one("proxyjump"), host),
-        proxy_command=filled(one("proxycommand")), connect_timeout=float(timeout) if timeout.isdigit() and int(timeout) else None,
-    )  # fmt: skip
+        or one("stricthostkeychecking", "ask"),
+        hash_names=one("hashknownhosts") in ("yes", "true"),
+        jumps=_jumps(one("proxyjump"), host),
+        proxy_command=filled(one("proxycommand")),
+        connect_timeout=float(timeout) if timeout.isdigit() and int(timeout) else None,
+    )
 
 
 def _ask_ssh(host: Host, config_file: Path | None) -> dict[str, list[str]]:
-    argv = ["ssh", "-G", *(["-F", str(config_file)] if config_file else []), *(["-p", str(host.port)] if host.port else [])]
+    argv = [
+        "ssh",
+        "-G",
+        *(["-F", str(config_file)] if config_file else []),
+        *(["-p", str(host.port)] if host.port else []),
+    ]
     argv += [*(["-l", host.user] if host.user else []), "--", host.name]
     try:
-        asked = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE, check=False)
+        asked = subprocess.run(
+            argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise HostError(str(host), f"`ssh -G` took longer than {_PATIENCE:g} s", "a `Match exec` of the ssh configuration hangs") from error
+        raise HostError(
+            str(host),
+            f"`ssh -G` took longer than {_PATIENCE:g} s",
+            "a `Match exec` of the ssh configuration hangs",
+        ) from error
     if asked.returncode:
         said = asked.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        raise HostError(str(host), f"ssh refuses its configuration: {said[0]}", f"`ssh -G {host.name}` says more")
+        raise HostError(
+            str(host),
+            f"ssh refuses its configuration: {said[0]}",
+            f"`ssh -G {host.name}` says more",
+        )
     options: dict[str, list[str]] = {}
     for line in asked.stdout.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")
@@ -120,7 +157,9 @@ def _ask_ssh(host: Host, config_file: Path | None) -> dict[str, list[str]]:
 
 
 def _ask_paramiko(host: Host, config_file: Path | None) -> dict[str, list[str]]:
-    """Read the configuration where there is no ssh: without Include, and with what paramiko makes of Match."""
+    """Read the configuration where there is no ssh: without Include, and with what paramiko makes
+    of Match.
+    """
     import paramiko
 
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)

@@ -51,10 +51,19 @@ class Options:
         except ValueError:
             timeout = 0.0
         if not 0 < timeout < 1e6:
-            raise SpecError(f"connect_timeout: {options['connect_timeout']!r} is not a number of seconds")
+            raise SpecError(
+                f"connect_timeout: {options['connect_timeout']!r} is not a number of seconds"
+            )
         remote_home = options.get("remote_home", sessions.HOME)
-        if not remote_home.startswith(("/", "~/")) or not remote_home.isprintable() or ":" in remote_home:
-            raise SpecError(f"remote_home: {remote_home!r} is no absolute path, or holds a colon", "write it as /scratch/me or ~/jobs")
+        if (
+            not remote_home.startswith(("/", "~/"))
+            or not remote_home.isprintable()
+            or ":" in remote_home
+        ):
+            raise SpecError(
+                f"remote_home: {remote_home!r} is no absolute path, or holds a colon",
+                "write it as /scratch/me or ~/jobs",
+            )
         limit = parse_size(options["sync_limit"]) if "sync_limit" in options else snapshot.LIMIT
         return cls(config.absolute() if config else None, timeout, limit, remote_home)
 
@@ -66,4 +75,6 @@ class Options:
             python: the job's interpreter, as the hosts find it.
             setup: shell lines that may be needed to find it.
         """
-        return sessions.Place(hosts, python, tuple(setup), self.remote_home, self.ssh_config, self.connect_timeout)
+        return sessions.Place(
+            hosts, python, tuple(setup), self.remote_home, self.ssh_config, self.connect_timeout
+        )

@@ -1,7 +1,7 @@
 """paramiko's transport, which hangs up on a host that sends more than it was allowed to.
 
-paramiko keeps all data of a channel that nobody has read, also what exceeds the window of RFC 4254, section 5.2: a host that ignores
-the window fills the memory.
+paramiko keeps all data of a channel that nobody has read, also what exceeds the window of RFC 4254,
+section 5.2: a host that ignores the window fills the memory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""What runs inside a worker process: its place, its device, the meeting, the process group, and the end."""
+"""What runs inside a worker process: its place, its device, the meeting, the process group, and the
+end.
+"""

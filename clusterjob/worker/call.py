@@ -1,6 +1,8 @@
-"""The worker's side of a function as a job: load the call, make it, leave what came of it for whoever asked.
+"""The worker's side of a function as a job: load the call, make it, leave what came of it for
+whoever asked.
 
-Run as ``python -m clusterjob.worker.call`` by the job's workers. The files lie in the job's directory, which its owner alone can read.
+Run as ``python -m clusterjob.worker.call`` by the job's workers. The files lie in the job's
+directory, which its owner alone can read.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class PlainCall:
-    """A call in a process of the very program that asks for it: the process group is left to the function.
+    """A call in a process of the very program that asks for it: the process group is left to the
+    function.
 
     Attributes:
         function, args, kwargs: what is called.
@@ -96,11 +99,15 @@ def read_outcome(job_dir: Path, rank: int, attempt: int) -> Outcome | None:
     try:
         outcome = pickle.loads(data)  # noqa: S301 - a file in the user's own directory, written by the user's own job
     except Exception as error:  # a class that is not to be found here raises what it likes
-        raise JobFailed(f"what rank {rank} left cannot be read here: {type(error).__name__}: {error}") from error
+        raise JobFailed(
+            f"what rank {rank} left cannot be read here: {type(error).__name__}: {error}"
+        ) from error
     return outcome if isinstance(outcome, Outcome) else None
 
 
-def results(job_dir: Path, verdict: Verdict, world_size: int, name: str, hint: str = "") -> list[Any]:
+def results(
+    job_dir: Path, verdict: Verdict, world_size: int, name: str, hint: str = ""
+) -> list[Any]:
     """Return what the call returned on each rank of a job that has ended, in their order.
 
     Args:
@@ -111,7 +118,8 @@ def results(job_dir: Path, verdict: Verdict, world_size: int, name: str, hint: s
         hint: what helps when it failed.
 
     Raises:
-        Exception: what the call raised on the rank that failed first, with that worker's traceback as its cause.
+        Exception: what the call raised on the rank that failed first, with that worker's traceback
+            as its cause.
         JobFailed: the job failed otherwise, or a rank left nothing.
     """
     if verdict.state is not JobState.SUCCEEDED:
@@ -123,7 +131,9 @@ def results(job_dir: Path, verdict: Verdict, world_size: int, name: str, hint: s
     found = [read_outcome(job_dir, rank, verdict.attempt) for rank in range(world_size)]
     missing = [str(rank) for rank, outcome in enumerate(found) if outcome is None]
     if missing:
-        raise JobFailed(f"{name} succeeded, but rank {', '.join(missing)} left no result: did the function end the process?")
+        raise JobFailed(
+            f"{name} succeeded, but rank {', '.join(missing)} left no result: did the function end the process?"
+        )
     return [outcome.value for outcome in found if outcome is not None]
 
 
@@ -131,7 +141,10 @@ def main() -> None:
     """Make this worker's call."""
     named = os.environ.get(contract.JOB_DIR)
     if not named:
-        raise UsageError("this is the worker's side of a function's job", "clusterjob.submit(function) starts one")
+        raise UsageError(
+            "this is the worker's side of a function's job",
+            "clusterjob.submit(function) starts one",
+        )
     job_dir = Path(named)
     index = os.environ.get(contract.ARRAY_INDEX)
     base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
@@ -160,9 +173,12 @@ def _make(delayed: Any, job_dir: Path, rank: int) -> None:
 def _continue_later(context: Context, delayed: Any, paths: list[str], path: Path) -> None:
     """Have a function that says how it is to be continued do so when the job is warned of its end.
 
-    That is submitit's Checkpointable: ``checkpoint(*args, **kwargs)`` returns the call that the next attempt is to make. Rank 0 is asked.
+    That is submitit's Checkpointable: ``checkpoint(*args, **kwargs)`` returns the call that the
+    next attempt is to make. Rank 0 is asked.
     """
-    checkpoint = getattr(delayed.function, "__submitit_checkpoint__", None) or getattr(delayed.function, "checkpoint", None)
+    checkpoint = getattr(delayed.function, "__submitit_checkpoint__", None) or getattr(
+        delayed.function, "checkpoint", None
+    )
     if checkpoint is None:
         return
 
@@ -190,7 +206,8 @@ def pickled(paths: list[str], delayed: Any) -> bytes:
         return pickle.dumps(paths) + bytes(cloudpickle.dumps(delayed))
     except Exception as error:  # whatever the object's own code raises
         raise ClusterJobError(
-            f"the call cannot be pickled: {type(error).__name__}: {error}", "open files, locks and sockets cannot travel"
+            f"the call cannot be pickled: {type(error).__name__}: {error}",
+            "open files, locks and sockets cannot travel",
         ) from error
 
 
@@ -201,7 +218,10 @@ def _load(path: Path) -> tuple[list[str], Any]:
         try:
             return paths, pickle.load(stream)  # noqa: S301
         except ModuleNotFoundError as error:
-            raise ClusterJobError(f"the function cannot be loaded: {error}", f"{sys.executable} has to have what it needs") from error
+            raise ClusterJobError(
+                f"the function cannot be loaded: {error}",
+                f"{sys.executable} has to have what it needs",
+            ) from error
 
 
 def _leave(path: Path, outcome: Outcome) -> None:

@@ -1,4 +1,6 @@
-"""What `bootstrap.init` returns: one process's place in the job, its device, and the few helpers that a training script needs."""
+"""What `bootstrap.init` returns: one process's place in the job, its device, and the few helpers
+that a training script needs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import os
 from clusterjob.errors import UsageError
 from clusterjob.worker.preemption import Preemptible
 
-# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
+# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name
+# for theirs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +27,8 @@ OPERATIONS = ("mean", "sum", "min", "max", "product")
 class Context(Preemptible):
     """One process's place in the job; made by `bootstrap.init`, never by hand.
 
-    As a context manager it leaves the process group when the block ends. A block that ends by an exception is left at once:
-    nothing waits for the other processes, which may never come.
+    As a context manager it leaves the process group when the block ends. A block that ends by an
+    exception is left at once: nothing waits for the other processes, which may never come.
 
     Attributes:
         rank: index of this process in the job, 0 to world_size - 1.
@@ -34,12 +37,15 @@ class Context(Preemptible):
         local_world_size: number of processes on this node.
         node_rank: index of this node, 0 to nnodes - 1.
         nnodes: number of nodes in the job.
-        master_addr: host name or address of rank 0's node; None where nothing names it (a world of one, an adopted group).
+        master_addr: host name or address of rank 0's node; None where nothing names it (a world of
+            one, an adopted group).
         master_port: TCP port of torch's store there; None likewise.
-        backend: what carries the process group's collectives on `device`, ``nccl`` or ``gloo``; None without a process group.
+        backend: what carries the process group's collectives on `device`, ``nccl`` or ``gloo``;
+            None without a process group.
         device: where this process computes: ``cuda:N``, or ``cpu``.
-        source: the family of variables that the place was read from, such as ``clusterjob`` or ``torchrun``; ``none`` for a
-            plain ``python train.py``, ``arguments`` where init was told, ``process group`` where only an adopted group knew.
+        source: the family of variables that the place was read from, such as ``clusterjob`` or
+            ``torchrun``; ``none`` for a plain ``python train.py``, ``arguments`` where init was
+            told, ``process group`` where only an adopted group knew.
     """
 
     def __init__(
@@ -89,7 +95,12 @@ class Context(Preemptible):
         self._depth += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._depth -= 1
         if self._depth > 0 or self._closed:
             return  # an inner block of the same context: the outer one still needs the group
@@ -100,13 +111,15 @@ class Context(Preemptible):
         """Take torch's default process group for this context's own.
 
         Args:
-            owned: whether leaving the context is to destroy the group; False for one that the script has made itself.
+            owned: whether leaving the context is to destroy the group; False for one that the
+                script has made itself.
         """
         import torch.distributed as dist
 
         self._group = dist.group.WORLD
         self._owned = owned
-        # "cpu:gloo,cuda:nccl"; get_backend() says "undefined" of a group whose backend was left to torch.
+        # "cpu:gloo,cuda:nccl"; get_backend() says "undefined" of a group whose backend was left to
+        # torch.
         self._devices = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         self.backend = self._devices.get(self.device.type) or next(iter(self._devices.values()))
 
@@ -122,7 +135,8 @@ class Context(Preemptible):
         """Leave the process group if it is this context's own, and be of no use from then on.
 
         Args:
-            failed: whether this process ends in the middle of its work, so that nobody may be waited for.
+            failed: whether this process ends in the middle of its work, so that nobody may be
+                waited for.
 
         Returns:
             Whether threads of the group may still run.
@@ -142,11 +156,12 @@ class Context(Preemptible):
         return False
 
     def _abandon(self) -> None:
-        """Leave the group in the middle of whatever it does, without waiting for peers that may never come.
+        """Leave the group in the middle of whatever it does, without waiting for peers that may
+        never come.
 
-        destroy_process_group() and, left alone, the interpreter's own end wait in gloo's destructor for collectives under way,
-        such as DDP's when backward() fails (seen with torch 2.13: until the peer's end, or the timeout of 30 minutes). NCCL has
-        a call for it.
+        destroy_process_group() and, left alone, the interpreter's own end wait in gloo's destructor
+        for collectives under way, such as DDP's when backward() fails (seen with torch 2.13: until
+        the peer's end, or the timeout of 30 minutes). NCCL has a call for it.
         """
         import threading
 
@@ -156,7 +171,9 @@ class Context(Preemptible):
             from torch.distributed import distributed_c10d
 
             if self.device.type != "cpu":
-                getattr(torch, self.device.type).set_device(self.device)  # a thread starts at cuda:0
+                getattr(torch, self.device.type).set_device(
+                    self.device
+                )  # a thread starts at cuda:0
             abort = getattr(distributed_c10d, "_abort_process_group", None)
             if self.backend == "nccl" and abort is not None:
                 abort()
@@ -172,37 +189,47 @@ class Context(Preemptible):
         """Wait until every process of the job has come here; nothing to wait for in a world of one.
 
         Raises:
-            UsageError: the context was shut down, or there are other processes and no process group.
+            UsageError: the context was shut down, or there are other processes and no process
+                group.
         """
         if not self._can_communicate():
             return
         import torch.distributed as dist
 
-        # Without a device NCCL's barrier guesses one, warns, and may create a CUDA context on somebody else's GPU.
-        dist.barrier(device_ids=[self.device.index] if self._devices.get("cuda") == "nccl" else None)
+        # Without a device NCCL's barrier guesses one, warns, and may create a CUDA context on
+        # somebody else's GPU.
+        dist.barrier(
+            device_ids=[self.device.index] if self._devices.get("cuda") == "nccl" else None
+        )
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Combine one value of every process and return the result to all of them. Every process has to call this.
+        """Combine one value of every process and return the result to all of them. Every process
+        has to call this.
 
-        Numbers travel as they are and are combined in rank order: every process gets the same bits, ints stay exact, an int
-        here may meet a float there, and a NaN anywhere is the result of ``min`` and ``max`` too.
+        Numbers travel as they are and are combined in rank order: every process gets the same bits,
+        ints stay exact, an int here may meet a float there, and a NaN anywhere is the result of
+        ``min`` and ``max`` too.
 
         Args:
             value: a Python (or numpy) number, or a tensor of any shape, the same on every process.
             op: ``mean``, ``sum``, ``min``, ``max`` or ``product``.
 
         Returns:
-            For a number a Python int or float (always a float for ``mean``). For a tensor a new tensor of the same shape,
-            device and dtype, without gradient; the input stays as it is. Two dtypes differ: the mean of an integer or bool
-            tensor is of torch's default float type, and the sum of a bool tensor counts in int64. Half precision is
-            combined in float32.
+            For a number a Python int or float (always a float for ``mean``). For a tensor a new
+            tensor of the same shape, device and dtype, without gradient; the input stays as it is.
+            Two dtypes differ: the mean of an integer or bool tensor is of torch's default float
+            type, and the sum of a bool tensor counts in int64. Half precision is combined in
+            float32.
 
         Raises:
-            UsageError: the operation is unknown, the value is no number and no tensor, an int does not fit into 64 bits, the
-                context was shut down, or there are other processes and no process group.
+            UsageError: the operation is unknown, the value is no number and no tensor, an int does
+                not fit into 64 bits, the context was shut down, or there are other processes and no
+                process group.
         """
         if op not in OPERATIONS:
-            raise UsageError(f"reduce knows no operation {op!r}: it is one of {', '.join(OPERATIONS)}")
+            raise UsageError(
+                f"reduce knows no operation {op!r}: it is one of {', '.join(OPERATIONS)}"
+            )
         grouped = self._can_communicate()
         import torch
 
@@ -222,17 +249,22 @@ class Context(Preemptible):
             options.setdefault("flush", True)
             print(*values, **options)
 
-    def wrap(self, model: torch.nn.Module, *, sync_batchnorm: bool = False, **ddp_options: Any) -> torch.nn.Module:
+    def wrap(
+        self, model: torch.nn.Module, *, sync_batchnorm: bool = False, **ddp_options: Any
+    ) -> torch.nn.Module:
         """Move a model to `device` and make it train as one with its copies in the other processes.
 
         Args:
             model: the same architecture on every process; DDP sends rank 0's weights to all.
-            sync_batchnorm: let batch normalisation layers use the statistics of all processes. torch has that for GPUs only
-                (its SyncBatchNorm refuses CPU tensors), so on CPU the layers stay as they are, with a warning.
-            ddp_options: further arguments of torch.nn.parallel.DistributedDataParallel, such as find_unused_parameters.
+            sync_batchnorm: let batch normalisation layers use the statistics of all processes.
+                torch has that for GPUs only (its SyncBatchNorm refuses CPU tensors), so on CPU the
+                layers stay as they are, with a warning.
+            ddp_options: further arguments of torch.nn.parallel.DistributedDataParallel, such as
+                find_unused_parameters.
 
         Returns:
-            The model in a DistributedDataParallel, or without a process group the model itself, on `device`.
+            The model in a DistributedDataParallel, or without a process group the model itself, on
+            `device`.
 
         Raises:
             UsageError: the context was shut down.
@@ -248,35 +280,49 @@ class Context(Preemptible):
         elif sync_batchnorm and self.is_main:
             import warnings
 
-            warnings.warn("sync_batchnorm has no effect on CPU: torch's SyncBatchNorm is for GPUs only", stacklevel=2)
-        ddp_options.setdefault("device_ids", [self.device.index] if self.device.type != "cpu" else None)
+            warnings.warn(
+                "sync_batchnorm has no effect on CPU: torch's SyncBatchNorm is for GPUs only",
+                stacklevel=2,
+            )
+        ddp_options.setdefault(
+            "device_ids", [self.device.index] if self.device.type != "cpu" else None
+        )
         return torch.nn.parallel.DistributedDataParallel(model, **ddp_options)
 
     def sampler(self, dataset: Any, *, shuffle: bool = True, **options: Any) -> Any:
-        """Return a DistributedSampler that gives this process its share of a dataset, also in a world of one.
+        """Return a DistributedSampler that gives this process its share of a dataset, also in a
+        world of one.
 
-        Call its set_epoch before each epoch, else every epoch has the same order. It pads: where the dataset's length is no
-        multiple of world_size, a few samples come twice, which matters when an evaluation counts.
+        Call its set_epoch before each epoch, else every epoch has the same order. It pads: where
+        the dataset's length is no multiple of world_size, a few samples come twice, which matters
+        when an evaluation counts.
 
         Args:
             dataset: anything with a length, in samples.
             shuffle: draw a new order each epoch.
-            options: further arguments of torch.utils.data.DistributedSampler, such as seed and drop_last.
+            options: further arguments of torch.utils.data.DistributedSampler, such as seed and
+                drop_last.
         """
         from torch.utils.data import DistributedSampler
 
-        return DistributedSampler(dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, **options)
+        return DistributedSampler(
+            dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, **options
+        )
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this context was shut down: call bootstrap.init() again")
 
     def _can_communicate(self) -> bool:
-        """Return whether there is a process group; False in a world of one, where each result is the value itself."""
+        """Return whether there is a process group; False in a world of one, where each result is
+        the value itself.
+        """
         self._check_open()
         if self._group is None and self.world_size > 1:
             # The value itself would look like a result of all processes.
-            raise UsageError(f"there are {self.world_size} processes and no process group: init was called with process_group=False")
+            raise UsageError(
+                f"there are {self.world_size} processes and no process group: init was called with process_group=False"
+            )
         return self._group is not None
 
     def _reduce_tensor(self, value: torch.Tensor, op: str, *, grouped: bool) -> torch.Tensor:
@@ -293,18 +339,28 @@ class Context(Preemptible):
                 result_type = torch.get_default_dtype()
         elif value.is_floating_point() and value.element_size() < 4:
             work_type = torch.float32
-        place = value.device if not grouped or value.device.type in self._devices else self._exchange_device()
-        work = value.detach().to(device=place, dtype=work_type, copy=True, memory_format=torch.contiguous_format)
+        place = (
+            value.device
+            if not grouped or value.device.type in self._devices
+            else self._exchange_device()
+        )
+        work = value.detach().to(
+            device=place, dtype=work_type, copy=True, memory_format=torch.contiguous_format
+        )
         if grouped:
             # gloo has no mean of its own.
-            operation = {"mean": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}.get(op) or getattr(dist.ReduceOp, op.upper())
+            operation = {"mean": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}.get(
+                op
+            ) or getattr(dist.ReduceOp, op.upper())
             dist.all_reduce(work, op=operation)
         if op == "mean":
             work = (work.double() if exact else work) / self.world_size
         return work.to(device=value.device, dtype=result_type)
 
     def _gather(self, number: int | float) -> list[int | float]:
-        """Return every process's number, in rank order; each travels as 64 bits and a word that says how to read them."""
+        """Return every process's number, in rank order; each travels as 64 bits and a word that
+        says how to read them.
+        """
         import struct
 
         import torch
@@ -315,11 +371,16 @@ class Context(Preemptible):
             bits = struct.pack("=q" if integral else "=d", number)
         except struct.error as error:
             raise UsageError(f"reduce: {number} does not fit into 64 bits") from error
-        own = torch.tensor([int(integral), *struct.unpack("=q", bits)], device=self._exchange_device())
+        own = torch.tensor(
+            [int(integral), *struct.unpack("=q", bits)], device=self._exchange_device()
+        )
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(parts, own)
         rows: list[list[int]] = torch.stack(parts).tolist()
-        return [word if is_int else struct.unpack("=d", struct.pack("=q", word))[0] for is_int, word in rows]
+        return [
+            word if is_int else struct.unpack("=d", struct.pack("=q", word))[0]
+            for is_int, word in rows
+        ]
 
     def _exchange_device(self) -> torch.device:
         """Return where a tensor has to lie so that the process group can carry it."""
@@ -329,10 +390,12 @@ class Context(Preemptible):
 
 
 def _let_gloo_finish() -> None:
-    """Wait until gloo's threads have let go of the last tensors, for which they need the interpreter's lock.
+    """Wait until gloo's threads have let go of the last tensors, for which they need the
+    interpreter's lock.
 
-    What still holds a destroyed group, such as a DistributedDataParallel model, keeps its threads. One that is late to let go
-    when the interpreter ends takes the whole process down by SIGABRT (pytorch#179291; with torch 2.13 in 1 of 40 runs).
+    What still holds a destroyed group, such as a DistributedDataParallel model, keeps its threads.
+    One that is late to let go when the interpreter ends takes the whole process down by SIGABRT
+    (pytorch#179291; with torch 2.13 in 1 of 40 runs).
     """
     import time
 

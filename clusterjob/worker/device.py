@@ -1,4 +1,6 @@
-"""The device of a worker process, and the backend that fits it: what torch sees here, and whether it is meant to be used."""
+"""The device of a worker process, and the backend that fits it: what torch sees here, and whether
+it is meant to be used.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ BACKENDS = ("nccl", "gloo")
 
 
 def accelerators() -> tuple[str, int]:
-    """Return torch's name for this machine's GPUs, and how many it sees and can use. ROCm's are cuda to torch."""
+    """Return torch's name for this machine's GPUs, and how many it sees and can use. ROCm's are
+    cuda to torch.
+    """
     import torch
 
     for kind in ("cuda", "xpu"):
@@ -32,33 +36,43 @@ def choose_backend(asked: str | None, gpus: int, kind: str = "cuda") -> str:
         UsageError: nccl without a GPU.
     """
     if asked == "nccl" and not (gpus and kind == "cuda"):
-        raise UsageError("the backend nccl needs a GPU, and torch sees none (torch.cuda.is_available() is False)")
+        raise UsageError(
+            "the backend nccl needs a GPU, and torch sees none (torch.cuda.is_available() is False)"
+        )
     return asked or ("nccl" if gpus and kind == "cuda" else "gloo")
 
 
 def choose_device(local_rank: int, gpus: int, kind: str = "cuda") -> str:
-    """Return the name of a process's device: cpu, or the GPU of its local rank among those that it sees.
+    """Return the name of a process's device: cpu, or the GPU of its local rank among those that it
+    sees.
 
     Args:
         local_rank: index of the process on its node.
-        gpus: GPUs that torch sees and can use. One, where the launcher shows each process only its own (mace#435).
+        gpus: GPUs that torch sees and can use. One, where the launcher shows each process only its
+            own (mace#435).
         kind: torch's name for them.
     """
     return f"{kind}:{local_rank % gpus}" if gpus else "cpu"
 
 
 def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:
-    """Refuse a task of srun that is alone on its node and sees several GPUs: all but one would stay idle, silently.
+    """Refuse a task of srun that is alone on its node and sees several GPUs: all but one would stay
+    idle, silently.
 
     Args:
         worker: this process's place.
         gpus: how many GPUs it sees.
-        process_group: what the script asked for; False says that one process is meant to use them all.
+        process_group: what the script asked for; False says that one process is meant to use them
+            all.
 
     Raises:
         PlaceError: it is such a task.
     """
-    alone = worker is not None and worker.topology.source == slurm_env.SOURCE and worker.topology.nproc_per_node is None
+    alone = (
+        worker is not None
+        and worker.topology.source == slurm_env.SOURCE
+        and worker.topology.nproc_per_node is None
+    )
     if alone and gpus > 1 and process_group is not False:
         raise PlaceError(
             f"srun started one process on this node, which sees {gpus} GPUs: all but one would be idle",

@@ -1,4 +1,6 @@
-"""The end of a worker process: what it has to leave is remembered from `init` on, and an uncaught exception is told at once."""
+"""The end of a worker process: what it has to leave is remembered from `init` on, and an uncaught
+exception is told at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import sys
 
 from clusterjob.worker import process, store
 
-# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
+# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name
+# for theirs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
@@ -24,7 +27,8 @@ class Remembered:
         context: what `init` has returned, until it is left.
         timeout: what `init` was given, in seconds.
         rounds: process groups that were made here.
-        pid: of the process that called `init`: a forked child inherits the rest, and none of it is its own.
+        pid: of the process that called `init`: a forked child inherits the rest, and none of it is
+            its own.
         watched: whether the ends of this process are looked after.
         hosted: rank 0's: a store that it serves itself, and for how many processes.
         abandoned: whether threads of a group that was left in the middle still run.
@@ -44,10 +48,12 @@ remembered = Remembered()
 
 
 def leave(*, failed: bool) -> None:
-    """Leave the process group that was made here and forget the context; nothing where there is none.
+    """Leave the process group that was made here and forget the context; nothing where there is
+    none.
 
     Args:
-        failed: whether this process ends in the middle of its work, so that nobody may be waited for.
+        failed: whether this process ends in the middle of its work, so that nobody may be waited
+            for.
     """
     context, remembered.context = remembered.context, None
     hosted, remembered.hosted = remembered.hosted, None
@@ -58,7 +64,8 @@ def leave(*, failed: bool) -> None:
 
 
 def watch(local_rank: int) -> None:
-    """Have the group left at the end of the process, and an uncaught exception reported the moment it happens. Once is enough.
+    """Have the group left at the end of the process, and an uncaught exception reported the moment
+    it happens. Once is enough.
 
     Args:
         local_rank: the worker that the launcher is told of.
@@ -73,16 +80,25 @@ def watch(local_rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         import threading
 
-        own = os.getpid() == remembered.pid and threading.current_thread() is threading.main_thread()
+        own = (
+            os.getpid() == remembered.pid and threading.current_thread() is threading.main_thread()
+        )
         if own and report_fd is not None:
             from clusterjob.node import program
             from clusterjob.node.workers import report
 
-            report.report(report_fd, local_rank, program.summary(error), 130 if kind is KeyboardInterrupt else 1)
+            report.report(
+                report_fd,
+                local_rank,
+                program.summary(error),
+                130 if kind is KeyboardInterrupt else 1,
+            )
         previous(kind, error, trace)
         if own and not process.is_interactive():
             leave(failed=True)
-            if remembered.abandoned and kind is not KeyboardInterrupt:  # that one ends by its signal
+            if (
+                remembered.abandoned and kind is not KeyboardInterrupt
+            ):  # that one ends by its signal
                 process.end_process(1)
 
     sys.excepthook = hook

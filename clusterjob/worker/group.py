@@ -1,4 +1,6 @@
-"""The process group of a worker: made over a store where all have met, or the script's own; and the context around it."""
+"""The process group of a worker: made over a store where all have met, or the script's own; and the
+context around it.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ from clusterjob.worker.signed_values import SignedStore
 from clusterjob.worker.store import meeting_store, note_joined, where
 
 
-def make(finding: Finding, backend: str | None, timeout: float | None, *, process_group: bool | None) -> Context:
+def make(
+    finding: Finding, backend: str | None, timeout: float | None, *, process_group: bool | None
+) -> Context:
     """Return a context of our own making, with a process group where there should be one.
 
     Args:
         finding: this process's place.
         backend: the backend that the script wants; None for the machine's own.
-        timeout: seconds after which a collective, or the meeting of all processes, fails; None for torch's own.
+        timeout: seconds after which a collective, or the meeting of all processes, fails; None for
+            torch's own.
         process_group: whether there is to be one; None for one in every launched process.
 
     Raises:
@@ -46,7 +51,9 @@ def make(finding: Finding, backend: str | None, timeout: float | None, *, proces
     context = _context_at(worker, finding.source, device)
     if process_group or (process_group is None and worker is not None):
         if not torch.distributed.is_available():
-            raise UsageError("this torch was built without torch.distributed: init(process_group=False) does without")
+            raise UsageError(
+                "this torch was built without torch.distributed: init(process_group=False) does without"
+            )
         try:
             roll = _make_group(worker, backend, timeout, device)
         finally:
@@ -74,13 +81,18 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
     import torch.distributed as dist
 
     if process_group is False:
-        raise UsageError("init(process_group=False), but the script has initialised torch's default process group already")
+        raise UsageError(
+            "init(process_group=False), but the script has initialised torch's default process group already"
+        )
     kind, gpus = accelerators()
     worker: Any = finding.place
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Only a process's own place has a rank; the script may also have given the group another order than the launcher.
+    # Only a process's own place has a rank; the script may also have given the group another order
+    # than the launcher.
     if (getattr(worker, "rank", None), getattr(worker, "world_size", None)) == (rank, world_size):
-        context = _context_at(worker, finding.source, torch.device(choose_device(worker.local_rank, gpus, kind)))
+        context = _context_at(
+            worker, finding.source, torch.device(choose_device(worker.local_rank, gpus, kind))
+        )
     else:
         context = _context_by_hosts(rank, world_size)
         context.device = torch.device(choose_device(context.local_rank, gpus, kind))
@@ -91,17 +103,21 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
         getattr(torch, kind).set_device(context.device)
     context.join_group(owned=False)
     if backend is not None and backend != context.backend:
-        raise UsageError(f"init(backend={backend!r}), but the script has initialised the process group with {context.backend}")
+        raise UsageError(
+            f"init(backend={backend!r}), but the script has initialised the process group with {context.backend}"
+        )
     ending.watch(context.local_rank)
     return context
 
 
 def load_functional() -> None:
-    """Import torch.distributed.nn.functional while there is no process group, where this torch has it.
+    """Import torch.distributed.nn.functional while there is no process group, where this torch has
+    it.
 
-    Functions of that module take the default group of the moment of its import for a default argument. Imported later, as by
-    the first optimizer, it keeps the group for ever: gloo's threads outlive destroy_process_group(), and now and then abort
-    the process when the interpreter ends (pytorch#179291).
+    Functions of that module take the default group of the moment of its import for a default
+    argument. Imported later, as by the first optimizer, it keeps the group for ever: gloo's threads
+    outlive destroy_process_group(), and now and then abort the process when the interpreter ends
+    (pytorch#179291).
     """
     import torch.distributed as dist
 
@@ -109,8 +125,12 @@ def load_functional() -> None:
         import torch.distributed.nn.functional  # noqa: F401
 
 
-def _make_group(worker: Worker | None, backend: str, timeout: float | None, device: Any) -> Roll | None:
-    """Make the default process group; returns what the roll-call has found, None in a world of one without a launcher."""
+def _make_group(
+    worker: Worker | None, backend: str, timeout: float | None, device: Any
+) -> Roll | None:
+    """Make the default process group; returns what the roll-call has found, None in a world of one
+    without a launcher.
+    """
     import torch.distributed as dist
 
     load_functional()
@@ -118,7 +138,8 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)
     if backend == "nccl":
-        # Bound to its device the communicator forms at once, errors show here, and no barrier has to guess.
+        # Bound to its device the communicator forms at once, errors show here, and no barrier has
+        # to guess.
         options["device_id"] = device
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
@@ -128,10 +149,22 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     patience = timeout or rendezvous.DEFAULT_TIMEOUT
     try:
         place = meeting_store(worker, options, patience)
-        corner, ask = SignedStore(dist.PrefixStore("roll", place.store), place.number), process.ask_agents(worker.local_rank)
-        roll = rendezvous.call(corner, worker, rendezvous.own_facts(worker, device, backend), patience, started=place.served, ask=ask)
+        corner, ask = (
+            SignedStore(dist.PrefixStore("roll", place.store), place.number),
+            process.ask_agents(worker.local_rank),
+        )
+        roll = rendezvous.call(
+            corner,
+            worker,
+            rendezvous.own_facts(worker, device, backend),
+            patience,
+            started=place.served,
+            ask=ask,
+        )
         with Forming(corner, worker, place.number, ask):
-            dist.init_process_group(store=place.store, rank=worker.rank, world_size=worker.world_size, **options)
+            dist.init_process_group(
+                store=place.store, rank=worker.rank, world_size=worker.world_size, **options
+            )
         place.note_formed()
         if not place.served:
             note_joined(place.store)
@@ -145,7 +178,8 @@ def _make_group(worker: Worker | None, backend: str, timeout: float | None, devi
     finally:
         siblings.part()
     if ending.remembered.rounds:
-        sys.excepthook = hook  # torch has put its "[rank0]:" around it, which the first time is inside it already
+        # Torch has put its "[rank0]:" around it, which the first time is inside it already.
+        sys.excepthook = hook
     ending.remembered.rounds += 1
     return roll
 
@@ -168,7 +202,9 @@ def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
 
 
 def _context_by_hosts(rank: int, world_size: int) -> Context:
-    """Return the context of a group whose processes know their ranks alone: they tell each other where they run."""
+    """Return the context of a group whose processes know their ranks alone: they tell each other
+    where they run.
+    """
     import torch
     import torch.distributed as dist
 

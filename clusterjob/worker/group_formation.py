@@ -1,7 +1,9 @@
-"""torch makes a process group without a word, and may wait half an hour for a peer: those who wait tell each other, and one says so.
+"""torch makes a process group without a word, and may wait half an hour for a peer: those who wait
+tell each other, and one says so.
 
-Each process leaves one sign once it has the group. Whoever has none after some seconds says that it is there; whoever does not
-even say that has died, or is stuck. Nothing of this costs more than that one request where the group is made at once.
+Each process leaves one sign once it has the group. Whoever has none after some seconds says that it
+is there; whoever does not even say that has died, or is stuck. Nothing of this costs more than that
+one request where the group is made at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from clusterjob.worker.rendezvous import Ask, Facts
 from clusterjob.worker.signed_values import SignedStore
 from clusterjob.worker.store import another_connection
 
-_SIGN = 3.0  # seconds after which whoever has no group says that it is there; one that was called late says so later
+# Seconds after which whoever has no group says that it is there; one that was called late says so
+# later.
+_SIGN = 3.0
 _OTHERS = 1.0  # seconds that are left to others before they are said not to answer
 _LOOK = 0.05  # seconds between two looks for what another one has found at the end
 
@@ -34,7 +38,8 @@ class Forming:
         ask: as for `rollcall.call`.
 
     Raises:
-        GangError: torch has given up, because of processes that do not answer; their names are in it.
+        GangError: torch has given up, because of processes that do not answer; their names are in
+            it.
     """
 
     def __init__(self, store: Any, worker: Worker, number: int, ask: Ask) -> None:
@@ -50,10 +55,17 @@ class Forming:
         if self._worker.world_size > 1:
             threading.Thread(target=self._watch, name="clusterjob-forming", daemon=True).start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
         self._over.set()
         if error is None:
-            with contextlib.suppress(RuntimeError):  # whoever serves the store has the group, and may have left
+            with contextlib.suppress(
+                RuntimeError
+            ):  # whoever serves the store has the group, and may have left
                 self._store.set(f"formed{self._worker.rank}", "")
         elif isinstance(error, RuntimeError) and self._is_there:
             waited_for = self._last_look()
@@ -92,10 +104,14 @@ class Forming:
             named = self._named(store, without)
             who = f"{len(without)} of {self._worker.world_size} processes wait for each other, such as {named[0]} and {named[-1]}"
             hint = "can their machines reach each other at every port, by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
-            once_per_host.say(f"the process group is not made after {self._waited():.0f} s: {who}: {hint}")
+            once_per_host.say(
+                f"the process group is not made after {self._waited():.0f} s: {who}: {hint}"
+            )
 
     def _last_look(self) -> str:
-        """Return who does not answer, now that torch has given up; the same for all, and empty if all answer."""
+        """Return who does not answer, now that torch has given up; the same for all, and empty if
+        all answer.
+        """
         try:
             store = self._connect()
             if self._first(store, "looks at the end"):
@@ -112,10 +128,14 @@ class Forming:
             return ""
 
     def _connect(self) -> Any:
-        """A request of torch's that waits holds its connection: nothing else comes through there meanwhile."""
+        """A request of torch's that waits holds its connection: nothing else comes through there
+        meanwhile.
+        """
         import torch.distributed as dist
 
-        return SignedStore(dist.PrefixStore("roll", another_connection(self._worker, self._number)), self._number)
+        return SignedStore(
+            dist.PrefixStore("roll", another_connection(self._worker, self._number)), self._number
+        )
 
     def _first(self, store: Any, what: str) -> bool:
         own = str(self._worker.rank)
@@ -128,7 +148,14 @@ class Forming:
 
     def _named(self, store: Any, ranks: list[int]) -> list[str]:
         ends = [ranks[0], ranks[-1]]
-        return [rendezvous.who(Facts.of(data)) for data in store.multi_get([f"rank{rank}" for rank in ends])]
+        return [
+            rendezvous.who(Facts.of(data))
+            for data in store.multi_get([f"rank{rank}" for rank in ends])
+        ]
 
     def _stuck(self, store: Any, silent: list[int]) -> str:
-        return rendezvous.gone(store, silent, "at the roll-call, and no answer while the process group is made: died, or stuck")
+        return rendezvous.gone(
+            store,
+            silent,
+            "at the roll-call, and no answer while the process group is made: died, or stuck",
+        )

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 
 _BACKLOG = 4096
 _others: set[str] = set()  # names under which another process of this user's was found
-_FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0  # seconds before the first line that says who is missing, and between later ones
+_FIRST_NOTICE, _LATER_NOTICES = (
+    4.0,
+    30.0,
+)  # seconds before the first line that says who is missing, and between later ones
 
 
 def say(text: str) -> None:
@@ -27,10 +30,12 @@ def notices() -> Iterator[float]:
 
 
 def take_turn(subject: str) -> socket.socket | None:
-    """Return a sign that this process speaks, until it is closed or the process ends; None while another one speaks.
+    """Return a sign that this process speaks, until it is closed or the process ends; None while
+    another one speaks.
 
-    It is a Unix socket without a file (unix(7), "abstract"), whose name only one process of a machine can have: whichever asks
-    first, so that nobody is silent because a particular one, such as local rank 0, is not there.
+    It is a Unix socket without a file (unix(7), "abstract"), whose name only one process of a
+    machine can have: whichever asks first, so that nobody is silent because a particular one, such
+    as local rank 0, is not there.
 
     Args:
         subject: what is spoken of.
@@ -52,7 +57,8 @@ def take_turn(subject: str) -> socket.socket | None:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether it is this user who listens under a name: anybody may take one. Where the backlog is full, nobody knows.
+    """Return whether it is this user who listens under a name: anybody may take one. Where the
+    backlog is full, nobody knows.
 
     Args:
         name: an abstract one, with its leading zero byte.
@@ -63,5 +69,7 @@ def is_ours(name: str) -> bool:
             probe.connect(name)
         except OSError:
             return False
-        _, uid, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        _, uid, _ = struct.unpack(
+            "3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )
     return bool(uid == os.getuid())

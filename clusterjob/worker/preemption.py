@@ -1,7 +1,9 @@
-"""The worker side of a preemption: how a training script learns that its job's end is near, and leaves to be queued again.
+"""The worker side of a preemption: how a training script learns that its job's end is near, and
+leaves to be queued again.
 
-The warning comes through a pipe of the agent that started this process. Where another launcher did, a file in the job's
-directory stands for it, looked at once a second; and so do the scheduler's own signals. `Context` offers what is here.
+The warning comes through a pipe of the agent that started this process. Where another launcher did,
+a file in the job's directory stands for it, looked at once a second; and so do the scheduler's own
+signals. `Context` offers what is here.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import os
 
 from clusterjob.worker import process
 
-# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
+# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name
+# for theirs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
 _INTERVAL = 1.0  # seconds between two looks at what cannot be waited for
 _LEAVING = 5.0  # seconds for a process group whose other members may have gone already
 _FIRST_SIGNAL = 10  # above SIGRTMIN: the first few belong to libraries
-BY_SIGNALS = "none"  # CLUSTERJOB_WARNING_FD where there is no agent, and a scheduler signals each process of a job that it warns
+# CLUSTERJOB_WARNING_FD where there is no agent, and a scheduler signals each process of a job that
+# it warns.
+BY_SIGNALS = "none"
 
 
 class Preemptible:
@@ -45,17 +50,19 @@ class Preemptible:
     def preempted(self) -> bool:
         """Whether the job's end is near. Costs a few microseconds, so every step may ask.
 
-        Processes may see it at different steps. To leave together they have to agree: ``ctx.reduce(ctx.preempted, "max")``.
+        Processes may see it at different steps. To leave together they have to agree:
+        ``ctx.reduce(ctx.preempted, "max")``.
         """
         _watch.arm(self._pid)
         return _watch.look()
 
     def on_preempt(self, callback: Callable[[], object]) -> None:
-        """Have a function called, once, when the job's end is near; several are called in the order in which they were given.
+        """Have a function called, once, when the job's end is near; several are called in the order
+        in which they were given.
 
-        It runs on the main thread as soon as that runs Python, in the middle of whatever it does: a step may be half done.
-        What it raises goes on from there, and may end the script. Given on another thread, it runs on a thread of its own.
-        Given after the warning, it runs at once.
+        It runs on the main thread as soon as that runs Python, in the middle of whatever it does: a
+        step may be half done. What it raises goes on from there, and may end the script. Given on
+        another thread, it runs on a thread of its own. Given after the warning, it runs at once.
 
         Args:
             callback: takes nothing.
@@ -64,10 +71,11 @@ class Preemptible:
         _watch.add(callback)
 
     def requeue(self) -> NoReturn:
-        """Leave in order that the job be queued again: leave the process group, then end with the exit code 75.
+        """Leave in order that the job be queued again: leave the process group, then end with the
+        exit code 75.
 
-        Every process calls it, once the checkpoint is safe. Those that fail because a peer has left like this do not fail the
-        job. Without a warning, 75 is a failure like any other.
+        Every process calls it, once the checkpoint is safe. Those that fail because a peer has left
+        like this do not fail the job. Without a warning, 75 is a failure like any other.
 
         Raises:
             SystemExit: always.
@@ -80,7 +88,9 @@ class Preemptible:
         raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def _leave_soon(self) -> bool:
-        """Leave the process group; return False where collectives under way keep this process in it."""
+        """Leave the process group; return False where collectives under way keep this process in
+        it.
+        """
         import threading
 
         def leave() -> None:
@@ -106,7 +116,9 @@ def _announce(local_rank: int, exit_code: int) -> None:
 
 
 def _end_without_the_group(exit_code: int) -> None:
-    """Have the process end, once the script has, without waiting for the collectives of a group that it cannot leave."""
+    """Have the process end, once the script has, without waiting for the collectives of a group
+    that it cannot leave.
+    """
     import atexit
 
     def end() -> None:
@@ -148,10 +160,12 @@ class _Watch:
     # -- where a warning comes from --------------------------------------------------------------------------------------
 
     def arm(self, pid: int) -> None:
-        """Be ready for a warning, and keep the scheduler's signals from ending this process at once.
+        """Be ready for a warning, and keep the scheduler's signals from ending this process at
+        once.
 
         Args:
-            pid: the process whose place in the job it is. Its children keep their signals: SIGTERM is how they are ended.
+            pid: the process whose place in the job it is. Its children keep their signals: SIGTERM
+                is how they are ended.
         """
         if self._armed:
             return
@@ -165,7 +179,9 @@ class _Watch:
         os.register_at_fork(after_in_child=self._disarm_child)
         if self._takes_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
-        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # our agent and our scripts have it ignored
+        if (
+            signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        ):  # our agent and our scripts have it ignored
             signal.signal(signal.SIGUSR1, self._warned)
 
     def _find_sources(self) -> None:
@@ -192,7 +208,9 @@ class _Watch:
             self._marker = ends.warning_file(self._job_dir, contract.read_attempt(os.environ))
 
     def look(self) -> bool:
-        """Return whether the warning has come. On the main thread the callbacks have been called then."""
+        """Return whether the warning has come. On the main thread the callbacks have been called
+        then.
+        """
         if not self._seen:
             if self._pipe is not None:
                 self._seen = _ask(self._pipe, 0)[0]
@@ -217,7 +235,9 @@ class _Watch:
     # -- signals ---------------------------------------------------------------------------------------------------------
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """Take the first SIGTERM for the scheduler's warning, unless the workers are being stopped; the second one is meant."""
+        """Take the first SIGTERM for the scheduler's warning, unless the workers are being stopped;
+        the second one is meant.
+        """
         if self._terminated_once or self._is_stopped():
             import signal
 
@@ -264,7 +284,9 @@ class _Watch:
         else:
             self._others.append(callback)
         if not self.look() and self._thread is None:
-            self._thread = threading.Thread(target=self._wait, daemon=True, name="clusterjob-warning")
+            self._thread = threading.Thread(
+                target=self._wait, daemon=True, name="clusterjob-warning"
+            )
             self._thread.start()
 
     def _free_signal(self) -> int:
@@ -287,7 +309,9 @@ class _Watch:
             self._calling = False
 
     def _wait(self) -> None:
-        """Wait for the warning on a thread of its own. A real signal, unlike a wish, also ends a wait of the main thread."""
+        """Wait for the warning on a thread of its own. A real signal, unlike a wish, also ends a
+        wait of the main thread.
+        """
         import signal
         import threading
         import time

@@ -1,4 +1,6 @@
-"""A worker process as its agent and its interpreter know it: the pipe for its own words, and an end that cannot abort."""
+"""A worker process as its agent and its interpreter know it: the pipe for its own words, and an end
+that cannot abort.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,17 @@ import atexit
 import os
 import sys
 
-# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name for theirs.
+# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name
+# for theirs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def report_pipe() -> int | None:
-    """Return the descriptor on which our agent hears of failures; None under other launchers, and in a worker's children."""
+    """Return the descriptor on which our agent hears of failures; None under other launchers, and
+    in a worker's children.
+    """
     import stat
 
     # The hook, in a process in trouble, has to find `program` and `report` loaded.
@@ -52,9 +57,10 @@ def is_interactive() -> bool:
 def end_process(exit_code: int) -> None:
     """End as the interpreter would, but for the taking apart of its modules.
 
-    Threads of an abandoned group still hold tensors. One that lets go of a tensor while the interpreter is being taken apart
-    brings the process down by SIGABRT ("terminate called without an active exception"), which then hides the failure itself
-    (pytorch#179291; with torch 2.13 in 1 of 15 runs).
+    Threads of an abandoned group still hold tensors. One that lets go of a tensor while the
+    interpreter is being taken apart brings the process down by SIGABRT ("terminate called without
+    an active exception"), which then hides the failure itself (pytorch#179291; with torch 2.13 in 1
+    of 15 runs).
     """
     import ctypes
     import threading

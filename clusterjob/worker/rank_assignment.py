@@ -14,16 +14,19 @@ from clusterjob.node.system import network
 from clusterjob.node.system.network import is_loopback
 from clusterjob.worker import siblings
 
-# Launchers that number their processes and say nothing of nodes: the processes count them when they meet.
+# Launchers that number their processes and say nothing of nodes: the processes count them when they
+# meet.
 NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))
 
 
 def find(by_hand: dict[str, str], *, checked: bool = True, timeout: float | None = None) -> Finding:
-    """Return where this process stands: a finding whose place is a `Worker`, or None for a world of one.
+    """Return where this process stands: a finding whose place is a `Worker`, or None for a world of
+    one.
 
     Args:
         by_hand: what the script itself says, under torch's names.
-        checked: whether conflicts are raised; without, the place may be anything: the script's own group knows better.
+        checked: whether conflicts are raised; without, the place may be anything: the script's own
+            group knows better.
         timeout: seconds to wait for rank 0, where only it can say where the others find it.
 
     Raises:
@@ -31,22 +34,38 @@ def find(by_hand: dict[str, str], *, checked: bool = True, timeout: float | None
         PlaceError: the environment is half-set, contradictory, or a node's.
     """
     if by_hand and not {"RANK", "WORLD_SIZE"} <= by_hand.keys():
-        raise UsageError(f"init was given {', '.join(name.lower() for name in by_hand)}: a place by hand needs rank and world_size")
-    if by_hand.get("WORLD_SIZE") == "1" and by_hand["RANK"] == by_hand.get("LOCAL_RANK", "0") == "0":
+        raise UsageError(
+            f"init was given {', '.join(name.lower() for name in by_hand)}: a place by hand needs rank and world_size"
+        )
+    if (
+        by_hand.get("WORLD_SIZE") == "1"
+        and by_hand["RANK"] == by_hand.get("LOCAL_RANK", "0") == "0"
+    ):
         return Finding(source="arguments", place=None)
     if checked and by_hand:
         by_hand = _on_one_machine(_among_siblings(by_hand, timeout))
     given = _local_rank_of_argv() | by_hand
     # A place by hand is a process's, whatever else the environment speaks of.
-    finding = torch_env.read(os.environ | given) if given else environments.detect(environments.look(os.environ))
+    finding = (
+        torch_env.read(os.environ | given)
+        if given
+        else environments.detect(environments.look(os.environ))
+    )
     if not checked:
         return finding
     by_node = finding.evidence.get("node_rank") == "RANK"
     if finding.conflicts and by_node:
-        finding = replace(finding, conflicts=(*finding.conflicts, "LOCAL_RANK is not set, so that RANK counts nodes"))
+        finding = replace(
+            finding,
+            conflicts=(*finding.conflicts, "LOCAL_RANK is not set, so that RANK counts nodes"),
+        )
     finding = _alone_on_its_node(finding.check())
     if finding.place is not None and not isinstance(finding.place, Worker):
-        script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0].endswith(".py") else "train.py"
+        script = (
+            os.path.basename(sys.argv[0])
+            if sys.argv and sys.argv[0].endswith(".py")
+            else "train.py"
+        )
         why = " (LOCAL_RANK is not set, so that RANK counts nodes)" if by_node else ""
         raise PlaceError(
             f"the environment ({finding.source}) gives the place of a node, not of a process{why}: "
@@ -58,35 +77,61 @@ def find(by_hand: dict[str, str], *, checked: bool = True, timeout: float | None
 
 
 def _among_siblings(by_hand: dict[str, str], timeout: float | None) -> dict[str, str]:
-    """Return a place by hand with the rest of it, where it is that of one of multiprocessing's processes, all of this machine."""
-    addressed = {"MASTER_ADDR", "MASTER_PORT"} & (by_hand.keys() | {name for name, value in os.environ.items() if value})
+    """Return a place by hand with the rest of it, where it is that of one of multiprocessing's
+    processes, all of this machine.
+    """
+    addressed = {"MASTER_ADDR", "MASTER_PORT"} & (
+        by_hand.keys() | {name for name, value in os.environ.items() if value}
+    )
     rank, world_size = by_hand.get("RANK", ""), by_hand.get("WORLD_SIZE", "")
-    here = by_hand.get("LOCAL_RANK", rank) == rank and by_hand.get("LOCAL_WORLD_SIZE", world_size) == world_size
+    here = (
+        by_hand.get("LOCAL_RANK", rank) == rank
+        and by_hand.get("LOCAL_WORLD_SIZE", world_size) == world_size
+    )
     if addressed or not here or not siblings.are_there():
         return by_hand
     if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
         return by_hand  # which is refused with its reason
-    return _all_here(by_hand) | {"MASTER_ADDR": siblings.ADDRESS, "MASTER_PORT": str(siblings.meet(int(rank), timeout))}
+    return _all_here(by_hand) | {
+        "MASTER_ADDR": siblings.ADDRESS,
+        "MASTER_PORT": str(siblings.meet(int(rank), timeout)),
+    }
 
 
 def _on_one_machine(by_hand: dict[str, str]) -> dict[str, str]:
-    """Return a place by hand with the rest of it, where all meet at an address that means each machine itself: all are of this one."""
+    """Return a place by hand with the rest of it, where all meet at an address that means each
+    machine itself: all are of this one.
+    """
     given = os.environ | by_hand
     knows_more = given.get("LOCAL_RANK") or given.get("LOCAL_WORLD_SIZE")
-    return by_hand if knows_more or not is_loopback(given.get("MASTER_ADDR", "")) else _all_here(by_hand)
+    return (
+        by_hand
+        if knows_more or not is_loopback(given.get("MASTER_ADDR", ""))
+        else _all_here(by_hand)
+    )
 
 
 def _all_here(by_hand: dict[str, str]) -> dict[str, str]:
     return by_hand | {
-        "LOCAL_RANK": by_hand["RANK"], "LOCAL_WORLD_SIZE": by_hand["WORLD_SIZE"], "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"
-    }  # fmt: skip
+        "LOCAL_RANK": by_hand["RANK"],
+        "LOCAL_WORLD_SIZE": by_hand["WORLD_SIZE"],
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
 
 
 def _check_launcher(finding: Finding) -> None:
-    """Refuse a master that is mpirun's own machine, where rank 0 is told to meet the others, if rank 0 runs elsewhere."""
+    """Refuse a master that is mpirun's own machine, where rank 0 is told to meet the others, if
+    rank 0 runs elsewhere.
+    """
     worker = finding.place
     implied = finding.evidence.get("master_addr") == openmpi_env.LAUNCHER
-    if implied and isinstance(worker, Worker) and worker.rank == 0 and not network.is_own(worker.topology.master_addr):
+    if (
+        implied
+        and isinstance(worker, Worker)
+        and worker.rank == 0
+        and not network.is_own(worker.topology.master_addr)
+    ):
         raise PlaceError(
             f"rank 0 does not run where mpirun does, at {worker.topology.master_addr}, and nothing says where the others find it",
             "MASTER_ADDR names rank 0's machine: mpirun -x MASTER_ADDR=...",
@@ -94,10 +139,11 @@ def _check_launcher(finding: Finding) -> None:
 
 
 def prepare(finding: Finding) -> None:
-    """Set, where the user has not, what makes torch's start quick and right: outside of our agents nobody else has.
+    """Set, where the user has not, what makes torch's start quick and right: outside of our agents
+    nobody else has.
 
-    The interface and the patience of the resolver, and this process's share of the cores (OMP_NUM_THREADS). All of it is
-    inherited by what the process starts.
+    The interface and the patience of the resolver, and this process's share of the cores
+    (OMP_NUM_THREADS). All of it is inherited by what the process starts.
 
     Args:
         finding: this process's own.
@@ -116,8 +162,12 @@ def prepare(finding: Finding) -> None:
 
 
 def _local_rank_of_argv() -> dict[str, str]:
-    """Return LOCAL_RANK from ``--local-rank=N``: torch.distributed.launch of older torch says it there alone."""
-    if os.environ.get("LOCAL_RANK") or not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
+    """Return LOCAL_RANK from ``--local-rank=N``: torch.distributed.launch of older torch says it
+    there alone.
+    """
+    if os.environ.get("LOCAL_RANK") or not (
+        os.environ.get("RANK") and os.environ.get("WORLD_SIZE")
+    ):
         return {}
     for word in sys.argv[1:]:
         name, _, value = word.partition("=")
@@ -127,7 +177,9 @@ def _local_rank_of_argv() -> dict[str, str]:
 
 
 def _alone_on_its_node(finding: Finding) -> Finding:
-    """Return a finding of Slurm's with what a process makes of it: a step's only task on its node is a process of its own."""
+    """Return a finding of Slurm's with what a process makes of it: a step's only task on its node
+    is a process of its own.
+    """
     place = finding.place
     if finding.source != slurm_env.SOURCE or place is None:
         return finding
@@ -135,4 +187,6 @@ def _alone_on_its_node(finding: Finding) -> Finding:
         if (place.nproc_per_node or 1) > 1:
             return finding
         place = slurm_env.as_worker(place, os.environ)
-    return replace(finding, place=replace(place, topology=slurm_addresses.settle(place.topology, os.environ)))
+    return replace(
+        finding, place=replace(place, topology=slurm_addresses.settle(place.topology, os.environ))
+    )

@@ -1,8 +1,9 @@
-"""The processes of a job find each other over torch's store, and whoever is missing, or does not belong, is named.
+"""The processes of a job find each other over torch's store, and whoever is missing, or does not
+belong, is named.
 
-Each rank costs the store a few requests, whatever the size of the job: it compares itself with the first that came. Rank 0 alone
-looks at all. What torch would answer with a wait of half an hour, or with pages of C++ frames, is one line here: FIELD notes
-such as pytorch#41665 and nccl#1260.
+Each rank costs the store a few requests, whatever the size of the job: it compares itself with the
+first that came. Rank 0 alone looks at all. What torch would answer with a wait of half an hour, or
+with pages of C++ frames, is one line here: FIELD notes such as pytorch#41665 and nccl#1260.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ DEFAULT_TIMEOUT = 1800.0  # seconds, as torch's own for gloo
 _GRACE = 5.0  # seconds that the others give rank 0 beyond their own patience
 _FARTHEST_CLOCK = 60.0  # seconds between two hosts' clocks that nobody needs to hear of
 _QUICK = 3.0  # seconds in which a start that goes well is over
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds between two looks of whoever oversees the roll-call
+_SHORTEST_PAUSE, _LONGEST_PAUSE = (
+    0.001,
+    0.01,
+)  # seconds between two looks of whoever oversees the roll-call
 _EAGER_PAUSE = 0.002  # ... while the start may still be a quick one: all wait for that one look
 _MOST_NAMED = 8
 _LONGEST_ANSWER = 4000
@@ -74,7 +78,10 @@ class Facts:
                 return cls(**fields | {"time": float(fields["time"])})
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             pass
-        raise GangError("torch's store holds what no process of a job leaves there", "another program uses MASTER_ADDR:MASTER_PORT")
+        raise GangError(
+            "torch's store holds what no process of a job leaves there",
+            "another program uses MASTER_ADDR:MASTER_PORT",
+        )
 
     def data(self) -> str:
         """Return what `of` reads."""
@@ -120,7 +127,9 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
     own_name = "SLURM_JOB_ID" if worker.topology.source == "slurm" else "TORCHELASTIC_RUN_ID"
     job = os.environ.get("CLUSTERJOB_JOB_ID") or os.environ.get(own_name) or ""
     host, boot = socket.gethostname(), processes.boot_id() or ""
-    return Facts(worker.rank, host, os.getpid(), boot, worker.world_size, job, versions, gpu, time.time())
+    return Facts(
+        worker.rank, host, os.getpid(), boot, worker.world_size, job, versions, gpu, time.time()
+    )
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,9 @@ class _Call:
     ask: Ask
 
 
-def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool, ask: Ask | None = None) -> Roll:
+def call(
+    store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool, ask: Ask | None = None
+) -> Roll:
     """Return once all processes are there.
 
     Args:
@@ -142,12 +153,15 @@ def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: boo
         worker: this process's place.
         own: what it says of itself.
         timeout: seconds to wait for the others.
-        started: whether a launcher on each node has started all of them, so that whoever is missing has only not come so far.
-        ask: told the missing ranks, and whether this is the end, whenever this process says that it waits for them.
+        started: whether a launcher on each node has started all of them, so that whoever is missing
+            has only not come so far.
+        ask: told the missing ranks, and whether this is the end, whenever this process says that it
+            waits for them.
 
     Raises:
-        GangError: somebody is missing, twice there, of another job, or of another version; all processes hear the same, and
-            whoever does not belong is refused without waiting for those who are missing.
+        GangError: somebody is missing, twice there, of another job, or of another version; all
+            processes hear the same, and whoever does not belong is refused without waiting for
+            those who are missing.
     """
     mine = _Call(store, worker, own, started, ask or _ask_nobody)
     try:
@@ -157,20 +171,32 @@ def call(store: Any, worker: Worker, own: Facts, timeout: float, *, started: boo
         if not answer["refused"]:
             ahead = time.time() - float(answer["time"])
             if abs(ahead) > _FARTHEST_CLOCK and worker.rank:
-                _tell_clock(store, own, f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's")
+                _tell_clock(
+                    store,
+                    own,
+                    f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
+                )
             return Roll(answer["nodes"])
         if worker.rank == 0:
             _await_hearing(store, worker)
         else:
-            with contextlib.suppress(RuntimeError):  # the answer is known, and the store may be gone with rank 0
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the answer is known, and the store may be gone with rank 0
                 store.add("heard", 1)
     except RuntimeError as error:  # torch's DistError is one
-        raise GangError(f"{who(own)} was at the roll-call, and rank 0 does not end it: {_first(error)}") from error
-    raise GangError(sanitize(str(answer["refused"]))[:_LONGEST_ANSWER], sanitize(str(answer["hint"]))[:_LONGEST_ANSWER])
+        raise GangError(
+            f"{who(own)} was at the roll-call, and rank 0 does not end it: {_first(error)}"
+        ) from error
+    raise GangError(
+        sanitize(str(answer["refused"]))[:_LONGEST_ANSWER],
+        sanitize(str(answer["hint"]))[:_LONGEST_ANSWER],
+    )
 
 
 def _enter(call: _Call) -> bool:
-    """Leave this process's facts in the store, and see whether they agree with those of the first that came.
+    """Leave this process's facts in the store, and see whether they agree with those of the first
+    that came.
 
     Returns:
         Whether this process is the first.
@@ -193,7 +219,10 @@ def _enter(call: _Call) -> bool:
     if own.gpu and not refused:
         user = Facts.of(store.compare_set(f"gpu {own.gpu}", "", data))
         if user != own:
-            refused, hint = f"{who(own)} and {who(user)} have the same GPU, {own.gpu}", "LOCAL_RANK and CUDA_VISIBLE_DEVICES choose it"
+            refused, hint = (
+                f"{who(own)} and {who(user)} have the same GPU, {own.gpu}",
+                "LOCAL_RANK and CUDA_VISIBLE_DEVICES choose it",
+            )
     if refused:
         _answer(store, refused, hint)
     if first.time - own.time > _FARTHEST_CLOCK:  # the other way round it may only have come later
@@ -202,14 +231,17 @@ def _enter(call: _Call) -> bool:
             _tell_clock(store, first, f"{off} ahead of rank 0's")
         else:
             _tell_clock(store, own, f"{off} behind {_whose(first)}")
-    # Whoever is refused has said so before it is counted: nobody then takes the number for a full house.
+    # Whoever is refused has said so before it is counted: nobody then takes the number for a full
+    # house.
     if store.add("count", 1) == own.world_size:
         store.set("full", "")
     return first == own
 
 
 def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
-    """Return in one line why two processes cannot be of one job, and a hint; empty if they can. It is the same for both."""
+    """Return in one line why two processes cannot be of one job, and a hint; empty if they can. It
+    is the same for both.
+    """
     if own.rank < first.rank:
         own, first = first, own
     if own.world_size != first.world_size:
@@ -223,15 +255,20 @@ def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
             "two jobs have the same MASTER_ADDR and MASTER_PORT: one of them needs another port",
         )
     if own.versions != first.versions:
-        return f"{who(own)} has {own.versions}, {who(first)} has {first.versions}", "all nodes need the same installation of torch"
+        return (
+            f"{who(own)} has {own.versions}, {who(first)} has {first.versions}",
+            "all nodes need the same installation of torch",
+        )
     return "", ""
 
 
 def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
-    """Wait for the answer to all. Rank 0 gives it; while rank 0 itself is missing, the first that came oversees in its place.
+    """Wait for the answer to all. Rank 0 gives it; while rank 0 itself is missing, the first that
+    came oversees in its place.
 
-    A wait of torch's that times out writes two lines of C++ into stderr and hears no Ctrl-C. So the others wait by it as long as
-    a good start takes and no longer: whoever oversees ends that wait in time, and from then on each looks now and then.
+    A wait of torch's that times out writes two lines of C++ into stderr and hears no Ctrl-C. So the
+    others wait by it as long as a good start takes and no longer: whoever oversees ends that wait
+    in time, and from then on each looks now and then.
 
     Raises:
         GangError: nobody oversees, and nothing is heard of rank 0.
@@ -264,7 +301,9 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
                 _answer(store, f"{_missing(call, missing)}; gave up after {waited:.0f} s")
                 return
             if waited > timeout + _GRACE:
-                raise GangError(f"{who(call.own)} was at the roll-call, and rank 0 does not end it; gave up after {waited:.0f} s")
+                raise GangError(
+                    f"{who(call.own)} was at the roll-call, and rank 0 does not end it; gave up after {waited:.0f} s"
+                )
             if waited > due:
                 due = next(notices)
                 if in_charge:
@@ -274,7 +313,9 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
 
 
 def _await_good_start(store: Any, patience: float) -> None:
-    """Wait, some seconds (patience) at most, until the start is over or no good one; RuntimeError, torch's own, if the store goes."""
+    """Wait, some seconds (patience) at most, until the start is over or no good one; RuntimeError,
+    torch's own, if the store goes.
+    """
     begin = time.monotonic()
     try:
         store.wait(["look"], timedelta(seconds=patience))
@@ -284,7 +325,9 @@ def _await_good_start(store: Any, patience: float) -> None:
 
 
 def _answer_all(call: _Call, patience: float) -> None:
-    """Give rank 0's answer once all have come: after a start that took long all have to say so again, in the seconds that are left."""
+    """Give rank 0's answer once all have come: after a start that took long all have to say so
+    again, in the seconds that are left.
+    """
     store, ranks = call.store, range(call.worker.world_size)
     everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in ranks])]
     took = max(each.time for each in everybody) - min(each.time for each in everybody)
@@ -294,9 +337,11 @@ def _answer_all(call: _Call, patience: float) -> None:
 
 
 def _call_again(call: _Call, patience: float) -> None:
-    """Wait until all have said once more that they are there: where the last came late, others may have gone meanwhile.
+    """Wait until all have said once more that they are there: where the last came late, others may
+    have gone meanwhile.
 
-    torch would wait for them without a word. Who does not answer is named, and refused in the end, as whoever never came.
+    torch would wait for them without a word. Who does not answer is named, and refused in the end,
+    as whoever never came.
 
     Args:
         call: rank 0's part.
@@ -331,13 +376,19 @@ def _repeat(call: _Call) -> None:
 
 
 def _idle_pause(world_size: int) -> float:
-    """Return the seconds between two looks of a rank that does not oversee: the store answers some thousands a second."""
+    """Return the seconds between two looks of a rank that does not oversee: the store answers some
+    thousands a second.
+    """
     return min(1.0, max(0.25, world_size / 4096))
 
 
 def _answer(store: Any, refused: str = "", hint: str = "", nodes: Sequence[int] = ()) -> None:
     """Give the answer to all, unless one was given before."""
-    store.compare_set("go", "", json.dumps({"refused": refused, "hint": hint, "time": time.time(), "nodes": nodes}))
+    store.compare_set(
+        "go",
+        "",
+        json.dumps({"refused": refused, "hint": hint, "time": time.time(), "nodes": nodes}),
+    )
     store.set("look", "")
 
 
@@ -365,11 +416,15 @@ def _say_missing(call: _Call, waited: float) -> None:
     now = time.time()
     for each in map(Facts.of, call.store.multi_get(there)):
         if each.time - now > _FARTHEST_CLOCK:  # it has come before now
-            _tell_clock(call.store, each, f"at least {each.time - now:.0f} s ahead of {_whose(call.own)}")
+            _tell_clock(
+                call.store, each, f"at least {each.time - now:.0f} s ahead of {_whose(call.own)}"
+            )
 
 
 def _tell_clock(store: Any, of: Facts, how: str) -> None:
-    """Say that the clock of a process's machine is off, once for the machine; of many machines some."""
+    """Say that the clock of a process's machine is off, once for the machine; of many machines
+    some.
+    """
     if store.add(f"clock {of.host} {of.boot}", 1) == 1 and store.add("clocks", 1) <= _MOST_NAMED:
         once_per_host.say(f"the clock of {of.process()}, rank {of.rank}, is {how}")
 
@@ -401,11 +456,22 @@ def _missing(call: _Call, missing: list[int]) -> str:
     size = max(1, worker.local_world_size)
     hosts: dict[int, str] = {}
     for node in dict.fromkeys(rank // size for rank in missing):
-        there = [rank for rank in range(node * size, min(worker.world_size, (node + 1) * size)) if rank not in missing]
+        there = [
+            rank
+            for rank in range(node * size, min(worker.world_size, (node + 1) * size))
+            if rank not in missing
+        ]
         if there:
             hosts[node] = Facts.of(store.get(f"rank{there[0]}")).host
-    named = [f"{rank} (node {rank // size}{f', {hosts[rank // size]}' if rank // size in hosts else ''})" for rank in missing[:_MOST_NAMED]]
-    known = "started, and not yet at init()" if call.started else "not heard of: not started, or still importing"
+    named = [
+        f"{rank} (node {rank // size}{f', {hosts[rank // size]}' if rank // size in hosts else ''})"
+        for rank in missing[:_MOST_NAMED]
+    ]
+    known = (
+        "started, and not yet at init()"
+        if call.started
+        else "not heard of: not started, or still importing"
+    )
     return f"{_waiting_for(missing, named)}: {known}"
 
 

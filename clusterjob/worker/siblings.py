@@ -1,9 +1,11 @@
-"""Processes that one parent has started by multiprocessing find each other without being told an address.
+"""Processes that one parent has started by multiprocessing find each other without being told an
+address.
 
-Rank 0 has the kernel choose a port of the loopback interface and listens on it from that moment on: nobody else can take
-it. The port is in the name of a Unix socket without a file (unix(7), "abstract"), which ends with the process. The name
-begins and ends with what the parent's children alone can compute: they have inherited multiprocessing's key. Nobody connects to
-that socket: whoever has filled its backlog would hold everybody up.
+Rank 0 has the kernel choose a port of the loopback interface and listens on it from that moment on:
+nobody else can take it. The port is in the name of a Unix socket without a file (unix(7),
+"abstract"), which ends with the process. The name begins and ends with what the parent's children
+alone can compute: they have inherited multiprocessing's key. Nobody connects to that socket:
+whoever has filled its backlog would hold everybody up.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _rounds = itertools.count()
 
 
 def are_there() -> bool:
-    """Return whether this process was started by multiprocessing, or by what stands on it, such as torch.multiprocessing."""
+    """Return whether this process was started by multiprocessing, or by what stands on it, such as
+    torch.multiprocessing.
+    """
     multiprocessing = sys.modules.get("multiprocessing")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
@@ -103,12 +107,16 @@ def _find(prefix: str, rank: int, patience: float) -> int:
                     return port
             waited = time.monotonic() - begin
             if waited > patience:
-                raise GangError(f"rank {rank} has not heard of rank 0 among its parent's processes; gave up after {waited:.0f} s")
+                raise GangError(
+                    f"rank {rank} has not heard of rank 0 among its parent's processes; gave up after {waited:.0f} s"
+                )
             if waited > due:
                 due = next(notices)
                 turn = turn or once_per_host.take_turn(prefix)
                 if turn:
-                    once_per_host.say(f"rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far")
+                    once_per_host.say(
+                        f"rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far"
+                    )
             time.sleep(_PAUSE)
     finally:
         if turn:
@@ -117,8 +125,12 @@ def _find(prefix: str, rank: int, patience: float) -> int:
 
 def _found(prefix: str) -> list[int]:
     with open("/proc/net/unix", encoding="ascii", errors="replace") as table:
-        names = [words[-1] for words in map(str.split, table) if words]  # a name may hold newlines, and anybody may bind one
-    ports = [name[len(prefix) + 1 :].partition("-")[0] for name in names if name.startswith(f"@{prefix}")]
+        names = [
+            words[-1] for words in map(str.split, table) if words
+        ]  # a name may hold newlines, and anybody may bind one
+    ports = [
+        name[len(prefix) + 1 :].partition("-")[0] for name in names if name.startswith(f"@{prefix}")
+    ]
     numbers = [int(port) for port in ports if port.isascii() and port.isdigit() and len(port) < 6]
     return [port for port in numbers if f"@{_sign(prefix, port)}" in names]
 
@@ -128,8 +140,12 @@ def _sign(prefix: str, port: int) -> str:
 
 
 def _is_ours(port: int) -> bool:
-    """Return whether it is this user who listens there: the name of one that has ended may be anybody's."""
+    """Return whether it is this user who listens there: the name of one that has ended may be
+    anybody's.
+    """
     address = f"{int.from_bytes(socket.inet_aton(ADDRESS), sys.byteorder):08X}:{port:04X}"
     with open("/proc/net/tcp", encoding="ascii") as table:
         rows = [line.split() for line in table]
-    return any(row[1] == address and row[3] == "0A" and row[7] == str(os.getuid()) for row in rows[1:])
+    return any(
+        row[1] == address and row[3] == "0A" and row[7] == str(os.getuid()) for row in rows[1:]
+    )

@@ -1,6 +1,8 @@
-"""What ranks leave in torch's store for each other, signed with the job's key: the store itself lets anybody write anything.
+"""What ranks leave in torch's store for each other, signed with the job's key: the store itself
+lets anybody write anything.
 
-Processes that our agents start have a key (CLUSTERJOB_STORE_KEY). Under other launchers there is none, and values stay as they are.
+Processes that our agents start have a key (CLUSTERJOB_STORE_KEY). Under other launchers there is
+none, and values stay as they are.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ _LENGTH = 64  # of a signature
 
 
 class SignedStore:
-    """A corner of torch's store in which each value carries a signature of itself, its key and its group.
+    """A corner of torch's store in which each value carries a signature of itself, its key and its
+    group.
 
     Args:
         store: the corner.
-        number: which of the groups over this store it is for, from 0: what one group has left is none of the next.
+        number: which of the groups over this store it is for, from 0: what one group has left is
+            none of the next.
     """
 
     def __init__(self, store: Any, number: int) -> None:
@@ -45,7 +49,10 @@ class SignedStore:
 
     def multi_get(self, names: Sequence[str]) -> list[bytes]:
         """Return values; raises as `get` does."""
-        return [self._check(name, value) for name, value in zip(names, self._store.multi_get(list(names)), strict=True)]
+        return [
+            self._check(name, value)
+            for name, value in zip(names, self._store.multi_get(list(names)), strict=True)
+        ]
 
     def compare_set(self, name: str, expected: str, value: str) -> bytes:
         """Leave a value if there is none; return the one that is there. Raises as `get` does."""

@@ -1,4 +1,5 @@
-"""torch's store, over which the processes meet: a launcher's, or one that rank 0 serves itself while the others wait for its listener.
+"""torch's store, over which the processes meet: a launcher's, or one that rank 0 serves itself
+while the others wait for its listener.
 
 Whatever else listens in its place is found out before torch's client meets it.
 """
@@ -26,7 +27,9 @@ _PARTING = 5.0  # seconds that rank 0, once it is through, gives the others to h
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two looks at who has joined
 _BACKLOG = 4096
-_own: dict[tuple[int, str, int], Any] = {}  # stores that this process serves, by its pid and their address
+_own: dict[
+    tuple[int, str, int], Any
+] = {}  # stores that this process serves, by its pid and their address
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -72,15 +75,23 @@ def meeting_store(worker: Worker, options: dict[str, Any], patience: float) -> M
 
     Raises:
         PlaceError: nothing says where rank 0 could be met.
-        GangError: the address does not resolve, there is no way to it, its port is taken, or rank 0 does not come.
+        GangError: the address does not resolve, there is no way to it, its port is taken, or rank 0
+            does not come.
         RuntimeError: torch's own, of a launcher's store.
     """
     if worker.topology.master_port is None:
-        raise PlaceError(f"the environment ({worker.topology.source}) names no port on which rank 0 could be met: set MASTER_PORT")
+        raise PlaceError(
+            f"the environment ({worker.topology.source}) names no port on which rank 0 could be met: set MASTER_PORT"
+        )
     served = _is_served(worker)
-    store = _launchers(worker, {"timeout": options["timeout"]} if "timeout" in options else {}) if served else _open(worker, patience)
-    # The store counts: of the processes that form this group some may be new, such as the children of one trial of a sweep.
-    # Rank 0 is in each group; a rank that only larger groups have follows it.
+    store = (
+        _launchers(worker, {"timeout": options["timeout"]} if "timeout" in options else {})
+        if served
+        else _open(worker, patience)
+    )
+    # The store counts: of the processes that form this group some may be new, such as the children
+    # of one trial of a sweep. Rank 0 is in each group; a rank that only larger groups have follows
+    # it.
     counter, of_rank_0 = (f"clusterjob/next/{rank}" for rank in (worker.rank, 0))
     counted = store.add(counter, 0)
     number = max(counted, store.add(of_rank_0, 0))
@@ -88,14 +99,16 @@ def meeting_store(worker: Worker, options: dict[str, Any], patience: float) -> M
 
 
 def _open(worker: Worker, timeout: float) -> Any:
-    """Return a TCPStore of the job's own, where no agent serves one: rank 0 does, on a socket that it has bound before.
+    """Return a TCPStore of the job's own, where no agent serves one: rank 0 does, on a socket that
+    it has bound before.
 
     Args:
         worker: this process's place.
         timeout: seconds to wait for rank 0, and of the store's requests.
 
     Raises:
-        GangError: the address does not resolve, there is no way to it, its port is taken, or rank 0 does not come.
+        GangError: the address does not resolve, there is no way to it, its port is taken, or rank 0
+            does not come.
     """
     from torch.distributed import TCPStore
 
@@ -114,11 +127,26 @@ def _open(worker: Worker, timeout: float) -> Any:
         listener = found or network.listen_at(host, port, _BACKLOG)
     except OSError as error:
         why = f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot listen at {where(host, port)}: {error.strerror or error}"
-        hint = "MASTER_PORT names another port" if error.errno == errno.EADDRINUSE else "MASTER_ADDR names rank 0's machine"
+        hint = (
+            "MASTER_PORT names another port"
+            if error.errno == errno.EADDRINUSE
+            else "MASTER_ADDR names rank 0's machine"
+        )
         raise GangError(why, hint) from error
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=wait,
+        master_listen_fd=listener.detach(),
+    )
     if found is None and torch_patches.is_of_the_agents():
-        _own[address] = store  # a destroyed group is kept there, and its store with it: the port is not free for the next one
+        _own[address] = (
+            # A destroyed group is kept there, and its store with it: the port is not free for the
+            # next one.
+            store
+        )
     return store
 
 
@@ -142,15 +170,21 @@ def another_connection(worker: Worker, number: int) -> Any:
     wait = timedelta(seconds=_ANSWER)
     if _is_served(worker):
         return _corner(_launchers(worker, {"timeout": wait}), number)
-    return _corner(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait), number)
+    return _corner(
+        dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait), number
+    )
 
 
 def _is_served(worker: Worker) -> bool:
     """Return whether a launcher's agents serve a store at the master's port."""
     master = worker.topology.master_addr, str(worker.topology.master_port)
-    at_master = (os.environ.get("MASTER_ADDR", "").strip(" []"), os.environ.get("MASTER_PORT")) == master
+    at_master = (
+        os.environ.get("MASTER_ADDR", "").strip(" []"),
+        os.environ.get("MASTER_PORT"),
+    ) == master
     served = (
-        not torch_patches.is_of_the_agents() or torch_patches.served_at(master[0], int(master[1])) is not None
+        not torch_patches.is_of_the_agents()
+        or torch_patches.served_at(master[0], int(master[1])) is not None
     )  # a script may name another one
     return at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and served
 
@@ -165,8 +199,8 @@ def _launchers(worker: Worker, wait: dict[str, Any]) -> Any:
 def _corner(store: Any, number: int) -> Any:
     import torch.distributed as dist
 
-    # A launcher's store outlives a group, whose addresses it still holds under the very keys of the next one: torch would
-    # connect to them. So every group has a corner of its own.
+    # A launcher's store outlives a group, whose addresses it still holds under the very keys of the
+    # next one: torch would connect to them. So every group has a corner of its own.
     return dist.PrefixStore(f"clusterjob/{number}", store)
 
 
@@ -176,7 +210,9 @@ def where(host: str, port: int) -> str:
 
 
 def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens at rank 0's port, and say what the kernel says meanwhile: one process of a machine for all."""
+    """Wait until somebody listens at rank 0's port, and say what the kernel says meanwhile: one
+    process of a machine for all.
+    """
     notices = once_per_host.notices()
     begin = time.monotonic()
     due, pause = next(notices), _SHORTEST_PAUSE
@@ -190,11 +226,16 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
             except OSError as error:
                 reason = error.strerror or str(error)
                 silent = isinstance(error, network.NoNameServerError)  # which has taken its time
-                lost = isinstance(error, (socket.gaierror, _StrangerError)) or error.errno in _NO_ROUTE
+                lost = (
+                    isinstance(error, (socket.gaierror, _StrangerError)) or error.errno in _NO_ROUTE
+                )
             waited = time.monotonic() - begin
             text = f"rank {worker.rank} on {socket.gethostname()} cannot reach rank 0 at {where(host, port)}: {reason}"
             if waited > timeout or silent or (lost and waited > _NO_WAY):
-                raise GangError(f"{text}; gave up after {waited:.0f} s", "MASTER_ADDR and MASTER_PORT say where rank 0 is")
+                raise GangError(
+                    f"{text}; gave up after {waited:.0f} s",
+                    "MASTER_ADDR and MASTER_PORT say where rank 0 is",
+                )
             if waited > due:
                 due = next(notices)
                 turn = turn or once_per_host.take_turn(f"reach {where(host, port)}")
@@ -208,10 +249,12 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
 
 
 def _check_store(link: socket.socket) -> None:
-    """Refuse whatever listens in the place of torch's store: its client would write pages of C++ frames at each try.
+    """Refuse whatever listens in the place of torch's store: its client would write pages of C++
+    frames at each try.
 
-    The client's own first words (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, torch 2.3 and newer): VALIDATE and a magic
-    number, PING and a number, which the store sends back. An older store hangs up at the PING, and is left to torch.
+    The client's own first words (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, torch 2.3 and
+    newer): VALIDATE and a magic number, PING and a number, which the store sends back. An older
+    store hangs up at the PING, and is left to torch.
 
     Raises:
         _StrangerError: something else has answered.
@@ -223,11 +266,16 @@ def _check_store(link: socket.socket) -> None:
     try:
         answer = link.recv(4, socket.MSG_WAITALL)
     except TimeoutError:
-        raise OSError(errno.ETIMEDOUT, "something listens there that does not answer as torch's store does") from None
+        raise OSError(
+            errno.ETIMEDOUT, "something listens there that does not answer as torch's store does"
+        ) from None
     except ConnectionError:
         return
     if answer and answer != struct.pack("=I", number):
-        raise _StrangerError(errno.EPROTO, f"something listens there that is not torch's store: it answers {answer!r}")
+        raise _StrangerError(
+            errno.EPROTO,
+            f"something listens there that is not torch's store: it answers {answer!r}",
+        )
 
 
 def note_joined(store: Any) -> None:
@@ -236,7 +284,9 @@ def note_joined(store: Any) -> None:
 
 
 def await_joined(store: Any, world_size: int) -> None:
-    """Wait, some seconds at most, until all have the group: rank 0, which serves the store, may be through before them."""
+    """Wait, some seconds at most, until all have the group: rank 0, which serves the store, may be
+    through before them.
+    """
     end = time.monotonic() + _PARTING
     try:
         while store.add("joined", 0) < world_size and time.monotonic() < end:

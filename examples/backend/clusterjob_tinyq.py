@@ -1,4 +1,6 @@
-"""The queue `tinyq` as a cluster: how a platform with a submit command becomes a backend. docs/backends.md goes through it."""
+"""The queue `tinyq` as a cluster: how a platform with a submit command becomes a backend.
+docs/backends.md goes through it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ _STATES = {
     "failed": JobState.FAILED,
     "cancelled": JobState.CANCELLED,
 }
-# The queue's own variables say which worker this is; clusterjob knows none of them, so that they are handed on under its own names.
+# The queue's own variables say which worker this is; clusterjob knows none of them, so that they
+# are handed on under its own names.
 _START = (
     "export CLUSTERJOB_NNODES=$TINYQ_WORKERS CLUSTERJOB_NODE_RANK=$TINYQ_INDEX CLUSTERJOB_MASTER_ADDR=$TINYQ_FIRST; "
     f"exec bash {upload.OWN}/{upload.ENTRY}"
@@ -42,10 +45,14 @@ class Tinyq:
     """The queue's command."""
 
     def submit(self, conf: Path) -> str:
-        """Submit a task, once; see `clusterjob.backends.batch_command.platform.Platform` for what each of these methods promises."""
+        """Submit a task, once; see `clusterjob.backends.batch_command.platform.Platform` for what
+        each of these methods promises.
+        """
         answer = _run("submit", str(conf))
         if answer.timed_out:
-            raise SubmitInDoubtError(answer.words)  # the backend looks for the task by its name before it gives up
+            raise SubmitInDoubtError(
+                answer.words
+            )  # the backend looks for the task by its name before it gives up
         if answer.code != 0 or not answer.out.strip():
             raise SubmitError(f"tinyq refuses the task: {answer.words}")
         return answer.out.split()[-1]
@@ -53,21 +60,34 @@ class Tinyq:
     def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:  # noqa: ARG002 - a short list needs no limit
         """Return all tasks of these names."""
         return [
-            Task(row["id"], row["name"], _STATES[row["state"]], row["state"], row["created"], row["started"], row["ended"])
+            Task(
+                row["id"],
+                row["name"],
+                _STATES[row["state"]],
+                row["state"],
+                row["created"],
+                row["started"],
+                row["ended"],
+            )
             for row in _ask("list")
             if row["name"] in names
         ]
 
     def instances(self, task_id: str) -> list[Instance]:
         """Return a task's workers."""
-        return [Instance(row["name"], row["index"], row["state"], row["code"]) for row in _ask("workers", task_id)]
+        return [
+            Instance(row["name"], row["index"], row["state"], row["code"])
+            for row in _ask("workers", task_id)
+        ]
 
     def lines(self, task_id: str, instance: str, count: int) -> list[str]:
         """Return the end of a worker's log."""
         answer = _run("logs", task_id, instance, str(count))
         if answer.code != 0:
             raise ClusterJobError(f"tinyq shows no log: {answer.words}")
-        return answer.out.split("\n")[:-1]  # not splitlines(): a line may hold what that takes for an end
+        return answer.out.split("\n")[
+            :-1
+        ]  # not splitlines(): a line may hold what that takes for an end
 
     def cancel(self, task_id: str) -> None:
         """Have a task stopped."""
@@ -87,7 +107,10 @@ class TinyqBackend(PlatformBackend):
         shared.refuse_queue(spec, NAME, "tinyq has nothing like it")
         for key in spec.options:
             if key not in _OPTIONS:
-                raise SpecError(f"the {NAME} cluster knows no option {key!r} (--set)", f"it knows {', '.join(_OPTIONS)}")
+                raise SpecError(
+                    f"the {NAME} cluster knows no option {key!r} (--set)",
+                    f"it knows {', '.join(_OPTIONS)}",
+                )
         spec = replace(spec, program=shared.sent_program(spec))
         job_id, job_dir = shared.new_directory(spec.name)
         # The platform starts the whole task again after a failure, so the agents do not.
@@ -125,10 +148,20 @@ class TinyqBackend(PlatformBackend):
         """Have the queue take the planned task, with the code and the node half."""
         planned = {file.path.name: file for file in plan.files}
         task = json.loads(planned[_TASK].data)
-        task["env"] = {"CLUSTERJOB_TOKEN": token_file(plan.job_dir).read_text()}  # in no plan and no record
-        sent = upload.stage(plan.spec, plan.job_dir, [planned[node_zip.NAME], planned[upload.ENTRY]])
+        task["env"] = {
+            "CLUSTERJOB_TOKEN": token_file(plan.job_dir).read_text()
+        }  # in no plan and no record
+        sent = upload.stage(
+            plan.spec, plan.job_dir, [planned[node_zip.NAME], planned[upload.ENTRY]]
+        )
         try:
-            return self.submit_tasks(plan, self.platform(()), [(plan.job_id, json.dumps(task).encode())], ".json", rate=10.0)
+            return self.submit_tasks(
+                plan,
+                self.platform(()),
+                [(plan.job_id, json.dumps(task).encode())],
+                ".json",
+                rate=10.0,
+            )
         finally:
             sent.remove()
 
@@ -156,7 +189,9 @@ def _run(*words: str) -> command.Answer:
     try:
         return command.run(["tinyq", *words], {})
     except OSError as error:
-        raise ClusterJobError("the command tinyq is not here", "pip install ./examples/backend") from error
+        raise ClusterJobError(
+            "the command tinyq is not here", "pip install ./examples/backend"
+        ) from error
 
 
 def _ask(*words: str) -> Any:

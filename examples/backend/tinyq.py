@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""A queue on this machine, in one file: it stands for a platform with a submit command. TINYQ_HOME is where its tasks lie.
+"""A queue on this machine, in one file: it stands for a platform with a submit command. TINYQ_HOME
+is where its tasks lie.
 
-    tinyq submit FILE            FILE is JSON: name, workers, code (a directory), command, env, retries; prints the task's id
-    tinyq list                   all tasks, as JSON
-    tinyq workers ID             a task's workers, as JSON
-    tinyq logs ID WORKER COUNT   the last lines of a worker's log
-    tinyq cancel ID
+    tinyq submit FILE            FILE is JSON: name, workers, code (a directory), command, env,
+    retries; prints the task's id tinyq list                   all tasks, as JSON tinyq workers ID
+    a task's workers, as JSON tinyq logs ID WORKER COUNT   the last lines of a worker's log tinyq
+    cancel ID
 
-Each worker runs the command in its own copy of the code and finds TINYQ_TASK, TINYQ_WORKERS, TINYQ_INDEX and TINYQ_FIRST. A task that
-fails is queued again, as a task of the same name, while it has retries left.
+Each worker runs the command in its own copy of the code and finds TINYQ_TASK, TINYQ_WORKERS,
+TINYQ_INDEX and TINYQ_FIRST. A task that fails is queued again, as a task of the same name, while it
+has retries left.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ GRACE = 20.0  # seconds between SIGTERM and SIGKILL
 
 
 def now() -> str:
-    return dt.datetime.now(dt.timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        dt.datetime.now(dt.timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )
 
 
 def save(path: Path, value: Any) -> None:
@@ -50,19 +53,35 @@ def submit(task: dict[str, Any]) -> str:
         except FileExistsError:
             number += 1
     shutil.copytree(task["code"], folder / "code")
-    save(folder / "state.json", {"state": "queued", "created": now(), "started": None, "ended": None, "codes": [None] * task["workers"]})
+    save(
+        folder / "state.json",
+        {
+            "state": "queued",
+            "created": now(),
+            "started": None,
+            "ended": None,
+            "codes": [None] * task["workers"],
+        },
+    )
     save(folder / "task.json", task | {"code": str(folder / "code")})
     subprocess.Popen(
-        [sys.executable, os.path.abspath(__file__), "keep", folder.name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True, cwd=folder,
+        [sys.executable, os.path.abspath(__file__), "keep", folder.name], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd=folder,
     )  # fmt: skip
     return folder.name
 
 
 def keep(folder: Path) -> None:
     """Run a task to its end, and queue it again where it has failed."""
-    task, state = json.loads((folder / "task.json").read_text()), json.loads((folder / "state.json").read_text())
-    own = {"TINYQ_TASK": folder.name, "TINYQ_WORKERS": str(task["workers"]), "TINYQ_FIRST": "127.0.0.1"}
+    task, state = (
+        json.loads((folder / "task.json").read_text()),
+        json.loads((folder / "state.json").read_text()),
+    )
+    own = {
+        "TINYQ_TASK": folder.name,
+        "TINYQ_WORKERS": str(task["workers"]),
+        "TINYQ_FIRST": "127.0.0.1",
+    }
     workers = []
     for index in range(task["workers"]):
         code = folder / f"code_{index}"
@@ -71,7 +90,13 @@ def keep(folder: Path) -> None:
             environ = os.environ | task["env"] | own | {"TINYQ_INDEX": str(index)}
             workers.append(
                 subprocess.Popen(
-                    task["command"], cwd=code, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    task["command"],
+                    cwd=code,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             )
     state |= {"state": "running", "started": now()}
@@ -79,13 +104,17 @@ def keep(folder: Path) -> None:
     told_at = None
     while any(worker.poll() is None for worker in workers):
         time.sleep(0.05)
-        if told_at is None and ((folder / "cancel").exists() or any(worker.poll() for worker in workers)):
+        if told_at is None and (
+            (folder / "cancel").exists() or any(worker.poll() for worker in workers)
+        ):
             told_at = time.monotonic()  # a worker that fails ends the task, as platforms do
             stop(workers, signal.SIGTERM)
         elif told_at is not None and time.monotonic() > told_at + GRACE:
             stop(workers, signal.SIGKILL)
     codes = [worker.returncode for worker in workers]
-    how = "succeeded" if not any(codes) else "cancelled" if (folder / "cancel").exists() else "failed"
+    how = (
+        "succeeded" if not any(codes) else "cancelled" if (folder / "cancel").exists() else "failed"
+    )
     save(folder / "state.json", state | {"state": how, "ended": now(), "codes": codes})
     if how == "failed" and task["retries"]:
         submit(task | {"retries": task["retries"] - 1})
@@ -94,14 +123,19 @@ def keep(folder: Path) -> None:
 def stop(workers: list[subprocess.Popen[bytes]], number: int) -> None:
     for worker in workers:
         if worker.poll() is None:
-            os.killpg(worker.pid, number) if number == signal.SIGKILL else worker.send_signal(number)
+            os.killpg(worker.pid, number) if number == signal.SIGKILL else worker.send_signal(
+                number
+            )
 
 
 def rows() -> list[dict[str, Any]]:
     found = []
     for folder in sorted(HOME.glob("q-*")):
         if (folder / "task.json").exists():
-            state, task = json.loads((folder / "state.json").read_text()), json.loads((folder / "task.json").read_text())
+            state, task = (
+                json.loads((folder / "state.json").read_text()),
+                json.loads((folder / "task.json").read_text()),
+            )
             found.append({"id": folder.name, "name": task["name"], **state})
     return found
 
@@ -118,7 +152,10 @@ def main() -> int:
         (state,) = (row for row in rows() if row["id"] == words[0])
         print(
             json.dumps(
-                [{"name": f"worker_{k}", "index": k, "state": state["state"], "code": code} for k, code in enumerate(state["codes"])]
+                [
+                    {"name": f"worker_{k}", "index": k, "state": state["state"], "code": code}
+                    for k, code in enumerate(state["codes"])
+                ]
             )
         )
     elif verb == "logs":

@@ -1,4 +1,6 @@
-"""A folder of class-named folders of images as a dataset, and a small one that is made up: shapes in colours."""
+"""A folder of class-named folders of images as a dataset, and a small one that is made up: shapes
+in colours.
+"""
 
 import math
 import random
@@ -20,19 +22,30 @@ class ImageFolder(Dataset):
     Args:
         root: the folder that holds one folder for each class.
         size: height and width to which images are scaled, in pixels.
-        held_out: whether these are the images to test with, every fifth of a class, or those to train with.
+        held_out: whether these are the images to test with, every fifth of a class, or those to
+            train with.
     """
 
     def __init__(self, root: Path, size: int, *, held_out: bool) -> None:
         self.size, self.held_out = size, held_out
-        self.classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+        self.classes = sorted(
+            folder.name
+            for folder in root.iterdir()
+            if folder.is_dir() and not folder.name.startswith(".")
+        )
         self.samples: list[tuple[Path, int]] = []
         for label, name in enumerate(self.classes):
             # Sorted, so that the split is the same on every process and in every run.
-            files = sorted(path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES)
-            self.samples += [(path, label) for index, path in enumerate(files) if (index % 5 == 4) == held_out]
+            files = sorted(
+                path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES
+            )
+            self.samples += [
+                (path, label) for index, path in enumerate(files) if (index % 5 == 4) == held_out
+            ]
         if len(self.classes) < 2 or not self.samples:
-            raise SystemExit(f"{root} needs a folder of images for each of at least two classes, with at least five in each")
+            raise SystemExit(
+                f"{root} needs a folder of images for each of at least two classes, with at least five in each"
+            )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -40,7 +53,10 @@ class ImageFolder(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path, label = self.samples[index]
         with Image.open(path) as image:
-            pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32) / 255.0
+            pixels = (
+                np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32)
+                / 255.0
+            )
         tensor = torch.from_numpy(((pixels - MEAN) / DEVIATION).astype(np.float32)).permute(2, 0, 1)
         if not self.held_out and torch.rand(()) < 0.5:
             tensor = tensor.flip(2)
@@ -48,14 +64,18 @@ class ImageFolder(Dataset):
 
 
 def make(root: Path, per_class: int = 60, size: int = 64) -> None:
-    """Make a folder of three classes, unless it is there; processes that make it at the same time write the same files."""
+    """Make a folder of three classes, unless it is there; processes that make it at the same time
+    write the same files.
+    """
     for name, colour in SHAPES.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         for number in range(per_class):
             path = root / name / f"{number:04}.png"
             if not path.exists():
                 aside = path.with_suffix(f".{random.SystemRandom().getrandbits(64):x}")
-                _draw(name, colour, size, random.Random(f"{name} {number}")).save(aside, format="png")
+                _draw(name, colour, size, random.Random(f"{name} {number}")).save(
+                    aside, format="png"
+                )
                 aside.replace(path)  # in one go: nobody reads half an image
 
 
@@ -70,5 +90,8 @@ def _draw(name: str, colour: tuple[int, int, int], size: int, chance: random.Ran
     else:
         corners, turn = (4 if name == "squares" else 3), chance.uniform(0, math.tau)
         angles = [turn + math.tau * corner / corners for corner in range(corners)]
-        canvas.polygon([(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles], fill=fill)
+        canvas.polygon(
+            [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles],
+            fill=fill,
+        )
     return image

@@ -1,12 +1,15 @@
-"""Train a ResNet-34 on a folder of class-named folders of images; without one, on a small one that it makes.
+"""Train a ResNet-34 on a folder of class-named folders of images; without one, on a small one that
+it makes.
 
-    python examples/classify_images/train.py --data photos                                        # one process
-    clusterjob launch --nproc-per-node 8 examples/classify_images/train.py --data photos          # eight, on this machine
-    clusterjob run --nodes 2 --gpus-per-node 8 examples/classify_images/train.py --data photos    # sixteen, on a cluster
+    python examples/classify_images/train.py --data photos                                        #
+    one process clusterjob launch --nproc-per-node 8 examples/classify_images/train.py --data photos
+    # eight, on this machine clusterjob run --nodes 2 --gpus-per-node 8
+    examples/classify_images/train.py --data photos    # sixteen, on a cluster
 
     photos/cats/1.jpg  photos/cats/2.jpg  photos/dogs/1.jpg  ...
 
-Every fifth image of a class is kept for the test. The script is the same in each case. It needs Pillow.
+Every fifth image of a class is kept for the test. The script is the same in each case. It needs
+Pillow.
 """
 
 import argparse
@@ -40,7 +43,9 @@ def train_epoch(ctx, model, loader, optimizer, scaler, *, amp: bool) -> float:
 
 @torch.no_grad()
 def accuracy(ctx, model, held_out: ImageFolder, options) -> float:
-    """Return the share of the held-out images that are recognised; every image counts once, on one of the processes."""
+    """Return the share of the held-out images that are recognised; every image counts once, on one
+    of the processes.
+    """
     model.eval()
     share = Subset(held_out, range(ctx.rank, len(held_out), ctx.world_size))
     right = 0
@@ -50,16 +55,49 @@ def accuracy(ctx, model, held_out: ImageFolder, options) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="default: made-up images, in ./made_up_images")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="default: made-up images, in ./made_up_images"
+    )
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per step and process (default %(default)s)")
-    parser.add_argument("--size", type=int, default=224, help="height and width of the images, in pixels (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-4, help="Adam's; for one process, and more with more (default %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="processes that read images, for each process (default %(default)s)")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=32,
+        help="images per step and process (default %(default)s)",
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=224,
+        help="height and width of the images, in pixels (default %(default)s)",
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=3e-4,
+        help="Adam's; for one process, and more with more (default %(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        help="processes that read images, for each process (default %(default)s)",
+    )
     parser.add_argument("--amp", action="store_true", help="mixed precision")
-    parser.add_argument("--sync-batchnorm", action="store_true", help="batch statistics over all processes (GPUs only)")
-    parser.add_argument("--save", type=Path, metavar="PATH", help="write the weights and the names of the classes at the end")
+    parser.add_argument(
+        "--sync-batchnorm",
+        action="store_true",
+        help="batch statistics over all processes (GPUs only)",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="PATH",
+        help="write the weights and the names of the classes at the end",
+    )
     options = parser.parse_args()
 
     with bootstrap.init() as ctx:
@@ -73,21 +111,39 @@ def main() -> None:
         sampler = ctx.sampler(train)
         # A last batch of one image would have no variance to normalise by.
         loader = DataLoader(
-            train, options.batch_size, sampler=sampler, num_workers=options.workers, drop_last=True, pin_memory=ctx.device.type == "cuda"
+            train,
+            options.batch_size,
+            sampler=sampler,
+            num_workers=options.workers,
+            drop_last=True,
+            pin_memory=ctx.device.type == "cuda",
         )
         if len(loader) == 0:
-            raise SystemExit(f"{len(train)} images are less than one batch of {options.batch_size} on {ctx.world_size} processes")
+            raise SystemExit(
+                f"{len(train)} images are less than one batch of {options.batch_size} on {ctx.world_size} processes"
+            )
         model = ctx.wrap(ResNet34(len(train.classes)), sync_batchnorm=options.sync_batchnorm)
-        optimizer = torch.optim.Adam(model.parameters(), lr=options.lr * ctx.world_size**0.5)  # Adam's grows by the root
-        scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.amp and ctx.device.type == "cuda")
-        ctx.print(f"{len(train)} images of {', '.join(train.classes)} to train with, {len(held_out)} to test with")
+        optimizer = torch.optim.Adam(
+            model.parameters(), lr=options.lr * ctx.world_size**0.5
+        )  # Adam's grows by the root
+        scaler = torch.amp.GradScaler(
+            ctx.device.type, enabled=options.amp and ctx.device.type == "cuda"
+        )
+        ctx.print(
+            f"{len(train)} images of {', '.join(train.classes)} to train with, {len(held_out)} to test with"
+        )
         for epoch in range(options.epochs):
             sampler.set_epoch(epoch)
             loss = train_epoch(ctx, model, loader, optimizer, scaler, amp=options.amp)
             ctx.print(f"epoch {epoch + 1}/{options.epochs}: loss {loss:.4f}")
-        ctx.print(f"accuracy {accuracy(ctx, model, held_out, options):.4f} on {ctx.world_size} x {ctx.device.type}")
+        ctx.print(
+            f"accuracy {accuracy(ctx, model, held_out, options):.4f} on {ctx.world_size} x {ctx.device.type}"
+        )
         if options.save and ctx.is_main:
-            torch.save({"classes": train.classes, "model": getattr(model, "module", model).state_dict()}, options.save)
+            torch.save(
+                {"classes": train.classes, "model": getattr(model, "module", model).state_dict()},
+                options.save,
+            )
 
 
 if __name__ == "__main__":

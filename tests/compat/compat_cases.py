@@ -1,6 +1,8 @@
-"""The table of compatibility cases: scripts in the patterns that people use, and what has to come of each under clusterjob.
+"""The table of compatibility cases: scripts in the patterns that people use, and what has to come
+of each under clusterjob.
 
-torchrun's outcomes are in expected.json, which ``python tests/compat/compat_record.py [ID...]`` records.
+torchrun's outcomes are in expected.json, which ``python tests/compat/compat_record.py [ID...]``
+records.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ from pathlib import Path
 from compat_runs import Case
 
 FORK, EXEC, BOTH = ("fork",), ("exec",), ("fork", "exec")
-HANGS = (
-    "torchrun makes every process a client of its own store, also where the script means another; here a process is a client of ours only"
-)
+HANGS = "torchrun makes every process a client of its own store, also where the script means another; here a process is a client of ours only"
 ENDS = "what a rank has started ends with the job; torchrun leaves it running (docs/troubleshooting.md)"
 AGAIN = "torchrun's store keeps the addresses of the workers before a restart; here each restart has a store of its own"
 TURNS = "torchrun's store keeps the addresses of the group before, and the next one waits for them; here each group has keys of its own"
@@ -33,7 +33,12 @@ CASES = [
     _script("ddp_never_destroyed.py", quick=FORK),
     _script("ddp_at_module_level.py", "--max_iters=3", "--learning_rate=0.1"),
     _script("groups_of_ranks.py", nproc=4),
-    _script("groups_in_turn.py", differs=("code", "out"), why=AGAIN, out=("round 0: 1.0\nround 1: 3.0\nround 2: 5.0\n",) * 2),
+    _script(
+        "groups_in_turn.py",
+        differs=("code", "out"),
+        why=AGAIN,
+        out=("round 0: 1.0\nround 1: 3.0\nround 2: 5.0\n",) * 2,
+    ),
     _script("two_backends.py"),
     # -- where the ranks meet ------------------------------------------------------------------------------------------
     _script(
@@ -54,9 +59,22 @@ CASES = [
         out=("[0, 0]\n",),
         files=("child0.txt", "child1.txt"),
     ),
-    _script("sets_master_port.py", "{port}", differs=("code", "files", "out"), why=HANGS, out=("rank 0 of 2\n", "rank 1 of 2\n"), files=()),
     _script(
-        "tcp_url.py", "{port}", quick=FORK, differs=("code", "files", "out"), why=HANGS, out=("rank 0 of 2\n", "rank 1 of 2\n"), files=()
+        "sets_master_port.py",
+        "{port}",
+        differs=("code", "files", "out"),
+        why=HANGS,
+        out=("rank 0 of 2\n", "rank 1 of 2\n"),
+        files=(),
+    ),
+    _script(
+        "tcp_url.py",
+        "{port}",
+        quick=FORK,
+        differs=("code", "files", "out"),
+        why=HANGS,
+        out=("rank 0 of 2\n", "rank 1 of 2\n"),
+        files=(),
     ),
     _script("file_url.py"),
     _script("removes_meeting_file.py"),
@@ -87,7 +105,9 @@ CASES = [
         limit=180,
         differs=("code", "out"),
         why=TURNS,
-        out=("lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\nlr 0.2: 3 ranks, bias -1.1820\nchildren: [0, 0]\n",),
+        out=(
+            "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\nlr 0.2: 3 ranks, bias -1.1820\nchildren: [0, 0]\n",
+        ),
     ),
     _script("own_store.py", "{port}"),
     _script("job_store_keys.py"),
@@ -102,7 +122,14 @@ CASES = [
         out=("trained\n",),
         files=("checkpoint.pth.tar",),
     ),
-    _script("detectron_launch.py", nproc=1, differs=("code", "files", "out"), why=HANGS, out=("done\n",), files=("log0.txt", "log1.txt")),
+    _script(
+        "detectron_launch.py",
+        nproc=1,
+        differs=("code", "files", "out"),
+        why=HANGS,
+        out=("done\n",),
+        files=("log0.txt", "log1.txt"),
+    ),
     _script("fairseq_main.py"),
     # -- init_distributed_mode and its kin -----------------------------------------------------------------------------
     _script("init_mode_dino.py", "--output_dir", "checkpoints"),
@@ -116,7 +143,13 @@ CASES = [
     _script("lightning_fit.py", needs=("lightning",)),
     _script("fabric_loop.py", needs=("lightning",)),
     _script("hydra_app.py", "optimizer.lr=0.5", needs=("hydra",)),
-    _script("hydra_error.py", "optimizer.lr=0.5", code=1, says=r"rank 1.*\n?.*ValueError: no dataset for lr 0\.5", needs=("hydra",)),
+    _script(
+        "hydra_error.py",
+        "optimizer.lr=0.5",
+        code=1,
+        says=r"rank 1.*\n?.*ValueError: no dataset for lr 0\.5",
+        needs=("hydra",),
+    ),
     # -- errors, signals, ends -----------------------------------------------------------------------------------------
     _script("record_decorator.py", code=1, says="rank 1.*RuntimeError: loss is not finite"),
     _script("interrupt_saves.py", send=signal.SIGINT, code=130, quick=FORK),
@@ -131,9 +164,15 @@ CASES = [
     _script("child_left_behind.py", differs=("left",), why=ENDS),
     _script("service_left_behind.py", differs=("left",), why=ENDS),
     _script("service_with_atexit.py"),
-    _script("early_zero.py", code=1, says=r"rank 1 .*ended with exit code 0 .*rank 0 was in all_reduce"),
     _script(
-        "early_zero.py", id="early_zero-3-ranks", nproc=3, code=1, says=r"rank 1 .*ended with exit code 0 .*ranks 0, 2 were in all_reduce"
+        "early_zero.py", code=1, says=r"rank 1 .*ended with exit code 0 .*rank 0 was in all_reduce"
+    ),
+    _script(
+        "early_zero.py",
+        id="early_zero-3-ranks",
+        nproc=3,
+        code=1,
+        says=r"rank 1 .*ended with exit code 0 .*ranks 0, 2 were in all_reduce",
     ),
     _script("early_one.py", code=1, says="rank 1"),
     _script("early_signal.py", code=137, says="rank 1.*SIGKILL", quick=FORK),
@@ -148,8 +187,14 @@ CASES = [
     _script("uneven_join.py"),
     _script("monitored_barrier.py", code=1, says="rank 0"),
     _script("caught_peer_loss.py"),
-    _script("exit_message.py", code=1, says=r"FAILED: rank 1[\s\S]*Unable to locate sufficient 2 gpus"),
-    _script("missing_module.py", code=1, says="ModuleNotFoundError: No module named 'no_such_package_anywhere'"),
+    _script(
+        "exit_message.py", code=1, says=r"FAILED: rank 1[\s\S]*Unable to locate sufficient 2 gpus"
+    ),
+    _script(
+        "missing_module.py",
+        code=1,
+        says="ModuleNotFoundError: No module named 'no_such_package_anywhere'",
+    ),
     _script("exit_hook.py", code=1, says=r"FAILED: rank 1[\s\S]*OverflowError: gradient norm inf"),
     # -- input and output ----------------------------------------------------------------------------------------------
     _script("breakpoint_continue.py", nproc=1, stdin="p loss\nc\n", quick=FORK),
@@ -162,11 +207,24 @@ CASES = [
     _script("large_output.py"),
     # -- data --------------------------------------------------------------------------------------------------------
     _script("loader.py", "--context", "fork", id="loader-fork"),
-    _script("loader.py", "--context", "spawn", "--workers", "1", "--epochs", "1", id="loader-spawn"),
-    _script("loader.py", "--context", "forkserver", "--workers", "1", "--epochs", "1", id="loader-forkserver"),
+    _script(
+        "loader.py", "--context", "spawn", "--workers", "1", "--epochs", "1", id="loader-spawn"
+    ),
+    _script(
+        "loader.py",
+        "--context",
+        "forkserver",
+        "--workers",
+        "1",
+        "--epochs",
+        "1",
+        id="loader-forkserver",
+    ),
     _script("loader.py", "--context", "fork", "--persistent", id="loader-persistent", quick=FORK),
     _script(
-        "loader_error.py", code=1, says="rank 1.*ValueError: (Caught ValueError in DataLoader worker process 0|image file is truncated)"
+        "loader_error.py",
+        code=1,
+        says="rank 1.*ValueError: (Caught ValueError in DataLoader worker process 0|image file is truncated)",
     ),
     _script("webdataset_loader.py", needs=("webdataset",)),
     _script("sampler_epochs.py"),
@@ -218,7 +276,12 @@ CASES = [
         out=("", ""),
         files=("rank0.txt", "rank1.txt", "rank2.txt", "rank3.txt"),
     ),
-    Case("shell_accelerate", ("--", "bash", "shell_accelerate.sh", "x"), nproc=1, needs=("accelerate",)),
+    Case(
+        "shell_accelerate",
+        ("--", "bash", "shell_accelerate.sh", "x"),
+        nproc=1,
+        needs=("accelerate",),
+    ),
     Case(
         "shell_accelerate-2-nodes",
         ("--", "bash", "shell_accelerate.sh", "x"),

@@ -1,4 +1,6 @@
-"""Record what torchrun makes of the cases: ``.venv/bin/python tests/compat/compat_record.py [ID...]`` writes expected.json."""
+"""Record what torchrun makes of the cases: ``.venv/bin/python tests/compat/compat_record.py
+[ID...]`` writes expected.json.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ def record(cases: Iterable[Case]) -> None:
     known = expected() if EXPECTED.exists() else {}
     for case in cases:
         with tempfile.TemporaryDirectory() as directory:
-            outcome = under_torchrun(case, Path(directory), HUNG if "code" in case.differs else None)
+            outcome = under_torchrun(
+                case, Path(directory), HUNG if "code" in case.differs else None
+            )
         print(f"{case.id}: {outcome.seconds:.1f} s, {outcome.recorded()}", flush=True)
         known[case.id] = outcome.recorded()
-        EXPECTED.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
+        EXPECTED.write_text(
+            json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Run one script of the compatibility table under torchrun or under clusterjob, and say what came of it."""
+"""Run one script of the compatibility table under torchrun or under clusterjob, and say what came
+of it.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,21 @@ class Case:
 
     Attributes:
         id: name of the case: the script's, with a variant after it where there are several.
-        program: the script and its arguments, or ``-m`` and a module, or ``--`` and a command; ``{port}`` is a free port.
+        program: the script and its arguments, or ``-m`` and a module, or ``--`` and a command;
+            ``{port}`` is a free port.
         nproc, nodes: the size of the run.
         code: exit code under clusterjob.
         says: regular expression that clusterjob's stderr has to match.
-        differs: fields of `Outcome` in which torchrun and clusterjob do not agree; `why` says which of them is right.
+        differs: fields of `Outcome` in which torchrun and clusterjob do not agree; `why` says which
+            of them is right.
         why: the documented decision behind `differs`.
-        out, files, left: what clusterjob's ranks print, and what is left, where that is named in `differs`.
+        out, files, left: what clusterjob's ranks print, and what is left, where that is named in
+            `differs`.
         quick: starts (``fork``, ``exec``) that are part of the normal run; the others are slow.
         needs: modules without which the case is skipped.
         stdin: text on the launcher's standard input; None for /dev/null.
-        send: signal to the launcher's process group once each rank has made its file ``ready<rank>``.
+        send: signal to the launcher's process group once each rank has made its file
+            ``ready<rank>``.
         restarts: --max-restarts.
         limit: seconds within which it has to end under clusterjob.
     """
@@ -75,7 +81,9 @@ class Case:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """How its workers may be started: a command is no Python program, so there is nothing to fork."""
+        """How its workers may be started: a command is no Python program, so there is nothing to
+        fork.
+        """
         return ("exec",) if self.program[0] == "--" else ("fork", "exec")
 
 
@@ -103,10 +111,16 @@ class Outcome:
 
     def recorded(self) -> dict[str, Any]:
         """Return what is kept in expected.json."""
-        return {name: value for name, value in asdict(self).items() if name in ("code", "out", "files", "left")}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name in ("code", "out", "files", "left")
+        }
 
 
-def under_clusterjob(case: Case, directory: Path, start: str, options: Iterable[str] = (), home: Path | None = None) -> Outcome:
+def under_clusterjob(
+    case: Case, directory: Path, start: str, options: Iterable[str] = (), home: Path | None = None
+) -> Outcome:
     """Run a case with ``clusterjob run``.
 
     Args:
@@ -117,23 +131,46 @@ def under_clusterjob(case: Case, directory: Path, start: str, options: Iterable[
         home: CLUSTERJOB_HOME; one in `directory` by default.
     """
     home = home or directory / "home"
-    words = [sys.executable, "-m", "clusterjob", "run", "--nodes", str(case.nodes), "--nproc-per-node", str(case.nproc)]
+    words = [
+        sys.executable,
+        "-m",
+        "clusterjob",
+        "run",
+        "--nodes",
+        str(case.nodes),
+        "--nproc-per-node",
+        str(case.nproc),
+    ]
     words += ["--start", start, "--python", sys.executable, "--max-restarts", str(case.restarts)]
     words += list(options) or ["--cluster", "local"]
     work = _work(directory)
     before = set(_jobs(home))
     keep = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
-    run = _run([[*words, *_words(case)]], case, work, {"CLUSTERJOB_HOME": str(home), **keep}, case.limit)
+    run = _run(
+        [[*words, *_words(case)]], case, work, {"CLUSTERJOB_HOME": str(home), **keep}, case.limit
+    )
     run.files = _files(work)
     for job in set(_jobs(home)) - before:
-        run.out = [_text(job, f"logs/node*/rank{rank}.*out", work) for rank in range(case.world_size)]
-        run.ranks_err = [_text(job, f"logs/node*/rank{rank}.*err", work) for rank in range(case.world_size)]
+        run.out = [
+            _text(job, f"logs/node*/rank{rank}.*out", work) for rank in range(case.world_size)
+        ]
+        run.ranks_err = [
+            _text(job, f"logs/node*/rank{rank}.*err", work) for rank in range(case.world_size)
+        ]
     return run
 
 
 def under_torchrun(case: Case, directory: Path, limit: float | None = None) -> Outcome:
     """Run a case with torchrun, one on each node; the arguments are those of `under_clusterjob`."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.nproc), "--max-restarts", str(case.restarts)]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(case.nproc),
+        "--max-restarts",
+        str(case.restarts),
+    ]
     words += ["--redirects", "3"]
     work = _work(directory)
     program = _words(case)
@@ -145,23 +182,39 @@ def under_torchrun(case: Case, directory: Path, limit: float | None = None) -> O
         logs = ["--log-dir", str(directory / f"torchrun{node}")]
         meet = ["--standalone"]
         if case.nodes > 1:
-            meet = ["--nnodes", str(case.nodes), "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", port]
+            meet = [
+                "--nnodes",
+                str(case.nodes),
+                "--node-rank",
+                str(node),
+                "--master-addr",
+                "127.0.0.1",
+                "--master-port",
+                port,
+            ]
         commands.append([*words, *logs, *meet, *program])
     run = _run(commands, case, work, {}, limit or case.limit)
     run.files = _files(work)
-    ranks = [(directory / f"torchrun{rank // case.nproc}", rank % case.nproc) for rank in range(case.world_size)]
+    ranks = [
+        (directory / f"torchrun{rank // case.nproc}", rank % case.nproc)
+        for rank in range(case.world_size)
+    ]
     run.out = [_text(logs, f"*/attempt_*/{local}/stdout.log", work) for logs, local in ranks]
     run.ranks_err = [_text(logs, f"*/attempt_*/{local}/stderr.log", work) for logs, local in ranks]
     return run
 
 
 def differences(case: Case, torchrun: Mapping[str, Any], ours: Outcome) -> list[str]:
-    """Return a line for each way in which a run under clusterjob is not what the table and torchrun's record say."""
+    """Return a line for each way in which a run under clusterjob is not what the table and
+    torchrun's record say.
+    """
     found = []
     if ours.code != case.code:
         found.append(f"exit code {ours.code} in the place of {case.code}")
     if "code" not in case.differs and (torchrun["code"] == 0) != (case.code == 0):
-        found.append(f"torchrun ends with {torchrun['code']}, clusterjob with {case.code}, and nothing says why")
+        found.append(
+            f"torchrun ends with {torchrun['code']}, clusterjob with {case.code}, and nothing says why"
+        )
     if case.says and not re.search(case.says, ours.err):
         found.append(f"stderr does not match {case.says!r}")
     out = list(case.out) if "out" in case.differs else torchrun["out"]
@@ -195,14 +248,18 @@ def _words(case: Case) -> list[str]:
 
 
 def _work(directory: Path) -> Path:
-    return Path(shutil.copytree(SCRIPTS, directory / "work", ignore=shutil.ignore_patterns("__pycache__")))
+    return Path(
+        shutil.copytree(SCRIPTS, directory / "work", ignore=shutil.ignore_patterns("__pycache__"))
+    )
 
 
 def _jobs(home: Path) -> list[Path]:
     return sorted((home / "jobs").glob("*")) if home.exists() else []
 
 
-def _run(commands: list[list[str]], case: Case, work: Path, extra: Mapping[str, str], limit: float) -> Outcome:
+def _run(
+    commands: list[list[str]], case: Case, work: Path, extra: Mapping[str, str], limit: float
+) -> Outcome:
     binaries = os.path.dirname(sys.executable)
     variables = environment(work.parent, {"PATH": f"{binaries}:{os.environ['PATH']}", **extra})
     stdout, stderr = work.parent / "stdout.txt", work.parent / "stderr.txt"
@@ -214,7 +271,15 @@ def _run(commands: list[list[str]], case: Case, work: Path, extra: Mapping[str, 
             stdin.write(case.stdin.encode())
             stdin.seek(0)
         started = [
-            subprocess.Popen(words, cwd=work, env=variables, stdin=stdin, stdout=out, stderr=err, start_new_session=True)
+            subprocess.Popen(
+                words,
+                cwd=work,
+                env=variables,
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
             for words in commands
         ]
         end = begin + limit
@@ -276,7 +341,11 @@ def _files(work: Path) -> dict[str, str]:
         if path.is_dir() or "__pycache__" in name or (SCRIPTS / name).exists():
             continue
         text = path.read_bytes()
-        found[name] = text.decode() if path.suffix in (".txt", ".json") or ".rank" in path.suffix else "binary"
+        found[name] = (
+            text.decode()
+            if path.suffix in (".txt", ".json") or ".rank" in path.suffix
+            else "binary"
+        )
     return found
 
 

@@ -15,14 +15,29 @@ from sshworld import World
 
 pytestmark = pytest.mark.slow
 BY_ID = {case.id: case for case in CASES}
-# One of each kind: DDP to its end, a place of its own, a module, processes of a loader, a rank that is killed.
-ON_SLURM = ["ddp_in_function-2-nodes", "init_mode_dino", "module", "loader-persistent", "early_signal"]
-ON_HOSTS = ["ddp_in_function-2-nodes", "environment", "train_siblings", "loader-spawn", "early_signal"]
+# One of each kind: DDP to its end, a place of its own, a module, processes of a loader, a rank that
+# is killed.
+ON_SLURM = [
+    "ddp_in_function-2-nodes",
+    "init_mode_dino",
+    "module",
+    "loader-persistent",
+    "early_signal",
+]
+ON_HOSTS = [
+    "ddp_in_function-2-nodes",
+    "environment",
+    "train_siblings",
+    "loader-spawn",
+    "early_signal",
+]
 _LABEL = re.compile(r"^\[[^\]]*\] ", re.MULTILINE)
 
 
 def shown(outcome: Outcome) -> set[str]:
-    """Return the lines of a run's output without the ranks in front of them: lines that are alike may be folded."""
+    """Return the lines of a run's output without the ranks in front of them: lines that are alike
+    may be folded.
+    """
     return set(_LABEL.sub("", outcome.shown).splitlines())
 
 
@@ -37,7 +52,9 @@ def characters(text: str) -> Counter[str]:
 
 @pytest.mark.parametrize("launcher", ["agent", "torchrun", "srun"])
 @pytest.mark.parametrize("name", ON_SLURM)
-def test_a_script_runs_under_slurm_as_under_torchrun(slurm: SlurmCluster, tmp_path: Path, name: str, launcher: str) -> None:
+def test_a_script_runs_under_slurm_as_under_torchrun(
+    slurm: SlurmCluster, tmp_path: Path, name: str, launcher: str
+) -> None:
     case = BY_ID[name]
     skip_without(case)
     options = ("--cluster", "slurm", "--launcher", launcher)
@@ -46,8 +63,11 @@ def test_a_script_runs_under_slurm_as_under_torchrun(slurm: SlurmCluster, tmp_pa
     assert sorted(ours.files) == sorted(expected()[name]["files"])
     assert ours.left == []
     if case.code == 0 and launcher == "torchrun":
-        # Its ranks share a stream, and Python writes a line and its end apart: lines may be mixed, and nothing is lost.
-        assert characters(_LABEL.sub("", ours.shown)) == characters("".join(expected()[name]["out"]))
+        # Its ranks share a stream, and Python writes a line and its end apart: lines may be mixed,
+        # and nothing is lost.
+        assert characters(_LABEL.sub("", ours.shown)) == characters(
+            "".join(expected()[name]["out"])
+        )
     elif case.code == 0:
         assert shown(ours) == recorded(case)
     elif launcher != "srun":
@@ -59,7 +79,14 @@ def test_a_script_runs_on_hosts_as_under_torchrun(world: World, tmp_path: Path, 
     case = BY_ID[name]
     skip_without(case)
     hosts = "gpu1" if case.nodes == 1 else "gpu[1-2]"
-    options = ("--hosts", hosts, "--set", f"ssh_config={world.config}", "--set", "connect_timeout=20")
+    options = (
+        "--hosts",
+        hosts,
+        "--set",
+        f"ssh_config={world.config}",
+        "--set",
+        "connect_timeout=20",
+    )
     ours = under_clusterjob(case, tmp_path, "fork", options, Path(os.environ["CLUSTERJOB_HOME"]))
     assert ours.code == case.code, ours.err
     assert ours.left == []

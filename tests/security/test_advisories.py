@@ -1,4 +1,6 @@
-"""No dependency has a known vulnerability: tools/advisories.toml against pyproject.toml and against what is installed."""
+"""No dependency has a known vulnerability: tools/advisories.toml against pyproject.toml and against
+what is installed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ else:
 
 SOURCE = Path(clusterjob.__file__).parent.parent
 
-pytestmark = pytest.mark.skipif(not (SOURCE / "tools" / "advisories.toml").is_file(), reason="not run from a source tree")
+pytestmark = pytest.mark.skipif(
+    not (SOURCE / "tools" / "advisories.toml").is_file(), reason="not run from a source tree"
+)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -29,7 +33,11 @@ def read(name: str) -> dict[str, Any]:
 
 
 def advisories() -> dict[str, dict[str, Any]]:
-    return read("tools/advisories.toml")["packages"] if (SOURCE / "tools" / "advisories.toml").is_file() else {}
+    return (
+        read("tools/advisories.toml")["packages"]
+        if (SOURCE / "tools" / "advisories.toml").is_file()
+        else {}
+    )
 
 
 def normal(name: str) -> str:
@@ -61,21 +69,32 @@ def test_installed_version_has_no_known_vulnerability(package: str) -> None:
     except PackageNotFoundError:
         pytest.skip(f"{package} is not installed")
     row = advisories()[package]
-    assert Version(installed) >= Version(row["fixed"]), f"{package} {installed}: {', '.join(row['ids'])}, fixed in {row['fixed']}"
+    assert Version(installed) >= Version(row["fixed"]), (
+        f"{package} {installed}: {', '.join(row['ids'])}, fixed in {row['fixed']}"
+    )
 
 
 def test_lower_bounds_exclude_known_vulnerabilities() -> None:
-    bounds = {normal(r.name): r.specifier for r in map(Requirement, read("pyproject.toml")["project"]["dependencies"])}
+    bounds = {
+        normal(r.name): r.specifier
+        for r in map(Requirement, read("pyproject.toml")["project"]["dependencies"])
+    }
     rows = {package: row for package, row in advisories().items() if package in bounds}
     assert {"jinja2", "paramiko", "pyyaml"} <= rows.keys()
     for package, row in rows.items():
         lowest = [Version(s.version) for s in bounds[package] if s.operator == ">="]
         assert lowest, f"{package} has no lower bound"
-        assert max(lowest) >= Version(row["fixed"]), f"{package}{bounds[package]} admits {', '.join(row['ids'])}"
+        assert max(lowest) >= Version(row["fixed"]), (
+            f"{package}{bounds[package]} admits {', '.join(row['ids'])}"
+        )
 
 
 def test_advisories_are_of_packages_that_clusterjob_needs() -> None:
     """A row of a package that is needed no more is to be removed; each names its identifiers."""
     needed = closure("clusterjob") | {"torch"}
     assert advisories().keys() <= needed
-    assert all(re.fullmatch(r"(CVE|GHSA|PYSEC)-[\w-]+", name) for row in advisories().values() for name in row["ids"])
+    assert all(
+        re.fullmatch(r"(CVE|GHSA|PYSEC)-[\w-]+", name)
+        for row in advisories().values()
+        for name in row["ids"]
+    )

@@ -1,4 +1,6 @@
-"""`fetch` from a hostile host, a real sshd: nothing is written that nobody asked for, over anything, or where it runs."""
+"""`fetch` from a hostile host, a real sshd: nothing is written that nobody asked for, over
+anything, or where it runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def sender(*files: tuple[str, str, int, int, str]) -> str:
     return SENDER.format(files=list(files))
 
 
-def file(path: str, text: str = "evil", mode: int = 0o755, mtime: int = IN_2100) -> tuple[str, str, int, int, str]:
+def file(
+    path: str, text: str = "evil", mode: int = 0o755, mtime: int = IN_2100
+) -> tuple[str, str, int, int, str]:
     return path, "file", mode, mtime, text
 
 
@@ -57,7 +61,9 @@ def record(site: Site) -> Record:
     return record
 
 
-def fetch(record: Record, target: Path, *paths: str, limits: FetchLimits | None = None) -> jobs.Fetched:
+def fetch(
+    record: Record, target: Path, *paths: str, limits: FetchLimits | None = None
+) -> jobs.Fetched:
     more = {} if limits is None else {"limits": limits}
     [done] = jobs.fetch(record, paths or ["."], target, (0,), lambda _: False, **more)
     return done
@@ -67,13 +73,28 @@ def tree(directory: Path) -> list[str]:
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
 
 
-def test_paths_that_were_not_asked_for_are_refused_and_nothing_is_written(site: Site, record: Record, tmp_path: Path) -> None:
+def test_paths_that_were_not_asked_for_are_refused_and_nothing_is_written(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     """Also what lies beside, above or in a directory of version control."""
     site.path(".git").mkdir()
     before = tree(site.directory)
-    for path in (".git/hooks/post-commit", ".envrc", "train.py", "runs2/a", "runs/../a", "runs//a", "/etc/a", "../a", "runs", "a\udfff"):
+    for path in (
+        ".git/hooks/post-commit",
+        ".envrc",
+        "train.py",
+        "runs2/a",
+        "runs/../a",
+        "runs//a",
+        "/etc/a",
+        "../a",
+        "runs",
+        "a\udfff",
+    ):
         with hostile(site.world.hosts["gpu1"], sender(file("runs/good"), file(path))):
-            if path == "runs":  # the path itself may be a file; that there is one below it as well cannot be
+            if (
+                path == "runs"
+            ):  # the path itself may be a file; that there is one below it as well cannot be
                 with pytest.raises(ClusterJobError):
                     fetch(Records().find(record.job_id), tmp_path / "as-file", "runs/")
                 continue
@@ -89,17 +110,31 @@ def test_version_control_is_never_written(site: Site, record: Record, tmp_path: 
     (tmp_path / "here" / ".git" / "hooks").mkdir(parents=True)
     (tmp_path / "here" / "tools").symlink_to(".git/hooks")
     names = (".git/hooks/post-commit", "a/b/.GIT/config", "a/.hg/hgrc", ".svn/x", "sub/.git")
-    with hostile(site.world.hosts["gpu1"], sender(*map(file, names), link("l", ".git/hooks"), file("good"))):
+    with hostile(
+        site.world.hosts["gpu1"], sender(*map(file, names), link("l", ".git/hooks"), file("good"))
+    ):
         done = fetch(record, tmp_path / "here")
     assert done.written == ["good"]
-    assert {text.partition(":")[0] for text in done.passed_over} == {".git", "a/b/.GIT", "a/.hg", ".svn", "sub/.git", "l"}
+    assert {text.partition(":")[0] for text in done.passed_over} == {
+        ".git",
+        "a/b/.GIT",
+        "a/.hg",
+        ".svn",
+        "sub/.git",
+        "l",
+    }
     assert tree(tmp_path / "here") == [".git", ".git/hooks", "good", "tools"]
-    with hostile(site.world.hosts["gpu1"], sender(file("tools/post-commit"))), pytest.raises(ClusterJobError, match="version control"):
+    with (
+        hostile(site.world.hosts["gpu1"], sender(file("tools/post-commit"))),
+        pytest.raises(ClusterJobError, match="version control"),
+    ):
         fetch(record, tmp_path / "here")
     assert not list((tmp_path / "here" / ".git" / "hooks").iterdir())
 
 
-def test_directory_that_would_be_a_repository_runs_nothing(site: Site, record: Record, tmp_path: Path) -> None:
+def test_directory_that_would_be_a_repository_runs_nothing(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     config = f'[core]\nbare = false\nworktree = .\nfsmonitor = "touch {tmp_path}/ran; false"\n'
     files = [
         file("r/HEAD", "ref: refs/heads/x\n"),
@@ -118,7 +153,10 @@ def test_directory_that_would_be_a_repository_runs_nothing(site: Site, record: R
     subprocess.run(["git", "init", "--quiet", "--bare", own], check=True)
     (tmp_path / "here" / "to").symlink_to("own.git")
     before = (own / "config").read_bytes()
-    with hostile(site.world.hosts["gpu1"], sender(file("own.git/hooks/update"), file("own.git/new"), file("good"), file("to/config"))):
+    with hostile(
+        site.world.hosts["gpu1"],
+        sender(file("own.git/hooks/update"), file("own.git/new"), file("good"), file("to/config")),
+    ):
         done = fetch(record, tmp_path / "here")
     assert done.written == ["good"]
     assert done.passed_over == ["own.git: a repository of git, which is never written"]
@@ -127,16 +165,23 @@ def test_directory_that_would_be_a_repository_runs_nothing(site: Site, record: R
 
 
 def test_time_that_a_host_claims_replaces_nothing(site: Site, record: Record) -> None:
-    """Neither code that was sent nor a file that is only here; and no file here bears a time of the future."""
+    """Neither code that was sent nor a file that is only here; and no file here bears a time of the
+    future.
+    """
     site.path("notes").write_text("mine\n")
     with hostile(site.world.hosts["gpu1"], sender(file("train.py"), file("notes"), file("new"))):
         done = fetch(record, site.directory)
     assert (done.written, sorted(done.kept)) == (["new"], ["notes", "train.py"])
-    assert (site.path("train.py").read_text(), site.path("notes").read_text()) == ("mine\n", "mine\n")
+    assert (site.path("train.py").read_text(), site.path("notes").read_text()) == (
+        "mine\n",
+        "mine\n",
+    )
     assert site.path("new").stat().st_mtime <= time.time()
 
 
-def test_code_that_is_on_the_host_as_it_was_sent_is_not_fetched_over_an_edit(site: Site, record: Record) -> None:
+def test_code_that_is_on_the_host_as_it_was_sent_is_not_fetched_over_an_edit(
+    site: Site, record: Record
+) -> None:
     site.path("train.py").write_text("edited\n")
     done = fetch(record, site.directory)
     assert (done.kept, done.written, done.unchanged) == ([], [], 2)
@@ -151,7 +196,9 @@ def test_code_that_an_earlier_fetch_found_equal_is_not_replaced(site: Site, reco
         assert site.path("train.py").read_text() == "mine\n"
 
 
-def test_result_that_nobody_changed_here_is_brought_up_to_date(site: Site, record: Record, tmp_path: Path) -> None:
+def test_result_that_nobody_changed_here_is_brought_up_to_date(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     for mtime, text in enumerate(("one", "two and more", "abc and more")):
         with hostile(site.world.hosts["gpu1"], sender(file("runs/log", text, mtime=mtime))):
             assert fetch(record, tmp_path / "here").written == ["runs/log"]
@@ -159,7 +206,10 @@ def test_result_that_nobody_changed_here_is_brought_up_to_date(site: Site, recor
 
 
 def test_modes_do_not_exceed_the_umask(site: Site, record: Record, tmp_path: Path) -> None:
-    with hostile(site.world.hosts["gpu1"], sender(file("a", mode=0o777), file("b", mode=0o666), file("c", mode=0o600))):
+    with hostile(
+        site.world.hosts["gpu1"],
+        sender(file("a", mode=0o777), file("b", mode=0o666), file("c", mode=0o600)),
+    ):
         fetch(record, tmp_path / "here")
     mask = os.umask(0o022)
     os.umask(mask)
@@ -167,11 +217,14 @@ def test_modes_do_not_exceed_the_umask(site: Site, record: Record, tmp_path: Pat
     assert modes == [0o777 & ~mask, 0o666 & ~mask, 0o600]
 
 
-def test_links_that_lead_elsewhere_together_are_not_made(site: Site, record: Record, tmp_path: Path) -> None:
+def test_links_that_lead_elsewhere_together_are_not_made(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     """Each of them keeps inside until the others are there."""
     links = [
-        link("p/x", "e/../../outside"), link("p/e", ".."), link("up", "p/../.."), link("q", "p/e/e/e"), link("ring", "ring2"),
-        link("ring2", "ring"), link("abs", "/etc/passwd"), link("good", "p/file"), link("dangling", "p/absent"),
+        link("p/x", "e/../../outside"), link("p/e", ".."), link("up", "p/../.."),
+        link("q", "p/e/e/e"), link("ring", "ring2"), link("ring2", "ring"),
+        link("abs", "/etc/passwd"), link("good", "p/file"), link("dangling", "p/absent"),
     ]  # fmt: skip
     with hostile(site.world.hosts["gpu1"], sender(file("p/file"), *links)):
         done = fetch(record, tmp_path / "deep" / "here")
@@ -184,7 +237,9 @@ def test_links_that_lead_elsewhere_together_are_not_made(site: Site, record: Rec
     assert {text.partition(":")[0] for text in done.passed_over} >= {"p/x", "up", "abs"}
 
 
-def test_file_is_not_written_through_a_link_of_the_host(site: Site, record: Record, tmp_path: Path) -> None:
+def test_file_is_not_written_through_a_link_of_the_host(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     (tmp_path / "here").mkdir()
     for files in ([link("d", ".."), file("d/f")], [link("d", "../other"), file("d/f")]):
         with hostile(site.world.hosts["gpu1"], sender(*files)):
@@ -194,9 +249,16 @@ def test_file_is_not_written_through_a_link_of_the_host(site: Site, record: Reco
     assert not (tmp_path / "f").exists()
 
 
-def test_limits_of_count_and_size_name_the_option(site: Site, record: Record, tmp_path: Path) -> None:
-    with hostile(site.world.hosts["gpu1"], sender(*(file(f"f{number}", "x" * 1000) for number in range(20)))):
-        for limits, why in ((FetchLimits(files=10), "--max-files"), (FetchLimits(size=10_000), "--max-size")):
+def test_limits_of_count_and_size_name_the_option(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
+    with hostile(
+        site.world.hosts["gpu1"], sender(*(file(f"f{number}", "x" * 1000) for number in range(20)))
+    ):
+        for limits, why in (
+            (FetchLimits(files=10), "--max-files"),
+            (FetchLimits(size=10_000), "--max-size"),
+        ):
             with pytest.raises(ClusterJobError, match="gpu1: ") as caught:
                 fetch(record, tmp_path / "here", limits=limits)
             assert why in caught.value.hint
@@ -209,8 +271,14 @@ def test_command_raises_the_limits(site: Site, record: Record, tmp_path: Path) -
     for number in range(5):
         (code / f"f{number}").write_text("x" * 1_000_000)
     hang_up()
-    for words, expected in ((["--max-files", "3"], 1), (["--max-size", "3M"], 1), (["--max-size", "10M", "--max-files", "100"], 0)):
-        process = site.command("fetch", record.job_id, "--to", str(tmp_path / "here"), *words, stdin=subprocess.DEVNULL)
+    for words, expected in (
+        (["--max-files", "3"], 1),
+        (["--max-size", "3M"], 1),
+        (["--max-size", "10M", "--max-files", "100"], 0),
+    ):
+        process = site.command(
+            "fetch", record.job_id, "--to", str(tmp_path / "here"), *words, stdin=subprocess.DEVNULL
+        )
         _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == expected, err
         assert ("--max" in err) == bool(expected)
@@ -226,7 +294,9 @@ def test_command_raises_the_limits(site: Site, record: Record, tmp_path: Path) -
         '{"lengths": "4"}, b"abcd"',
     ],
 )
-def test_bytes_that_were_not_asked_for_are_refused(site: Site, record: Record, tmp_path: Path, answer: str) -> None:
+def test_bytes_that_were_not_asked_for_are_refused(
+    site: Site, record: Record, tmp_path: Path, answer: str
+) -> None:
     row = json.dumps(["a", "file", 0o644, 4, 1, ""])
     play = f"""
         def answer(request):
@@ -234,12 +304,17 @@ def test_bytes_that_were_not_asked_for_are_refused(site: Site, record: Record, t
                 return {{"absent": []}}, {row.encode()!r}
             return {answer}
     """
-    with hostile(site.world.hosts["gpu1"], play), pytest.raises(ClusterJobError, match=r"gpu1: it (sends other bytes|answers nonsense)"):
+    with (
+        hostile(site.world.hosts["gpu1"], play),
+        pytest.raises(ClusterJobError, match=r"gpu1: it (sends other bytes|answers nonsense)"),
+    ):
         fetch(record, tmp_path / "here")
     assert tree(tmp_path / "here") == []
 
 
-def test_large_file_ends_with_the_first_answer_that_is_short(site: Site, record: Record, tmp_path: Path) -> None:
+def test_large_file_ends_with_the_first_answer_that_is_short(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     """A host that sends one byte per question is not asked for each of the others."""
     size = 4 << 20
     row = json.dumps(["model.pt", "file", 0o644, size, 1, ""])

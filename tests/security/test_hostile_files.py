@@ -1,4 +1,6 @@
-"""Records, verdicts, events, timelines and platform logs of any content: none ends a command, and none hides another job."""
+"""Records, verdicts, events, timelines and platform logs of any content: none ends a command, and
+none hides another job.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,26 @@ from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 VERDICT = Verdict(
-    JobState.FAILED, 3, "rank 1: boom", Failure(1, 1, 0, "h", 3, None, "boom", ("a", "b")), (Failure(0, 0, 0, "h", 1, None, "x"),)
+    JobState.FAILED,
+    3,
+    "rank 1: boom",
+    Failure(1, 1, 0, "h", 3, None, "boom", ("a", "b")),
+    (Failure(0, 0, 0, "h", 1, None, "x"),),
 )
-HANDLE = Handle("local", "good-222222", {"agents": [{"node_rank": 0, "pid": 1, "ticks": 2}], "boot_id": "b", "host": "h", "job_dir": "/x"})
+HANDLE = Handle(
+    "local",
+    "good-222222",
+    {
+        "agents": [{"node_rank": 0, "pid": 1, "ticks": 2}],
+        "boot_id": "b",
+        "host": "h",
+        "job_dir": "/x",
+    },
+)
 RECORD = Record(
-    "x-222222", "x", "local", "local", Path("/nowhere/x-222222"), 2, "2026-01-01T00:00:00.000Z", {"nproc_per_node": 2, "env": {"A": "b"}},
-    HANDLE, end=VERDICT.to_json(), array={"indices": [0, 1], "pieces": [0]}, index=3,
+    "x-222222", "x", "local", "local", Path("/nowhere/x-222222"), 2, "2026-01-01T00:00:00.000Z",
+    {"nproc_per_node": 2, "env": {"A": "b"}}, HANDLE, end=VERDICT.to_json(),
+    array={"indices": [0, 1], "pieces": [0]}, index=3,
 )  # fmt: skip
 
 
@@ -55,7 +71,19 @@ def test_a_verdict_of_any_content_is_one_or_a_value_error(data: object) -> None:
 def test_a_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object) -> None:
     records = Records()
     if not records.entries():
-        records.save(Record("good-222222", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, HANDLE))
+        records.save(
+            Record(
+                "good-222222",
+                "x",
+                "local",
+                "local",
+                tmp_path,
+                1,
+                "2026-01-01T00:00:00.000Z",
+                {},
+                HANDLE,
+            )
+        )
     (records.directory / "x-222222.json").write_text(json.dumps(data))
     for name in ("x-222222_0", "x-222222_1"):
         (records.directory / f"{name}.json").unlink(missing_ok=True)
@@ -63,37 +91,69 @@ def test_a_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object
     assert "good-222222" in [record.job_id for record, _ in jobs.statuses(records.all())]
 
 
-@fuzz(data=changed(VERDICT.to_json() | {"node_rank": 0, "host": "h"}) | JSON, refusal=st.binary(max_size=40))
-def test_a_job_directory_of_any_content_gives_a_status(tmp_path: Path, data: object, refusal: bytes) -> None:
+@fuzz(
+    data=changed(VERDICT.to_json() | {"node_rank": 0, "host": "h"}) | JSON,
+    refusal=st.binary(max_size=40),
+)
+def test_a_job_directory_of_any_content_gives_a_status(
+    tmp_path: Path, data: object, refusal: bytes
+) -> None:
     (tmp_path / "ends").mkdir(exist_ok=True)
     for path in (tmp_path / "result.json", tmp_path / "ends" / "node0.json"):
         path.write_text(json.dumps(data))
     (tmp_path / "ends" / "node1.refused").write_bytes(refusal)
     (tmp_path / "ends" / "node².refused").write_bytes(refusal)
-    record = Record("x-222222", "x", "local", "local", tmp_path, 2, "2026-01-01T00:00:00.000Z", {}, HANDLE)
+    record = Record(
+        "x-222222", "x", "local", "local", tmp_path, 2, "2026-01-01T00:00:00.000Z", {}, HANDLE
+    )
     ((_, status),) = jobs.statuses([record])
     assert status.state.final or status.state in (JobState.PREEMPTED, JobState.UNKNOWN)
     ends.has_result(tmp_path, 0)
 
 
 EVENTS = st.sampled_from(["started", "waiting", "exec", "warned", "ended", 1, None])
-EVENT = st.fixed_dictionaries({"event": EVENTS}, optional=dict.fromkeys(("time", "restart", "missing", "why"), JSON))
+EVENT = st.fixed_dictionaries(
+    {"event": EVENTS}, optional=dict.fromkeys(("time", "restart", "missing", "why"), JSON)
+)
 
 
 @fuzz(events=st.lists(EVENT | JSON, max_size=6), garbage=st.binary(max_size=20))
-def test_events_of_any_content_tell_what_they_can(tmp_path: Path, events: list[object], garbage: bytes) -> None:
+def test_events_of_any_content_tell_what_they_can(
+    tmp_path: Path, events: list[object], garbage: bytes
+) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + garbage)
     started_at, restarts, waiting = shared.progress(tmp_path)
-    assert (started_at is None or isinstance(started_at, str), type(restarts), type(waiting)) == (True, int, str)
+    assert (started_at is None or isinstance(started_at, str), type(restarts), type(waiting)) == (
+        True,
+        int,
+        str,
+    )
 
 
-NAMES = st.sampled_from(["rank0.out", "rank1.err", "rank" + "9" * 400 + ".out", "../../x", "rank0.attempt1.restart2.out", "timeline"])
-NOTE = st.builds("{}.{:03} {} {}".format, st.integers(0, 10**40), st.integers(0, 999), NAMES, st.integers(0, 10**18 - 1)).map(str.encode)
+NAMES = st.sampled_from(
+    [
+        "rank0.out",
+        "rank1.err",
+        "rank" + "9" * 400 + ".out",
+        "../../x",
+        "rank0.attempt1.restart2.out",
+        "timeline",
+    ]
+)
+NOTE = st.builds(
+    "{}.{:03} {} {}".format,
+    st.integers(0, 10**40),
+    st.integers(0, 999),
+    NAMES,
+    st.integers(0, 10**18 - 1),
+).map(str.encode)
 
 
 @fuzz(notes=st.lists(NOTE | st.binary(max_size=30), max_size=8), data=st.binary(max_size=60))
-def test_a_timeline_of_any_content_costs_no_line(tmp_path: Path, notes: list[bytes], data: bytes) -> None:
+def test_a_timeline_of_any_content_costs_no_line(
+    tmp_path: Path, notes: list[bytes], data: bytes
+) -> None:
     folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "timeline").write_bytes(b"\n".join(notes))
@@ -105,12 +165,23 @@ def test_a_timeline_of_any_content_costs_no_line(tmp_path: Path, notes: list[byt
 
 LABEL = st.sampled_from(["0", "0-3", "0-999999999", "node0", "0-24,0-24,5-9", "3,1", ""])
 LINE = st.one_of(
-    st.builds("{}@{}.0 [{}]{}{} {}".format, st.integers(0, 10**12), st.integers(0, 10**12), LABEL, st.sampled_from(["", "!"]),
-              st.sampled_from(["", "+"]), st.text(max_size=10)),
-    st.builds("{} clusterjob-verdict {}".format, st.integers(1, 99), (changed(VERDICT.to_json()) | JSON).map(json.dumps)),
+    st.builds(
+        "{}@{}.0 [{}]{}{} {}".format,
+        st.integers(0, 10**12),
+        st.integers(0, 10**12),
+        LABEL,
+        st.sampled_from(["", "!"]),
+        st.sampled_from(["", "+"]),
+        st.text(max_size=10),
+    ),
+    st.builds(
+        "{} clusterjob-verdict {}".format,
+        st.integers(1, 99),
+        (changed(VERDICT.to_json()) | JSON).map(json.dumps),
+    ),
     st.builds("clusterjob-refused {} {}".format, st.integers(0, 999), st.text(max_size=10)),
     st.text(max_size=30),
-)  # fmt: skip
+)
 
 
 @fuzz(lines=st.lists(LINE, max_size=5))
@@ -125,12 +196,27 @@ def test_platform_logs_of_any_content_are_taken(tmp_path: Path, lines: list[str]
 
 
 def test_platform_logs_of_a_million_ranks_make_few_files(tmp_path: Path) -> None:
-    Stream(tmp_path, 0).take([f"{number}@1.0 [{label}] x" for number, label in enumerate(("0-1024,0-1024,5-9", "0-999999999"), 1)])
+    Stream(tmp_path, 0).take(
+        [
+            f"{number}@1.0 [{label}] x"
+            for number, label in enumerate(("0-1024,0-1024,5-9", "0-999999999"), 1)
+        ]
+    )
     assert len(os.listdir(tmp_path / "logs" / "node0")) <= 1030
 
 
-@fuzz(state=changed({"sizes": {"rank0.out": 3}, "attempts": {"0": {"next": 3, "known": ["a"], "missing": [[1, 2]]}}}) | JSON)
-def test_a_note_of_any_content_beside_platform_logs_starts_again(tmp_path: Path, state: object) -> None:
+@fuzz(
+    state=changed(
+        {
+            "sizes": {"rank0.out": 3},
+            "attempts": {"0": {"next": 3, "known": ["a"], "missing": [[1, 2]]}},
+        }
+    )
+    | JSON
+)
+def test_a_note_of_any_content_beside_platform_logs_starts_again(
+    tmp_path: Path, state: object
+) -> None:
     job_dir = emptied(tmp_path / "job")
     (job_dir / "logs" / "node0").mkdir(parents=True)
     (job_dir / "logs" / "node0" / "stream.json").write_text(json.dumps(state))
@@ -151,7 +237,11 @@ def test_a_result_that_is_a_pipe_or_too_large_is_none(tmp_path: Path) -> None:
 
 def test_an_endless_event_is_passed_over_in_little_memory(tmp_path: Path) -> None:
     with (tmp_path / "events.jsonl").open("wb") as stream:
-        stream.write(b'{"event": "started", "time": "t"}\n' + b"x" * (64 << 20) + b'\n{"event": "exec", "why": "w"}\n')
+        stream.write(
+            b'{"event": "started", "time": "t"}\n'
+            + b"x" * (64 << 20)
+            + b'\n{"event": "exec", "why": "w"}\n'
+        )
     program = f"""
 import resource, sys
 from pathlib import Path
@@ -160,21 +250,64 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(progress(Path({str(tmp_path)!r})))
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "KiB"
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert (done.stdout, done.returncode) == ("('t', 0, 'w')\n", 0), done.stderr
-    assert [event["event"] for event in read_events(tmp_path / "events.jsonl")] == ["started", "exec"]
+    assert [event["event"] for event in read_events(tmp_path / "events.jsonl")] == [
+        "started",
+        "exec",
+    ]
 
 
 def test_a_broken_record_is_named_and_the_others_are_listed(tmp_path: Path) -> None:
     records = Records()
-    records.save(Record("good-222222", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, HANDLE))
-    records.save(Record("gone-222222", "x", "local", "of-another-package", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, HANDLE))
+    records.save(
+        Record(
+            "good-222222",
+            "x",
+            "local",
+            "local",
+            tmp_path,
+            1,
+            "2026-01-01T00:00:00.000Z",
+            {},
+            HANDLE,
+        )
+    )
+    records.save(
+        Record(
+            "gone-222222",
+            "x",
+            "local",
+            "of-another-package",
+            tmp_path,
+            1,
+            "2026-01-01T00:00:00.000Z",
+            {},
+            HANDLE,
+        )
+    )
     bare = Handle("local", "bare-222222", {})
-    records.save(Record("bare-222222", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, bare))
+    records.save(
+        Record(
+            "bare-222222", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, bare
+        )
+    )
     (records.directory / "bad-222222.json").write_text('{"schema": 1, "nodes": "many"}')
     (records.directory / "dir-222222.json").mkdir()
     for command in (["list"], ["list", "--json"], ["status", "--json"]):
-        done = subprocess.run([sys.executable, "-m", "clusterjob", *command], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "clusterjob", *command],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
         if command == ["list"]:

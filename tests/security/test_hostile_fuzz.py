@@ -1,4 +1,6 @@
-"""Any answer of a host, however wrong, is taken or is one error that names the host: fuzzed over a real pair of sockets."""
+"""Any answer of a host, however wrong, is taken or is one error that names the host: fuzzed over a
+real pair of sockets.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,48 @@ HASH = "a" * 64
 HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
     "look": (
         {
-            "known": True, "alive": False, "more": False,
-            "files": [{"path": "events.jsonl", "offset": 0, "size": 3}, {"path": "result.json", "stamp": "1", "size": 2}],
+            "known": True,
+            "alive": False,
+            "more": False,
+            "files": [
+                {"path": "events.jsonl", "offset": 0, "size": 3},
+                {"path": "result.json", "stamp": "1", "size": 2},
+            ],
         },
         b"abcde",
     ),
     "check": (
         {
-            "troubles": [], "identity": "x", "reached_at": "10.0.0.1", "host": "gpu1", "home": "/h", "time": 1.5, "python": "3.11.2",
-            "torch": None, "free": 10**10, "gpus": ["0 H100"],
+            "troubles": [],
+            "identity": "x",
+            "reached_at": "10.0.0.1",
+            "host": "gpu1",
+            "home": "/h",
+            "time": 1.5,
+            "python": "3.11.2",
+            "torch": None,
+            "free": 10**10,
+            "gpus": ["0 H100"],
         },
         b"",
     ),
     "facts": (
         {
-            "trouble": "", "setup": False, "version": [3, 11, 2], "executable": "/p", "died": "",
-            "facts": {"torch": "2.13", "broken": "", "fork": "", "seconds": 1.0, "cuda": "", "gpus": 0, "trouble": "", "backends": []},
+            "trouble": "",
+            "setup": False,
+            "version": [3, 11, 2],
+            "executable": "/p",
+            "died": "",
+            "facts": {
+                "torch": "2.13",
+                "broken": "",
+                "fork": "",
+                "seconds": 1.0,
+                "cuda": "",
+                "gpus": 0,
+                "trouble": "",
+                "backends": [],
+            },
         },
         b"",
     ),
@@ -48,8 +76,11 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
     "probe": ({"reached": ["10.0.0.1"], "why": {"10.0.0.2": "no answer"}}, b""),
     "listen": ({"port": 20000, "addresses": ["10.0.0.1"]}, b""),
     "land": ({"missing": [HASH]}, b""),
-}  # fmt: skip
-LOOKS = ({"jobs": [{key: value for key, value in HONEST["look"][0].items() if key != "alive"}]}, HONEST["look"][1])
+}
+LOOKS = (
+    {"jobs": [{key: value for key, value in HONEST["look"][0].items() if key != "alive"}]},
+    HONEST["look"][1],
+)
 NAMES = st.sampled_from(
     [
         "runs",
@@ -70,7 +101,14 @@ NAMES = st.sampled_from(
     ]
 ) | st.text(max_size=12)
 ENTRIES = st.lists(
-    st.tuples(NAMES, st.sampled_from(["file", "dir", "link"]), st.integers(-1, 0o777), st.integers(-1, 9), st.integers(-1, 2**64), NAMES),
+    st.tuples(
+        NAMES,
+        st.sampled_from(["file", "dir", "link"]),
+        st.integers(-1, 0o777),
+        st.integers(-1, 9),
+        st.integers(-1, 2**64),
+        NAMES,
+    ),
     max_size=6,
 )
 
@@ -107,8 +145,15 @@ def test_any_bytes_are_an_answer_or_an_error(data: bytes, op: str) -> None:
         exchange.ask(op)
 
 
-@fuzz(pair=st.sampled_from(sorted(HONEST)).flatmap(lambda op: st.tuples(st.just(op), changed(HONEST[op][0]))), data=st.binary(max_size=8))
-def test_answer_that_is_taken_has_the_shape_that_its_readers_expect(pair: tuple[str, Any], data: bytes) -> None:
+@fuzz(
+    pair=st.sampled_from(sorted(HONEST)).flatmap(
+        lambda op: st.tuples(st.just(op), changed(HONEST[op][0]))
+    ),
+    data=st.binary(max_size=8),
+)
+def test_answer_that_is_taken_has_the_shape_that_its_readers_expect(
+    pair: tuple[str, Any], data: bytes
+) -> None:
     op, answer = pair
     honest = HONEST[op][0]
     with host(packed(answer, data)) as exchange, one_error_of_the_host():
@@ -136,41 +181,85 @@ def nothing_beside(place: Path) -> None:
     shutil.rmtree(place)
 
 
-@fuzz(answer=changed(HONEST["look"][0]), data=st.just(b"abcde") | st.binary(max_size=8), logs=st.booleans())
-def test_mirror_of_any_answer_writes_what_a_host_may_write(tmp_path: Path, answer: Any, data: bytes, logs: bool) -> None:
+@fuzz(
+    answer=changed(HONEST["look"][0]),
+    data=st.just(b"abcde") | st.binary(max_size=8),
+    logs=st.booleans(),
+)
+def test_mirror_of_any_answer_writes_what_a_host_may_write(
+    tmp_path: Path, answer: Any, data: bytes, logs: bool
+) -> None:
     place = fresh(tmp_path)
     with host(packed(answer, data)) as exchange, one_error_of_the_host():
         Mirror("x-1", place / "here", 0).look(exchange, logs=logs)
-    assert {path.name for path in (place / "here").iterdir()} <= {"token", "events.jsonl", "result.json", "ends", "logs"}
+    assert {path.name for path in (place / "here").iterdir()} <= {
+        "token",
+        "events.jsonl",
+        "result.json",
+        "ends",
+        "logs",
+    }
     nothing_beside(place)
 
 
 @fuzz(answer=changed(LOOKS[0]), data=st.just(LOOKS[1]) | st.binary(max_size=8))
-def test_mirror_of_a_login_host_of_any_answer_writes_what_it_may_write(tmp_path: Path, answer: Any, data: bytes) -> None:
+def test_mirror_of_a_login_host_of_any_answer_writes_what_it_may_write(
+    tmp_path: Path, answer: Any, data: bytes
+) -> None:
     place = fresh(tmp_path)
     record = Record("x-1", "x", "hpc", "slurm", place / "here", 1, "2026-01-01T00:00:00Z", {})
     with host(packed(answer, data)) as exchange, one_error_of_the_host():
         LoginMirror("login1").look(exchange.ask, [(record, True)])
-    assert {path.name for path in (place / "here").iterdir()} <= {"token", "events.jsonl", "result.json", "ends", "logs"}
+    assert {path.name for path in (place / "here").iterdir()} <= {
+        "token",
+        "events.jsonl",
+        "result.json",
+        "ends",
+        "logs",
+    }
     nothing_beside(place)
 
 
 @fuzz(
-    entries=ENTRIES, strange=st.none() | JSON | st.binary(max_size=20), lengths=st.lists(st.integers(0, 9), max_size=4), lie=st.booleans()
+    entries=ENTRIES,
+    strange=st.none() | JSON | st.binary(max_size=20),
+    lengths=st.lists(st.integers(0, 9), max_size=4),
+    lie=st.booleans(),
 )
 def test_fetch_of_any_tree_writes_below_what_was_asked_for(
     tmp_path: Path, entries: list[Any], strange: Any, lengths: list[int], lie: bool
 ) -> None:
     place = fresh(tmp_path)
     rows = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
-    rows += strange if isinstance(strange, bytes) else b"" if strange is None else json.dumps(strange).encode()
+    rows += (
+        strange
+        if isinstance(strange, bytes)
+        else b""
+        if strange is None
+        else json.dumps(strange).encode()
+    )
     if not lie:  # what an honest host of these files answers
         lengths = [size for _, kind, _, size, _, _ in entries if kind == "file"]
-    answers = [packed({"absent": []}, rows), packed({"lengths": lengths}, b"x" * sum(max(0, length) for length in lengths))]
-    request = Request("x-1", "code", ["runs"], place / "here", lambda _: True, 10, 1000, {}, tmp_path / "notes.json")
+    answers = [
+        packed({"absent": []}, rows),
+        packed({"lengths": lengths}, b"x" * sum(max(0, length) for length in lengths)),
+    ]
+    request = Request(
+        "x-1",
+        "code",
+        ["runs"],
+        place / "here",
+        lambda _: True,
+        10,
+        1000,
+        {},
+        tmp_path / "notes.json",
+    )
     with host(*answers) as exchange, one_error_of_the_host():
         Fetch(exchange, request).run()
-    written = {path.relative_to(place / "here").as_posix() for path in (place / "here").rglob("*")} - {"token"}
+    written = {
+        path.relative_to(place / "here").as_posix() for path in (place / "here").rglob("*")
+    } - {"token"}
     assert all(name == "runs" or name.startswith("runs/") for name in written)
     assert not any(".git" in name.casefold().split("/") for name in written)
     for name in written:

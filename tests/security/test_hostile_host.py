@@ -1,4 +1,6 @@
-"""A hostile host, a real sshd, does not exhaust, hang or break the submitter: each answer is bounded and checked, and the host named."""
+"""A hostile host, a real sshd, does not exhaust, hang or break the submitter: each answer is
+bounded and checked, and the host named.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def record(site: Site) -> Record:
 
 
 def check(record: Record, name: str, *, seconds: float) -> None:
-    """Ask how the job stands: UNKNOWN, with the host's name, in one line; nothing is written that the host sends."""
+    """Ask how the job stands: UNKNOWN, with the host's name, in one line; nothing is written that
+    the host sends.
+    """
     before = sorted(record.job_dir.rglob("*"))
     begin = time.monotonic()
     status = jobs.status(record)
@@ -146,8 +150,18 @@ def test_logs_of_a_host_that_always_has_more_end(site: Site, record: Record) -> 
 
 def test_other_hosts_are_still_shown_beside_a_hostile_one(site: Site) -> None:
     """`hosts` has one line for each; the hostile one has its own error."""
-    with hostile(site.world.hosts["gpu1"], "def answer(request): return {'troubles': 'x', 'free': '1'}, b''"):
-        words = ["hosts", "--hosts", "gpu1,gpu2", "--python", site.python, "--set", f"ssh_config={site.world.config}"]
+    with hostile(
+        site.world.hosts["gpu1"], "def answer(request): return {'troubles': 'x', 'free': '1'}, b''"
+    ):
+        words = [
+            "hosts",
+            "--hosts",
+            "gpu1,gpu2",
+            "--python",
+            site.python,
+            "--set",
+            f"ssh_config={site.world.config}",
+        ]
         code, out, err = run(site, *words)
     assert (code, "Traceback" in err) == (1, False)
     shown = out + err
@@ -163,7 +177,9 @@ def test_submission_is_refused_with_the_hosts_name(site: Site) -> None:
 
 
 def test_memory_does_not_grow_while_a_host_sends_without_end(site: Site, record: Record) -> None:
-    """Measured in a process of its own: the peak beside a host that sends an endless line, less the peak beside one that says nothing."""
+    """Measured in a process of its own: the peak beside a host that sends an endless line, less the
+    peak beside one that says nothing.
+    """
 
     def peak(why: str) -> int:
         code = (
@@ -173,8 +189,8 @@ def test_memory_does_not_grow_while_a_host_sends_without_end(site: Site, record:
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=site.directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE,
-            check=False,
+            [sys.executable, "-c", code], cwd=site.directory, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=PATIENCE, check=False,
         )  # fmt: skip
         assert why in done.stdout, done.stderr
         return int(done.stderr.split()[-1]) * 1024
@@ -194,4 +210,6 @@ def test_events_of_a_host_do_not_grow_beyond_their_bound(tmp_path: Path) -> None
     with pytest.raises(HostError, match="more than"):
         mirror.keep("gpu1", tmp_path, {"path": "events.jsonl", "offset": at_bound + 1}, b"x", {})
     assert (tmp_path / "events.jsonl").stat().st_size == mirror.MOST_EVENTS
-    mirror.keep("gpu1", tmp_path, {"path": "logs/node0/rank0.out", "offset": at_bound + 1}, b"x", {})
+    mirror.keep(
+        "gpu1", tmp_path, {"path": "logs/node0/rank0.out", "offset": at_bound + 1}, b"x", {}
+    )

@@ -1,4 +1,6 @@
-"""A hostile login host of a Slurm cluster: a real sshd that answers for Slurm and for the jobs' directories with anything."""
+"""A hostile login host of a Slurm cluster: a real sshd that answers for Slurm and for the jobs'
+directories with anything.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from clusterjob.node.logs import events
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
-# Plays define `command(argv)`, which returns what Slurm's command says, and `looks(request)`, for the jobs' directories.
+# Plays define `command(argv)`, which returns what Slurm's command says, and `looks(request)`, for
+# the jobs' directories.
 _LOGIN = r"""
 def command(argv):
     return ""
@@ -57,8 +60,12 @@ def looks(request):
     files = {files}
     return {{"jobs": [{{"known": True, "files": files, "more": True}}]}}, data[:sum(file["size"] for file in files)]
 """
-REPLACED = _ENDLESS.format(files="""[{"path": "ends/node0.json", "stamp": str(round), "size": len(data)}]""")
-REPLACED_LOG = _ENDLESS.format(files="""[{"path": "logs/node0/rank0.out", "stamp": str(round), "size": len(data)}]""")
+REPLACED = _ENDLESS.format(
+    files="""[{"path": "ends/node0.json", "stamp": str(round), "size": len(data)}]"""
+)
+REPLACED_LOG = _ENDLESS.format(
+    files="""[{"path": "logs/node0/rank0.out", "stamp": str(round), "size": len(data)}]"""
+)
 # Of two files one grows while the other is said to be gone.
 GONE_LOG = _ENDLESS.format(
     files="""[{"path": f"logs/node0/rank{round % 2}.out", "gone": True, "size": 0},
@@ -71,7 +78,16 @@ def record(site: Site) -> Record:
     """Return a job of a Slurm behind gpu1."""
     set_ = {"ssh_config": str(site.world.config), "connect_timeout": "3"}
     job_id = new_id("train")
-    handle = Handle("slurm", "7", {"ids": ["7"], "cluster": None, "at": time.time() - 60, "login": Login.named("gpu1", set_, ()).to_json()})
+    handle = Handle(
+        "slurm",
+        "7",
+        {
+            "ids": ["7"],
+            "cluster": None,
+            "at": time.time() - 60,
+            "login": Login.named("gpu1", set_, ()).to_json(),
+        },
+    )
     spec: dict[str, Any] = {
         "login": "gpu1",
         "launcher": "srun",
@@ -80,7 +96,9 @@ def record(site: Site) -> Record:
         "nproc_per_node": 1,
         "workdir": str(site.directory),
     }
-    made = Record(job_id, "train", "hpc", "slurm", home() / "jobs" / job_id, 1, events.now(), spec, handle)
+    made = Record(
+        job_id, "train", "hpc", "slurm", home() / "jobs" / job_id, 1, events.now(), spec, handle
+    )
     made.job_dir.mkdir(parents=True)
     Records().save(made)
     return made
@@ -137,7 +155,9 @@ COMMANDS = {
     "absent with escapes": RAN.format(f"{{'absent': '{ESCAPES}'}}", "b''"),
     "refused with escapes": RAN.format("{'code': 1, 'out': 0}", f"'{ESCAPES}'.encode() * 1000"),
     "refused at length": RAN.format("{'code': 1, 'out': 0}", "b'x' * (8 << 20)"),
-    "refused in many lines": RAN.format("{'code': 1, 'out': 0}", "b''.join(b'%d\\n' % line for line in range(200000))"),
+    "refused in many lines": RAN.format(
+        "{'code': 1, 'out': 0}", "b''.join(b'%d\\n' % line for line in range(200000))"
+    ),
     "no text": RAN.format("{'code': 0, 'out': 4}", "b'\\xff\\x00\\xfe\\n'"),
     "long number": RAN.format("{'code': 0, 'out': 6000}", "b'9' * 6000"),
     "escapes in the queue": f"def command(argv): return queue(argv, reason='{ESCAPES}', name='{ESCAPES}', start='{ESCAPES}')",
@@ -198,14 +218,18 @@ def command(argv):
 
 def submit(site: Site, record: Record) -> None:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = jobs.settle({"login": "gpu1", "set": options, "python": site.python}, None, site.directory)
+    settings = jobs.settle(
+        {"login": "gpu1", "set": options, "python": site.python}, None, site.directory
+    )
     spec = jobs.make_spec(Program("script", site.script("")), settings, site.directory)
     jobs.submit(jobs.plan(spec, settings), "hpc", detach=True)
 
 
 def examine(site: Site, record: Record) -> list[str]:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = jobs.settle({"login": "gpu1", "set": options, "python": site.python}, None, site.directory)
+    settings = jobs.settle(
+        {"login": "gpu1", "set": options, "python": site.python}, None, site.directory
+    )
     return [str(check) for check in jobs.examine(settings, site.directory)]
 
 
@@ -213,7 +237,9 @@ def examine(site: Site, record: Record) -> list[str]:
 def test_a_login_host_that_lies_for_slurm_is_named_and_breaks_nothing(
     site: Site, record: Record, play: Callable[[str], None], name: str
 ) -> None:
-    """What is asked ends in time, with a status or one error of clusterjob's own, of a length that people read."""
+    """What is asked ends in time, with a status or one error of clusterjob's own, of a length that
+    people read.
+    """
     play(COMMANDS[name])
     asked: dict[str, Callable[[], Any]] = {
         "status": lambda: jobs.status(Records().find(record.job_id)).reason,
@@ -233,7 +259,9 @@ def test_a_login_host_that_lies_for_slurm_is_named_and_breaks_nothing(
         assert len(said) < 6000, what
 
 
-@pytest.mark.parametrize("name", ["escapes in the queue", "refused with escapes", "absent with escapes"])
+@pytest.mark.parametrize(
+    "name", ["escapes in the queue", "refused with escapes", "absent with escapes"]
+)
 def test_texts_of_slurm_behind_a_login_host_are_shown_harmlessly(
     site: Site, record: Record, play: Callable[[str], None], name: str
 ) -> None:

@@ -1,4 +1,6 @@
-"""One host of several says that the job has ended: it decides nothing that node 0 or the other hosts know better."""
+"""One host of several says that the job has ended: it decides nothing that node 0 or the other
+hosts know better.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import HostError
 from clusterjob.node.verdict import JobState
 
-# Node 1 claims a success that node 0 has never declared, at a time after which nobody would ask again.
+# Node 1 claims a success that node 0 has never declared, at a time after which nobody would ask
+# again.
 CLAIMS = """
 def answer(request):
     if request["op"] != "look":
@@ -58,7 +61,13 @@ def ends_of(job_dir: Path, states: dict[int, str]) -> None:
     (job_dir / "ends").mkdir()
     for node, state in states.items():
         code = {"SUCCEEDED": 0, "FAILED": 7}.get(state, 1)
-        end = {"state": state, "exit_code": code, "restarts": 0, "node_rank": node, "reason": "" if code == 0 else f"node {node} says so"}
+        end = {
+            "state": state,
+            "exit_code": code,
+            "restarts": 0,
+            "node_rank": node,
+            "reason": "" if code == 0 else f"node {node} says so",
+        }
         (job_dir / "ends" / f"node{node}.json").write_text(json.dumps(end))
 
 
@@ -74,7 +83,12 @@ GONE = "gone"  # a host that is not reached
         ({1: "SUCCEEDED", 2: "LOST"}, [GONE, False, False], "LOST", True),
         ({1: "SUCCEEDED"}, [GONE, False, True], "UNKNOWN", False),
         ({1: "SUCCEEDED", 2: "SUCCEEDED"}, [GONE, False, False], "SUCCEEDED", True),
-        ({1: "SUCCEEDED", 2: "SUCCEEDED"}, [False, False, False], "SUCCEEDED", False),  # node 0's disk was full
+        (
+            {1: "SUCCEEDED", 2: "SUCCEEDED"},
+            [False, False, False],
+            "SUCCEEDED",
+            False,
+        ),  # node 0's disk was full
         ({1: "FAILED", 2: "LOST"}, [False, False, False], "FAILED", False),
         ({1: "SUCCEEDED", 2: "FAILED"}, [False, False, False], "FAILED", False),
         ({1: "FAILED"}, [GONE, False, GONE], "FAILED", True),
@@ -86,7 +100,9 @@ def test_words_of_members_count_where_node_0_has_none(
 ) -> None:
     """Hosts: whether each one's agent is alive."""
     ends_of(tmp_path, states)
-    record = Record("x-1", "x", "ssh", "ssh", tmp_path, 3, "2026-01-01T00:00:00Z", {}, Handle("ssh", "x-1", {}))
+    record = Record(
+        "x-1", "x", "ssh", "ssh", tmp_path, 3, "2026-01-01T00:00:00Z", {}, Handle("ssh", "x-1", {})
+    )
     nodes = [
         status.Node(None, None, HostError("gpu1", "no answer"))
         if alive is GONE

@@ -1,4 +1,6 @@
-"""A hostile host, a real sshd, sends files of a job without end: what it may send, and how much, is bounded."""
+"""A hostile host, a real sshd, sends files of a job without end: what it may send, and how much, is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ def answer(request):
     files = {files}
     return {{"known": True, "alive": True, "files": files, "more": True}}, data
 """
-REPLACED_LOG = _ENDLESS.format(files="""[{"path": "logs/node0/rank0.out", "stamp": str(round), "size": len(data)}]""")
-REPLACED_VERDICT = _ENDLESS.format(files="""[{"path": "result.json", "stamp": str(round), "size": len(data)}]""")
-UNASKED_LOG = _ENDLESS.format(files="""[{"path": "logs/node0/rank0.out", "offset": 0, "size": len(data)}]""")
+REPLACED_LOG = _ENDLESS.format(
+    files="""[{"path": "logs/node0/rank0.out", "stamp": str(round), "size": len(data)}]"""
+)
+REPLACED_VERDICT = _ENDLESS.format(
+    files="""[{"path": "result.json", "stamp": str(round), "size": len(data)}]"""
+)
+UNASKED_LOG = _ENDLESS.format(
+    files="""[{"path": "logs/node0/rank0.out", "offset": 0, "size": len(data)}]"""
+)
 # The file grows by 512 bytes only, as each part is of the same place.
 SAME_PART = _ENDLESS.format(
     files="""[{"path": "logs/node0/rank0.out", "offset": request["have"].get("logs/node0/rank0.out", 0), "size": 512}] * 8192"""
@@ -77,12 +85,20 @@ def test_logs_that_grow_without_end_stop_at_their_bound(
     monkeypatch.setattr(mirror, "MOST_BYTES", 64 << 20)
     play(GROWING_LOG)
     jobs.collect(record)
-    assert sum(path.stat().st_size for path in (record.job_dir / "logs" / "node0").iterdir()) <= 64 << 20
+    assert (
+        sum(path.stat().st_size for path in (record.job_dir / "logs" / "node0").iterdir())
+        <= 64 << 20
+    )
     status = jobs.status(record)
-    assert (status.state, "gpu1: it sends more than 67.1 MB of one job" in status.reason) == (JobState.UNKNOWN, True)
+    assert (status.state, "gpu1: it sends more than 67.1 MB of one job" in status.reason) == (
+        JobState.UNKNOWN,
+        True,
+    )
 
 
-def test_status_takes_no_log_that_it_has_not_asked_for(record: Record, play: Callable[[str], None]) -> None:
+def test_status_takes_no_log_that_it_has_not_asked_for(
+    record: Record, play: Callable[[str], None]
+) -> None:
     play(UNASKED_LOG)
     begin = time.monotonic()
     status = jobs.status(record)

@@ -1,4 +1,6 @@
-"""Another user of the machine who takes names, fills backlogs and squats directories: he holds nobody up."""
+"""Another user of the machine who takes names, fills backlogs and squats directories: he holds
+nobody up.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,18 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a
 
 @contextlib.contextmanager
 def stranger(code: str, directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run code as another user until the end of the block; it says "there" once it has done its worst."""
-    text = "import os, socket, sys\nos.setuid(65534)\n" + textwrap.dedent(code) + "\nprint('there', flush=True)\nsys.stdin.read()\n"
+    """Run code as another user until the end of the block; it says "there" once it has done its
+    worst.
+    """
+    text = (
+        "import os, socket, sys\nos.setuid(65534)\n"
+        + textwrap.dedent(code)
+        + "\nprint('there', flush=True)\nsys.stdin.read()\n"
+    )
     argv = [sys.executable, "-c", text, *arguments]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(directory)) as process:
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(directory)
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "there\n"
@@ -58,7 +68,12 @@ def test_a_name_with_a_full_backlog_silences_nobody_and_holds_nobody_up(tmp_path
     code = f"from clusterjob.worker import once_per_host as speaker; print(bool(speaker.take_turn({subject!r})))"
     with stranger(FILL, tmp_path, name):
         ended = subprocess.run(
-            [sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE, check=False
+            [sys.executable, "-c", code],
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
         )
     assert ended.stdout == "True\n", ended.stderr
 
@@ -96,7 +111,8 @@ MEET = """
         started[0].join()
 """
 
-# Finds the sign of rank 0, which all can see, fills what it can of its backlog, and puts up signs of its own beside it.
+# Finds the sign of rank 0, which all can see, fills what it can of its backlog, and puts up signs
+# of its own beside it.
 MISLEAD = """
 import time
 names = []
@@ -135,8 +151,8 @@ def test_a_name_of_several_lines_breaks_no_meeting(tmp_path: Path) -> None:
     (tmp_path / "seen").touch()
     with stranger(BREAK_LINES, tmp_path):
         ended = subprocess.run(
-            [sys.executable, str(script(tmp_path, MEET))],
-            cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE, check=False,
+            [sys.executable, str(script(tmp_path, MEET))], cwd=tmp_path, env=environment(tmp_path),
+            capture_output=True, text=True, timeout=PATIENCE, check=False,
         )  # fmt: skip
     ports = dict(line.split() for line in ended.stdout.splitlines())
     assert ports.keys() == {"0", "1"}, ended.stderr
@@ -146,7 +162,12 @@ def test_a_name_of_several_lines_breaks_no_meeting(tmp_path: Path) -> None:
 def test_children_of_one_parent_meet_beside_false_signs_and_a_full_backlog(tmp_path: Path) -> None:
     path = script(tmp_path, MEET)
     meeting = subprocess.Popen(
-        [sys.executable, str(path)], cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         with stranger(MISLEAD, tmp_path):
@@ -175,7 +196,9 @@ def test_the_sign_of_a_rank_0_that_has_ended_leads_nowhere(tmp_path: Path) -> No
 # -- the locks of GPUs -------------------------------------------------------------------------------------------------
 
 
-def test_a_lock_directory_that_somebody_else_made_first_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_directory_that_somebody_else_made_first_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     common, runtime = tmp_path / "common", tmp_path / "runtime"
     common.mkdir()
     runtime.mkdir(mode=0o700)
@@ -184,14 +207,18 @@ def test_a_lock_directory_that_somebody_else_made_first_is_done_without(tmp_path
     os.chown(squatted, NOBODY, NOBODY)
     monkeypatch.setattr(gpus, "_COMMON", str(common))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert [path for path in gpus.lock_directories() if not str(path).startswith("/run/")] == [runtime]
+    assert [path for path in gpus.lock_directories() if not str(path).startswith("/run/")] == [
+        runtime
+    ]
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(squatted))
     if not Path(f"/run/user/{os.getuid()}").exists():
         with pytest.raises(OSError, match="not this user's own directory"):
             gpus.lock_directories()
 
 
-def test_a_login_without_a_runtime_directory_sees_the_locks_of_one_that_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_without_a_runtime_directory_sees_the_locks_of_one_that_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     monkeypatch.setattr(gpus, "_COMMON", str(tmp_path))

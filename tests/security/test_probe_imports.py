@@ -1,4 +1,6 @@
-"""No probe of `doctor` imports a module from the working directory, which may be a cloned repository."""
+"""No probe of `doctor` imports a module from the working directory, which may be a cloned
+repository.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,38 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     clone = tmp_path / "clone"
     clone.mkdir()
     for name in MODULES:
-        (clone / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n")
+        (clone / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n"
+        )
     monkeypatch.chdir(clone)
     return clone
 
 
 @pytest.mark.parametrize("more", ["", ":", ":."])
-def test_doctor_in_a_clone_imports_none_of_its_modules(clone: Path, tmp_path: Path, more: str) -> None:
+def test_doctor_in_a_clone_imports_none_of_its_modules(
+    clone: Path, tmp_path: Path, more: str
+) -> None:
     python, library = str(python_without_torch(tmp_path)), light_torch(tmp_path / "lib")
-    words = ("--cluster", "local", "--python", python, "--env", f"PYTHONPATH={library}{more}", "--workdir", str(clone))
-    found = doctor(*words, cwd="/")  # `python -m clusterjob`, as the tests start it, would itself look in the clone first
+    words = (
+        "--cluster",
+        "local",
+        "--python",
+        python,
+        "--env",
+        f"PYTHONPATH={library}{more}",
+        "--workdir",
+        str(clone),
+    )
+    found = doctor(
+        *words, cwd="/"
+    )  # `python -m clusterjob`, as the tests start it, would itself look in the clone first
     assert (found.state("interpreter"), found.state("torch")) == ("ok", "ok")
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_probe_of_an_interpreter_finds_torch_but_not_in_the_clone(clone: Path, tmp_path: Path) -> None:
+def test_the_probe_of_an_interpreter_finds_torch_but_not_in_the_clone(
+    clone: Path, tmp_path: Path
+) -> None:
     python = str(python_without_torch(tmp_path))
     request = {"python": python, "setup": [], "workdir": str(clone), "torch": True}
     (trouble,) = host_check.interpreter(Path("/"), request)["troubles"]

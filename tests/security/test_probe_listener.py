@@ -1,4 +1,6 @@
-"""The listener of the address probe: other people's connections do not keep the job's hosts from it."""
+"""The listener of the address probe: other people's connections do not keep the job's hosts from
+it.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ def idle(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 @pytest.mark.parametrize("count", [10, 800])
-def test_probe_is_answered_beside_idle_connections(listener: reachability.Listener, count: int) -> None:
+def test_probe_is_answered_beside_idle_connections(
+    listener: reachability.Listener, count: int
+) -> None:
     with idle(listener.port, count):
         found = reachability.probe(["127.0.0.1"], listener.port, NONCE, 20)
     assert found == {"reached": ["127.0.0.1"], "why": {}}
 
 
-def test_probe_is_answered_when_the_listener_is_out_of_descriptors(listener: reachability.Listener) -> None:
+def test_probe_is_answered_when_the_listener_is_out_of_descriptors(
+    listener: reachability.Listener,
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with idle(listener.port, 20):
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))

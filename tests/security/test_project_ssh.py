@@ -1,4 +1,6 @@
-"""The ssh configuration of a project is read as it was when the job was submitted, whatever the project holds later."""
+"""The ssh configuration of a project is read as it was when the job was submitted, whatever the
+project holds later.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
 
-def test_status_executes_nothing_that_came_into_the_project_after_the_submission(site: Site) -> None:
+def test_status_executes_nothing_that_came_into_the_project_after_the_submission(
+    site: Site,
+) -> None:
     program, mark = Program("script", "train.py"), site.path("executed")
     site.script("", "train.py")
     ours = site.path("ssh_config")
@@ -26,8 +30,12 @@ def test_status_executes_nothing_that_came_into_the_project_after_the_submission
     kept = Path(settings.values["set"]["ssh_config"])
     assert kept != ours
     assert kept.stat().st_mode & 0o777 == 0o600
-    assert jobs.settle({}, "lab", site.directory, Use(program=program)).values["set"]["ssh_config"] == str(kept), "one for each content"
-    record = jobs.submit(jobs.plan(jobs.make_spec(program, settings, site.directory), settings), "lab", detach=True)
+    assert jobs.settle({}, "lab", site.directory, Use(program=program)).values["set"][
+        "ssh_config"
+    ] == str(kept), "one for each content"
+    record = jobs.submit(
+        jobs.plan(jobs.make_spec(program, settings, site.directory), settings), "lab", detach=True
+    )
     ours.write_text(f"Match exec \"touch '{mark}'\"\n" + ours.read_text())
     assert end_of(record).state is JobState.SUCCEEDED
     jobs.collect(Records().find(record.job_id))

@@ -40,8 +40,13 @@ class Clone:
         (root / "pkg" / "__main__.py").write_text("print('trained')\n")
         (root / "run.sh").write_text("#!/bin/sh\necho trained\n")
         (root / "run.sh").chmod(0o755)
-        (root / "ssh_config").write_text(f"Match exec \"touch '{self.mark}'\"\nHost *\nHostName 127.0.0.1\nPort 1\n")
-        self.config("[defaults]\nmax_restarts = 1\n" + f"setup = [{json.dumps(f'touch {self.mark}')}]\n" + self.profile())
+        (root / "ssh_config").write_text(
+            f"Match exec \"touch '{self.mark}'\"\nHost *\nHostName 127.0.0.1\nPort 1\n"
+        )
+        self.config(
+            "[defaults]\nmax_restarts = 1\n"
+            f"setup = [{json.dumps(f'touch {self.mark}')}]\n" + self.profile()
+        )
 
     def profile(self) -> str:
         return "[clusters.hpc]\nbackend = 'ssh'\nhosts = 'evil'\n[clusters.hpc.set]\nssh_config = 'ssh_config'\nconnect_timeout = 2\n"
@@ -51,9 +56,17 @@ class Clone:
         path.write_text(text)
         return path
 
-    def call(self, *words: str, cwd: Path | None = None, stdin: int = subprocess.DEVNULL) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, *words: str, cwd: Path | None = None, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*CLUSTERJOB, *words], cwd=cwd or self.root, capture_output=True, text=True, stdin=stdin, timeout=PATIENCE, check=False
+            [*CLUSTERJOB, *words],
+            cwd=cwd or self.root,
+            capture_output=True,
+            text=True,
+            stdin=stdin,
+            timeout=PATIENCE,
+            check=False,
         )
 
     @property
@@ -121,13 +134,26 @@ def below_a_writable_top(clone: Clone) -> str:
 
 @needs_root
 @pytest.mark.parametrize(
-    "spoil", [of_nobody, linked_by_nobody, writable, in_a_writable_directory, in_a_directory_of_nobody, below_a_writable_top]
+    "spoil",
+    [
+        of_nobody,
+        linked_by_nobody,
+        writable,
+        in_a_writable_directory,
+        in_a_directory_of_nobody,
+        below_a_writable_top,
+    ],
 )
-def test_a_file_that_another_user_could_have_written_is_ignored_with_one_line(clone: Clone, spoil: Callable[[Clone], str]) -> None:
+def test_a_file_that_another_user_could_have_written_is_ignored_with_one_line(
+    clone: Clone, spoil: Callable[[Clone], str]
+) -> None:
     why = spoil(clone)
     done = clone.call("run", "--cluster", "local", "train.py")
     assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
-    assert done.stderr.splitlines()[0] == f"clusterjob: {clone.root / 'clusterjob.toml'} is ignored: {why}"
+    assert (
+        done.stderr.splitlines()[0]
+        == f"clusterjob: {clone.root / 'clusterjob.toml'} is ignored: {why}"
+    )
     assert not clone.executed
     assert resolve({}, "local", {}, clone.root, BACKENDS).values == {}
     done = clone.call("trust", "--yes")
@@ -150,7 +176,9 @@ def test_broken_files_of_others_above_are_passed_over(tmp_path: Path) -> None:
 @needs_root
 @pytest.mark.parametrize("name", ["clusterjob.toml", "pyproject.toml"])
 @pytest.mark.parametrize("kind", ["unreadable", "nested", "huge", "link"])
-def test_a_hostile_file_of_another_user_above_breaks_no_command(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_file_of_another_user_above_breaks_no_command(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         shared = Path(folder)
         shared.chmod(0o1777)
@@ -176,7 +204,9 @@ def test_a_hostile_file_of_another_user_above_breaks_no_command(name: str, kind:
 
 
 @pytest.mark.parametrize("name", ["clusterjob.toml", "pyproject.toml"])
-def test_a_file_that_is_nested_too_deeply_is_an_error_of_one_line(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_nested_too_deeply_is_an_error_of_one_line(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / name).write_text("[tool.clusterjob]\nx = " + "[" * 100_000)
     with pytest.raises(ConfigError, match="nested too deeply"):
         find_files(tmp_path)
@@ -191,9 +221,18 @@ def test_a_file_of_the_user_in_a_sticky_directory_is_obeyed(clone: Clone) -> Non
 
 
 @pytest.mark.parametrize(
-    "words", [("train.py",), ("-m", "pkg"), ("--", "./run.sh"), ("--", "sh", "run.sh"), ("--", sys.executable, "-m", "pkg")]
+    "words",
+    [
+        ("train.py",),
+        ("-m", "pkg"),
+        ("--", "./run.sh"),
+        ("--", "sh", "run.sh"),
+        ("--", sys.executable, "-m", "pkg"),
+    ],
 )
-def test_a_program_of_the_project_runs_without_a_question(clone: Clone, words: tuple[str, ...]) -> None:
+def test_a_program_of_the_project_runs_without_a_question(
+    clone: Clone, words: tuple[str, ...]
+) -> None:
     done = clone.call("run", "--cluster", "local", *words)
     assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
     assert clone.executed
@@ -209,7 +248,10 @@ def test_a_program_of_the_project_runs_without_a_question(clone: Clone, words: t
         (Program("module", "pkg"), True),
         (Program("module", "installed.of.it"), True),
         (Program("module", "torch.distributed.run", ("--nproc-per-node", "2", "train.py")), True),
-        (Program("module", "torch.distributed.run", ("--nproc-per-node", "2", "../mine.py")), False),
+        (
+            Program("module", "torch.distributed.run", ("--nproc-per-node", "2", "../mine.py")),
+            False,
+        ),
         (Program("module", "timeit", ("-n1", "pass")), False),
         (Program("module", "sys"), False),
         (Program("command", "true"), False),
@@ -221,12 +263,22 @@ def test_a_program_of_the_project_runs_without_a_question(clone: Clone, words: t
         (Program("command", "grep", ("foo", "train.py")), False),
         (Program("command", "python", ("../mine.py", "train.py")), False),
         (Program("command", "python", ("-c", "pass", "train.py")), False),
-        (Program("command", "torchrun", ("--nproc-per-node", "2", "../mine.py", "train.py")), False),
-        (Program("command", "python", ("-m", "torch.distributed.run", "--standalone", "train.py")), True),
+        (
+            Program("command", "torchrun", ("--nproc-per-node", "2", "../mine.py", "train.py")),
+            False,
+        ),
+        (
+            Program(
+                "command", "python", ("-m", "torch.distributed.run", "--standalone", "train.py")
+            ),
+            True,
+        ),
         (Program("command", "accelerate", ("launch", "train.py")), True),
     ],
 )
-def test_which_programs_belong_to_a_project(clone: Clone, program: Program, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_programs_belong_to_a_project(
+    clone: Clone, program: Program, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (clone.root / "src" / "installed").mkdir(parents=True)
     monkeypatch.syspath_prepend(clone.root / "src")  # as `pip install --editable .` has it
     (clone.root / "README.md").write_text("")
@@ -240,8 +292,13 @@ def test_which_programs_belong_to_a_project(clone: Clone, program: Program, insi
             resolve({}, "local", {}, clone.root, BACKENDS, use=use)
 
 
-@pytest.mark.parametrize("words", [("script", "../mine/train.py"), ("command", "sh", ("../mine/train.py",)), ("module", "train")])
-def test_a_workdir_of_the_file_makes_no_foreign_program_its_own(clone: Clone, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("script", "../mine/train.py"), ("command", "sh", ("../mine/train.py",)), ("module", "train")],
+)
+def test_a_workdir_of_the_file_makes_no_foreign_program_its_own(
+    clone: Clone, words: tuple[str, ...]
+) -> None:
     for place in (clone.root.parent / "mine", clone.root / "a" / "mine"):
         place.mkdir(parents=True)
         (place / "train.py").write_text("")
@@ -249,30 +306,43 @@ def test_a_workdir_of_the_file_makes_no_foreign_program_its_own(clone: Clone, wo
     (clone.root / "a" / "b").mkdir()
     program = Program(*words)  # type: ignore[arg-type]
     if program.kind == "module":
-        assert resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program)).values["setup"]
+        assert resolve(
+            {}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program)
+        ).values["setup"]
         clone.config("[defaults]\nworkdir = '../mine'\nsetup = ['evil']\n")
     with pytest.raises(Untrusted):
         resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program))
 
 
-@pytest.mark.parametrize("program", [Program("script", "x.py"), Program("command", "torchrun", ("x.py",))])
+@pytest.mark.parametrize(
+    "program", [Program("script", "x.py"), Program("command", "torchrun", ("x.py",))]
+)
 def test_a_program_in_the_files_workdir_is_of_the_project(clone: Clone, program: Program) -> None:
     (clone.root / "src").mkdir()
     (clone.root / "src" / "x.py").write_text("")
     clone.config("[defaults]\nworkdir = 'src'\n")
-    assert resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program)).values["workdir"] == clone.root / "src"
+    assert (
+        resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program)).values[
+            "workdir"
+        ]
+        == clone.root / "src"
+    )
 
 
 def test_a_script_below_the_file_is_of_the_project_from_every_directory(clone: Clone) -> None:
     (clone.root / "sub").mkdir()
-    done = clone.call("submit", "--cluster", "local", "--follow", "../train.py", cwd=clone.root / "sub")
+    done = clone.call(
+        "submit", "--cluster", "local", "--follow", "../train.py", cwd=clone.root / "sub"
+    )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "trained"), done.stderr
 
 
 # -- (c) all else needs trust -----------------------------------------------------------------------------------------------------
 
 
-def test_a_program_elsewhere_is_refused_until_the_file_is_trusted(clone: Clone, outside: Path) -> None:
+def test_a_program_elsewhere_is_refused_until_the_file_is_trusted(
+    clone: Clone, outside: Path
+) -> None:
     words = ("run", "--cluster", "local", str(outside))
     refused(clone.call(*words), f'[defaults] setup = ["touch {clone.mark}"]')
     assert not clone.executed
@@ -286,9 +356,17 @@ def test_doctor_and_hosts_are_refused_until_the_file_is_trusted(clone: Clone) ->
     setup = f'[defaults] setup = ["touch {clone.mark}"]'
     hpc = '[clusters.hpc] set = {"ssh_config": "ssh_config", "connect_timeout": 2}'
     refused(clone.call("doctor", "--cluster", "local"), setup)
-    refused(clone.call("doctor", "--cluster", "hpc"), setup, hpc, '[clusters.hpc] hosts = "evil"', '[clusters.hpc] backend = "ssh"')
+    refused(
+        clone.call("doctor", "--cluster", "hpc"),
+        setup,
+        hpc,
+        '[clusters.hpc] hosts = "evil"',
+        '[clusters.hpc] backend = "ssh"',
+    )
     refused(clone.call("hosts", "--cluster", "hpc"), setup, hpc, '[clusters.hpc] hosts = "evil"')
-    refused(clone.call("hosts", "trust", "evil", "--cluster", "hpc", "--fingerprint", "SHA256:x"), hpc)
+    refused(
+        clone.call("hosts", "trust", "evil", "--cluster", "hpc", "--fingerprint", "SHA256:x"), hpc
+    )
     assert not clone.executed
     assert clone.call("trust", "--yes").returncode == 0
     done = clone.call("hosts", "--cluster", "hpc")
@@ -307,16 +385,31 @@ def test_fetch_and_env_take_nothing_from_the_file(clone: Clone) -> None:
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        ("cluster = 'hpc'\n[clusters.hpc]\nbackend = 'mlp'\n", ['cluster = "hpc"', '[clusters.hpc] backend = "mlp"']),
-        ("cluster = 'slurm'\n[defaults]\nlogin = 'evil'\n", ['cluster = "slurm"', '[defaults] login = "evil"']),
-        ("[defaults]\nenv = {LD_PRELOAD = './evil.so'}\n", ['[defaults] env = {"LD_PRELOAD": "./evil.so"}']),
+        (
+            "cluster = 'hpc'\n[clusters.hpc]\nbackend = 'mlp'\n",
+            ['cluster = "hpc"', '[clusters.hpc] backend = "mlp"'],
+        ),
+        (
+            "cluster = 'slurm'\n[defaults]\nlogin = 'evil'\n",
+            ['cluster = "slurm"', '[defaults] login = "evil"'],
+        ),
+        (
+            "[defaults]\nenv = {LD_PRELOAD = './evil.so'}\n",
+            ['[defaults] env = {"LD_PRELOAD": "./evil.so"}'],
+        ),
         ("[defaults]\npython = './evil'\n", ['[defaults] python = "./evil"']),
         ("[defaults]\ncontainer = 'evil.sif'\n", ['[defaults] container = "evil.sif"']),
         ("[defaults]\nworkdir = 'sub'\n", ['[defaults] workdir = "sub"']),
         ("[defaults]\ntemplate = 'evil.j2'\n", ['[defaults] template = "evil.j2"']),
         ("[defaults]\nsweep = 'config=evil'\n", ['[defaults] sweep = "config=evil"']),
-        ('[defaults]\nname = "\\u001b]0;x"\nsetup = "a\\u202eb\\nc"\n', ['[defaults] setup = "a\\u202eb\\nc"']),
-        ("cluster = 'slurm'\n[defaults]\nnodes = 2\npartition = 'gpu'\ntime = '1h'\n[clusters.slurm]\nmem = '1G'\n", []),
+        (
+            '[defaults]\nname = "\\u001b]0;x"\nsetup = "a\\u202eb\\nc"\n',
+            ['[defaults] setup = "a\\u202eb\\nc"'],
+        ),
+        (
+            "cluster = 'slurm'\n[defaults]\nnodes = 2\npartition = 'gpu'\ntime = '1h'\n[clusters.slurm]\nmem = '1G'\n",
+            [],
+        ),
     ],
 )
 def test_what_executes_or_redirects(clone: Clone, text: str, lines: list[str]) -> None:
@@ -327,18 +420,37 @@ def test_what_executes_or_redirects(clone: Clone, text: str, lines: list[str]) -
     with pytest.raises(Untrusted) as caught:
         resolve({}, None, {}, clone.root, BACKENDS, use=trust.Use())
     assert sorted(caught.value.lines) == sorted(lines)
-    assert {line.text() for line in trust.lines_of(find_files(clone.root)[-1].data)} >= set(lines) - {'cluster = "slurm"'}
+    assert {line.text() for line in trust.lines_of(find_files(clone.root)[-1].data)} >= set(
+        lines
+    ) - {'cluster = "slurm"'}
 
 
 def test_what_a_stronger_layer_replaces_is_not_asked_about(clone: Clone) -> None:
     clone.config("[defaults]\npython = './evil'\n")
-    assert resolve({"python": "python3"}, "local", {}, clone.root, BACKENDS, use=trust.Use()).values["python"] == "python3"
+    assert (
+        resolve({"python": "python3"}, "local", {}, clone.root, BACKENDS, use=trust.Use()).values[
+            "python"
+        ]
+        == "python3"
+    )
 
 
 def test_every_setting_is_judged() -> None:
     """A new setting needs trust until somebody has decided that it is harmless."""
     assert sorted(SETTINGS.keys() - trust.HARMLESS) == sorted(
-        {"env", "workdir", "python", "setup", "template", "set", "hosts", "hostfile", "login", "container", "sweep"}
+        {
+            "env",
+            "workdir",
+            "python",
+            "setup",
+            "template",
+            "set",
+            "hosts",
+            "hostfile",
+            "login",
+            "container",
+            "sweep",
+        }
         | ({"include_secrets", "secret"} & SETTINGS.keys())
     )
     assert SETTINGS.keys() >= trust.HARMLESS
@@ -347,30 +459,42 @@ def test_every_setting_is_judged() -> None:
 def test_the_users_own_configuration_needs_no_trust(tmp_path: Path) -> None:
     own = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
     own.parent.mkdir(parents=True)
-    own.write_text("cluster = 'hpc'\n[defaults]\nsetup = 'true'\n[clusters.hpc]\nbackend = 'ssh'\nhosts = 'a'\n")
+    own.write_text(
+        "cluster = 'hpc'\n[defaults]\nsetup = 'true'\n[clusters.hpc]\nbackend = 'ssh'\nhosts = 'a'\n"
+    )
     assert resolve({}, None, {}, tmp_path, BACKENDS, use=trust.Use()).values["setup"] == ("true",)
 
 
 # -- clusterjob trust ---------------------------------------------------------------------------------------------------------------
 
 
-def test_trust_ends_with_the_content_of_the_file_and_of_the_files_it_names(clone: Clone, outside: Path) -> None:
+def test_trust_ends_with_the_content_of_the_file_and_of_the_files_it_names(
+    clone: Clone, outside: Path
+) -> None:
     words = ("run", "--cluster", "local", str(outside))
     for change in (
         lambda: None,
-        lambda: clone.config((clone.root / "clusterjob.toml").read_text().replace("max_restarts = 1", "max_restarts = 2")),
+        lambda: clone.config(
+            (clone.root / "clusterjob.toml")
+            .read_text()
+            .replace("max_restarts = 1", "max_restarts = 2")
+        ),
         lambda: (clone.root / "ssh_config").write_text("ProxyCommand evil\n"),
     ):
         change()
         assert clone.call(*words).returncode == 2
         assert clone.call("trust", str(clone.root / "clusterjob.toml"), "--yes").returncode == 0
         assert clone.call(*words).returncode == 0
-    (clone.root / "clusterjob.toml").write_text((clone.root / "clusterjob.toml").read_text() + "# a comment changes nothing\n")
+    (clone.root / "clusterjob.toml").write_text(
+        (clone.root / "clusterjob.toml").read_text() + "# a comment changes nothing\n"
+    )
     assert clone.call(*words).returncode == 0
 
 
 @pytest.mark.parametrize("options", ["['ssh_config=ssh_config']", "{ssh_config = 'ssh_config'}"])
-def test_trust_ends_with_the_ssh_configuration_in_each_form_of_set(clone: Clone, options: str) -> None:
+def test_trust_ends_with_the_ssh_configuration_in_each_form_of_set(
+    clone: Clone, options: str
+) -> None:
     path = clone.config(f"[defaults]\nset = {options}\n")
     trust.record(path, project_file(path).data)
     assert trust.is_trusted(path, project_file(path).data)
@@ -381,10 +505,17 @@ def test_trust_ends_with_the_ssh_configuration_in_each_form_of_set(clone: Clone,
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
 @pytest.mark.parametrize(
     "setting",
-    ["hostfile = 'named'", "template = 'named'", "secret = ['X=named']", "set = {ssh_config = 'named'}"],
+    [
+        "hostfile = 'named'",
+        "template = 'named'",
+        "secret = ['X=named']",
+        "set = {ssh_config = 'named'}",
+    ],
     ids=lambda text: text[:6],
 )
-def test_file_that_is_read_without_end_is_refused_by_its_name(clone: Clone, setting: str, kind: str) -> None:
+def test_file_that_is_read_without_end_is_refused_by_its_name(
+    clone: Clone, setting: str, kind: str
+) -> None:
     named = clone.root / "named"
     if kind == "pipe":
         os.mkfifo(named)
@@ -397,12 +528,22 @@ def test_file_that_is_read_without_end_is_refused_by_its_name(clone: Clone, sett
     with pytest.raises(ConfigError, match="named is no regular file of at most"):
         resolve({}, "local", {}, clone.root, BACKENDS)
     if not setting.startswith("secret"):  # whose content is no part of what is trusted
-        with pytest.raises(ConfigError, match=r"cannot be trusted: .*named is no regular file of at most"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be trusted: .*named is no regular file of at most"
+        ):
             trust.record(path, project_file(path).data)
 
 
 @pytest.mark.parametrize(
-    "words", [("render", "train.py"), ("submit", "--dry-run", "train.py"), ("run", "train.py"), ("doctor",), ("hosts",), ("trust", "--yes")]
+    "words",
+    [
+        ("render", "train.py"),
+        ("submit", "--dry-run", "train.py"),
+        ("run", "train.py"),
+        ("doctor",),
+        ("hosts",),
+        ("trust", "--yes"),
+    ],
 )
 def test_no_command_waits_for_a_pipe_of_a_project(clone: Clone, words: tuple[str, ...]) -> None:
     os.mkfifo(clone.root / "pipe")
@@ -457,7 +598,12 @@ def test_the_record_is_the_users_alone(clone: Clone) -> None:
 def test_paths_that_cannot_be_trusted(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     for name in ("", "pyproject.toml", "nowhere.toml"):
-        done = subprocess.run([*CLUSTERJOB, "trust", str(tmp_path / name), "--yes"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*CLUSTERJOB, "trust", str(tmp_path / name), "--yes"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 2, done
         assert done.stderr.startswith("clusterjob: error: ")
 
@@ -466,20 +612,33 @@ def test_paths_that_cannot_be_trusted(tmp_path: Path) -> None:
 
 
 def test_reading_commands_execute_nothing_of_a_project(clone: Clone) -> None:
-    (clone.root / "evil.j2").write_text(f"{{{{ cycler.__init__.__globals__.os.system('touch {clone.mark}') }}}}")
+    (clone.root / "evil.j2").write_text(
+        f"{{{{ cycler.__init__.__globals__.os.system('touch {clone.mark}') }}}}"
+    )
     (clone.root / "fake-python").write_text(f"#!/bin/sh\ntouch {clone.mark}\n")
     (clone.root / "fake-python").chmod(0o755)
     text = f"[defaults]\nsetup = 'touch {clone.mark}'\npython = './fake-python'\nenv = {{LD_PRELOAD = './evil.so'}}\n"
     clone.config(f"cluster = 'hpc'\n{text}{clone.profile()}")
-    for words in (["submit", "--dry-run", "train.py"], ["render", "train.py"], ["render", "--cluster", "local", "--", "true"],
-                  ["config"], ["config", "--json"], ["status"], ["list"], ["--help"], ["trust"]):  # fmt: skip
+    for words in (
+        ["submit", "--dry-run", "train.py"],
+        ["render", "train.py"],
+        ["render", "--cluster", "local", "--", "true"],
+        ["config"],
+        ["config", "--json"],
+        ["status"],
+        ["list"],
+        ["--help"],
+        ["trust"],
+    ):
         done = clone.call(*words)
         assert done.returncode == (2 if words == ["trust"] else 0), done
     assert clone.call("render", "--template", "evil.j2", "train.py").returncode == 2
     assert not clone.executed
 
 
-def test_a_function_of_a_script_in_the_project_asks_nothing_and_one_elsewhere_does(clone: Clone, tmp_path: Path) -> None:
+def test_a_function_of_a_script_in_the_project_asks_nothing_and_one_elsewhere_does(
+    clone: Clone, tmp_path: Path
+) -> None:
     text = """\
         import clusterjob
 
@@ -491,10 +650,18 @@ def test_a_function_of_a_script_in_the_project_asks_nothing_and_one_elsewhere_do
         """
     for place in (clone.root, tmp_path):
         (place / "ask.py").write_text(textwrap.dedent(text))
-    inside = subprocess.run([sys.executable, "ask.py"], cwd=clone.root, capture_output=True, text=True, check=False)
+    inside = subprocess.run(
+        [sys.executable, "ask.py"], cwd=clone.root, capture_output=True, text=True, check=False
+    )
     assert (inside.returncode, inside.stdout) == (0, "7\n"), inside.stderr
     clone.mark.unlink()
-    elsewhere = subprocess.run([sys.executable, str(tmp_path / "ask.py")], cwd=clone.root, capture_output=True, text=True, check=False)
+    elsewhere = subprocess.run(
+        [sys.executable, str(tmp_path / "ask.py")],
+        cwd=clone.root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert elsewhere.returncode == 1
     assert "Untrusted" in elsewhere.stderr
     assert not clone.executed

@@ -1,4 +1,6 @@
-"""How long a host may take to answer: one that drips is ended by name, and an honest one behind a slow link is waited for."""
+"""How long a host may take to answer: one that drips is ended by name, and an honest one behind a
+slow link is waited for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from clusterjob.node.verdict import JobState
 
 TIMEOUT = 3  # seconds, of the tests' hosts
 
-# Above the least rate, so that nothing but the bound in all ends it; the whole answer would take 100 s.
+# Above the least rate, so that nothing but the bound in all ends it; the whole answer would take
+# 100 s.
 DRIPS = """
 def answer(request):
     say(b'{"size": 12000000, "known": true, "alive": true, "more": false, "files": ')

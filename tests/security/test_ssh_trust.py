@@ -1,4 +1,6 @@
-"""Which hosts are trusted over SSH: revoked keys, keys that nobody has compared, user names that are commands; with real servers."""
+"""Which hosts are trusted over SSH: revoked keys, keys that nobody has compared, user names that
+are commands; with real servers.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_host_with_revoked_key_is_refused(pool: Pool, revoked: Path) -> None:
     assert pool.connection(Host("gpu2")).run("true")[0] == 0
 
 
-def test_revoked_key_is_refused_also_without_strict_checking(world: World, pool: Pool, revoked: Path) -> None:
+def test_revoked_key_is_refused_also_without_strict_checking(
+    world: World, pool: Pool, revoked: Path
+) -> None:
     world.write_config(RevokedHostKeys=str(revoked), StrictHostKeyChecking="no")
     assert "is revoked" in refusal(pool, "gpu1")
 
@@ -58,25 +62,55 @@ def test_revoked_key_is_refused_also_without_strict_checking(world: World, pool:
 def test_revoked_key_is_never_recorded(site: Site, revoked: Path) -> None:
     site.world.known_hosts.write_text("")
     host = site.world.hosts["gpu1"]
-    words = ["hosts", "trust", "gpu1", "--set", f"ssh_config={site.world.config}", "--fingerprint", host.fingerprint]
+    words = [
+        "hosts",
+        "trust",
+        "gpu1",
+        "--set",
+        f"ssh_config={site.world.config}",
+        "--fingerprint",
+        host.fingerprint,
+    ]
     process = site.command(*words, stdin=subprocess.DEVNULL)
     _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, "is revoked" in err) == (1, True)
     assert site.world.known_hosts.read_text() == ""
 
 
-def test_certificate_of_revoked_authority_is_refused(world: World, pool: Pool, tmp_path: Path) -> None:
+def test_certificate_of_revoked_authority_is_refused(
+    world: World, pool: Pool, tmp_path: Path
+) -> None:
     sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "ca")
     authority = " ".join(Path(f"{tmp_path}/ca.pub").read_text().split()[:2])
     host = world.hosts["gpu3"]
-    sh("ssh-keygen", "-q", "-s", tmp_path / "ca", "-I", "gpu3", "-h", "-n", "10.77.0.3", host.directory / "host_key.pub")
+    sh(
+        "ssh-keygen",
+        "-q",
+        "-s",
+        tmp_path / "ca",
+        "-I",
+        "gpu3",
+        "-h",
+        "-n",
+        "10.77.0.3",
+        host.directory / "host_key.pub",
+    )
     world.known_hosts.write_text(f"@cert-authority * {authority}\n")
     host.stop()
     host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
     try:
         assert pool.connection(Host("gpu3")).run("true")[0] == 0
         (tmp_path / "revoked").write_text(f"{authority}\n")
-        sh("ssh-keygen", "-q", "-k", "-f", tmp_path / "krl", "-s", tmp_path / "ca.pub", host.directory / "host_key-cert.pub")
+        sh(
+            "ssh-keygen",
+            "-q",
+            "-k",
+            "-f",
+            tmp_path / "krl",
+            "-s",
+            tmp_path / "ca.pub",
+            host.directory / "host_key-cert.pub",
+        )
         for file in ("revoked", "krl"):
             world.write_config(RevokedHostKeys=str(tmp_path / file))
             fresh = Pool(Reach(10.0, ssh_config=world.config))
@@ -90,7 +124,9 @@ def test_certificate_of_revoked_authority_is_refused(world: World, pool: Pool, t
 
 
 @pytest.mark.parametrize("content", [None, b"SSHKRL\n\0nonsense"])
-def test_file_of_revoked_keys_that_cannot_be_read_refuses_every_host(world: World, pool: Pool, tmp_path: Path, content: bytes) -> None:
+def test_file_of_revoked_keys_that_cannot_be_read_refuses_every_host(
+    world: World, pool: Pool, tmp_path: Path, content: bytes
+) -> None:
     if content is not None:
         (tmp_path / "revoked").write_bytes(content)
     world.write_config(RevokedHostKeys=str(tmp_path / "revoked"))
@@ -113,15 +149,35 @@ def test_key_is_recorded_on_a_terminal(site: Site) -> None:
     world = site.world
     world.known_hosts.write_text("")
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "clusterjob", "hosts", "trust", "gpu1", "--set", f"ssh_config={world.config}"]
-    done = subprocess.run(words, cwd=site.directory, stdin=theirs, capture_output=True, timeout=PATIENCE, check=False)
+    words = [
+        sys.executable,
+        "-m",
+        "clusterjob",
+        "hosts",
+        "trust",
+        "gpu1",
+        "--set",
+        f"ssh_config={world.config}",
+    ]
+    done = subprocess.run(
+        words, cwd=site.directory, stdin=theirs, capture_output=True, timeout=PATIENCE, check=False
+    )
     for handle in (ours, theirs):
         os.close(handle)
     assert done.returncode == 0, done.stderr
     assert world.hosts["gpu1"].public_key in world.known_hosts.read_text()
 
 
-@pytest.mark.parametrize("user", ["$(touch${IFS}$M)", "`touch${IFS}$M`", "root;touch${IFS}$M;", "a|touch${IFS}$M", "a&touch${IFS}$M&"])
+@pytest.mark.parametrize(
+    "user",
+    [
+        "$(touch${IFS}$M)",
+        "`touch${IFS}$M`",
+        "root;touch${IFS}$M;",
+        "a|touch${IFS}$M",
+        "a&touch${IFS}$M&",
+    ],
+)
 def test_user_name_that_is_a_command_is_refused_before_a_proxy_command_holds_it(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str
 ) -> None:

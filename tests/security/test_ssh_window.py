@@ -18,7 +18,9 @@ from clusterjob.remote.ssh_config import Target
 
 
 class Greedy(paramiko.ServerInterface):
-    """Lets everybody in, and answers each command with data without end, whatever the client's window is."""
+    """Lets everybody in, and answers each command with data without end, whatever the client's
+    window is.
+    """
 
     def __init__(self, stderr: bool) -> None:
         self._stderr = stderr
@@ -63,7 +65,14 @@ def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conne
 
     accepting = threading.Thread(target=serve)
     accepting.start()
-    target = Target("gpu1", "127.0.0.1", listener.getsockname()[1], "root", identities=(tmp_path / "user",), strict="no")
+    target = Target(
+        "gpu1",
+        "127.0.0.1",
+        listener.getsockname()[1],
+        "root",
+        identities=(tmp_path / "user",),
+        strict="no",
+    )
     made = connect(target, Reach(20.0))
     yield made
     made.close()

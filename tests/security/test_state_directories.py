@@ -21,17 +21,30 @@ NOBODY = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
 
 
-def submit(tmp_path: Path, umask: int = 0o022, **variables: str) -> subprocess.CompletedProcess[str]:
+def submit(
+    tmp_path: Path, umask: int = 0o022, **variables: str
+) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local", "--", "true"]
     env = {**os.environ, **variables}
     return subprocess.run(
-        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False, preexec_fn=lambda: os.umask(umask)
+        argv,
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        preexec_fn=lambda: os.umask(umask),
     )
 
 
 def modes(place: Path) -> dict[str, int]:
     """Return the permission bits of a directory and of all that is below it."""
-    return {str(path): stat.S_IMODE(path.lstat().st_mode) for path in (place, *place.rglob("*")) if not path.is_symlink()}
+    return {
+        str(path): stat.S_IMODE(path.lstat().st_mode)
+        for path in (place, *place.rglob("*"))
+        if not path.is_symlink()
+    }
 
 
 @pytest.fixture
@@ -43,7 +56,9 @@ def reachable() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_every_level_is_the_users_alone_under_umask_000(reachable: Path, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_level_is_the_users_alone_under_umask_000(
+    reachable: Path, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = reachable / "a"
     if given:
         monkeypatch.setenv("CLUSTERJOB_HOME", str(base / "b" / "c"))
@@ -117,7 +132,9 @@ def planted_records(place: Path) -> None:
         (planted_records, "it belongs to nobody (uid 65534)"),
     ],
 )
-def test_submit_refuses_a_place_that_others_can_change(tmp_path: Path, plant: Callable[[Path], None], why: str) -> None:
+def test_submit_refuses_a_place_that_others_can_change(
+    tmp_path: Path, plant: Callable[[Path], None], why: str
+) -> None:
     place = tmp_path / "shared" / "home"
     place.parent.mkdir()
     plant(place)
@@ -129,26 +146,35 @@ def test_submit_refuses_a_place_that_others_can_change(tmp_path: Path, plant: Ca
     assert not any((place / "jobs").glob("*"))
 
 
-def test_a_sticky_directory_of_all_is_safe_where_the_rest_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sticky_directory_of_all_is_safe_where_the_rest_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tmp_path.chmod(0o1777)
     monkeypatch.setenv("CLUSTERJOB_HOME", str(tmp_path))
     secure_home()
-    assert {path.name: oct(mode & 0o777) for path in tmp_path.iterdir() if (mode := path.stat().st_mode)} == {
-        "jobs": "0o700", "records": "0o700"
-    }  # fmt: skip
+    assert {
+        path.name: oct(mode & 0o777) for path in tmp_path.iterdir() if (mode := path.stat().st_mode)
+    } == {"jobs": "0o700", "records": "0o700"}
 
 
-def test_directories_of_an_older_version_under_a_generous_umask_are_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_directories_of_an_older_version_under_a_generous_umask_are_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("CLUSTERJOB_HOME")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for folder in (home(), home() / "jobs", home() / "records"):
         folder.mkdir()
         folder.chmod(0o777)
     secure_home()
-    assert [oct(folder.stat().st_mode & 0o777) for folder in (home(), home() / "jobs", home() / "records")] == ["0o755"] * 3
+    assert [
+        oct(folder.stat().st_mode & 0o777)
+        for folder in (home(), home() / "jobs", home() / "records")
+    ] == ["0o755"] * 3
 
 
-def test_a_place_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(RecordError, match="file cannot be written: Not a directory"):

@@ -20,7 +20,9 @@ from clusterjob.worker.rendezvous import Facts
 from clusterjob.worker.signed_values import SignedStore
 
 NewJob = Callable[..., Job]
-ANSWER = json.dumps({"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "time": 0.0, "nodes": []})
+ANSWER = json.dumps(
+    {"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "time": 0.0, "nodes": []}
+)
 
 # Rank 1 comes once the stranger has been there.
 INIT = """
@@ -40,7 +42,9 @@ def forge(port: int) -> None:
     """Write into a job's store what its rank 0 would, as anybody may who reaches the port."""
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
     corner = dist.PrefixStore("roll", dist.PrefixStore("clusterjob/0", store))
     corner.compare_set("go", "", ANSWER)
 
@@ -117,9 +121,13 @@ def test_a_host_s_name_is_shown_without_what_moves_the_cursor() -> None:
     assert len(Facts.of(facts.data().encode()).host) == 300
 
 
-def test_the_store_of_one_node_is_reached_from_that_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_one_node_is_reached_from_that_machine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Debian's own name means 127.0.1.1: there is no need to listen on all addresses for it."""
-    monkeypatch.setattr(network, "addresses_of", lambda host: ["127.0.1.1"] if host == "myself" else [host])
+    monkeypatch.setattr(
+        network, "addresses_of", lambda host: ["127.0.1.1"] if host == "myself" else [host]
+    )
     with network.listen_at("myself", 0, 1, alone=True) as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
     with network.listen_at("myself", 0, 1) as listener:

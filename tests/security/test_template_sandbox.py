@@ -1,4 +1,6 @@
-"""A template of a cloned repository executes no Python, not even in a dry run, and cannot write without end."""
+"""A template of a cloned repository executes no Python, not even in a dry run, and cannot write
+without end.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,19 @@ def test_a_dry_run_in_a_clone_executes_nothing_of_its_template(tmp_path: Path) -
     template(tmp_path, ESCAPES[0])
     (tmp_path / "train.py").write_text("")
     (tmp_path / "clusterjob.toml").write_text('[defaults]\ntemplate = "mine.sh.j2"\n')
-    argv = [sys.executable, "-m", "clusterjob", "submit", "--dry-run", "--cluster", "local", "train.py"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    argv = [
+        sys.executable,
+        "-m",
+        "clusterjob",
+        "submit",
+        "--dry-run",
+        "--cluster",
+        "local",
+        "train.py",
+    ]
+    done = subprocess.run(
+        argv, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert "mine.sh.j2, line 1" in done.stderr
     assert not (tmp_path / "executed").exists()

@@ -1,4 +1,6 @@
-"""Text of hosts, jobs and files that a terminal would obey: it is shown, and never obeyed. On a real terminal."""
+"""Text of hosts, jobs and files that a terminal would obey: it is shown, and never obeyed. On a
+real terminal.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from clusterjob.node.verdict import Failure, JobState, Verdict
 
 HOSTILE = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b]0;title\x07\x1b[2J\x9b31m\u202egnp.exe\r\nclusterjob: job x SUCCEEDED[/x][bold]"
 # What a terminal obeys, other than the colours (SGR) and line ends that we print ourselves.
-OBEYED = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
+OBEYED = re.compile(
+    r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]"
+)
 CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 
 
@@ -46,10 +50,15 @@ def test_sanitize_removes_colours_or_keeps_and_ends_them() -> None:
     assert sanitize("\x1b[1;31mred\x1b[0m") == "red"
     assert sanitize("\x1b[1;31mred", colours=True) == "\x1b[1;31mred\x1b[0m"
     assert sanitize("\x1b[1;31mred\x1b[0m!", colours=True) == "\x1b[1;31mred\x1b[0m!"
-    assert sanitize("\x1b[2Ka\x1b[1A\x1b]8;;http://x\x07b", colours=True) == r"a\x1b]8;;http://x\x07b"
+    assert (
+        sanitize("\x1b[2Ka\x1b[1A\x1b]8;;http://x\x07b", colours=True) == r"a\x1b]8;;http://x\x07b"
+    )
 
 
-@given(st.text(alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]0;m\x07\x9b\r\n\u202e"))), st.booleans())
+@given(
+    st.text(alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]0;m\x07\x9b\r\n\u202e"))),
+    st.booleans(),
+)
 def test_no_text_survives_that_a_terminal_obeys(text: str, colours: bool) -> None:
     shown = sanitize(text, colours=colours)
     assert OBEYED.search(shown) is None
@@ -69,22 +78,54 @@ def hostile_job(tmp_path: Path) -> str:
     """Return the id of a job that has ended, all of whose texts are hostile."""
     job_dir = tmp_path / "job"
     (job_dir / "logs" / "node0").mkdir(parents=True)
-    failure = Failure(0, 0, 0, f"host{HOSTILE}", 3, None, f"ValueError: {HOSTILE}", (f"Traceback {HOSTILE}", HOSTILE))
+    failure = Failure(
+        0,
+        0,
+        0,
+        f"host{HOSTILE}",
+        3,
+        None,
+        f"ValueError: {HOSTILE}",
+        (f"Traceback {HOSTILE}", HOSTILE),
+    )
     verdict = Verdict(JobState.FAILED, 3, f"rank 0 {HOSTILE}", failure)
     (job_dir / "result.json").write_text(json.dumps(verdict.to_json()))
-    (job_dir / "logs" / "node0" / "rank0.out").write_bytes(b"\x1b[31mred\x1b[0m " + HOSTILE.encode() + b"\n")
+    (job_dir / "logs" / "node0" / "rank0.out").write_bytes(
+        b"\x1b[31mred\x1b[0m " + HOSTILE.encode() + b"\n"
+    )
     handle = Handle("local", "x-222222", {"agents": [], "boot_id": "b", "host": f"host{HOSTILE}"})
     cluster, at = f"cluster{HOSTILE}", "2026-01-01T00:00:00.000Z"
-    Records().save(Record("x-222222", f"name{HOSTILE}", cluster, "local", job_dir, 1, at, {"nproc_per_node": 2}, handle))
+    Records().save(
+        Record(
+            "x-222222",
+            f"name{HOSTILE}",
+            cluster,
+            "local",
+            job_dir,
+            1,
+            at,
+            {"nproc_per_node": 2},
+            handle,
+        )
+    )
     return "x-222222"
 
 
 @pytest.mark.parametrize(
     "args",
-    [["list"], ["list", "--json"], ["status", "x-2"], ["status", "--json", "x-2"], ["wait", "x-2"], ["logs", "x-2"], ["logs", "-f", "x-2"],
-     ["status", HOSTILE], ["fetch", "x-2", HOSTILE]],
+    [
+        ["list"],
+        ["list", "--json"],
+        ["status", "x-2"],
+        ["status", "--json", "x-2"],
+        ["wait", "x-2"],
+        ["logs", "x-2"],
+        ["logs", "-f", "x-2"],
+        ["status", HOSTILE],
+        ["fetch", "x-2", HOSTILE],
+    ],
     ids=lambda args: " ".join(args)[:16],
-)  # fmt: skip
+)
 def test_commands_show_hostile_texts_and_obey_none(hostile_job: str, args: list[str]) -> None:
     code, shown = show([*CLUSTERJOB, *args])
     assert code in (0, 1, 2, 3)
@@ -110,7 +151,9 @@ for _ in range(2):
     time.sleep(0.6)
 progress.stop()
 """
-    with Terminal([sys.executable, "-c", program], env={"TERM": "xterm", "PATH": "/usr/bin:/bin"}) as terminal:
+    with Terminal(
+        [sys.executable, "-c", program], env={"TERM": "xterm", "PATH": "/usr/bin:/bin"}
+    ) as terminal:
         assert terminal.finish() == 0, terminal.shown
     assert b"[/x][bold]" in terminal.shown
     assert b"\x07" not in terminal.shown
@@ -134,9 +177,13 @@ output.say(text)
 
 
 @pytest.mark.parametrize("verb", [["run"], ["launch"]])
-def test_a_job_that_writes_hostile_output_is_shown_harmlessly(tmp_path: Path, verb: list[str]) -> None:
+def test_a_job_that_writes_hostile_output_is_shown_harmlessly(
+    tmp_path: Path, verb: list[str]
+) -> None:
     script = tmp_path / "train.py"
-    script.write_text(f"import sys\nprint({HOSTILE!r})\nsys.stderr.write({HOSTILE!r})\nraise ValueError({HOSTILE!r})\n")
+    script.write_text(
+        f"import sys\nprint({HOSTILE!r})\nsys.stderr.write({HOSTILE!r})\nraise ValueError({HOSTILE!r})\n"
+    )
     code, shown = show([*CLUSTERJOB, *verb, "--nproc-per-node", "2", "train.py"], cwd=tmp_path)
     assert code == 1
     assert_harmless(re.sub(r"\x1b\[(\d*[AJK]|\?25[hl])|\r", "", shown))  # our own moving lines
@@ -145,14 +192,19 @@ def test_a_job_that_writes_hostile_output_is_shown_harmlessly(tmp_path: Path, ve
 
 def test_a_dry_run_of_a_hostile_template_is_shown_harmlessly(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    (tmp_path / "clusterjob.toml").write_text('[clusters.here]\nbackend = "local"\nsetup = ["echo \\u001b]0;title\\u0007"]\n')
-    _, shown = show([*CLUSTERJOB, "submit", "--cluster", "here", "--dry-run", "train.py"], cwd=tmp_path)
+    (tmp_path / "clusterjob.toml").write_text(
+        '[clusters.here]\nbackend = "local"\nsetup = ["echo \\u001b]0;title\\u0007"]\n'
+    )
+    _, shown = show(
+        [*CLUSTERJOB, "submit", "--cluster", "here", "--dry-run", "train.py"], cwd=tmp_path
+    )
     assert_harmless(shown)
 
 
 def test_variables_are_shown_harmlessly(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*CLUSTERJOB, "env"], env={"PATH": "/usr/bin:/bin", "RANK": f"0{HOSTILE}", "WORLD_SIZE": "2"}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, check=False,
+        [*CLUSTERJOB, "env"],
+        env={"PATH": "/usr/bin:/bin", "RANK": f"0{HOSTILE}", "WORLD_SIZE": "2"},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert_harmless(done.stdout + done.stderr)

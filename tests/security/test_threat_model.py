@@ -11,13 +11,19 @@ PAGE = HERE.parent.parent / "docs" / "security.md"
 
 def test_every_promise_names_tests_that_exist() -> None:
     rows = [
-        line for line in PAGE.read_text(encoding="utf-8").partition("## Promises and their tests")[2].splitlines() if line.startswith("| ")
+        line
+        for line in PAGE.read_text(encoding="utf-8")
+        .partition("## Promises and their tests")[2]
+        .splitlines()
+        if line.startswith("| ")
     ]
     promises = [row for row in rows if "::" in row]
     assert len(promises) == len(rows) - 2 > 15, "a row without a test"
     missing = [
         f"{file}::{name}"
         for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", "\n".join(promises))
-        if not re.search(rf"^(async )?def {name}\(", (HERE / file).read_text(encoding="utf-8"), re.MULTILINE)
+        if not re.search(
+            rf"^(async )?def {name}\(", (HERE / file).read_text(encoding="utf-8"), re.MULTILINE
+        )
     ]
     assert missing == []

@@ -1,4 +1,6 @@
-"""How a platform's job stands: its attempts, in their order; what is still to come; how one has ended."""
+"""How a platform's job stands: its attempts, in their order; what is still to come; how one has
+ended.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,22 @@ from clusterjob.core.records import Record
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now
 from clusterjob.node.system import files, private_dirs
-from clusterjob.node.verdict import CANCELLED_EXIT_CODE, PREEMPTED_EXIT_CODE, TIMEOUT_EXIT_CODE, Failure, JobState, Verdict
+from clusterjob.node.verdict import (
+    CANCELLED_EXIT_CODE,
+    PREEMPTED_EXIT_CODE,
+    TIMEOUT_EXIT_CODE,
+    Failure,
+    JobState,
+    Verdict,
+)
 
 _FILE = "platform.json"
 _LAG = 20.0  # seconds that a log may need to show a task's last lines
 _SETTLING = 60.0  # seconds for which a task may not be shown before it counts as gone
 _UNSEEN = 120.0  # ... that was never shown, and of which it is not known whether it was taken
 _RETRY_PATIENCE = 60.0  # seconds beyond the interval that a platform may take to start a task again
-CLOCKS_APART = 86_400.0  # seconds by which the platform's clock may differ from this machine's, its time zone included
+# Seconds by which the platform's clock may differ from this machine's, its time zone included.
+CLOCKS_APART = 86_400.0
 _DEADLINE = re.compile(r"deadline|time ?limit|ActiveDeadline", re.IGNORECASE)
 
 
@@ -35,7 +45,8 @@ class Retries:
         interval: seconds between an end and the next start.
         failures: after a failure.
         reclaims: when it took the machines away.
-        preemptible: whether it may do so; without `reclaims` it starts the task again all the same, as often as it likes.
+        preemptible: whether it may do so; without `reclaims` it starts the task again all the same,
+            as often as it likes.
     """
 
     times: int = 0
@@ -67,7 +78,8 @@ class Seen:
 
 @dataclass
 class Known:
-    """What was seen of a job's tasks, kept in its directory: which there were, when each was first seen ended.
+    """What was seen of a job's tasks, kept in its directory: which there were, when each was first
+    seen ended.
 
     Times are this machine's own, seconds of the epoch: the platform's clock is another.
     """
@@ -86,15 +98,24 @@ class Known:
             return _unsaved[job_dir / _FILE]
         data = files.read_json(job_dir / _FILE)
         names = ("tasks", "started", "ended", "collected", "missing_since")
-        return cls(job_dir / _FILE, **{name: data[name] for name in names if isinstance(data, dict) and name in data})
+        return cls(
+            job_dir / _FILE,
+            **{name: data[name] for name in names if isinstance(data, dict) and name in data},
+        )
 
     def meet(self, tasks: Sequence[Task]) -> Seen | None:
-        """Take in what the platform shows of the job, the oldest first; return the newest attempt, None where it shows none."""
+        """Take in what the platform shows of the job, the oldest first; return the newest attempt,
+        None where it shows none.
+        """
         before = asdict(self)
         for task in tasks:
             if task.id not in self.tasks:
                 self.tasks.append(task.id)
-            ran = task.started_at is not None or task.state in (JobState.RUNNING, JobState.SUCCEEDED, JobState.FAILED)
+            ran = task.started_at is not None or task.state in (
+                JobState.RUNNING,
+                JobState.SUCCEEDED,
+                JobState.FAILED,
+            )
             if ran and task.id not in self.started:
                 self.started.append(task.id)
             if task.state.final:
@@ -121,16 +142,26 @@ class Known:
     def comes_again(self, seen: Seen, retries: Retries) -> bool:
         """Return whether the platform is about to start a job again."""
         taken_away = seen.task.state is JobState.CANCELLED
-        covered = seen.attempt < retries.times and (retries.reclaims if taken_away else retries.failures)
+        covered = seen.attempt < retries.times and (
+            retries.reclaims if taken_away else retries.failures
+        )
         if not covered and not (taken_away and retries.preemptible and not retries.reclaims):
             return False
-        return time.time() < self.ended[seen.task.id] + retries.interval + _RETRY_PATIENCE and not _long_ago(seen.task)
+        return time.time() < self.ended[
+            seen.task.id
+        ] + retries.interval + _RETRY_PATIENCE and not _long_ago(seen.task)
 
     def lost(self, record: Record) -> str | None:
-        """Return why a job that the platform does not show is lost; None while it may still be shown."""
+        """Return why a job that the platform does not show is lost; None while it may still be
+        shown.
+        """
         missing_for = time.time() - (self.missing_since or time.time())
         if self.tasks or record.handle is not None:
-            why = "the platform does not show its task any more" if self.tasks else "the platform has never shown its task"
+            why = (
+                "the platform does not show its task any more"
+                if self.tasks
+                else "the platform has never shown its task"
+            )
             return why if missing_for > _SETTLING else None
         if time.time() < submitted_at(record) + _UNSEEN:
             return None
@@ -140,10 +171,14 @@ class Known:
         try:
             if self.path.parent.parent.parent.is_dir():
                 private_dirs.make(self.path.parent)  # of an array's element
-            files.write_json(self.path, {key: value for key, value in asdict(self).items() if key != "path"})
+            files.write_json(
+                self.path, {key: value for key, value in asdict(self).items() if key != "path"}
+            )
             _unsaved.pop(self.path, None)
         except OSError:
-            _unsaved[self.path] = self  # a full disk: whoever waits has to see time pass all the same
+            _unsaved[self.path] = (
+                self  # a full disk: whoever waits has to see time pass all the same
+            )
 
 
 _unsaved: dict[Path, Known] = {}  # of this process, where the disk took no note
@@ -152,12 +187,16 @@ _unsaved: dict[Path, Known] = {}  # of this process, where the disk took no note
 def waits(task: Task) -> str:
     """Return what a task waits for."""
     since = f" since {task.created_at}" if task.created_at else ""
-    return "; ".join(filter(None, (f"{task.words or 'queued'} on the platform{since}", task.reason)))
+    return "; ".join(
+        filter(None, (f"{task.words or 'queued'} on the platform{since}", task.reason))
+    )
 
 
 def wished_to_end(record: Record) -> bool:
     """Return whether somebody wished that a job end."""
-    return ends.cancelled(record.job_dir) or (record.index is not None and ends.cancelled(record.job_dir.parent.parent))
+    return ends.cancelled(record.job_dir) or (
+        record.index is not None and ends.cancelled(record.job_dir.parent.parent)
+    )
 
 
 def being_submitted(record: Record) -> bool:
@@ -171,15 +210,29 @@ def submitted_at(record: Record) -> float:
 
 
 def refused(job_dir: Path, seen: Seen) -> Verdict | None:
-    """Return the end of an attempt whose nodes say that they could not start; None where they do not."""
+    """Return the end of an attempt whose nodes say that they could not start; None where they do
+    not.
+    """
     for failure in ends.refusals(job_dir, seen.attempt):
         return Verdict(
-            JobState.FAILED, failure.exit_code, f"{failure.who}: {failure.message}", failure, attempt=seen.attempt, **_times(seen.task)
+            JobState.FAILED,
+            failure.exit_code,
+            f"{failure.who}: {failure.message}",
+            failure,
+            attempt=seen.attempt,
+            **_times(seen.task),
         )
     return None
 
 
-def verdict(seen: Seen, own: Verdict | None, instances: Sequence[Instance], retries: Retries, *, wished: bool) -> Verdict:
+def verdict(
+    seen: Seen,
+    own: Verdict | None,
+    instances: Sequence[Instance],
+    retries: Retries,
+    *,
+    wished: bool,
+) -> Verdict:
     """Return how an attempt has ended.
 
     Args:
@@ -191,21 +244,45 @@ def verdict(seen: Seen, own: Verdict | None, instances: Sequence[Instance], retr
     """
     task = seen.task
     common: dict[str, Any] = {"attempt": seen.attempt, **_times(task)}
-    reasons = list(dict.fromkeys(filter(None, (task.reason, *(instance.reason for instance in instances)))))
+    reasons = list(
+        dict.fromkeys(filter(None, (task.reason, *(instance.reason for instance in instances))))
+    )
     says = "; ".join([f"the platform says {task.words}", *reasons[:3]])
     if own is not None and not _tells_less(own, task, wished=wished):
         return replace(own, restarts=seen.attempt)
     if wished:
-        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled", restarts=seen.attempt, **common)
+        return Verdict(
+            JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled", restarts=seen.attempt, **common
+        )
     if any(_DEADLINE.search(reason) for reason in reasons):
-        return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, f"out of time: {says}", restarts=seen.attempt, **common)
+        return Verdict(
+            JobState.FAILED,
+            TIMEOUT_EXIT_CODE,
+            f"out of time: {says}",
+            restarts=seen.attempt,
+            **common,
+        )
     if task.state is JobState.CANCELLED and retries.preemptible:
-        return Verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, f"its machines were taken away: {says}", restarts=seen.attempt, **common)
+        return Verdict(
+            JobState.PREEMPTED,
+            PREEMPTED_EXIT_CODE,
+            f"its machines were taken away: {says}",
+            restarts=seen.attempt,
+            **common,
+        )
     if task.state is JobState.CANCELLED:
         why = f"ended on the platform, and not by clusterjob: {says}"
-        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, why, restarts=seen.attempt, **common)
+        return Verdict(
+            JobState.CANCELLED, CANCELLED_EXIT_CODE, why, restarts=seen.attempt, **common
+        )
     if task.state is JobState.SUCCEEDED and own is None:
-        return Verdict(JobState.SUCCEEDED, 0, "the platform says so, and its log holds no verdict", restarts=seen.attempt, **common)
+        return Verdict(
+            JobState.SUCCEEDED,
+            0,
+            "the platform says so, and its log holds no verdict",
+            restarts=seen.attempt,
+            **common,
+        )
     failed = _failed(instances)
     text = f"{failed.who}: {failed.message}" if failed is not None else says
     code = failed.exit_code if failed is not None else 1
@@ -214,30 +291,50 @@ def verdict(seen: Seen, own: Verdict | None, instances: Sequence[Instance], retr
 
 
 def _tells_less(own: Verdict, task: Task, *, wished: bool) -> bool:
-    """Return whether a verdict says no more than that everything was stopped: agents cannot tell by whom, and why.
+    """Return whether a verdict says no more than that everything was stopped: agents cannot tell by
+    whom, and why.
 
-    A platform that stops a task may send its signal to workers too, and they may be quicker than their agents; and a node that it ends
-    in its setup lines, or before another one, seems to have failed.
+    A platform that stops a task may send its signal to workers too, and they may be quicker than
+    their agents; and a node that it ends in its setup lines, or before another one, seems to have
+    failed.
     """
     if own.state is JobState.PREEMPTED:
         return wished
     failure = own.failure
-    killed = failure is not None and (failure.signal in ("SIGTERM", "SIGKILL") or failure.rank is None)
+    killed = failure is not None and (
+        failure.signal in ("SIGTERM", "SIGKILL") or failure.rank is None
+    )
     return own.state is JobState.CANCELLED or (killed and task.state is JobState.CANCELLED)
 
 
 def _failed(instances: Sequence[Instance]) -> Failure | None:
-    """Return the failure of the node that the platform says most of: one that ended by itself before one that was ended."""
-    bad = [instance for instance in instances if instance.exit_code not in (None, 0) or instance.words in ("Failed", "Exception")]
+    """Return the failure of the node that the platform says most of: one that ended by itself
+    before one that was ended.
+    """
+    bad = [
+        instance
+        for instance in instances
+        if instance.exit_code not in (None, 0) or instance.words in ("Failed", "Exception")
+    ]
     if not bad:
         return None
     worst = min(
         bad,
-        key=lambda instance: (instance.words not in ("Exception", "Failed"), instance.exit_code == CANCELLED_EXIT_CODE, instance.node_rank),
+        key=lambda instance: (
+            instance.words not in ("Exception", "Failed"),
+            instance.exit_code == CANCELLED_EXIT_CODE,
+            instance.node_rank,
+        ),
     )
     code = worst.exit_code or 1
     return Failure(
-        None, None, worst.node_rank, worst.name, code, None, f"the platform says {worst.words}: {worst.reason or f'exit code {code}'}"
+        None,
+        None,
+        worst.node_rank,
+        worst.name,
+        code,
+        None,
+        f"the platform says {worst.words}: {worst.reason or f'exit code {code}'}",
     )
 
 

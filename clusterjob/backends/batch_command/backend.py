@@ -1,4 +1,6 @@
-"""A platform with a submit command as a backend: submitted once, all attempts known by one name, logs and verdict out of its logs."""
+"""A platform with a submit command as a backend: submitted once, all attempts known by one name,
+logs and verdict out of its logs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ from clusterjob.node.verdict import JobState, Verdict
 Account = tuple[tuple[str, str], ...]  # variables that choose one, sorted
 
 _PRIVATE = "task.private"  # a task with its secrets, while the platform's command reads it
-_LOOKS, _PAUSE = 3, 1.0  # for a task of which nobody knows whether the platform took it; seconds between two
+_LOOKS, _PAUSE = (
+    3,
+    1.0,
+)  # for a task of which nobody knows whether the platform took it; seconds between two
 _AT_ONCE = 8  # questions to a platform
 _MOST_DETAILS = 8  # waiting jobs of one question whose workers are asked why
 _LINES, _MOST_LINES = 500, 128_000  # of a worker's log: asked for first, and at most
@@ -54,7 +59,9 @@ class PlatformBackend(ABC):
         self._looks: dict[Account, _Look] = {}
         self._last: dict[str, Status] = {}
         self._collected: dict[str, float] = {}
-        self._whole: set[str] = set()  # jobs whose end was seen, and whose logs are to be brought once more
+        self._whole: set[str] = (
+            set()
+        )  # jobs whose end was seen, and whose logs are to be brought once more
         self._lines: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
@@ -86,8 +93,16 @@ class PlatformBackend(ABC):
 
     # -- submitting ----------------------------------------------------------------------------------------------------------
 
-    def submit_tasks(self, plan: Plan, platform: Platform, tasks: Sequence[tuple[str, bytes]], suffix: str, rate: float) -> Handle:
-        """Submit tasks one after the other, each once; an error or Ctrl-C cancels those that were taken.
+    def submit_tasks(
+        self,
+        plan: Plan,
+        platform: Platform,
+        tasks: Sequence[tuple[str, bytes]],
+        suffix: str,
+        rate: float,
+    ) -> Handle:
+        """Submit tasks one after the other, each once; an error or Ctrl-C cancels those that were
+        taken.
 
         Args:
             plan: the job.
@@ -124,7 +139,11 @@ class PlatformBackend(ABC):
         except KeyboardInterrupt:  # the command may have been quicker
             ends.cancel(plan.job_dir)
             with contextlib.suppress(ClusterJobError):
-                ids += [task.id for task in platform.tasks([name for name, _ in tasks], at) if not task.state.final and task.id not in ids]
+                ids += [
+                    task.id
+                    for task in platform.tasks([name for name, _ in tasks], at)
+                    if not task.state.final and task.id not in ids
+                ]
             _take_back(platform, ids)
             raise
         finally:
@@ -132,7 +151,11 @@ class PlatformBackend(ABC):
         for path in (token_file(plan.job_dir), secrets_file(plan.job_dir)):
             path.unlink(missing_ok=True)  # the platform has them, and nobody here needs them
         names = [plan.job_id] if plan.array else ids
-        return Handle(self.NAME, names[0], {"ids": names, "account": dict(self.account_of(plan.spec.options)), "at": at})
+        return Handle(
+            self.NAME,
+            names[0],
+            {"ids": names, "account": dict(self.account_of(plan.spec.options)), "at": at},
+        )
 
     def detach(self, handle: Handle) -> None:  # noqa: B027 - there is nothing to do, for any platform
         """Nothing to let go: a platform's task needs nobody."""
@@ -140,7 +163,9 @@ class PlatformBackend(ABC):
     # -- asking --------------------------------------------------------------------------------------------------------------
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        """Return how jobs stand: the tasks of all of an account's jobs with one question, then what only their logs tell."""
+        """Return how jobs stand: the tasks of all of an account's jobs with one question, then what
+        only their logs tell.
+        """
         found: dict[str, Status] = {}
         groups: dict[Account, list[Record]] = {}
         for record in records:
@@ -151,21 +176,36 @@ class PlatformBackend(ABC):
                 found |= {record.job_id: self._last[record.job_id] for record in group}
                 continue
             platform = self.platform(account)
-            detailed = {record.job_id for record in [record for record in group if _waits(look, record)][:_MOST_DETAILS]}
+            detailed = {
+                record.job_id
+                for record in [record for record in group if _waits(look, record)][:_MOST_DETAILS]
+            }
 
-            def stand(record: Record, look: _Look = look, platform: Platform = platform, detailed: set[str] = detailed) -> Status:
+            def stand(
+                record: Record,
+                look: _Look = look,
+                platform: Platform = platform,
+                detailed: set[str] = detailed,
+            ) -> Status:
                 return self._standing(record, look, platform, detailed=record.job_id in detailed)
 
             statuses = _all_at_once(stand, group)
             found |= {record.job_id: status for record, status in zip(group, statuses, strict=True)}
         with self._lock:
             self._last |= found
-            self._whole |= {job_id for job_id, status in found.items() if status.verdict is not None}
+            self._whole |= {
+                job_id for job_id, status in found.items() if status.verdict is not None
+            }
         return found
 
     def _account(self, record: Record) -> Account:
         if record.handle is not None:
-            return tuple(sorted((str(key), str(value)) for key, value in record.handle.data.get("account", {}).items()))
+            return tuple(
+                sorted(
+                    (str(key), str(value))
+                    for key, value in record.handle.data.get("account", {}).items()
+                )
+            )
         return self.account_of(record.spec.get("options", {}))
 
     def _look(self, account: Account, records: Sequence[Record]) -> tuple[_Look, bool]:
@@ -178,14 +218,18 @@ class PlatformBackend(ABC):
         by_name: dict[str, list[Task]] = {}
         trouble = ""
         try:
-            for task in self.platform(account).tasks(sorted(names), min(attempts.submitted_at(record) for record in records)):
+            for task in self.platform(account).tasks(
+                sorted(names), min(attempts.submitted_at(record) for record in records)
+            ):
                 by_name.setdefault(task.name, []).append(task)
         except ClusterJobError as error:
             trouble, by_name = error.message, dict(look.tasks)
         self._looks[account] = look = _Look(time.monotonic(), names, by_name, trouble)
         return look, True
 
-    def _standing(self, record: Record, look: _Look, platform: Platform, *, detailed: bool) -> Status:
+    def _standing(
+        self, record: Record, look: _Look, platform: Platform, *, detailed: bool
+    ) -> Status:
         """Return how one job stands."""
         known = Known.of(record.job_dir)
         seen = known.meet(look.tasks.get(record.job_id, []))
@@ -196,16 +240,28 @@ class PlatformBackend(ABC):
         if record.handle is None and not attempts.being_submitted(record):
             _sweep(record)
             handle = self._adopted(record, seen)
-        common: dict[str, Any] = {"started_at": seen.task.started_at, "restarts": seen.attempt, "handle": handle}
+        common: dict[str, Any] = {
+            "started_at": seen.task.started_at,
+            "restarts": seen.attempt,
+            "handle": handle,
+        }
         try:
             if not seen.ended:
                 if wished and seen.task.words != "Killing":
                     platform.cancel(seen.task.id)
                 reason = (
-                    "it is being cancelled" if wished else self._why_it_waits(platform, seen) if detailed else attempts.waits(seen.task)
+                    "it is being cancelled"
+                    if wished
+                    else self._why_it_waits(platform, seen)
+                    if detailed
+                    else attempts.waits(seen.task)
                 )
-                state = JobState.RUNNING if seen.task.state is JobState.RUNNING else JobState.PENDING
-                return Status(state, reason if state is JobState.PENDING or wished else "", **common)
+                state = (
+                    JobState.RUNNING if seen.task.state is JobState.RUNNING else JobState.PENDING
+                )
+                return Status(
+                    state, reason if state is JobState.PENDING or wished else "", **common
+                )
             verdict = self._verdict(record, known, seen, platform, wished=wished)
         except ClusterJobError as error:
             return Status(JobState.UNKNOWN, error.message, **common)
@@ -213,14 +269,28 @@ class PlatformBackend(ABC):
         if verdict is None:
             text = f"the platform says {seen.task.words}; the rest of its log is awaited"
             return Status(JobState.RUNNING, text, **common)
-        if not wished and verdict.state is not JobState.SUCCEEDED and known.comes_again(seen, retries):
+        if (
+            not wished
+            and verdict.state is not JobState.SUCCEEDED
+            and known.comes_again(seen, retries)
+        ):
             of = f" of {retries.times + 1}" if seen.attempt < retries.times else ""
             again = f"the platform starts it again (attempt {seen.attempt + 2}{of}); it was {verdict.state.value.lower()}"
-            return Status(JobState.PENDING, f"{again}: {verdict.reason}" if verdict.reason else again, **common)
-        return Status(verdict.state, verdict.reason, verdict, verdict.started_at, seen.attempt, handle)
+            return Status(
+                JobState.PENDING,
+                f"{again}: {verdict.reason}" if verdict.reason else again,
+                **common,
+            )
+        return Status(
+            verdict.state, verdict.reason, verdict, verdict.started_at, seen.attempt, handle
+        )
 
     def _unseen(self, record: Record, known: Known, seen: Seen | None, trouble: str) -> Status:
-        common: dict[str, Any] = {"started_at": seen.task.started_at, "restarts": seen.attempt} if seen is not None else {}
+        common: dict[str, Any] = (
+            {"started_at": seen.task.started_at, "restarts": seen.attempt}
+            if seen is not None
+            else {}
+        )
         if record.handle is None and attempts.being_submitted(record):
             return Status(JobState.PENDING, "it is being submitted")
         if trouble:
@@ -231,35 +301,63 @@ class PlatformBackend(ABC):
         wished = attempts.wished_to_end(record)
         if why is None:
             state = JobState.UNKNOWN if known.tasks or record.handle is None else JobState.PENDING
-            return Status(state, f"{'it is being cancelled; ' if wished else ''}the platform does not show it (yet)")
+            return Status(
+                state,
+                f"{'it is being cancelled; ' if wished else ''}the platform does not show it (yet)",
+            )
         if wished:
-            shared.wish_to_cancel(record)  # an element's own wish, where all of its array was to end
-        return shared.ended(shared.end_without_lead(record.job_dir, None, max(0, len(known.tasks) - 1), why))
+            shared.wish_to_cancel(
+                record
+            )  # an element's own wish, where all of its array was to end
+        return shared.ended(
+            shared.end_without_lead(record.job_dir, None, max(0, len(known.tasks) - 1), why)
+        )
 
     def _adopted(self, record: Record, seen: Seen) -> Handle:
         """Return the handle of a job whose submitter could not note it."""
         first = seen.first if record.index is None else record.whole_id
-        data = {"ids": [first], "account": dict(self._account(record)), "at": attempts.submitted_at(record)}
+        data = {
+            "ids": [first],
+            "account": dict(self._account(record)),
+            "at": attempts.submitted_at(record),
+        }
         return Handle(self.NAME, first if record.index is None else record.job_id, data)
 
     @staticmethod
     def _why_it_waits(platform: Platform, seen: Seen) -> str:
-        reasons = dict.fromkeys(instance.reason for instance in platform.instances(seen.task.id) if instance.reason)
+        reasons = dict.fromkeys(
+            instance.reason for instance in platform.instances(seen.task.id) if instance.reason
+        )
         return "; ".join([attempts.waits(seen.task), *reasons])
 
-    def _verdict(self, record: Record, known: Known, seen: Seen, platform: Platform, *, wished: bool) -> Verdict | None:
+    def _verdict(
+        self, record: Record, known: Known, seen: Seen, platform: Platform, *, wished: bool
+    ) -> Verdict | None:
         """Return how an attempt has ended; None while its log may still tell."""
         stream = Stream(record.job_dir, 0, seen.attempt)
         ran = seen.task.id in known.started
         instances = platform.instances(seen.task.id) if ran else []
         if ran and stream.verdict is None:
             with contextlib.suppress(ClusterJobError):  # of one that was ended before it had a log
-                self._collect_nodes(record, platform, seen.task.id, seen.attempt, [each for each in instances if each.node_rank == 0])
+                self._collect_nodes(
+                    record,
+                    platform,
+                    seen.task.id,
+                    seen.attempt,
+                    [each for each in instances if each.node_rank == 0],
+                )
         own = stream.verdict
-        # Agents that were stopped by the platform know of no failure: it may be that of a node which could not start its agent.
+        # Agents that were stopped by the platform know of no failure: it may be that of a node
+        # which could not start its agent.
         if ran and (own is None or (own.state is JobState.CANCELLED and not wished)):
             with contextlib.suppress(ClusterJobError):
-                self._collect_nodes(record, platform, seen.task.id, seen.attempt, [each for each in instances if each.node_rank != 0])
+                self._collect_nodes(
+                    record,
+                    platform,
+                    seen.task.id,
+                    seen.attempt,
+                    [each for each in instances if each.node_rank != 0],
+                )
             own = attempts.refused(record.job_dir, seen) or own
             if own is None and not known.log_is_whole(seen):
                 return None
@@ -291,16 +389,28 @@ class PlatformBackend(ABC):
                 raise ClusterJobError(trouble)
             for attempt, task_id in enumerate(known.tasks):
                 if task_id in known.started and task_id not in known.collected:
-                    self._collect_nodes(record, platform, task_id, attempt, platform.instances(task_id))
+                    self._collect_nodes(
+                        record, platform, task_id, attempt, platform.instances(task_id)
+                    )
                     known.note_collected(task_id)
         except ClusterJobError:
             if first:
                 raise
         self._collected[record.job_id] = time.monotonic()
 
-    def _collect_nodes(self, record: Record, platform: Platform, task_id: str, attempt: int, instances: Sequence[Instance]) -> None:
+    def _collect_nodes(
+        self,
+        record: Record,
+        platform: Platform,
+        task_id: str,
+        attempt: int,
+        instances: Sequence[Instance],
+    ) -> None:
         def collect(instance: Instance) -> None:
-            stream, key = Stream(record.job_dir, instance.node_rank, attempt), (task_id, instance.node_rank)
+            stream, key = (
+                Stream(record.job_dir, instance.node_rank, attempt),
+                (task_id, instance.node_rank),
+            )
             count = self._lines.get(key, _LINES)
             while True:
                 lines = platform.lines(task_id, instance.name, count)
@@ -326,7 +436,8 @@ class PlatformBackend(ABC):
     # -- cancelling ------------------------------------------------------------------------------------------------------------
 
     def cancel(self, records: Sequence[Record]) -> None:
-        """Have the platform stop jobs. One that it starts again later is cancelled when somebody next asks for it.
+        """Have the platform stop jobs. One that it starts again later is cancelled when somebody
+        next asks for it.
 
         Raises:
             ClusterJobError: the platform does not answer, or does not cancel.
@@ -375,7 +486,9 @@ def _submit_once(platform: Platform, path: Path, name: str, since: float) -> str
                     return found[-1].id
         if not in_doubt:
             raise
-        raise SubmitInDoubtError(f"nobody knows whether the platform has taken the job: {error.message}") from error
+        raise SubmitInDoubtError(
+            f"nobody knows whether the platform has taken the job: {error.message}"
+        ) from error
 
 
 def _take_back(platform: Platform, ids: Sequence[str]) -> None:
@@ -387,9 +500,15 @@ def _take_back(platform: Platform, ids: Sequence[str]) -> None:
 
 
 def _sweep(record: Record) -> None:
-    """Remove what a submitter that was killed has left of a job: what was to be sent, and the secrets."""
+    """Remove what a submitter that was killed has left of a job: what was to be sent, and the
+    secrets.
+    """
     if record.handle is None:
-        place = record.job_dir if record.index is None else record.job_dir.parent.parent  # an array's elements are sent from one
+        place = (
+            record.job_dir if record.index is None else record.job_dir.parent.parent
+        )  # an array's elements are sent from one
         shutil.rmtree(place / upload.DIRECTORY, ignore_errors=True)
-        for path in place.glob(f"*{_PRIVATE}*"):  # or half of it, below the name that it has while it is written
+        for path in place.glob(
+            f"*{_PRIVATE}*"
+        ):  # or half of it, below the name that it has while it is written
             path.unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""A platform's command: run to its end or until patience ends, with all that it started; its JSON found behind whatever it says first."""
+"""A platform's command: run to its end or until patience ends, with all that it started; its JSON
+found behind whatever it says first.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Answer:
 
     @property
     def data(self) -> Any:
-        """The JSON in its stdout; None where there is none. A notice of a newer version may stand before it."""
+        """The JSON in its stdout; None where there is none. A notice of a newer version may stand
+        before it.
+        """
         for match in re.finditer(r"[\[{]", self.out):
             with contextlib.suppress(ValueError):
                 return json.JSONDecoder().raw_decode(self.out, match.start())[0]
@@ -61,8 +65,8 @@ def run(argv: Sequence[str], more: Mapping[str, str | None], patience: float = P
     """
     environ = {name: value for name, value in {**os.environ, **more}.items() if value is not None}
     process = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
-        env=environ, start_new_session=True,
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        encoding="utf-8", errors="replace", env=environ, start_new_session=True,
     )  # fmt: skip
     with process:
         try:

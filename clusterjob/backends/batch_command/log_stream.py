@@ -1,10 +1,12 @@
-"""What a node's agent printed on a platform's log, sorted into the files of the job's directory, where the one reader finds them.
+"""What a node's agent printed on a platform's log, sorted into the files of the job's directory,
+where the one reader finds them.
 
 The lines bear numbers (`clusterjob.node.logs.log_protocol`), so that it does not matter how often
 and in which pieces they are fetched. Lines without one are setup lines' and the image's own words;
 they go to ``agent.log``, and are known again by what stands around them.
 
-Several processes may do this at once, and on different days: what was taken is noted in ``stream.json`` beside the logs, under a lock.
+Several processes may do this at once, and on different days: what was taken is noted in
+``stream.json`` beside the logs, under a lock.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Verdict
 
 _STATE, _LOCK, _OWN, _TIMELINE = "stream.json", "stream.lock", "agent.log", "timeline"
-_OURS = re.compile(r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII)
+_OURS = re.compile(
+    r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII
+)
 _MOST_KNOWN = 2000  # lines without a number that are known again
 _MOST_GAPS = 200  # runs of lines that may still come
 _MOST_FILES = 8192  # of one node, in one process; lines of more workers go to agent.log
@@ -36,8 +40,9 @@ _LONGEST_VERDICT = 32 << 20  # characters
 _NUMBER, _NAMES = Integer(0, 2**53), ListOf(Text())
 _SIZES = MapOf(_NUMBER)
 _NOTE = Object(optional={
-    "next": _NUMBER, "known": _NAMES, "bare": _NUMBER, "missing": ListOf(Row((_NUMBER, _NUMBER))), "open": _NAMES, "seconds": Number(),
-    "verdict": Nullable(Object()), "verdict_part": Text(_LONGEST_VERDICT),
+    "next": _NUMBER, "known": _NAMES, "bare": _NUMBER, "missing": ListOf(Row((_NUMBER, _NUMBER))),
+    "open": _NAMES, "seconds": Number(), "verdict": Nullable(Object()),
+    "verdict_part": Text(_LONGEST_VERDICT),
 })  # fmt: skip
 
 
@@ -64,17 +69,23 @@ class Stream:
 
     @property
     def verdict(self) -> Verdict | None:
-        """How this start of the job ended, by node 0's agent; None until that line came, and for other nodes."""
+        """How this start of the job ended, by node 0's agent; None until that line came, and for
+        other nodes.
+        """
         found = self._taken().verdict
         return None if found is None else replace(Verdict.from_json(found), attempt=self._attempt)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """The first and last numbers of the lines that are missing; they are taken if they come late."""
+        """The first and last numbers of the lines that are missing; they are taken if they come
+        late.
+        """
         return [(first, last) for first, last in self._taken().missing]
 
     def joins(self, lines: Sequence[str]) -> bool:
-        """Return whether the end of a log reaches back to what was taken; if not, and it is not all of the log, ask for more of it."""
+        """Return whether the end of a log reaches back to what was taken; if not, and it is not all
+        of the log, ask for more of it.
+        """
         taken = self._taken()
         first = len(lines)
         for index, line in enumerate(lines):
@@ -89,8 +100,9 @@ class Stream:
         """Add what is new to the files.
 
         Args:
-            lines: any piece of the node's log, the oldest first: what was taken before is not taken again, wherever the piece begins.
-                They were parted at line feeds alone (not by `str.splitlines`, which parts at more).
+            lines: any piece of the node's log, the oldest first: what was taken before is not taken
+                again, wherever the piece begins. They were parted at line feeds alone (not by
+                `str.splitlines`, which parts at more).
 
         Raises:
             ClusterJobError: the files cannot be written; what was there is as before.
@@ -111,11 +123,20 @@ class Stream:
                     files.write_json(self._directory / _STATE, state)
         except OSError as error:
             where = error.filename or self._directory
-            raise ClusterJobError(f"the log of node {self._node_rank} cannot be kept here: {error.strerror}: {where}") from error
+            raise ClusterJobError(
+                f"the log of node {self._node_rank} cannot be kept here: {error.strerror}: {where}"
+            ) from error
 
     def _sort(self, lines: Sequence[str], taken: _Taken, pages: _Pages) -> None:
         items = _in_order(lines)
-        first = next((index for index, (_, item) in enumerate(items) if item is not None and item.number >= taken.next), len(items))
+        first = next(
+            (
+                index
+                for index, (_, item) in enumerate(items)
+                if item is not None and item.number >= taken.next
+            ),
+            len(items),
+        )
         begin = _after_what_is_known(items, first, taken)
         for index, (line, item) in enumerate(items):
             if item is None:
@@ -154,7 +175,9 @@ class Stream:
             ]  # fmt: skip
             names = {pair[kind == "err"].name: None for pair in pairs}
             known = {name for one in self._names.values() for name in one}
-            self._names[label, kind] = list(names) if len(known | names.keys()) <= _MOST_FILES else [_OWN]
+            self._names[label, kind] = (
+                list(names) if len(known | names.keys()) <= _MOST_FILES else [_OWN]
+            )
         return self._names[label, kind]
 
     def _put_bare(self, line: str, taken: _Taken, pages: _Pages) -> None:
@@ -179,7 +202,9 @@ class Stream:
         taken.verdict, taken.verdict_part = found, ""
 
     def _note_gap(self, number: int, taken: _Taken, pages: _Pages) -> None:
-        """Say which lines before this one are missing; what they would have gone on with ends there."""
+        """Say which lines before this one are missing; what they would have gone on with ends
+        there.
+        """
         if number == taken.next:
             return
         for name in taken.open:
@@ -187,7 +212,10 @@ class Stream:
         taken.open = []
         first, last = taken.next, number - 1
         which = f"line {first}" if first == last else f"lines {first} to {last}"
-        pages.add(_OWN, f"clusterjob: {which} of node {self._node_rank} {'was' if first == last else 'were'} not to be had\n")
+        pages.add(
+            _OWN,
+            f"clusterjob: {which} of node {self._node_rank} {'was' if first == last else 'were'} not to be had\n",
+        )
         taken.missing = [*taken.missing, [first, last]][-_MOST_GAPS:]
 
     # -- what was taken ------------------------------------------------------------------------------------------------
@@ -199,7 +227,9 @@ class Stream:
         state: Any = files.read_json(self._directory / _STATE)
         try:
             _SIZES.check(state["sizes"], "sizes")
-            attempts = {key: _Taken.from_json(taken).to_json() for key, taken in state["attempts"].items()}
+            attempts = {
+                key: _Taken.from_json(taken).to_json() for key, taken in state["attempts"].items()
+            }
             return {"sizes": state["sizes"], "attempts": attempts}
         except (KeyError, TypeError, ValueError, AttributeError):
             return {"sizes": {}, "attempts": {}}  # all is taken again
@@ -277,10 +307,12 @@ class _Taken:
         return False
 
     def known_of(self, lines: Sequence[str]) -> int:
-        """Return how many of these lines without a number, which stand where the known ones do, were taken: the first so many.
+        """Return how many of these lines without a number, which stand where the known ones do,
+        were taken: the first so many.
 
-        Where the piece of the log begins is not known. If it begins with the first of them, that is certain; else the longest run with
-        which the known ones end and the piece begins is taken for the same.
+        Where the piece of the log begins is not known. If it begins with the first of them, that is
+        certain; else the longest run with which the known ones end and the piece begins is taken
+        for the same.
         """
         digests = [_digest(line) for line in lines]
         known = self.known[-self.bare :] if self.bare else []
@@ -291,7 +323,9 @@ class _Taken:
         if _holds(known, digests):
             return len(digests)
         longest = min(len(known), len(digests))
-        return next((count for count in range(longest, 0, -1) if known[-count:] == digests[:count]), 0)
+        return next(
+            (count for count in range(longest, 0, -1) if known[-count:] == digests[:count]), 0
+        )
 
     def is_older(self, lines: Sequence[str]) -> bool:
         """Return whether a piece without any number is of what came before the last number."""
@@ -299,26 +333,40 @@ class _Taken:
 
 
 def _holds(whole: list[str], part: list[str]) -> bool:
-    return any(whole[begin : begin + len(part)] == part for begin in range(len(whole) - len(part) + 1))
+    return any(
+        whole[begin : begin + len(part)] == part for begin in range(len(whole) - len(part) + 1)
+    )
 
 
 def _digest(line: str) -> str:
-    return hashlib.blake2b(line.rstrip("\r\n").encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    return hashlib.blake2b(
+        line.rstrip("\r\n").encode(errors="surrogatepass"), digest_size=6
+    ).hexdigest()
 
 
 def _in_order(lines: Sequence[str]) -> list[tuple[str, Numbered | None]]:
-    """Return lines with what they say; those with a number in its order: a log may show lines of one moment in any."""
+    """Return lines with what they say; those with a number in its order: a log may show lines of
+    one moment in any.
+    """
     items = [(line, log_protocol.parse(line)) for line in lines]
     places = [index for index, (_, item) in enumerate(items) if item is not None]
-    ordered = sorted((items[index] for index in places), key=lambda pair: pair[1].number if pair[1] else 0)
+    ordered = sorted(
+        (items[index] for index in places), key=lambda pair: pair[1].number if pair[1] else 0
+    )
     for index, pair in zip(places, ordered, strict=True):
         items[index] = pair
     return items
 
 
-def _after_what_is_known(items: Sequence[tuple[str, Numbered | None]], first: int, taken: _Taken) -> int:
-    """Return from where on lines without a number are new; `first` is the first line whose number is."""
-    before = next((index for index in range(first - 1, -1, -1) if items[index][1] is not None), None)
+def _after_what_is_known(
+    items: Sequence[tuple[str, Numbered | None]], first: int, taken: _Taken
+) -> int:
+    """Return from where on lines without a number are new; `first` is the first line whose number
+    is.
+    """
+    before = next(
+        (index for index in range(first - 1, -1, -1) if items[index][1] is not None), None
+    )
     last = items[before][1] if before is not None else None
     run = 0 if before is None else before + 1
     if last is not None and last.number == taken.next - 1:
@@ -335,7 +383,9 @@ def _after_what_is_known(items: Sequence[tuple[str, Numbered | None]], first: in
 
 
 class _Pages:
-    """The files of a node that grow; what a process that died had added without noting it is cut off again."""
+    """The files of a node that grow; what a process that died had added without noting it is cut
+    off again.
+    """
 
     def __init__(self, directory: Path, sizes: dict[str, int]) -> None:
         self._directory = directory
@@ -357,11 +407,16 @@ class _Pages:
     def note(self, seconds: float) -> None:
         """Note how far the workers' files have grown at a moment, for the reader's order of time."""
         for name in sorted(self._grown):
-            self.add(_TIMELINE, f"{seconds:.3f} {name} {self._sizes.get(name, 0) + len(self._added[name])}\n")
+            self.add(
+                _TIMELINE,
+                f"{seconds:.3f} {name} {self._sizes.get(name, 0) + len(self._added[name])}\n",
+            )
         self._grown = {}
 
     def write(self) -> None:
-        for name in sorted(self._added, key=lambda name: name == _TIMELINE):  # last: a reader never hears of bytes that are not there
+        for name in sorted(
+            self._added, key=lambda name: name == _TIMELINE
+        ):  # last: a reader never hears of bytes that are not there
             handle = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 offset = self._sizes.get(name, 0)

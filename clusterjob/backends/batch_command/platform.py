@@ -1,4 +1,6 @@
-"""Platforms with a submit command and no disk in common with the submitter: what one has to do, and what it says of its tasks."""
+"""Platforms with a submit command and no disk in common with the submitter: what one has to do, and
+what it says of its tasks.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ class Platform(Protocol):
         """
 
     def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:
-        """Return all tasks that bear one of the names, the oldest first; few questions, however many names.
+        """Return all tasks that bear one of the names, the oldest first; few questions, however
+        many names.
 
         Args:
             names: those of jobs; an element of an array is called ``ID_7``.
@@ -84,7 +87,8 @@ class Platform(Protocol):
         """
 
     def lines(self, task_id: str, instance: str, count: int) -> list[str]:
-        """Return the last `count` lines of a worker's log, the oldest first; fewer where there are fewer.
+        """Return the last `count` lines of a worker's log, the oldest first; fewer where there are
+        fewer.
 
         Raises:
             ClusterJobError: as above.

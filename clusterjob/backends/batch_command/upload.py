@@ -1,12 +1,15 @@
-"""What a platform's own upload is given: the working directory as a snapshot, and beside it what starts a node.
+"""What a platform's own upload is given: the working directory as a snapshot, and beside it what
+starts a node.
 
     upload/...                          the working directory's files, where the job is to have them
     upload/clusterjob-entry/            what is sent along: clusterjob-node.pyz, entry.sh
-    upload/clusterjob-entry/kept        what an upload of files may drop; the entry script makes it again
+    upload/clusterjob-entry/kept        what an upload of files may drop; the entry script makes it
+    again
 
-The platform's command applies ``.gitignore`` files below what it uploads. Ours were applied already, and a ``*.pyz`` in one would drop the
-node zip: they are not sent. A link travels as a link, wherever it points to, like over SSH: no command of a platform follows one
-by itself, and what it points at may lie outside of the snapshot, or on the platform's own disks.
+The platform's command applies ``.gitignore`` files below what it uploads. Ours were applied
+already, and a ``*.pyz`` in one would drop the node zip: they are not sent. A link travels as a
+link, wherever it points to, like over SSH: no command of a platform follows one by itself, and what
+it points at may lie outside of the snapshot, or on the platform's own disks.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError
 
 DIRECTORY = "upload"
-# Where the entry script, the node zip and `KEPT` lie in what is sent. Without a dot: an upload may leave hidden files out.
+# Where the entry script, the node zip and `KEPT` lie in what is sent. Without a dot: an upload may
+# leave hidden files out.
 OWN = "clusterjob-entry"
 ENTRY = "entry.sh"
 KEPT = "kept"
@@ -53,25 +57,35 @@ class Upload:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def stage(spec: JobSpec, job_dir: Path, files: Iterable[PlannedFile], limit: int = snapshot.LIMIT) -> Upload:
-    """Make what is to be sent: the working directory's files, unless the job is not to be synchronised, and ours.
+def stage(
+    spec: JobSpec, job_dir: Path, files: Iterable[PlannedFile], limit: int = snapshot.LIMIT
+) -> Upload:
+    """Make what is to be sent: the working directory's files, unless the job is not to be
+    synchronised, and ours.
 
     Args:
         spec: the job.
         job_dir: its directory.
-        files: the entry script, the node zip and what else every node needs; they go by their names into `OWN`.
+        files: the entry script, the node zip and what else every node needs; they go by their names
+            into `OWN`.
         limit: the bytes that the working directory may hold.
 
     Raises:
-        SubmitError: the working directory holds too much, cannot be read, has a `OWN` of its own or changes meanwhile, or the copy
-            cannot be written; nothing is left of it.
+        SubmitError: the working directory holds too much, cannot be read, has a `OWN` of its own or
+            changes meanwhile, or the copy cannot be written; nothing is left of it.
     """
     root = job_dir / DIRECTORY
     shutil.rmtree(root, ignore_errors=True)  # of a submitter that died
     try:
         root.mkdir(mode=0o700)
-        taken = _code(spec.workdir, limit, include_secrets=spec.include_secrets) if spec.sync else None
-        sizes = [_copy(taken.root, root, entry) for entry in taken.entries if entry.kind != "link"] if taken is not None else []
+        taken = (
+            _code(spec.workdir, limit, include_secrets=spec.include_secrets) if spec.sync else None
+        )
+        sizes = (
+            [_copy(taken.root, root, entry) for entry in taken.entries if entry.kind != "link"]
+            if taken is not None
+            else []
+        )
         own = root / OWN
         own.mkdir(mode=0o700)
         goods = {file.path.name: (file.data, file.mode) for file in files}
@@ -81,7 +95,9 @@ def stage(spec: JobSpec, job_dir: Path, files: Iterable[PlannedFile], limit: int
             (own / name).chmod(mode)
     except OSError as error:
         shutil.rmtree(root, ignore_errors=True)
-        raise SubmitError(f"what is to be sent cannot be laid out in {root}: {error.strerror}: {error.filename}") from error
+        raise SubmitError(
+            f"what is to be sent cannot be laid out in {root}: {error.strerror}: {error.filename}"
+        ) from error
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
@@ -94,8 +110,14 @@ def _code(workdir: Path, limit: int, *, include_secrets: bool) -> Snapshot:
     """Return what is sent of the working directory."""
     taken = snapshot.take(workdir, limit, include_secrets)
     if any(PurePosixPath(entry.path).parts[0] == OWN for entry in taken.entries):
-        raise SubmitError(f"{workdir} has a {OWN!r} of its own, which is where ours is sent", f"leave it out in {snapshot.OWN_IGNORE}")
-    return Snapshot(taken.root, tuple(entry for entry in taken.entries if PurePosixPath(entry.path).name != ".gitignore"))
+        raise SubmitError(
+            f"{workdir} has a {OWN!r} of its own, which is where ours is sent",
+            f"leave it out in {snapshot.OWN_IGNORE}",
+        )
+    return Snapshot(
+        taken.root,
+        tuple(entry for entry in taken.entries if PurePosixPath(entry.path).name != ".gitignore"),
+    )
 
 
 def _copy(source: Path, target: Path, entry: Entry) -> int:
@@ -122,12 +144,16 @@ def _copy(source: Path, target: Path, entry: Entry) -> int:
     if found.hexdigest() != entry.value:
         raise snapshot.changed(entry)
     path.chmod(entry.mode | 0o600)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # by which an upload may tell what is new
+    os.utime(
+        path, ns=(status.st_atime_ns, status.st_mtime_ns)
+    )  # by which an upload may tell what is new
     return entry.size
 
 
 def _kept(entries: Iterable[Entry]) -> bytes:
-    """Return what an upload of files may drop: links, directories, and that a file may be run; three texts each, with NUL behind each."""
+    """Return what an upload of files may drop: links, directories, and that a file may be run;
+    three texts each, with NUL behind each.
+    """
     words: list[str] = []
     for entry in entries:
         if entry.kind == "dir":

@@ -1,7 +1,9 @@
-"""This machine as a cluster: N nodes are N agents here, started by the very script that other backends run on N hosts.
+"""This machine as a cluster: N nodes are N agents here, started by the very script that other
+backends run on N hosts.
 
-A job is detached: its agents live in sessions of their own and need nobody. While it is being submitted, and for as long as
-`clusterjob run` watches it, each agent holds a lifeline: if the submitter dies, so does the job.
+A job is detached: its agents live in sessions of their own and need nobody. While it is being
+submitted, and for as long as `clusterjob run` watches it, each agent holds a lifeline: if the
+submitter dies, so does the job.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from clusterjob.node.verdict import JobState
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
-_HOME = "CLUSTERJOB_HOME"  # is handed on: a job that submits another here notes it where the user looks
+_HOME = (
+    "CLUSTERJOB_HOME"  # is handed on: a job that submits another here notes it where the user looks
+)
 _CANCEL_PATIENCE = 2.0  # beyond the job's own grace, before an agent that does not stop is killed
 
 
@@ -50,8 +54,8 @@ class LocalBackend:
         """Return what submitting the job would do.
 
         Raises:
-            SpecError: there is no such interpreter, there are too few GPUs and `require_gpus` is set, or an option that this backend
-                does not know.
+            SpecError: there is no such interpreter, there are too few GPUs and `require_gpus` is
+                set, or an option that this backend does not know.
             TemplateError: the user's template cannot be rendered.
         """
         _check_interpreter(spec)
@@ -60,7 +64,10 @@ class LocalBackend:
     def _plan(self, spec: JobSpec) -> Plan:
         shared.refuse_hosts(spec, NAME)
         if spec.options:
-            raise SpecError(f"the local cluster knows no option {next(iter(spec.options))!r}", "it is one of Slurm's: --cluster slurm")
+            raise SpecError(
+                f"the local cluster knows no option {next(iter(spec.options))!r}",
+                "it is one of Slurm's: --cluster slurm",
+            )
         shared.refuse_queue(spec, NAME)
         spec = replace(spec, nproc_open=False)
         job_id, job_dir = shared.new_directory(spec.name)
@@ -71,9 +78,16 @@ class LocalBackend:
             backend=NAME,
             job_dir=job_dir,
             spec=spec,
-            files=(*shared.common_files(spec, job_dir), shared.script_file(job_dir / _SCRIPT, script)),
+            files=(
+                *shared.common_files(spec, job_dir),
+                shared.script_file(job_dir / _SCRIPT, script),
+            ),
             commands=tuple(
-                PlannedCommand(("bash", str(job_dir / _SCRIPT)), {"CLUSTERJOB_NODE_RANK": str(node_rank)} | devices[node_rank], node_rank)
+                PlannedCommand(
+                    ("bash", str(job_dir / _SCRIPT)),
+                    {"CLUSTERJOB_NODE_RANK": str(node_rank)} | devices[node_rank],
+                    node_rank,
+                )
                 for node_rank in range(spec.resources.nodes)
             ),
             notes=tuple(notes),
@@ -100,15 +114,28 @@ class LocalBackend:
                 folder = node_directory(plan.job_dir, command.node_rank)
                 private_dirs.make(folder)
                 pid, lifeline = _start(
-                    command, folder / "agent.log", {secret.name for secret in plan.spec.secret}, None if command.node_rank else self.stdin
+                    command,
+                    folder / "agent.log",
+                    {secret.name for secret in plan.spec.secret},
+                    None if command.node_rank else self.stdin,
                 )
                 lifelines.append(lifeline)
-                agents.append({"node_rank": command.node_rank, "pid": pid, "ticks": processes.start_ticks(pid) or 0})
+                agents.append(
+                    {
+                        "node_rank": command.node_rank,
+                        "pid": pid,
+                        "ticks": processes.start_ticks(pid) or 0,
+                    }
+                )
         except OSError as error:
             self._cut(plan.job_id)  # the agents that were started see their lifeline end
             process_groups.end([agent["pid"] for agent in agents], _CANCEL_PATIENCE)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
-        here = {"boot_id": processes.boot_id(), "host": socket.gethostname(), "job_dir": str(plan.job_dir)}
+        here = {
+            "boot_id": processes.boot_id(),
+            "host": socket.gethostname(),
+            "job_dir": str(plan.job_dir),
+        }
         return Handle(NAME, plan.job_id, {"agents": agents, **here})
 
     def detach(self, handle: Handle) -> None:
@@ -120,7 +147,9 @@ class LocalBackend:
         try:
             ends.detach(Path(handle.data["job_dir"]))
         except OSError as error:
-            raise SubmitError(f"the job cannot be let go: {error.strerror}: {handle.data['job_dir']}") from error
+            raise SubmitError(
+                f"the job cannot be let go: {error.strerror}: {handle.data['job_dir']}"
+            ) from error
         finally:
             self._cut(handle.id)
 
@@ -149,15 +178,26 @@ class LocalBackend:
             raise ClusterJobError(f"job {record.job_id} runs on {_host(record)}", "cancel it there")
         ends.cancel(record.job_dir)
         self._cut(record.job_id)
-        process_groups.end([agent["pid"] for agent in _live_agents(record)], float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE)
+        process_groups.end(
+            [agent["pid"] for agent in _live_agents(record)],
+            float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE,
+        )
 
     def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that waits for input from this process's terminal; return whether there is one."""
-        readers = [reader for agent in _live_agents(record) if (reader := processes.terminal_reader(agent["pid"])) is not None]
+        """Interrupt the worker that waits for input from this process's terminal; return whether
+        there is one.
+        """
+        readers = [
+            reader
+            for agent in _live_agents(record)
+            if (reader := processes.terminal_reader(agent["pid"])) is not None
+        ]
         return any(processes.send_signal(reader, signal.SIGINT) for reader in readers)
 
     def interrupt(self, record: Record) -> bool:
-        """Have every agent interrupt its workers, as Ctrl-C does, and stop them after the job's grace."""
+        """Have every agent interrupt its workers, as Ctrl-C does, and stop them after the job's
+        grace.
+        """
         ends.cancel(record.job_dir)
         for agent in _live_agents(record):
             process_groups.signal_group(agent["pid"], signal.SIGINT)
@@ -167,12 +207,15 @@ class LocalBackend:
         """Yield what is found of this machine's fitness for a job."""
         from clusterjob.doctor.this_machine import Machine
 
-        job = engine.Look("job", lambda: shared.plannable(self._plan, spec))  # the interpreter is a check of its own
+        job = engine.Look(
+            "job", lambda: shared.plannable(self._plan, spec)
+        )  # the interpreter is a check of its own
         return engine.examine([job, *Machine(spec).looks()])
 
 
 def _check_interpreter(spec: JobSpec) -> None:
-    """Refuse an interpreter that is not here, unless setup lines or a template of the user's own may bring it.
+    """Refuse an interpreter that is not here, unless setup lines or a template of the user's own
+    may bring it.
 
     Raises:
         SpecError: the script would not find it.
@@ -182,7 +225,10 @@ def _check_interpreter(spec: JobSpec) -> None:
     path = spec.env.get("PATH", os.environ.get("PATH"))
     wanted = os.path.join(spec.workdir, spec.python) if os.sep in spec.python else spec.python
     if shutil.which(wanted, path=path) is None:
-        raise SpecError(f"there is no interpreter {spec.python}", "--python names one: a path, or a command of PATH")
+        raise SpecError(
+            f"there is no interpreter {spec.python}",
+            "--python names one: a path, or a command of PATH",
+        )
 
 
 def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
@@ -200,22 +246,30 @@ def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
     short = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
     if spec.require_gpus:
         raise SpecError(short, "without --require-gpus the workers run on the CPU, as a rehearsal")
-    return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, [f"{short}: a rehearsal, with the workers on the CPU and gloo", *notes]
+    return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, [
+        f"{short}: a rehearsal, with the workers on the CPU and gloo",
+        *notes,
+    ]
 
 
-def _start(command: PlannedCommand, log: Path, hidden: Collection[str], stdin: int | None) -> tuple[int, int]:
+def _start(
+    command: PlannedCommand, log: Path, hidden: Collection[str], stdin: int | None
+) -> tuple[int, int]:
     """Start one agent in a session of its own; return its pid and the write end of its lifeline.
 
     Args:
         command: what starts it.
         log: where it writes.
-        hidden: variables of this process that its script does not see; the agent reads them from a file.
+        hidden: variables of this process that its script does not see; the agent reads them from a
+            file.
         stdin: what becomes rank 0's stdin; the agent's own is its lifeline.
     """
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in contract.LAUNCH_VARIABLES and name not in hidden and (name == _HOME or not name.startswith("CLUSTERJOB_"))
+        if name not in contract.LAUNCH_VARIABLES
+        and name not in hidden
+        and (name == _HOME or not name.startswith("CLUSTERJOB_"))
     }
     lent = [] if stdin is None else [os.dup(stdin)]  # 0 itself is the lifeline's number
     told = {contract.STDIN_FD: str(lent[0])} if lent else {}
@@ -237,7 +291,9 @@ def _start(command: PlannedCommand, log: Path, hidden: Collection[str], stdin: i
     finally:
         for descriptor in (read_end, *lent):
             os.close(descriptor)
-    process.returncode = 0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
+    process.returncode = (
+        0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
+    )
     return process.pid, write_end
 
 
@@ -250,7 +306,10 @@ def _live_agents(record: Record) -> list[dict[str, int]]:
 
 
 def _is_here(handle: Handle) -> bool:
-    return bool(handle.data.get("boot_id") == processes.boot_id() and handle.data.get("host") == socket.gethostname())
+    return bool(
+        handle.data.get("boot_id") == processes.boot_id()
+        and handle.data.get("host") == socket.gethostname()
+    )
 
 
 def _is_elsewhere(record: Record) -> bool:
@@ -262,18 +321,24 @@ def _host(record: Record) -> str:
 
 
 def _status(record: Record) -> Status:
-    alive = bool(_live_agents(record))  # before the result is read: what is dead by now has written its end
+    alive = bool(
+        _live_agents(record)
+    )  # before the result is read: what is dead by now has written its end
     verdict = ends.read_result(record.job_dir)
     if verdict is not None:
         return shared.ended(verdict)
     started_at, restarts, waiting = shared.progress(record.job_dir)
     if alive and not record.job_dir.exists():
-        return Status(JobState.UNKNOWN, f"its directory {record.job_dir} is gone while its agents run")
+        return Status(
+            JobState.UNKNOWN, f"its directory {record.job_dir} is gone while its agents run"
+        )
     if alive:
         state = JobState.RUNNING if started_at else JobState.PENDING
         return Status(state, waiting, None, started_at, restarts)
     if _is_elsewhere(record):
-        return Status(JobState.UNKNOWN, f"it runs on {_host(record)}: ask there", None, started_at, restarts)
+        return Status(
+            JobState.UNKNOWN, f"it runs on {_host(record)}: ask there", None, started_at, restarts
+        )
     if record.handle is None and record.submitter is not None and record.submitter.alive():
         return Status(JobState.PENDING, "it is being submitted")
     if record.handle is None:

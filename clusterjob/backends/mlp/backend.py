@@ -1,4 +1,6 @@
-"""Volcengine's ML Platform as a cluster: a task of its own kind a job, submitted with its command `volc`."""
+"""Volcengine's ML Platform as a cluster: a task of its own kind a job, submitted with its command
+`volc`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from clusterjob.node.program import Program
 NAME = "mlp"
 _SCRIPT = "mlp.sh"
 _TASK = "task.yaml"
-_KILL_GRACE = 30.0  # seconds between the platform's SIGTERM and its SIGKILL, as a cluster of containers has it by default
+# Seconds between the platform's SIGTERM and its SIGKILL, as a cluster of containers has it by
+# default.
+_KILL_GRACE = 30.0
 _POLL = 5.0  # seconds between two questions while a job is followed
 _RATE = 2.0  # elements of an array submitted a second
 _ACCOUNT = {"profile": "VOLC_PROFILE", "region": "VOLC_REGION"}
@@ -44,7 +48,8 @@ class MlpBackend(PlatformBackend):
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do: its task, and the entry script that every worker runs.
+        """Return what submitting the job would do: its task, and the entry script that every worker
+        runs.
 
         Raises:
             SpecError: an option makes no sense here.
@@ -58,7 +63,11 @@ class MlpBackend(PlatformBackend):
             spec = replace(spec, nproc_per_node=gpus, nproc_open=False)
         if spec.sync:
             spec = replace(spec, program=shared.sent_program(spec))
-        for key, default in (("poll", _POLL), ("submit_rate", _RATE), ("submit_timeout", SUBMIT_PATIENCE)):
+        for key, default in (
+            ("poll", _POLL),
+            ("submit_rate", _RATE),
+            ("submit_timeout", SUBMIT_PATIENCE),
+        ):
             options.number(key, default, 1e-3)
         if "sync_limit" in options.values:
             parse_size(options.values["sync_limit"])
@@ -66,22 +75,34 @@ class MlpBackend(PlatformBackend):
         array = spec.elements()
         entry = f"{upload.OWN}/{upload.ENTRY}"
         tasks = {
-            _task_file(job_dir, index): task.fields(spec, job_id, str(job_dir / upload.DIRECTORY), entry, index)
+            _task_file(job_dir, index): task.fields(
+                spec, job_id, str(job_dir / upload.DIRECTORY), entry, index
+            )
             for index in (array.indices if array else (None,))
         }
         missing = task.missing(next(iter(tasks.values())))
         files = [
-            PlannedFile(path, render("mlp-task.yaml.j2", {"job_id": job_id, "task": fields}).encode()) for path, fields in tasks.items()
+            PlannedFile(
+                path, render("mlp-task.yaml.j2", {"job_id": job_id, "task": fields}).encode()
+            )
+            for path, fields in tasks.items()
         ]
         if array is not None and array.values:
             files.append(shared.sweep_file(spec, array, job_dir))
-        script = render(spec.template or f"{_SCRIPT}.j2", _values(spec, job_id, job_dir, array, uploaded=not missing, left_open=left_open))
+        script = render(
+            spec.template or f"{_SCRIPT}.j2",
+            _values(spec, job_id, job_dir, array, uploaded=not missing, left_open=left_open),
+        )
         return Plan(
             job_id=job_id,
             backend=NAME,
             job_dir=job_dir,
             spec=spec,
-            files=(*shared.common_files(spec, job_dir), *files, shared.script_file(job_dir / _SCRIPT, script)),
+            files=(
+                *shared.common_files(spec, job_dir),
+                *files,
+                shared.script_file(job_dir / _SCRIPT, script),
+            ),
             commands=() if missing else tuple(_command(path) for path in tasks),
             notes=_notes(spec, missing),
             sends_code=spec.sync and not missing,
@@ -95,7 +116,9 @@ class MlpBackend(PlatformBackend):
 
         account = dict(self.account_of(spec.options))
         job = engine.Look("job", lambda: shared.plannable(self.plan, spec))
-        return engine.examine([job, *directory_looks(), *AccountOnPlatform(spec, Volc(account), account).looks()])
+        return engine.examine(
+            [job, *directory_looks(), *AccountOnPlatform(spec, Volc(account), account).looks()]
+        )
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -121,17 +144,32 @@ class MlpBackend(PlatformBackend):
         for index in plan.array["indices"] if plan.array else (None,):
             text = planned[_task_file(plan.job_dir, index)].text()
             fields = task.with_secrets(
-                text, given, token, os.environ, {secret.name: secret.value(os.environ) for secret in plan.spec.secret}
+                text,
+                given,
+                token,
+                os.environ,
+                {secret.name: secret.value(os.environ) for secret in plan.spec.secret},
             )
             full = render("mlp-task.yaml.j2", {"job_id": plan.job_id, "task": fields})
             confs.append((fields["TaskName"], full.encode()))
-        limit = parse_size(options.values["sync_limit"]) if "sync_limit" in options.values else snapshot.LIMIT
+        limit = (
+            parse_size(options.values["sync_limit"])
+            if "sync_limit" in options.values
+            else snapshot.LIMIT
+        )
         goods = [file for file in plan.files if file.path.name in (node_zip.NAME, shared.SWEEP)]
         script = planned[plan.job_dir / _SCRIPT]
-        sent = upload.stage(plan.spec, plan.job_dir, [*goods, replace(script, path=Path(upload.ENTRY))], limit)
+        sent = upload.stage(
+            plan.spec, plan.job_dir, [*goods, replace(script, path=Path(upload.ENTRY))], limit
+        )
         try:
-            platform = Volc(dict(self.account_of(given)), options.number("submit_timeout", SUBMIT_PATIENCE, 1e-3))
-            return self.submit_tasks(plan, platform, confs, ".yaml", options.number("submit_rate", _RATE, 1e-3))
+            platform = Volc(
+                dict(self.account_of(given)),
+                options.number("submit_timeout", SUBMIT_PATIENCE, 1e-3),
+            )
+            return self.submit_tasks(
+                plan, platform, confs, ".yaml", options.number("submit_rate", _RATE, 1e-3)
+            )
         finally:
             sent.remove()
 
@@ -143,13 +181,17 @@ class MlpBackend(PlatformBackend):
 
     def account_of(self, options: Mapping[str, str]) -> Account:
         """Return the account that a job's options, and else the environment, choose."""
-        chosen = {name: options.get(key) or os.environ.get(name, "") for key, name in _ACCOUNT.items()}
+        chosen = {
+            name: options.get(key) or os.environ.get(name, "") for key, name in _ACCOUNT.items()
+        }
         return tuple((name, value) for name, value in sorted(chosen.items()) if value)
 
     def retries(self, spec: Mapping[str, Any]) -> Retries:
         """Return when the platform starts a job's task again."""
         options = spec.get("options", {})
-        retry = task.retry_options(options, spec.get("max_restarts", 0), requeue=bool(spec.get("requeue")))
+        retry = task.retry_options(
+            options, spec.get("max_restarts", 0), requeue=bool(spec.get("requeue"))
+        )
         preemptible = task.Options.of(options).preemptible
         if not retry.get("EnableRetry"):
             return Retries(preemptible=preemptible)
@@ -173,25 +215,50 @@ def _refuse(spec: JobSpec) -> None:
     if spec.hosts:
         raise SpecError(f"the {NAME} cluster takes no hosts", "--cluster ssh does")
     if spec.gpus:
-        raise SpecError(f"the {NAME} cluster knows no --gpus", "a task gets whole machines: --gpus-per-node, or --set flavor=NAME")
+        raise SpecError(
+            f"the {NAME} cluster knows no --gpus",
+            "a task gets whole machines: --gpus-per-node, or --set flavor=NAME",
+        )
     if spec.container:
-        raise SpecError(f"the {NAME} cluster has no --container", "--set image=URL is the image of the task")
+        raise SpecError(
+            f"the {NAME} cluster has no --container", "--set image=URL is the image of the task"
+        )
     for flag in ("after", "signal_before", "login"):
         if getattr(spec, flag):
-            raise SpecError(f"the {NAME} cluster has no --{flag.replace('_', '-')}", "the platform knows nothing like it")
+            raise SpecError(
+                f"the {NAME} cluster has no --{flag.replace('_', '-')}",
+                "the platform knows nothing like it",
+            )
     if spec.launcher == "srun":
         raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
     array = spec.elements()
     if array is not None and array.at_once is not None:
-        raise SpecError(f"the {NAME} cluster does not limit how many elements run at a time", "the queue's quota does; leave the % out")
+        raise SpecError(
+            f"the {NAME} cluster does not limit how many elements run at a time",
+            "the queue's quota does; leave the % out",
+        )
 
 
-def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, *, uploaded: bool, left_open: bool) -> dict[str, Any]:
-    program = spec.program if array is None or not array.values else Program(spec.program.kind, spec.program.target)
+def _values(
+    spec: JobSpec,
+    job_id: str,
+    job_dir: Path,
+    array: Array | None,
+    *,
+    uploaded: bool,
+    left_open: bool,
+) -> dict[str, Any]:
+    program = (
+        spec.program
+        if array is None or not array.values
+        else Program(spec.program.kind, spec.program.target)
+    )
     more: dict[str, Any] = {"program": program}
     options = task.Options.of(spec.options)
     if uploaded and (spec.requeue or options.preemptible):
-        more["warning"] = options.number("kill_grace", _KILL_GRACE, 1e-3)  # SIGTERM is how machines are taken away
+        more["warning"] = options.number(
+            "kill_grace", _KILL_GRACE, 1e-3
+        )  # SIGTERM is how machines are taken away
     launch = replace(spec.launch_options(**more), max_restarts=0 if uploaded else spec.max_restarts)
     if left_open:
         launch = replace(launch, nproc_per_node=None)
@@ -221,8 +288,14 @@ def _notes(spec: JobSpec, missing: list[str]) -> tuple[str, ...]:
             f"to submit it, name {' and '.join(missing)} ({how}); this {_SCRIPT} is for a task that is made by hand",
             "the platform decides the number of nodes: MLP_WORKER_NUM",
         )
-    notes = ["the flavor decides the memory: --mem is left aside"] if spec.resources.mem is not None else []
+    notes = (
+        ["the flavor decides the memory: --mem is left aside"]
+        if spec.resources.mem is not None
+        else []
+    )
     gpus, wanted = task.gpus_of(spec), spec.resources.gpus_per_node
     if gpus is not None and wanted is not None and gpus > wanted:
-        notes.append(f"the flavor {task.flavor_of(spec)} has {gpus} GPUs on each machine: {gpus - wanted} of them stay idle")
+        notes.append(
+            f"the flavor {task.flavor_of(spec)} has {gpus} GPUs on each machine: {gpus - wanted} of them stay idle"
+        )
     return tuple(notes)

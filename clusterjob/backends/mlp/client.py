@@ -1,7 +1,8 @@
 """``volc ml_task``: its commands and answers, and words for what goes wrong.
 
-Source: the platform's documentation of its command line (1.2.57) and what its users show of it. Builds differ in how they name the
-fields of an answer: each is looked for under all names that were seen.
+Source: the platform's documentation of its command line (1.2.57) and what its users show of it.
+Builds differ in how they name the fields of an answer: each is looked for under all names that were
+seen.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ STATES: Mapping[str, JobState] = {
 }
 SUBMIT_PATIENCE = 600.0  # seconds: the code is uploaded by the same command
 _PAGE = 100  # rows of one answer
-_DEFAULT_PAGE = 10  # rows of an answer where nobody asks for more: fewer are the last ones, whatever the platform's own limit is
+# Rows of an answer where nobody asks for more: fewer are the last ones, whatever the platform's own
+# limit is.
+_DEFAULT_PAGE = 10
 _MOST_PAGES = 200
 _FEW = 3  # names up to which each is asked for by itself
 _TASK_ID = re.compile(r"\bt-\d{14}-\w+")
 _INSTALL = 'the platform\'s documentation, "command line tool", has its installer, which puts volc and mlp into ~/.volc/bin'
 
-# (pattern, what is wrong, hint); the first that matches holds. The platform's own words follow in each message.
+# (pattern, what is wrong, hint); the first that matches holds. The platform's own words follow in
+# each message.
 _UNKNOWN = r"[^;\n]{0,80}(?:not (?:be )?found|not exist|unknown|invalid|not support|not available)"
 _TROUBLES = (
     (
@@ -85,7 +89,11 @@ _TROUBLES = (
         "the platform does not find the image",
         "--set image=URL; the console lists them under images",
     ),
-    (r"quota|insufficient|exceed", "the queue has not enough for it", "the console shows what the queue has, and what is in use"),
+    (
+        r"quota|insufficient|exceed",
+        "the queue has not enough for it",
+        "the console shows what the queue has, and what is in use",
+    ),
 )
 # After these words nobody knows whether the service has done what it was asked to do.
 _IN_DOUBT = re.compile(
@@ -93,9 +101,12 @@ _IN_DOUBT = re.compile(
     r"(?:status|code|HTTP)\D{0,12}50\d\b|InternalError|ServiceUnavailable|internal server error",
     re.IGNORECASE,
 )
-_UNREACHED = re.compile(r"no such host|connection refused|network is unreachable|dial tcp", re.IGNORECASE)
+_UNREACHED = re.compile(
+    r"no such host|connection refused|network is unreachable|dial tcp", re.IGNORECASE
+)
 _ENDED_ALREADY = re.compile(
-    r"already|has (?:been )?(?:ended|finished|stopped)|not running|invalid ?(?:status|state)|terminal", re.IGNORECASE
+    r"already|has (?:been )?(?:ended|finished|stopped)|not running|invalid ?(?:status|state)|terminal",
+    re.IGNORECASE,
 )
 
 
@@ -103,23 +114,33 @@ class Volc:
     """One account's tasks, through the command.
 
     Args:
-        account: those of `ACCOUNT` that choose it, and no others: not what this shell has of them. Its keys stay where they are.
+        account: those of `ACCOUNT` that choose it, and no others: not what this shell has of them.
+            Its keys stay where they are.
         submit_patience: seconds that an upload and a submission may take.
     """
 
-    def __init__(self, account: Mapping[str, str] | None = None, submit_patience: float = SUBMIT_PATIENCE) -> None:
+    def __init__(
+        self, account: Mapping[str, str] | None = None, submit_patience: float = SUBMIT_PATIENCE
+    ) -> None:
         self._account: dict[str, str | None] = {name: (account or {}).get(name) for name in ACCOUNT}
         self._submit_patience = submit_patience
 
     # -- what a platform does ------------------------------------------------------------------------------------------
 
     def submit(self, conf: Path) -> str:
-        """Submit the task that a file describes, and return its id; see `clusterjob.backends.batch_command.platform.Platform`."""
-        answer = self._run("submit", "--conf", str(conf), "--output", "json", patience=self._submit_patience)
+        """Submit the task that a file describes, and return its id; see
+        `clusterjob.backends.batch_command.platform.Platform`.
+        """
+        answer = self._run(
+            "submit", "--conf", str(conf), "--output", "json", patience=self._submit_patience
+        )
         task_id = _submitted(answer)
         if answer.code == 0 and task_id is not None:
             return task_id
-        refused, in_doubt = _words(answer, "the platform refuses the task"), answer.timed_out or _IN_DOUBT.search(answer.words) is not None
+        refused, in_doubt = (
+            _words(answer, "the platform refuses the task"),
+            answer.timed_out or _IN_DOUBT.search(answer.words) is not None,
+        )
         if answer.code == 0:
             raise SubmitInDoubtError(f"{COMMAND} printed no task id: {answer.out.strip()[:120]!r}")
         if in_doubt and not _UNREACHED.search(answer.words):
@@ -127,22 +148,40 @@ class Volc:
         raise SubmitError(refused.message, refused.hint)
 
     def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:
-        """Return all tasks that bear one of the names, the oldest first; see `clusterjob.backends.batch_command.platform.Platform`."""
+        """Return all tasks that bear one of the names, the oldest first; see
+        `clusterjob.backends.batch_command.platform.Platform`.
+        """
         wanted = set(names)
         parts = {re.sub(r"_\d+$", "", name) for name in names}  # an array's elements bear its name
         searches: list[str | None] = sorted(parts) if len(parts) <= _FEW else [None]  # type: ignore[assignment]
-        found = {task.id: task for part in searches for task in self._listed(part, since) if task.name in wanted}
+        found = {
+            task.id: task
+            for part in searches
+            for task in self._listed(part, since)
+            if task.name in wanted
+        }
         oldest_first = [*found.values()][::-1]
-        return sorted(oldest_first, key=made_at)  # those of one second stay as the platform has them
+        return sorted(
+            oldest_first, key=made_at
+        )  # those of one second stay as the platform has them
 
     def instances(self, task_id: str) -> list[Instance]:
-        """Return a task's workers, node 0 first; see `clusterjob.backends.batch_command.platform.Platform`."""
+        """Return a task's workers, node 0 first; see
+        `clusterjob.backends.batch_command.platform.Platform`.
+        """
         answer = self._ask("instance", "list", "--id", task_id, "--output", "json")
-        return sorted((_instance(row, index) for index, row in enumerate(_rows(answer))), key=lambda instance: instance.node_rank)
+        return sorted(
+            (_instance(row, index) for index, row in enumerate(_rows(answer))),
+            key=lambda instance: instance.node_rank,
+        )
 
     def lines(self, task_id: str, instance: str, count: int) -> list[str]:
-        """Return the last `count` lines of a worker's log; see `clusterjob.backends.batch_command.platform.Platform`."""
-        out = self._ask("logs", "--task", task_id, "--instance", instance, "--lines", str(count)).out
+        """Return the last `count` lines of a worker's log; see
+        `clusterjob.backends.batch_command.platform.Platform`.
+        """
+        out = self._ask(
+            "logs", "--task", task_id, "--instance", instance, "--lines", str(count)
+        ).out
         return out.removesuffix("\n").split("\n") if out else []
 
     def cancel(self, task_id: str) -> None:
@@ -154,12 +193,15 @@ class Volc:
     # -- what `doctor` asks ----------------------------------------------------------------------------------------------
 
     def newest(self, count: int) -> list[tuple[Mapping[str, Any], Task | None]]:
-        """Return the account's newest tasks as the platform gives them, each with what is read of it: None where that is not a task.
+        """Return the account's newest tasks as the platform gives them, each with what is read of
+        it: None where that is not a task.
 
         Raises:
             ClusterJobError: the platform does not answer.
         """
-        answer = self._ask("list", "--status", ",".join(STATES), "--limit", str(count), "--output", "json")
+        answer = self._ask(
+            "list", "--status", ",".join(STATES), "--limit", str(count), "--output", "json"
+        )
         return [(row, _task(row)) for row in _rows(answer)[:count]]
 
     def run(self, *words: str) -> Answer:
@@ -174,12 +216,16 @@ class Volc:
     # -- the command ---------------------------------------------------------------------------------------------------
 
     def _listed(self, name: str | None, since: float) -> Iterator[Task]:
-        """Yield tasks page by page, the newest first as the platform has them, until it has no more or they are older than `since`."""
+        """Yield tasks page by page, the newest first as the platform has them, until it has no more
+        or they are older than `since`.
+        """
         seen: set[str] = set()
         search = ("--name", name) if name is not None else ()
         for _ in range(_MOST_PAGES):
             page = ("--limit", str(_PAGE), "--offset", str(len(seen)))
-            rows = _rows(self._ask("list", "--status", ",".join(STATES), *search, *page, "--output", "json"))
+            rows = _rows(
+                self._ask("list", "--status", ",".join(STATES), *search, *page, "--output", "json")
+            )
             found = [task for row in rows if (task := _task(row)) is not None]
             new = [task for task in found if task.id not in seen]
             yield from new
@@ -188,7 +234,10 @@ class Volc:
             if (
                 not new
                 or len(rows) < _DEFAULT_PAGE
-                or (moments == sorted(moments, reverse=True) and 0.0 < moments[-1] < since - CLOCKS_APART)
+                or (
+                    moments == sorted(moments, reverse=True)
+                    and 0.0 < moments[-1] < since - CLOCKS_APART
+                )
             ):
                 return
 
@@ -225,16 +274,27 @@ def check_installed() -> None:
 def _missing() -> SubmitError:
     place = Path("~/.volc/bin").expanduser()
     if os.access(place / COMMAND, os.X_OK):
-        return SubmitError(f"the platform's command {COMMAND} lies in {place}, which is not on PATH", f'export PATH="{place}:$PATH"')
+        return SubmitError(
+            f"the platform's command {COMMAND} lies in {place}, which is not on PATH",
+            f'export PATH="{place}:$PATH"',
+        )
     return SubmitError(f"the platform's command {COMMAND} is not installed", _INSTALL)
 
 
 def _words(answer: Answer, otherwise: str) -> ClusterJobError:
-    """Return what is to be said of a command that failed: what is wrong where its words are known, and these words."""
+    """Return what is to be said of a command that failed: what is wrong where its words are known,
+    and these words.
+    """
     if _UNREACHED.search(answer.words):
-        return ClusterJobError(f"the platform is not reached: {answer.words}", "the network, a proxy, or the region (VOLC_REGION)")
+        return ClusterJobError(
+            f"the platform is not reached: {answer.words}",
+            "the network, a proxy, or the region (VOLC_REGION)",
+        )
     if answer.timed_out or _IN_DOUBT.search(answer.words):
-        return ClusterJobError(f"the platform does not answer: {answer.words}", "the network, a proxy, or a service that is busy")
+        return ClusterJobError(
+            f"the platform does not answer: {answer.words}",
+            "the network, a proxy, or a service that is busy",
+        )
     for pattern, message, hint in _TROUBLES:
         if re.search(pattern, answer.words, re.IGNORECASE):
             return ClusterJobError(f"{message}: {answer.words}", hint)
@@ -264,11 +324,17 @@ def _rows(answer: Answer) -> list[Mapping[str, Any]]:
     if data is None and not answer.out.strip():
         return []
     if isinstance(data, dict):
-        data = next((value for value in data.values() if isinstance(value, list)), [data] if _get(data, "Id", "JobId") else None)
+        data = next(
+            (value for value in data.values() if isinstance(value, list)),
+            [data] if _get(data, "Id", "JobId") else None,
+        )
     if data is None and re.search(r"^\s*null\s*$", answer.out, re.MULTILINE):
         return []  # how Go writes an empty list
     if not isinstance(data, list):
-        raise ClusterJobError(f"{COMMAND} printed what is no list: {answer.out.strip()[:120]!r}", f"`{COMMAND} version` says which it is")
+        raise ClusterJobError(
+            f"{COMMAND} printed what is no list: {answer.out.strip()[:120]!r}",
+            f"`{COMMAND} version` says which it is",
+        )
     return [row for row in data if isinstance(row, dict)]
 
 
@@ -309,13 +375,23 @@ def _instance(row: Mapping[str, Any], index: int) -> Instance:
 
 def _line(value: Any) -> str:
     """Return what the platform says on one line: a text, or what a diagnosis is made of."""
-    text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+    text = (
+        value
+        if isinstance(value, str)
+        else ""
+        if value is None
+        else json.dumps(value, ensure_ascii=False)
+    )
     return " ".join(text.split())
 
 
 def _moment(value: Any) -> str | None:
-    """Return a time of an answer as RFC 3339, UTC; None where it is none. One without a time zone is taken for this machine's."""
-    if isinstance(value, (int, float)) or (isinstance(value, str) and value.isascii() and value.isdigit()):
+    """Return a time of an answer as RFC 3339, UTC; None where it is none. One without a time zone
+    is taken for this machine's.
+    """
+    if isinstance(value, (int, float)) or (
+        isinstance(value, str) and value.isascii() and value.isdigit()
+    ):
         seconds = float(value)
         if seconds <= 0:
             return None
@@ -331,11 +407,19 @@ def _moment(value: Any) -> str | None:
 
 
 def made_at(task: Task) -> float:
-    """Return when a task was submitted, seconds by the platform's clock: its id says so; 0 where it does not."""
+    """Return when a task was submitted, seconds by the platform's clock: its id says so; 0 where it
+    does not.
+    """
     match = re.match(r"t-(\d{14})", task.id)
     try:
         if match:
-            return datetime.strptime(match[1], "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc).timestamp()
+            return (
+                datetime.strptime(match[1], "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc).timestamp()
+            )
     except ValueError:
         pass
-    return datetime.fromisoformat(task.created_at.replace("Z", "+00:00")).timestamp() if task.created_at else 0.0
+    return (
+        datetime.fromisoformat(task.created_at.replace("Z", "+00:00")).timestamp()
+        if task.created_at
+        else 0.0
+    )

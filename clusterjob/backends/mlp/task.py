@@ -1,4 +1,6 @@
-"""From a job to the fields of a task: profile keys and ``--set`` in one table, any field of the platform's by its own name."""
+"""From a job to the fields of a task: profile keys and ``--set`` in one table, any field of the
+platform's by its own name.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,24 @@ from clusterjob.node import contract
 
 CODE_PATH = "/root/code"  # where a task has its code, unless it is told otherwise
 KEYS = (
-    "queue", "image", "flavor", "flavors", "storages", "priority", "preemptible", "retries", "retry_interval", "access", "code_path",
-    "workdir", "secrets", "kill_grace", "submit_rate", "submit_timeout", "sync_limit", "poll", "profile", "region",
+    "queue", "image", "flavor", "flavors", "storages", "priority", "preemptible", "retries",
+    "retry_interval", "access", "code_path", "workdir", "secrets", "kill_grace", "submit_rate",
+    "submit_timeout", "sync_limit", "poll", "profile", "region",
 )  # fmt: skip
-_OWN_FIELDS = ("TaskName", "Entrypoint", "Args", "UserCodePath", "RemoteMountCodePath", "Description")
+_OWN_FIELDS = (
+    "TaskName",
+    "Entrypoint",
+    "Args",
+    "UserCodePath",
+    "RemoteMountCodePath",
+    "Description",
+)
 _SECRET_FIELDS = ("ImageCredential.RegistryToken",)  # which are passwords wherever they stand
 _ACCESS = ("Public", "Queue", "Private")
 _RETRIES = 5  # of a task that the platform took its machines from
 _RETRY_INTERVAL = 60  # seconds
-_SLACK = 60  # seconds between --time, at which the agents end the job and say so, and the platform's own limit
+# Seconds between --time, at which the agents end the job and say so, and the platform's own limit.
+_SLACK = 60
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _FIELD = re.compile(r"[A-Z][A-Za-z0-9]*(?:\.[A-Za-z][A-Za-z0-9]*)*", re.ASCII)
 
@@ -107,24 +118,36 @@ class Options:
             SpecError: they are no table of names and numbers.
         """
         table = _read("flavors", self.values.get("flavors", "{}"))
-        if not isinstance(table, dict) or not all(isinstance(count, int) and count >= 0 for count in table.values()):
-            raise SpecError(f"flavors: {self.values['flavors']!r} is no table of flavors and their GPUs", 'flavors = {"ml.hpcpni2l" = 8}')
+        if not isinstance(table, dict) or not all(
+            isinstance(count, int) and count >= 0 for count in table.values()
+        ):
+            raise SpecError(
+                f"flavors: {self.values['flavors']!r} is no table of flavors and their GPUs",
+                'flavors = {"ml.hpcpni2l" = 8}',
+            )
         return {str(name): int(count) for name, count in table.items()}
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Where each secret is taken from: the variable of the submitter's, by the task's variable or by the dotted path of a field.
+        """Where each secret is taken from: the variable of the submitter's, by the task's variable
+        or by the dotted path of a field.
 
         Raises:
             SpecError: they are no list of variables.
         """
         text = self.values.get("secrets", "")
-        items = _read("secrets", text) if text.lstrip().startswith("[") else [part for part in re.split(r"[,\s]+", text) if part]
+        items = (
+            _read("secrets", text)
+            if text.lstrip().startswith("[")
+            else [part for part in re.split(r"[,\s]+", text) if part]
+        )
         found = {}
         for item in items:
             target, equals, source = str(item).partition("=")
             source = source if equals else target
-            if not _VARIABLE.fullmatch(source) or not (_VARIABLE.fullmatch(target) or _FIELD.fullmatch(target)):
+            if not _VARIABLE.fullmatch(source) or not (
+                _VARIABLE.fullmatch(target) or _FIELD.fullmatch(target)
+            ):
                 raise SpecError(
                     f"secrets: {target!r} is no variable",
                     "name variables of this machine's, or FIELD=VARIABLE, such as ImageCredential.RegistryToken=REGISTRY_TOKEN",
@@ -146,19 +169,31 @@ def _read(key: str, text: str) -> Any:
     try:
         return safe_load(text)
     except (YAMLError, ValueError, RecursionError) as error:
-        raise SpecError(f"{key}: {text[:80]!r} is not YAML: {' '.join(str(error).split())[:120]}") from error
+        raise SpecError(
+            f"{key}: {text[:80]!r} is not YAML: {' '.join(str(error).split())[:120]}"
+        ) from error
 
 
 def _field(key: str, text: str) -> Any:
     if not _FIELD.fullmatch(key):
-        raise SpecError(f"--set {key!r} is no field of a task", "write it as Priority or RetryOptions.IntervalSeconds")
+        raise SpecError(
+            f"--set {key!r} is no field of a task",
+            "write it as Priority or RetryOptions.IntervalSeconds",
+        )
     if key.partition(".")[0] in _OWN_FIELDS:
-        raise SpecError(f"{key} is the launcher's own: by it clusterjob finds the task or starts its program", "leave it out")
+        raise SpecError(
+            f"{key} is the launcher's own: by it clusterjob finds the task or starts its program",
+            "leave it out",
+        )
     value = _read(key, text)
-    secret = next((path for path in _SECRET_FIELDS if path == key or _at({key: value}, path) is not None), None)
+    secret = next(
+        (path for path in _SECRET_FIELDS if path == key or _at({key: value}, path) is not None),
+        None,
+    )
     if secret is not None:
         raise SpecError(
-            f"{secret} is a secret, and this would be kept in the job's record", f'secrets = ["{secret}=VARIABLE"] takes it from a variable'
+            f"{secret} is a secret, and this would be kept in the job's record",
+            f'secrets = ["{secret}=VARIABLE"] takes it from a variable',
         )
     if key == "Envs":
         _check_envs(value)
@@ -166,16 +201,21 @@ def _field(key: str, text: str) -> Any:
 
 
 def _check_envs(value: Any) -> None:
-    if not isinstance(value, list) or not all(isinstance(entry, dict) and isinstance(entry.get("Name"), str) for entry in value):
+    if not isinstance(value, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("Name"), str) for entry in value
+    ):
         raise SpecError("Envs is no list of {Name, Value}", "--env NAME=VALUE sets a variable")
     private = next((entry["Name"] for entry in value if entry.get("IsPrivate")), None)
     if private is not None:
         raise SpecError(
-            f"the private variable {private} would be kept in the job's record", f'secrets = ["{private}"] takes it from this machine\'s'
+            f"the private variable {private} would be kept in the job's record",
+            f'secrets = ["{private}"] takes it from this machine\'s',
         )
 
 
-def fields(spec: JobSpec, job_id: str, upload: str, entry: str, index: int | None = None) -> dict[str, Any]:
+def fields(
+    spec: JobSpec, job_id: str, upload: str, entry: str, index: int | None = None
+) -> dict[str, Any]:
     """Return a task's fields; its secrets have no value.
 
     Args:
@@ -192,9 +232,13 @@ def fields(spec: JobSpec, job_id: str, upload: str, entry: str, index: int | Non
     values = options.values
     code_path = values.get("code_path", CODE_PATH)
     if not code_path.startswith("/"):
-        raise SpecError(f"code_path: {code_path!r} is no absolute path", f"by default it is {CODE_PATH}")
+        raise SpecError(
+            f"code_path: {code_path!r} is no absolute path", f"by default it is {CODE_PATH}"
+        )
     flavor = flavor_of(spec)
-    role = {"RoleName": "worker", "RoleReplicas": spec.resources.nodes} | ({"Flavor": flavor} if flavor else {})
+    role = {"RoleName": "worker", "RoleReplicas": spec.resources.nodes} | (
+        {"Flavor": flavor} if flavor else {}
+    )
     task: dict[str, Any] = {
         "TaskName": job_id if index is None else f"{job_id}_{index}",
         "Description": spec.name,
@@ -221,7 +265,10 @@ def fields(spec: JobSpec, job_id: str, upload: str, entry: str, index: int | Non
     if retry:
         task["RetryOptions"] = retry
     if task["Framework"] not in ("PyTorchDDP", "Custom"):
-        raise SpecError(f"Framework is {task['Framework']!r}: its tasks do not run the entry command on every worker", "leave it out")
+        raise SpecError(
+            f"Framework is {task['Framework']!r}: its tasks do not run the entry command on every worker",
+            "leave it out",
+        )
     return task
 
 
@@ -231,7 +278,11 @@ def _image(values: Mapping[str, str]) -> dict[str, Any]:
 
 def _queue(values: Mapping[str, str]) -> dict[str, Any]:
     queue = values.get("queue", "")
-    return {("ResourceQueueID" if re.fullmatch(r"q-[\w-]+", queue) else "ResourceQueueName"): queue} if queue else {}
+    return (
+        {("ResourceQueueID" if re.fullmatch(r"q-[\w-]+", queue) else "ResourceQueueName"): queue}
+        if queue
+        else {}
+    )
 
 
 def _limits(spec: JobSpec, options: Options) -> dict[str, Any]:
@@ -243,21 +294,31 @@ def _limits(spec: JobSpec, options: Options) -> dict[str, Any]:
     if "priority" in options.values:
         found["Priority"] = options.whole("priority", 0, 1)
     if "access" in options.values:
-        access = next((known for known in _ACCESS if known.lower() == options.values["access"].lower()), None)
+        access = next(
+            (known for known in _ACCESS if known.lower() == options.values["access"].lower()), None
+        )
         if access is None:
             raise SpecError(f"access: {options.values['access']!r} is none of {', '.join(_ACCESS)}")
         found["AccessType"] = access
     if "storages" in options.values:
         storages = _read("storages", options.values["storages"])
         if not isinstance(storages, list) or not all(isinstance(item, dict) for item in storages):
-            raise SpecError("storages is no list of tables", 'storages = [{Type = "Vepfs", MountPath = "/data"}]')
+            raise SpecError(
+                "storages is no list of tables",
+                'storages = [{Type = "Vepfs", MountPath = "/data"}]',
+            )
         found["Storages"] = storages
     return found
 
 
 def _environment(spec: JobSpec, options: Options, index: int | None) -> list[dict[str, Any]]:
-    """Return the variables that are not in the entry script: secrets, without their values, and which element this is."""
-    names = [contract.TOKEN, *(name for name in options.secrets if _VARIABLE.fullmatch(name) and "." not in name)]
+    """Return the variables that are not in the entry script: secrets, without their values, and
+    which element this is.
+    """
+    names = [
+        contract.TOKEN,
+        *(name for name in options.secrets if _VARIABLE.fullmatch(name) and "." not in name),
+    ]
     names += [secret.name for secret in spec.secret if secret.name not in names]
     both = next((name for name in names if name in spec.env), None)
     if both is not None:
@@ -273,17 +334,28 @@ def flavor_of(spec: JobSpec) -> str:
         SpecError: it has fewer GPUs than the job asks for; or no flavor, or several, have so many.
     """
     options = Options.of(spec.options)
-    flavors, wanted, flavor = options.flavors, spec.resources.gpus_per_node, options.values.get("flavor", "")
+    flavors, wanted, flavor = (
+        options.flavors,
+        spec.resources.gpus_per_node,
+        options.values.get("flavor", ""),
+    )
     listed = ", ".join(f"{name} ({count})" for name, count in flavors.items())
     if flavor:
         if wanted is not None and flavors.get(flavor, wanted) < wanted:
-            raise SpecError(f"the flavor {flavor} has {flavors[flavor]} GPUs, and --gpus-per-node asks for {wanted}", f"there is {listed}")
+            raise SpecError(
+                f"the flavor {flavor} has {flavors[flavor]} GPUs, and --gpus-per-node asks for {wanted}",
+                f"there is {listed}",
+            )
         return flavor
     if wanted is None or not flavors:
         return ""
     fitting = [name for name, count in flavors.items() if count == wanted]
     if len(fitting) != 1:
-        found = f"several flavors have {wanted} GPUs: {', '.join(fitting)}" if fitting else f"no flavor has {wanted} GPUs"
+        found = (
+            f"several flavors have {wanted} GPUs: {', '.join(fitting)}"
+            if fitting
+            else f"no flavor has {wanted} GPUs"
+        )
         raise SpecError(found, f"--set flavor=NAME names one; there is {listed}")
     return fitting[0]
 
@@ -293,7 +365,9 @@ def gpus_of(spec: JobSpec) -> int | None:
     return Options.of(spec.options).flavors.get(flavor_of(spec))
 
 
-def retry_options(options: Mapping[str, str], max_restarts: int, *, requeue: bool) -> dict[str, Any]:
+def retry_options(
+    options: Mapping[str, str], max_restarts: int, *, requeue: bool
+) -> dict[str, Any]:
     """Return a task's RetryOptions; empty where it is not to be started again.
 
     Args:
@@ -305,14 +379,21 @@ def retry_options(options: Mapping[str, str], max_restarts: int, *, requeue: boo
         SpecError: an option makes no sense.
     """
     read = Options.of(options)
-    policies = ["Failed"] * (max_restarts > 0) + ["InstanceReclaimed"] * (requeue or read.preemptible)
+    policies = ["Failed"] * (max_restarts > 0) + ["InstanceReclaimed"] * (
+        requeue or read.preemptible
+    )
     if read.values.get("retries") and not policies:
         policies = ["Failed", "InstanceReclaimed"]
     times = read.whole("retries", max_restarts or _RETRIES)
     found: dict[str, Any] = {}
     if policies and times:
         interval = read.whole("retry_interval", _RETRY_INTERVAL)
-        found = {"EnableRetry": True, "MaxRetryTimes": times, "IntervalSeconds": interval, "PolicySets": policies}
+        found = {
+            "EnableRetry": True,
+            "MaxRetryTimes": times,
+            "IntervalSeconds": interval,
+            "PolicySets": policies,
+        }
     holder = {"RetryOptions": found}
     for path, value in read.fields.items():
         if path.partition(".")[0] == "RetryOptions":
@@ -335,11 +416,19 @@ def how_to_name(missing: Sequence[str], options: Mapping[str, str]) -> str:
     settings = ", ".join(f'{key} = "..."' for key in missing)
     by_hand = f"--set {missing[0]}=..., or in a profile: set = {{{settings}}}"
     has_table = "flavor" in missing and Options.of(options).flavors
-    return f"--gpus-per-node finds a flavor in the profile's table flavors; {by_hand}" if has_table else by_hand
+    return (
+        f"--gpus-per-node finds a flavor in the profile's table flavors; {by_hand}"
+        if has_table
+        else by_hand
+    )
 
 
 def with_secrets(
-    planned: str, options: Mapping[str, str], token: str, environ: Mapping[str, str], more: Mapping[str, bytes] = MappingProxyType({})
+    planned: str,
+    options: Mapping[str, str],
+    token: str,
+    environ: Mapping[str, str],
+    more: Mapping[str, bytes] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return a planned task with its secrets.
 
@@ -359,17 +448,24 @@ def with_secrets(
     values = {contract.TOKEN: token}
     for target, source in Options.of(options).secrets.items():
         if not environ.get(source):
-            raise SubmitError(f"the secret {target} is not there: {source} is not set", f"export {source}=...")
+            raise SubmitError(
+                f"the secret {target} is not there: {source} is not set", f"export {source}=..."
+            )
         try:
             environ[source].encode()
         except UnicodeEncodeError:  # said here: whoever writes the YAML would show the value
-            raise SubmitError(f"the secret {target} holds bytes that are no UTF-8, which YAML cannot carry", f"look at {source}") from None
+            raise SubmitError(
+                f"the secret {target} holds bytes that are no UTF-8, which YAML cannot carry",
+                f"look at {source}",
+            ) from None
         values[target] = environ[source]
     for name, secret in more.items():
         try:
             values[name] = secret.decode()
         except UnicodeDecodeError:
-            raise SubmitError(f"--secret {name}: its value holds bytes that are no UTF-8, which YAML cannot carry") from None
+            raise SubmitError(
+                f"--secret {name}: its value holds bytes that are no UTF-8, which YAML cannot carry"
+            ) from None
     for entry in task["Envs"]:
         if entry.get("IsPrivate"):
             entry["Value"] = values[entry["Name"]]
@@ -386,7 +482,9 @@ def _set(task: dict[str, Any], path: str, value: Any) -> None:
     for name in way:
         place = place.setdefault(name, {})
         if not isinstance(place, dict):
-            raise SpecError(f"--set {path}: {name} is no table", f"--set {way[0]}=VALUE sets all of it")
+            raise SpecError(
+                f"--set {path}: {name} is no table", f"--set {way[0]}=VALUE sets all of it"
+            )
     if isinstance(value, dict) and isinstance(place.get(last), dict):
         for name, item in value.items():
             _set(place[last], str(name), item)

@@ -1,4 +1,6 @@
-"""Slurm as a cluster: one homogeneous job, one agent a node through srun, and the queue asked for all jobs at once."""
+"""Slurm as a cluster: one homogeneous job, one agent a node through srun, and the queue asked for
+all jobs at once.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _SCANCEL_WORDS = 1000  # ids on one command line
 
 
 class SlurmBackend:
-    """Runs jobs under the Slurm whose client commands this machine has, or a login host that it reaches over SSH."""
+    """Runs jobs under the Slurm whose client commands this machine has, or a login host that it
+    reaches over SSH.
+    """
 
     def __init__(self) -> None:
         self._clients: dict[Cluster, tuple[Client, Queue, Accounting]] = {}
@@ -42,7 +46,8 @@ class SlurmBackend:
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do. Only an array asks the cluster, for its MaxArraySize.
+        """Return what submitting the job would do. Only an array asks the cluster, for its
+        MaxArraySize.
 
         Raises:
             SpecError: an option makes no sense, or is not sbatch's.
@@ -59,7 +64,9 @@ class SlurmBackend:
         from clusterjob.backends.slurm.checks import SlurmCluster
 
         login = planning.login_of(spec)
-        return engine.examine(SlurmCluster(spec, None if login is None else self._host(login)).looks())
+        return engine.examine(
+            SlurmCluster(spec, None if login is None else self._host(login)).looks()
+        )
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -76,7 +83,16 @@ class SlurmBackend:
         client = Client(hidden={secret.name for secret in plan.spec.secret})
         _preflight(client, plan)
         ids, cluster = _submit_pieces(plan, client)
-        return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "conf": os.environ.get("SLURM_CONF"), "at": time.time()})
+        return Handle(
+            NAME,
+            ids[0],
+            {
+                "ids": ids,
+                "cluster": cluster,
+                "conf": os.environ.get("SLURM_CONF"),
+                "at": time.time(),
+            },
+        )
 
     def _submit_there(self, plan: Plan, login: Login) -> Handle:
         """Bring the job to a login host, and hand it to Slurm there."""
@@ -104,14 +120,20 @@ class SlurmBackend:
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        """Return how jobs stand: from their directories, then from one squeue for all, then from accounting."""
+        """Return how jobs stand: from their directories, then from one squeue for all, then from
+        accounting.
+        """
         found, open_ = status.by_directory(records)
         distant = [record for record in open_ if record.spec.get("login")]
         if distant:
             troubles = self._login_hosts().look(distant)
             told, still = status.by_directory(distant)
             found |= told
-            found |= {record.job_id: status.unreached(record, troubles[record.job_id]) for record in still if record.job_id in troubles}
+            found |= {
+                record.job_id: status.unreached(record, troubles[record.job_id])
+                for record in still
+                if record.job_id in troubles
+            }
         clusters: dict[Cluster, list[Record]] = {}
         for record in open_:
             if record.job_id not in found:
@@ -162,7 +184,9 @@ class SlurmBackend:
             if row is not None and status.is_of(row, record, handle):
                 if status.needs_explanation(record, row):
                     row = explained(client, row)
-                found[record.job_id] = status.with_trouble(status.from_row(record, handle, row), snapshot)
+                found[record.job_id] = status.with_trouble(
+                    status.from_row(record, handle, row), snapshot
+                )
             elif snapshot.taken_at < handle.data["at"] + status.SETTLING:
                 found[record.job_id] = status.not_yet(record, snapshot)
             else:
@@ -170,19 +194,30 @@ class SlurmBackend:
         if forgotten:
             # By the cluster's clock, which may be another than this machine's.
             submitted = {
-                key: (handle.data["at"] + handle.data.get("ahead", 0.0), status.submitted_in(record))
+                key: (
+                    handle.data["at"] + handle.data.get("ahead", 0.0),
+                    status.submitted_in(record),
+                )
                 for key, (record, handle) in forgotten.items()
             }
             rows = accounting.ended(submitted)
             for key, (record, handle) in forgotten.items():
                 found[record.job_id] = (
-                    status.not_yet(record, snapshot) if rows is None else status.forgotten(record, handle, rows.get(key), snapshot)
+                    status.not_yet(record, snapshot)
+                    if rows is None
+                    else status.forgotten(record, handle, rows.get(key), snapshot)
                 )
         return found
 
     def _tell(self, client: Client, records: Sequence[Record], snapshot: Snapshot) -> None:
-        """Have Slurm cancel what it could not be told of before; whatever it answers, it has been told."""
-        keys = [record.handle.id for record in records if record.handle is not None and status.is_active(snapshot, record, record.handle)]
+        """Have Slurm cancel what it could not be told of before; whatever it answers, it has been
+        told.
+        """
+        keys = [
+            record.handle.id
+            for record in records
+            if record.handle is not None and status.is_active(snapshot, record, record.handle)
+        ]
         if keys and (answer := _scancel(client, keys)) is not None and answer.silent:
             return
         for record in records:
@@ -192,15 +227,21 @@ class SlurmBackend:
         """Return whether a job whose end is guessed may run: Slurm shows it, or does not answer."""
         snapshot = self._at(status.cluster_of(record))[1].look(urgent=True)
         handle = record.handle or status.adopt(record, snapshot, {})
-        return bool(snapshot.trouble) or (handle is not None and status.is_active(snapshot, record, handle))
+        return bool(snapshot.trouble) or (
+            handle is not None and status.is_active(snapshot, record, handle)
+        )
 
     # -- cancelling ----------------------------------------------------------------------------------------------------
 
     def collect(self, record: Record) -> None:
-        """Bring the logs from the login host; where there is none, the job writes into `record.job_dir` itself."""
+        """Bring the logs from the login host; where there is none, the job writes into
+        `record.job_dir` itself.
+        """
         login = status.cluster_of(record).login
         if login is not None:
-            self._host(login).collect(record, ended=record.end is not None or not status.by_directory([record])[1])
+            self._host(login).collect(
+                record, ended=record.end is not None or not status.by_directory([record])[1]
+            )
 
     def fetch(
         self,
@@ -214,7 +255,8 @@ class SlurmBackend:
         """Bring results from the login host; see `clusterjob.core.jobs.fetch`.
 
         Raises:
-            ClusterJobError: the job has none; it is not reached, has nothing at a path, or it cannot be written here.
+            ClusterJobError: the job has none; it is not reached, has nothing at a path, or it
+                cannot be written here.
         """
         login = status.cluster_of(record).login
         if login is None:
@@ -223,14 +265,19 @@ class SlurmBackend:
         return [self._host(login).fetch(request)]
 
     def interrupt(self, record: Record) -> bool:
-        """Have the agents, which see the request in the job's directory, interrupt the workers and stop them after the job's grace.
+        """Have the agents, which see the request in the job's directory, interrupt the workers and
+        stop them after the job's grace.
 
-        Returns at once; False where no worker of an agent runs, so that the job can only be cancelled.
+        Returns at once; False where no worker of an agent runs, so that the job can only be
+        cancelled.
 
         Raises:
             ClusterJobError: its login host is not reached.
         """
-        runs = shared.progress(record.job_dir)[0] is not None and ends.read_result(record.job_dir) is None  # or it is queued again
+        runs = (
+            shared.progress(record.job_dir)[0] is not None
+            and ends.read_result(record.job_dir) is None
+        )  # or it is queued again
         if record.spec.get("launcher") == "srun" or not runs:
             return False
         ends.cancel(record.job_dir, interrupt=True)
@@ -241,10 +288,12 @@ class SlurmBackend:
     def cancel(self, records: Sequence[Record]) -> None:
         """Have agents and Slurm stop jobs, with one command to Slurm for all of a cluster.
 
-        The agents see the request in the job's directory. Where Slurm does not answer, it is told at the next look at the job.
+        The agents see the request in the job's directory. Where Slurm does not answer, it is told
+        at the next look at the job.
 
         Raises:
-            ClusterJobError: Slurm refuses, or does not answer and a job has no agents; or its login host is not reached.
+            ClusterJobError: Slurm refuses, or does not answer and a job has no agents; or its login
+                host is not reached.
         """
         wanted: dict[Cluster, dict[str, Record]] = {}
         wholes: dict[str, Record] = {}
@@ -273,9 +322,13 @@ class SlurmBackend:
             without = [record.job_id for record in keys.values() if not status.has_agents(record)]
             words = f"Slurm does not answer: {answer.words}"
             if without:
-                raise SubmitError(f"{words}; job {without[0]} has no agents that could stop it", "the next `clusterjob status` tells Slurm")
+                raise SubmitError(
+                    f"{words}; job {without[0]} has no agents that could stop it",
+                    "the next `clusterjob status` tells Slurm",
+                )
             logging.getLogger("clusterjob").warning(
-                "clusterjob: %s; the job's agents stop it, and the next `clusterjob status` tells Slurm", words
+                "clusterjob: %s; the job's agents stop it, and the next `clusterjob status` tells Slurm",
+                words,
             )
 
 
@@ -283,7 +336,9 @@ def _preflight(client: Client, plan: Plan) -> None:
     submit.check_time(client, plan.spec, submit.preflight(client, plan.commands[0].argv))
 
 
-def _submit_pieces(plan: Plan, client: Client, host: LoginHost | None = None) -> tuple[list[str], str | None]:
+def _submit_pieces(
+    plan: Plan, client: Client, host: LoginHost | None = None
+) -> tuple[list[str], str | None]:
     """Hand each piece to Slurm; return the ids, and in a federation the cluster that took them.
 
     Raises:
@@ -311,11 +366,17 @@ def _submit_pieces(plan: Plan, client: Client, host: LoginHost | None = None) ->
 
 
 def _scancel(client: Client, keys: Sequence[str]) -> Answer | None:
-    """Have Slurm cancel jobs; return its answer where it did not, None where it did or they had ended."""
+    """Have Slurm cancel jobs; return its answer where it did not, None where it did or they had
+    ended.
+    """
     words = _scancel_words(keys)
     for begin in range(0, len(words), _SCANCEL_WORDS):
         answer = client.run(["scancel", *words[begin : begin + _SCANCEL_WORDS]])
-        if answer.code != 0 and "Invalid job id" not in answer.err and "already completing" not in answer.err:
+        if (
+            answer.code != 0
+            and "Invalid job id" not in answer.err
+            and "already completing" not in answer.err
+        ):
             return answer
     return None
 

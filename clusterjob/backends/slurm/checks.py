@@ -1,4 +1,6 @@
-"""A Slurm before there is a job, looked at for `doctor`: its commands, its controller, what it has, and what it says to the job itself."""
+"""A Slurm before there is a job, looked at for `doctor`: its commands, its controller, what it has,
+and what it says to the job itself.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,14 @@ if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
-_PATIENCE = 20.0  # seconds: Slurm's commands themselves give up after 10, unless the site says otherwise
+_PATIENCE = (
+    20.0  # seconds: Slurm's commands themselves give up after 10, unless the site says otherwise
+)
 _SLOW = 3.0  # seconds for an answer of the controller
-_OLDEST = (20, 11)  # the first whose srun gives a step what is asked for alone; 22.05 is what this was built on
+_OLDEST = (
+    20,
+    11,
+)  # the first whose srun gives a step what is asked for alone; 22.05 is what this was built on
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d{1,9})")
 _SHOWN = 8  # partitions that are listed where the job names none
 
@@ -54,7 +61,9 @@ class _Partition:
 
     @property
     def usable(self) -> int:
-        return sum(count for state, count in self.nodes.items() if not submit.UNUSABLE.search(state))
+        return sum(
+            count for state, count in self.nodes.items() if not submit.UNUSABLE.search(state)
+        )
 
 
 class SlurmCluster:
@@ -78,7 +87,13 @@ class SlurmCluster:
         there: tuple[str, ...] = ()
         login: list[Look] = []
         if self._host is not None:
-            login = [Look("login", self._login, hint=f"`ssh {self._host.label}` has to work, without a password")]
+            login = [
+                Look(
+                    "login",
+                    self._login,
+                    hint=f"`ssh {self._host.label}` has to work, without a password",
+                )
+            ]
             there = ("login",)
         commands, controller = (*there, "commands"), ("controller",)
         return [
@@ -101,16 +116,25 @@ class SlurmCluster:
         answer, _ = self._host.ask("check", need=0, torch=False, own=False)
         self._remote_home = answer["home"]
         for trouble in answer["troubles"]:
-            yield failed(f"{self._host.label}: {trouble}", "--set remote_home=DIR names another place there")
+            yield failed(
+                f"{self._host.label}: {trouble}", "--set remote_home=DIR names another place there"
+            )
         yield ok(f"{self._host.label} is {answer['host']}, Python {answer['python']}")
         space = fitness.space(answer["free"], f"{answer['home']} there")
-        yield Finding(space.state, space.words, space.hint and "--set remote_home=DIR names another place there")
+        yield Finding(
+            space.state,
+            space.words,
+            space.hint and "--set remote_home=DIR names another place there",
+        )
 
     def _commands(self) -> Iterator[Finding]:
         where = " there" if self._host is not None else ""
         absent = [name for name in _COMMANDS if not self._has(name)]
         if absent:
-            yield failed(f"not on PATH{where}: {', '.join(absent)}", "Slurm's client commands have to be installed, or a module loaded")
+            yield failed(
+                f"not on PATH{where}: {', '.join(absent)}",
+                "Slurm's client commands have to be installed, or a module loaded",
+            )
         else:
             yield ok(f"{', '.join(_COMMANDS)} are on PATH{where}")
 
@@ -131,18 +155,26 @@ class SlurmCluster:
         lines = [line.strip() for line in ping.out.splitlines() if line.startswith("Slurmctld")]
         if not any(line.endswith("UP") for line in lines):
             words = "; ".join(lines) or ping.words
-            yield failed(f"the controller does not answer: {words}", hint(ping.words) or "`scontrol ping` shows whether it answers")
+            yield failed(
+                f"the controller does not answer: {words}",
+                hint(ping.words) or "`scontrol ping` shows whether it answers",
+            )
             return
         begin = time.monotonic()
         queue = self._ask("squeue", "--me", "--noheader")
         seconds = time.monotonic() - begin
         if queue.code != 0:
-            yield failed(f"the controller gives no answer to squeue: {queue.words}", hint(queue.words))
+            yield failed(
+                f"the controller gives no answer to squeue: {queue.words}", hint(queue.words)
+            )
         elif seconds > _SLOW:
             words = f"{'; '.join(lines)}; it took {seconds:.1f} s to answer"
             yield warning(words, "it is busy: submitting and asking after jobs will be slow")
         elif any(not line.endswith("UP") for line in lines):
-            yield warning("; ".join(lines), "one of its controllers is down: the site's administrators will want to know")
+            yield warning(
+                "; ".join(lines),
+                "one of its controllers is down: the site's administrators will want to know",
+            )
         else:
             yield ok(f"{'; '.join(lines)}; it answers in {seconds:.2f} s")
 
@@ -153,15 +185,25 @@ class SlurmCluster:
 
     def _version(self) -> Iterator[Finding]:
         shown = self._ask("scontrol", "show", "config")
-        self._config = {key: value.strip() for key, value in re.findall(r"^(\w+)\s*= (.*)$", shown.out, re.MULTILINE)}
+        self._config = {
+            key: value.strip()
+            for key, value in re.findall(r"^(\w+)\s*= (.*)$", shown.out, re.MULTILINE)
+        }
         own = self._ask("sbatch", "--version").out.split()[-1:]
         here, there = own[0] if own else "", self._config.get("SLURM_VERSION", "")
         if not there or not here:
-            yield unknown(f"Slurm does not tell its version: {shown.words}", "`scontrol show config` shows it")
+            yield unknown(
+                f"Slurm does not tell its version: {shown.words}", "`scontrol show config` shows it"
+            )
         elif _number(there) < _OLDEST:
-            yield warning(f"{there} is old", "this was built on 22.05; steps of srun were others before 20.11")
+            yield warning(
+                f"{there} is old", "this was built on 22.05; steps of srun were others before 20.11"
+            )
         elif _number(here) != _number(there):
-            yield warning(f"the commands are {here}, the controller is {there}", "Slurm wants the commands no newer than the controller")
+            yield warning(
+                f"the commands are {here}, the controller is {there}",
+                "Slurm wants the commands no newer than the controller",
+            )
         else:
             yield ok(there)
 
@@ -174,7 +216,10 @@ class SlurmCluster:
         wanted = self._wanted()
         there = listed(self._partitions) or "no partition"
         if not wanted:
-            yield failed("no partition is the default one, and the job names none", f"--partition names one; there is {there}")
+            yield failed(
+                "no partition is the default one, and the job names none",
+                f"--partition names one; there is {there}",
+            )
         for name in wanted:
             partition = self._partitions.get(name)
             if partition is None:
@@ -182,7 +227,10 @@ class SlurmCluster:
             elif partition.availability != "up":
                 yield failed(partition.words, f"it takes or starts no job now; there is {there}")
             elif partition.usable == 0:
-                yield warning(partition.words, "a job would wait until nodes are back: `sinfo -R` says why they are away")
+                yield warning(
+                    partition.words,
+                    "a job would wait until nodes are back: `sinfo -R` says why they are away",
+                )
             else:
                 yield ok(partition.words)
         others = [partition for name, partition in self._partitions.items() if name not in wanted]
@@ -190,14 +238,18 @@ class SlurmCluster:
             for partition in others[:_SHOWN]:
                 yield ok(partition.words)
             if others[_SHOWN:]:
-                yield ok(f"and {len(others) - _SHOWN} more: {listed(partition.name for partition in others[_SHOWN:])}")
+                yield ok(
+                    f"and {len(others) - _SHOWN} more: {listed(partition.name for partition in others[_SHOWN:])}"
+                )
 
     def _named(self) -> list[str]:
         text = self._spec.options.get("partition", "")
         return [name for name in text.split(",") if name]
 
     def _wanted(self) -> list[str]:
-        return self._named() or [partition.name for partition in self._partitions.values() if partition.is_default]
+        return self._named() or [
+            partition.name for partition in self._partitions.values() if partition.is_default
+        ]
 
     def _gpus(self) -> Iterator[Finding]:
         wanted = self._spec.resources.gpus_per_node
@@ -206,32 +258,53 @@ class SlurmCluster:
         where = " and ".join(partition.name for partition in chosen)
         if wanted and most < wanted:
             words = f"no node of {where} has {wanted} GPUs: Slurm knows of {most or 'none'}"
-            yield failed(words, "`sinfo -o '%P %D %G'` shows the GPUs of each partition; only those of a gres can be asked for")
+            yield failed(
+                words,
+                "`sinfo -o '%P %D %G'` shows the GPUs of each partition; only those of a gres can be asked for",
+            )
         elif most:
             yield ok(f"{most} a node in {where}, as gres")
         else:
-            yield ok(f"none in {where}: a job finds those that a node shows to everybody, if it has any")
+            yield ok(
+                f"none in {where}: a job finds those that a node shows to everybody, if it has any"
+            )
 
     def _accounting(self) -> Iterator[Finding]:
         kind = self._config.get("AccountingStorageType", "")
         remembered = self._config.get("MinJobAge", "300 sec").removesuffix(" sec")
         if not self._config:
-            yield unknown("Slurm does not tell whether it has accounting", "`scontrol show config` shows AccountingStorageType")
+            yield unknown(
+                "Slurm does not tell whether it has accounting",
+                "`scontrol show config` shows AccountingStorageType",
+            )
         elif "slurmdbd" not in kind:
-            yield ok(f"none here: Slurm forgets a job {remembered} s after its end; one that left no word of its end by then is LOST")
+            yield ok(
+                f"none here: Slurm forgets a job {remembered} s after its end; one that left no word of its end by then is LOST"
+            )
         else:
-            asked = self._ask("sacct", "--allocations", "--noheader", "--format=JobID", "--starttime=now")
+            asked = self._ask(
+                "sacct", "--allocations", "--noheader", "--format=JobID", "--starttime=now"
+            )
             if asked.code == 0:
-                yield ok("sacct answers: it knows the ends of jobs that the controller has forgotten")
+                yield ok(
+                    "sacct answers: it knows the ends of jobs that the controller has forgotten"
+                )
             else:
                 words = f"sacct does not answer: {asked.words}"
-                yield warning(words, f"a job that left no word of its end within {remembered} s of it is LOST until slurmdbd is back")
+                yield warning(
+                    words,
+                    f"a job that left no word of its end within {remembered} s of it is LOST until slurmdbd is back",
+                )
 
     # -- the job itself ------------------------------------------------------------------------------------------------
 
     def _nodes(self) -> Iterator[Finding]:
         place = f"{self._remote_home if self._host is not None else home()}/jobs"
-        python = "the image's Python and torch" if self._spec.container else f"{self._spec.python} with torch"
+        python = (
+            "the image's Python and torch"
+            if self._spec.container
+            else f"{self._spec.python} with torch"
+        )
         option = "--set remote_home=DIR" if self._host is not None else "CLUSTERJOB_HOME"
         yield unknown(
             f"whether the nodes see {place} and have {python}, only a job can tell",
@@ -256,7 +329,9 @@ def _script_of(plan: Plan, *, local: bool) -> Iterator[Sequence[str]]:
     argv = plan.commands[0].argv
     name = next(word for word in argv if word.endswith(".sh") and not word.startswith("-"))
     words = list(argv[: argv.index(name)])
-    if not local:  # only a template of the user's own can say more to sbatch than its command line does
+    if (
+        not local
+    ):  # only a template of the user's own can say more to sbatch than its command line does
         yield [*words, "--wrap=:"]
         return
     with tempfile.TemporaryDirectory(prefix="clusterjob-doctor-") as folder:
@@ -273,7 +348,9 @@ def _partitions(text: str) -> dict[str, _Partition]:
         if len(cells) != 6 or not re.fullmatch(r"\d{1,9}", cells[3], re.ASCII):
             continue
         name, availability, limit, count, state, gres = cells
-        partition = found.setdefault(name.rstrip("*"), _Partition(name.rstrip("*"), name.endswith("*"), availability, limit))
+        partition = found.setdefault(
+            name.rstrip("*"), _Partition(name.rstrip("*"), name.endswith("*"), availability, limit)
+        )
         if int(count):
             partition.nodes[state] = partition.nodes.get(state, 0) + int(count)
         partition.gpus = max(partition.gpus, sum(map(int, _GPUS.findall(gres))))

@@ -1,4 +1,5 @@
-"""From a job to sbatch's and srun's options. All go on a command line, where no value needs a quote and none can become another line.
+"""From a job to sbatch's and srun's options. All go on a command line, where no value needs a quote
+and none can become another line.
 
 Source: sbatch(1) and srun(1) of Slurm 22.05 to 26.05.
 """
@@ -16,31 +17,36 @@ from clusterjob.errors import SpecError
 
 # Options of sbatch that take a value.
 _WITH_VALUE = frozenset({
-    "account", "acctg-freq", "batch", "bb", "bbf", "begin", "cluster-constraint", "clusters", "comment", "constraint", "container-id",
-    "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "exclude",
-    "extra", "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-socket", "gres", "gres-flags", "hint",
-    "kill-on-invalid-dep", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
-    "network", "nodefile", "nodelist", "partition", "power", "prefer", "priority", "profile", "qos", "reservation", "resv-ports",
-    "sockets-per-node", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind", "tres-per-task", "uid",
-    "wait-all-nodes", "wckey",
+    "account", "acctg-freq", "batch", "bb", "bbf", "begin", "cluster-constraint", "clusters",
+    "comment", "constraint", "container-id", "core-spec", "cores-per-socket", "cpu-freq",
+    "cpus-per-gpu", "deadline", "delay-boot", "distribution", "exclude", "extra", "extra-node-info",
+    "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-socket", "gres", "gres-flags", "hint",
+    "kill-on-invalid-dep", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind",
+    "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nodefile", "nodelist", "partition",
+    "power", "prefer", "priority", "profile", "qos", "reservation", "resv-ports",
+    "sockets-per-node", "switches", "thread-spec", "threads-per-core", "time-min", "tmp",
+    "tres-bind", "tres-per-task", "uid", "wait-all-nodes", "wckey",
 })  # fmt: skip
 _SWITCHES = frozenset({
-    "contiguous", "get-user-env", "hold", "ignore-pbs", "oom-kill-step", "overcommit", "oversubscribe", "reboot", "spread-job",
-    "use-min-nodes",
+    "contiguous", "get-user-env", "hold", "ignore-pbs", "oom-kill-step", "overcommit",
+    "oversubscribe", "reboot", "spread-job", "use-min-nodes",
 })  # fmt: skip
 _WITH_OPTIONAL_VALUE = frozenset({"exclusive", "nice", "no-kill", "propagate"})
 KNOWN = _WITH_VALUE | _SWITCHES | _WITH_OPTIONAL_VALUE
 
 # What decides the shape of the job, which the script counts on, and who has the say in it instead.
 _OURS = {
-    "array": "--array", "chdir": "--workdir", "container": "--container", "cpus-per-task": "--cpus-per-task", "dependency": "--after",
-    "error": "the job's own logs", "export": "--env", "export-file": "--env", "gpus-per-node": "--gpus-per-node",
-    "gpus-per-task": "--gpus-per-node", "input": "an empty stdin", "job-name": "--name", "mem": "--mem", "no-requeue": "--requeue",
-    "nodes": "--nodes", "ntasks": "--nproc-per-node", "ntasks-per-core": "--nproc-per-node", "ntasks-per-gpu": "--nproc-per-node",
-    "ntasks-per-node": "--nproc-per-node", "ntasks-per-socket": "--nproc-per-node", "open-mode": "the job's own logs",
-    "output": "the job's own logs", "parsable": "the printed id", "quiet": "the printed id", "requeue": "--requeue",
-    "signal": "--signal-before", "test-only": "--dry-run", "time": "--time", "verbose": "the printed id", "wait": "clusterjob run",
-    "wrap": "-- COMMAND",
+    "array": "--array", "chdir": "--workdir", "container": "--container",
+    "cpus-per-task": "--cpus-per-task", "dependency": "--after", "error": "the job's own logs",
+    "export": "--env", "export-file": "--env", "gpus-per-node": "--gpus-per-node",
+    "gpus-per-task": "--gpus-per-node", "input": "an empty stdin", "job-name": "--name",
+    "mem": "--mem", "no-requeue": "--requeue", "nodes": "--nodes", "ntasks": "--nproc-per-node",
+    "ntasks-per-core": "--nproc-per-node", "ntasks-per-gpu": "--nproc-per-node",
+    "ntasks-per-node": "--nproc-per-node", "ntasks-per-socket": "--nproc-per-node",
+    "open-mode": "the job's own logs", "output": "the job's own logs", "parsable": "the printed id",
+    "quiet": "the printed id", "requeue": "--requeue", "signal": "--signal-before",
+    "test-only": "--dry-run", "time": "--time", "verbose": "the printed id",
+    "wait": "clusterjob run", "wrap": "-- COMMAND",
 }  # fmt: skip
 # Which also has values that we have no word for: `--requeue=expedite` of Slurm 26.05.
 _OURS_AS_A_SWITCH = "requeue"
@@ -49,25 +55,42 @@ _AFTER = ("after", "afterany", "afterok", "afternotok", "aftercorr", "afterburst
 
 
 def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return what ``--set`` and the profile ask for as sbatch's options, and the names that no sbatch we know documents.
+    """Return what ``--set`` and the profile ask for as sbatch's options, and the names that no
+    sbatch we know documents.
 
-    A name that is not known may be an option of a plug-in of the site, such as ``container-image``: `sbatch --help` lists those.
+    A name that is not known may be an option of a plug-in of the site, such as ``container-image``:
+    `sbatch --help` lists those.
 
     Raises:
-        SpecError: an option is one of ours, is a misspelt one of sbatch's, or its value makes no sense.
+        SpecError: an option is one of ours, is a misspelt one of sbatch's, or its value makes no
+            sense.
     """
     words, unknown = [], []
     for key, value in given.items():
         name = _name(key)
-        if name in _OURS and not (name == _OURS_AS_A_SWITCH and value.lower() not in (*_TRUE, *_FALSE)):
-            raise SpecError(f"--set {name} does not go through to sbatch: the job needs it", f"{_OURS[name]} has the say in it")
+        if name in _OURS and not (
+            name == _OURS_AS_A_SWITCH and value.lower() not in (*_TRUE, *_FALSE)
+        ):
+            raise SpecError(
+                f"--set {name} does not go through to sbatch: the job needs it",
+                f"{_OURS[name]} has the say in it",
+            )
         if not name.isascii() or not name.replace("-", "").isalnum():
-            raise SpecError(f"--set {key!r} is no option of sbatch", "write it as its long name, such as --set qos=high")
+            raise SpecError(
+                f"--set {key!r} is no option of sbatch",
+                "write it as its long name, such as --set qos=high",
+            )
         if name not in KNOWN and name != _OURS_AS_A_SWITCH:
             # Pyxis' own, such as container-image, are near container-id and no slip of the pen.
-            near = [] if name.startswith("container-") else difflib.get_close_matches(name, KNOWN, 1, 0.8)
+            near = (
+                []
+                if name.startswith("container-")
+                else difflib.get_close_matches(name, KNOWN, 1, 0.8)
+            )
             if near:
-                raise SpecError(f"sbatch has no option --{name} (--set)", f"did you mean {near[0]}?")
+                raise SpecError(
+                    f"sbatch has no option --{name} (--set)", f"did you mean {near[0]}?"
+                )
             unknown.append(name)
         word = _word(name, value)
         if word:
@@ -85,13 +108,22 @@ def _given(spec: JobSpec, name: str) -> str | None:
 
 
 def requeue(spec: JobSpec) -> list[str]:
-    """Return the option that says whether Slurm may queue the job again; none where ``--set requeue=VALUE`` does."""
-    return [] if _given(spec, _OURS_AS_A_SWITCH) is not None else ["--requeue" if spec.requeue else "--no-requeue"]
+    """Return the option that says whether Slurm may queue the job again; none where ``--set
+    requeue=VALUE`` does.
+    """
+    return (
+        []
+        if _given(spec, _OURS_AS_A_SWITCH) is not None
+        else ["--requeue" if spec.requeue else "--no-requeue"]
+    )
 
 
 def _word(name: str, value: str) -> str:
     if isinstance(value, Structure):
-        raise SpecError(f"{name}: {value[:80]} is not a text or a number", "sbatch takes a list as one text, with commas between")
+        raise SpecError(
+            f"{name}: {value[:80]} is not a text or a number",
+            "sbatch takes a list as one text, with commas between",
+        )
     if "\0" in value or "\n" in value:
         raise SpecError(f"--set {name}={value[:40]!r}: the value holds a line break")
     if name in _WITH_VALUE:
@@ -108,10 +140,16 @@ def _word(name: str, value: str) -> str:
 
 
 def shape(spec: JobSpec) -> list[str]:
-    """Return the options that give a job its nodes, tasks, cores, GPUs, memory and time: one homogeneous job."""
+    """Return the options that give a job its nodes, tasks, cores, GPUs, memory and time: one
+    homogeneous job.
+    """
     resources = spec.resources
     tasks = tasks_per_node(spec)
-    words = [f"--nodes={resources.nodes}", f"--ntasks={resources.nodes * tasks}", f"--ntasks-per-node={tasks}"]
+    words = [
+        f"--nodes={resources.nodes}",
+        f"--ntasks={resources.nodes * tasks}",
+        f"--ntasks-per-node={tasks}",
+    ]
     cpus = cpus_per_task(spec)
     if cpus is not None:
         words.append(f"--cpus-per-task={cpus}")
@@ -125,17 +163,25 @@ def shape(spec: JobSpec) -> list[str]:
 
 
 def _typed(resources: Resources) -> str:
-    return f"{resources.gpu_type}:{resources.gpus_per_node}" if resources.gpu_type else str(resources.gpus_per_node)
+    return (
+        f"{resources.gpu_type}:{resources.gpus_per_node}"
+        if resources.gpu_type
+        else str(resources.gpus_per_node)
+    )
 
 
 def _in_gres(spec: JobSpec) -> bool:
-    """Return whether ``--set gres`` asks for the node's GPUs already: Slurm 26.05 takes only one of the two options.
+    """Return whether ``--set gres`` asks for the node's GPUs already: Slurm 26.05 takes only one of
+    the two options.
 
     Raises:
         SpecError: it asks for others.
     """
     gres = _given(spec, "gres") or ""
-    asked = [item.partition("(")[0].removeprefix("gres:").replace("/", ":").split(":") for item in gres.split(",")]
+    asked = [
+        item.partition("(")[0].removeprefix("gres:").replace("/", ":").split(":")
+        for item in gres.split(",")
+    ]
     gpus = [item for item in asked if item[0] == "gpu"]
     if not gpus:
         return False
@@ -143,30 +189,41 @@ def _in_gres(spec: JobSpec) -> bool:
     types = {item[1] for item in gpus if len(item) > 1 and not item[1].isdigit()}
     wanted = spec.resources
     if count != wanted.gpus_per_node or (wanted.gpu_type and types != {wanted.gpu_type}):
-        raise SpecError(f"--gpus-per-node {_typed(wanted)} and --set gres={gres[:80]} ask for different GPUs", "leave one of them out")
+        raise SpecError(
+            f"--gpus-per-node {_typed(wanted)} and --set gres={gres[:80]} ask for different GPUs",
+            "leave one of them out",
+        )
     return True
 
 
 def notes(spec: JobSpec) -> list[str]:
-    """Return what the user should know of options that Slurm takes and that do not do what one may expect."""
+    """Return what the user should know of options that Slurm takes and that do not do what one may
+    expect.
+    """
     gpus, nodes = _given(spec, "gpus"), spec.resources.nodes
     if gpus is None or nodes == 1 or spec.resources.gpus_per_node:
         return []
     count = gpus.rpartition(":")[2]
     each = int(count) // nodes if count.isdigit() and int(count) % nodes == 0 else "N"
-    return [f"--set gpus={gpus[:80]}: Slurm may divide them unevenly among {nodes} nodes; --gpus-per-node {each} gives each as many"]
+    return [
+        f"--set gpus={gpus[:80]}: Slurm may divide them unevenly among {nodes} nodes; --gpus-per-node {each} gives each as many"
+    ]
 
 
 def tasks_per_node(spec: JobSpec) -> int:
-    """Return Slurm's tasks on each node: one, the agent; under ``--launcher srun`` one for each worker."""
+    """Return Slurm's tasks on each node: one, the agent; under ``--launcher srun`` one for each
+    worker.
+    """
     return spec.nproc_per_node if spec.launcher == "srun" else 1
 
 
 def cpus_per_task(spec: JobSpec) -> int | None:
-    """Return the cores of one task of Slurm's; None where another option says it, or the whole node is the job's anyway.
+    """Return the cores of one task of Slurm's; None where another option says it, or the whole node
+    is the job's anyway.
 
-    A task that asks for nothing gets one core, on which all of a node's workers would crowd: without --cpus-per-task each worker
-    has one. ``exclusive=user`` and the like keep others away and give no core more.
+    A task that asks for nothing gets one core, on which all of a node's workers would crowd:
+    without --cpus-per-task each worker has one. ``exclusive=user`` and the like keep others away
+    and give no core more.
 
     Raises:
         SpecError: --cpus-per-task and ``tres-per-task`` both say it.
@@ -176,11 +233,15 @@ def cpus_per_task(spec: JobSpec) -> int | None:
     if any(re.split("[:=]", item, maxsplit=1)[0].strip() == "cpu" for item in per_task.split(",")):
         if per_worker is not None:
             raise SpecError(
-                f"--cpus-per-task {per_worker} and --set tres-per-task={per_task[:80]} both give cores", "leave one of them out"
+                f"--cpus-per-task {per_worker} and --set tres-per-task={per_task[:80]} both give cores",
+                "leave one of them out",
             )
         return None
     exclusive = _given(spec, "exclusive")
-    if per_worker is None and ((exclusive is not None and exclusive.lower() in _TRUE) or _given(spec, "cpus-per-gpu") is not None):
+    if per_worker is None and (
+        (exclusive is not None and exclusive.lower() in _TRUE)
+        or _given(spec, "cpus-per-gpu") is not None
+    ):
         return None
     return (per_worker or 1) * (1 if spec.launcher == "srun" else spec.nproc_per_node)
 
@@ -212,14 +273,18 @@ def split_after(text: str) -> tuple[str, str]:
     if not colon:
         kind, job = "afterok", text
     if kind not in _AFTER:
-        raise SpecError(f"--after {text!r}: {kind!r} is no kind of dependency", f"it is one of {', '.join(_AFTER)}")
+        raise SpecError(
+            f"--after {text!r}: {kind!r} is no kind of dependency",
+            f"it is one of {', '.join(_AFTER)}",
+        )
     if not job.strip():
         raise SpecError(f"--after {text!r} names no job")
     return kind, job.strip()
 
 
 def file_name(directory: str, name: str) -> str:
-    """Return the path of a file in a directory so that Slurm, which expands %j and the like, takes the directory as it is.
+    """Return the path of a file in a directory so that Slurm, which expands %j and the like, takes
+    the directory as it is.
 
     Args:
         directory: where the file is.
@@ -246,7 +311,9 @@ def check_warning(resources: Resources, signal_before: int | None) -> None:
     if signal_before is None:
         return
     if signal_before > 65535:
-        raise SpecError(f"--signal-before {signal_before} s is more than the 65535 s that Slurm can count")
+        raise SpecError(
+            f"--signal-before {signal_before} s is more than the 65535 s that Slurm can count"
+        )
     if limit is not None and limit <= signal_before + 60:
         raise SpecError(
             f"the time limit of {limit} s leaves no room for a warning {signal_before} s before it: Slurm may send it 60 s early",

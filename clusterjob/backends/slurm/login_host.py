@@ -1,4 +1,6 @@
-"""A cluster that is reached through its login host: Slurm's commands run there, over one visit of a process, and its jobs mirrored here."""
+"""A cluster that is reached through its login host: Slurm's commands run there, over one visit of a
+process, and its jobs mirrored here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from clusterjob.remote.sessions import Place, Visits
 
 OPTIONS = (*ssh_options.NAMES, "max_array_size")
 CODE = "code"
-_AT_ONCE = 0.3  # seconds that a command's end is waited for with its start: most need no second question
+_AT_ONCE = (
+    0.3  # seconds that a command's end is waited for with its start: most need no second question
+)
 _MARGIN = 50_000_000  # bytes that are to be free beyond what is sent: logs have to go somewhere
 _LONGEST_SILENCE = 15.0  # seconds between two tries at a host that is not reached
 _UNMOUNTABLE = ',:"'
@@ -68,13 +72,22 @@ class Login:
         try:
             found = parse_hosts(text)
         except SpecError as error:
-            raise SpecError(f"--login: {error.message}", "write it as user@login1, or as an alias of the ssh configuration") from error
+            raise SpecError(
+                f"--login: {error.message}",
+                "write it as user@login1, or as an alias of the ssh configuration",
+            ) from error
         if len(found) != 1:
-            raise SpecError(f"--login {text!r} names {len(found)} hosts", "a cluster is submitted to from one of its login hosts")
+            raise SpecError(
+                f"--login {text!r} names {len(found)} hosts",
+                "a cluster is submitted to from one of its login hosts",
+            )
         set_ = ssh_options.Options.of(given)
-        # The visit needs some Python there, not the job's, which may be on the nodes alone. With setup lines, any that is new enough
-        # is taken before those are run; so there is always one, which does nothing.
-        place = Place(found, "python3", (":", *setup), set_.remote_home, set_.ssh_config, set_.connect_timeout)
+        # The visit needs some Python there, not the job's, which may be on the nodes alone. With
+        # setup lines, any that is new enough is taken before those are run; so there is always one,
+        # which does nothing.
+        place = Place(
+            found, "python3", (":", *setup), set_.remote_home, set_.ssh_config, set_.connect_timeout
+        )
         return cls(found[0], set_.remote_home, set_.ssh_config, place)
 
     def to_json(self) -> dict[str, Any]:
@@ -94,11 +107,14 @@ def of_record(record: Record) -> Login | None:
         return None
     if record.handle is not None and "login" in record.handle.data:
         return Login.from_json(record.handle.data["login"])
-    return Login.named(record.spec["login"], record.spec.get("options") or {}, record.spec.get("setup") or ())
+    return Login.named(
+        record.spec["login"], record.spec.get("options") or {}, record.spec.get("setup") or ()
+    )
 
 
 class LoginHost:
-    """One login host, as this process reaches it: the shell of a `clusterjob.backends.slurm.client.Client`.
+    """One login host, as this process reaches it: the shell of a
+    `clusterjob.backends.slurm.client.Client`.
 
     Args:
         visits: the sessions of this process.
@@ -162,7 +178,8 @@ class LoginHost:
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def look(self, records: Sequence[Record]) -> dict[str, bool]:
-        """Bring what is new of jobs; return for each whether there is more. A host that was not reached is let alone for a while.
+        """Bring what is new of jobs; return for each whether there is more. A host that was not
+        reached is let alone for a while.
 
         Raises:
             HostError: the host does not answer.
@@ -170,7 +187,9 @@ class LoginHost:
         if self._trouble is not None and time.monotonic() < self._next_try:
             raise self._trouble
         try:
-            more = self._mirror.look(self.ask, [(record, record.job_id in self.followed) for record in records])
+            more = self._mirror.look(
+                self.ask, [(record, record.job_id in self.followed) for record in records]
+            )
         except HostError as error:
             self._failures += 1
             self._next_try = time.monotonic() + min(_LONGEST_SILENCE, 0.25 * 2**self._failures)
@@ -180,9 +199,17 @@ class LoginHost:
         return more
 
     def collect(self, record: Record, *, ended: bool) -> None:
-        """Bring a job's logs as far as they are written; from then on every look at the job brings them."""
-        whole = record.job_dir / "logs" / "whole"  # there when the logs of a job that has ended are all here
-        if whole.exists() or not record.job_dir.is_dir() or (record.job_id in self.followed and not ended):
+        """Bring a job's logs as far as they are written; from then on every look at the job brings
+        them.
+        """
+        whole = (
+            record.job_dir / "logs" / "whole"
+        )  # there when the logs of a job that has ended are all here
+        if (
+            whole.exists()
+            or not record.job_dir.is_dir()
+            or (record.job_id in self.followed and not ended)
+        ):
             return
         self.followed.add(record.job_id)
         try:
@@ -190,10 +217,14 @@ class LoginHost:
                 pass
         except HostError as error:
             if ended:
-                logging.getLogger("clusterjob").warning("clusterjob: some logs are not here: %s", sanitize(error.message))
+                logging.getLogger("clusterjob").warning(
+                    "clusterjob: some logs are not here: %s", sanitize(error.message)
+                )
             return
         if record.end is not None:
-            with contextlib.suppress(OSError):  # no logs have come, or the disk is full: they are asked for again
+            with contextlib.suppress(
+                OSError
+            ):  # no logs have come, or the disk is full: they are asked for again
                 whole.touch()
 
     def fetch(self, request: Request) -> Fetched:
@@ -215,7 +246,8 @@ class LoginHost:
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def put(self, plan: Plan) -> dict[str, Any]:
-        """Make the job's directory there; return what is to be known of it: ``directory``, and ``ahead``, seconds of its clock.
+        """Make the job's directory there; return what is to be known of it: ``directory``, and
+        ``ahead``, seconds of its clock.
 
         Raises:
             HostError: the host cannot be used, or has no room.
@@ -227,13 +259,20 @@ class LoginHost:
             raise HostError(self.label, "; ".join(answer["troubles"]))
         directory = f"{answer['home']}/jobs/{plan.job_id}"
         if plan.spec.container and any(character in directory for character in _UNMOUNTABLE):
-            raise SubmitError(f"{directory} holds a comma or a quote, and cannot be mounted into a container", "--set remote_home=DIR")
-        files = [*((file.path.name, file.mode, file.data) for file in plan.files), *plans.carried_elsewhere(plan.job_dir)]
+            raise SubmitError(
+                f"{directory} holds a comma or a quote, and cannot be mounted into a container",
+                "--set remote_home=DIR",
+            )
+        files = [
+            *((file.path.name, file.mode, file.data) for file in plan.files),
+            *plans.carried_elsewhere(plan.job_dir),
+        ]
         Delivery(self.session(), plan.job_id, 0, lambda *_: None).put(files)
         return {"directory": directory, "ahead": answer["time"] - time.time()}
 
     def send_code(self, plan: Plan) -> dict[str, Any] | None:
-        """Have the working directory in the job's directory there; return what is noted of it, None where it is not sent.
+        """Have the working directory in the job's directory there; return what is noted of it, None
+        where it is not sent.
 
         Raises:
             HostError: it cannot be written there.
@@ -242,7 +281,9 @@ class LoginHost:
         spec = plan.spec
         if not spec.sync:
             return None
-        code = snapshot.take(spec.workdir, ssh_options.Options.of(spec.options).sync_limit, spec.include_secrets)
+        code = snapshot.take(
+            spec.workdir, ssh_options.Options.of(spec.options).sync_limit, spec.include_secrets
+        )
         with Sending([self.label]) as progress:
             Delivery(self.session(), plan.job_id, 0, partial(progress, 0)).land(code)
         code.keep(plan.job_dir)
@@ -280,7 +321,8 @@ class Within:
 
 
 class Errand:
-    """A command that runs on a login host, as `subprocess.Popen` has it; where the connection breaks its code is UNREACHED.
+    """A command that runs on a login host, as `subprocess.Popen` has it; where the connection
+    breaks its code is UNREACHED.
 
     Args:
         host: the host.
@@ -292,7 +334,9 @@ class Errand:
         SubmitError: it is not installed there.
     """
 
-    def __init__(self, host: LoginHost, argv: Sequence[str], more: Mapping[str, str], job_id: str) -> None:
+    def __init__(
+        self, host: LoginHost, argv: Sequence[str], more: Mapping[str, str], job_id: str
+    ) -> None:
         self._host = host
         self._session: Session | None = None
         self._number = 0
@@ -300,9 +344,14 @@ class Errand:
         self._ended = False
         self.args = list(argv)
         self.returncode: int = 0
-        answer = self._ask(0.0, "run", argv=list(argv), env=dict(more), job=job_id, patience=_AT_ONCE)
+        answer = self._ask(
+            0.0, "run", argv=list(argv), env=dict(more), job=job_id, patience=_AT_ONCE
+        )
         if "absent" in answer:
-            raise SubmitError(f"{host.label}: {argv[0]} cannot be run: {answer['absent']}", "Slurm's commands have to be on PATH there")
+            raise SubmitError(
+                f"{host.label}: {argv[0]} cannot be run: {answer['absent']}",
+                "Slurm's commands have to be on PATH there",
+            )
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
         """Return stdout and stderr once it has ended.
@@ -315,8 +364,14 @@ class Errand:
             begin = time.monotonic()
             left = 60.0 if end is None else max(0.0, end - begin)
             self._ask(left, "reap", number=self._number, patience=left)
-            if not self._ended and left > 1.0 and time.monotonic() - begin < left / 2:  # else it would be asked again at once
-                self._end(UNREACHED, "", f"ssh: {self._host.label}: it does not wait for the end of {self.args[0]}")
+            if (
+                not self._ended and left > 1.0 and time.monotonic() - begin < left / 2
+            ):  # else it would be asked again at once
+                self._end(
+                    UNREACHED,
+                    "",
+                    f"ssh: {self._host.label}: it does not wait for the end of {self.args[0]}",
+                )
             if not self._ended and end is not None and time.monotonic() >= end:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self._said
@@ -342,9 +397,15 @@ class Errand:
             self._number = answer["number"]
         elif "code" in answer and "out" in answer:
             out, err = data[: answer["out"]], data[answer["out"] :]
-            self._end(answer["code"], *(text.decode("utf-8", "surrogateescape") for text in (out, err)))
+            self._end(
+                answer["code"], *(text.decode("utf-8", "surrogateescape") for text in (out, err))
+            )
         elif op != "drop" and "absent" not in answer:
-            self._end(UNREACHED, "", f"ssh: {self._host.label}: it answers nonsense: neither an end of {self.args[0]} nor that it runs")
+            self._end(
+                UNREACHED,
+                "",
+                f"ssh: {self._host.label}: it answers nonsense: neither an end of {self.args[0]} nor that it runs",
+            )
         found: dict[str, Any] = answer
         return found
 
@@ -368,7 +429,9 @@ class LoginHosts:
         return self._hosts[login]
 
     def look(self, records: Sequence[Record]) -> dict[str, str]:
-        """Bring what is new of jobs, with one question to each login host; return why by the ids of jobs whose host was not reached."""
+        """Bring what is new of jobs, with one question to each login host; return why by the ids of
+        jobs whose host was not reached.
+        """
         groups: dict[Login, list[Record]] = {}
         for record in records:
             login = of_record(record)
@@ -383,7 +446,11 @@ class LoginHosts:
                     return {record.job_id: error.message for record in group}
             return {}
         outcome = for_each(list(groups), lambda login: hosts[login].look(groups[login]))
-        return {record.job_id: error.message for login, error in outcome.errors.items() for record in groups[login]}
+        return {
+            record.job_id: error.message
+            for login, error in outcome.errors.items()
+            for record in groups[login]
+        }
 
     def close(self) -> None:
         """Hang up on all hosts; jobs live on."""

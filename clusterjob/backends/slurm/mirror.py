@@ -1,4 +1,6 @@
-"""Jobs' directories here as mirrors of those on a cluster: each file by byte offset, many jobs with one question."""
+"""Jobs' directories here as mirrors of those on a cluster: each file by byte offset, many jobs with
+one question.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,16 @@ class Mirror:
             answer, data = ask("looks", bulk=bulk, most=most, jobs=asked)
             found = answer["jobs"]
             if len(found) != len(chunk):
-                raise HostError(self._label, f"it answers for {len(found)} jobs where {len(chunk)} are asked for")
+                raise HostError(
+                    self._label,
+                    f"it answers for {len(found)} jobs where {len(chunk)} are asked for",
+                )
             check_progress(self._label, found, data, most)
             parts = contents(self._label, [file for one in found for file in one["files"]], data)
             for (record, logs), had, one in zip(chunk, have, found, strict=True):
-                volume = self._volumes.setdefault(record.job_id, Volume(self._label, record.job_dir, record.nodes))
+                volume = self._volumes.setdefault(
+                    record.job_id, Volume(self._label, record.job_dir, record.nodes)
+                )
                 volume.check(had, one["files"])
                 for file, content in itertools.islice(parts, len(one["files"])):
                     self._take(record, _mode(record, logs=logs), had, file, content)
@@ -78,7 +85,9 @@ class Mirror:
         return more
 
     def _have(self, record: Record, *, logs: bool) -> dict[str, int | str]:
-        """Return how much of each file is here: bytes of those that grow, the stamps of those that are replaced."""
+        """Return how much of each file is here: bytes of those that grow, the stamps of those that
+        are replaced.
+        """
         stamps = self._stamps.setdefault(record.job_id, {})
         found: dict[str, int | str] = {}
         for path in (*_files_in(record.job_dir / "ends"), record.job_dir / "result.json"):
@@ -87,17 +96,33 @@ class Mirror:
                 found[name] = stamps.get(name, "")
         grown = [record.job_dir / EVENTS, record.job_dir / "logs" / "slurm.out"]
         if _mode(record, logs=logs) != "none":
-            grown += [path for node in _files_in(record.job_dir / "logs") if node.is_dir() for path in _files_in(node)]
+            grown += [
+                path
+                for node in _files_in(record.job_dir / "logs")
+                if node.is_dir()
+                for path in _files_in(node)
+            ]
         for path in grown:
             if path.exists():
                 found[str(path.relative_to(record.job_dir))] = path.stat().st_size
         return found
 
-    def _take(self, record: Record, mode: str, had: dict[str, int | str], file: dict[str, Any], content: bytes) -> None:
+    def _take(
+        self,
+        record: Record,
+        mode: str,
+        had: dict[str, int | str],
+        file: dict[str, Any],
+        content: bytes,
+    ) -> None:
         name = file["path"]
         one_kind = ("offset" in file) + ("stamp" in file) + bool(file.get("gone")) == 1
         form = _GROWN[mode] if "offset" in file else _REPLACED
-        if not form.fullmatch(name) or not one_kind or ("offset" in file and file["offset"] != had.get(name, 0)):
+        if (
+            not form.fullmatch(name)
+            or not one_kind
+            or ("offset" in file and file["offset"] != had.get(name, 0))
+        ):
             raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
         stamps = self._stamps[record.job_id]
         if not file.get("gone"):
@@ -106,12 +131,17 @@ class Mirror:
         try:
             (record.job_dir / name).unlink(missing_ok=True)
         except OSError as error:
-            raise HostError(self._label, f"what is gone there cannot be removed here: {error.strerror}: {record.job_dir / name}") from error
+            raise HostError(
+                self._label,
+                f"what is gone there cannot be removed here: {error.strerror}: {record.job_dir / name}",
+            ) from error
         stamps.pop(name, None)
 
 
 def _mode(record: Record, *, logs: bool) -> str:
-    """Return which logs are brought: where srun started the workers, the end is told from their last words."""
+    """Return which logs are brought: where srun started the workers, the end is told from their
+    last words.
+    """
     return "all" if logs else "last" if record.spec.get("launcher") == "srun" else "none"
 
 

@@ -35,7 +35,8 @@ _KILL_WAIT = 30  # seconds between Slurm's SIGTERM and its SIGKILL (KillWait), a
 
 
 def plan(spec: JobSpec) -> Plan:
-    """Return what submitting the job would do. Only an array asks the cluster, for its MaxArraySize.
+    """Return what submitting the job would do. Only an array asks the cluster, for its
+    MaxArraySize.
 
     Raises:
         SpecError: an option makes no sense, or is not sbatch's.
@@ -47,7 +48,11 @@ def plan(spec: JobSpec) -> Plan:
     job_id, job_dir = shared.new_directory(spec.name)
     array = spec.elements()
     pieces = _pieces(array, spec)
-    given = {key: value for key, value in spec.options.items() if key != "comment" and not (login and key in _login_options())}
+    given = {
+        key: value
+        for key, value in spec.options.items()
+        if key != "comment" and not (login and key in _login_options())
+    }
     options, unknown = flags.options(given)
     output = "slurm-%A_%a.out" if array else "slurm.out"
     there: dict[str, Any] = {}
@@ -68,21 +73,40 @@ def plan(spec: JobSpec) -> Plan:
     files = [*shared.common_files(spec, job_dir)]
     if array is not None and array.values:
         files.append(shared.sweep_file(spec, array, job_dir))
-    values = _values(spec, job_id, job_dir, array) if login is None else _values_there(spec, job_id, array)
-    files.append(shared.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)))
+    values = (
+        _values(spec, job_id, job_dir, array)
+        if login is None
+        else _values_there(spec, job_id, array)
+    )
+    files.append(
+        shared.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values))
+    )
     return Plan(
         job_id=job_id,
         backend=NAME,
         job_dir=job_dir,
         spec=spec,
         files=tuple(files),
-        commands=tuple(PlannedCommand(("sbatch", *common, *_array_words(piece), script, *_offset(piece)), **there) for piece in pieces),
+        commands=tuple(
+            PlannedCommand(
+                ("sbatch", *common, *_array_words(piece), script, *_offset(piece)), **there
+            )
+            for piece in pieces
+        ),
         notes=(
             *flags.notes(spec),
-            *(f"--{name} is no option of sbatch's own: Slurm will say whether a plug-in here has it" for name in unknown),
+            *(
+                f"--{name} is no option of sbatch's own: Slurm will say whether a plug-in here has it"
+                for name in unknown
+            ),
         ),
         sends_code=login is not None and spec.sync,
-        array={"indices": list(array.indices), "pieces": [piece.offset for piece in pieces if piece]} if array else None,
+        array={
+            "indices": list(array.indices),
+            "pieces": [piece.offset for piece in pieces if piece],
+        }
+        if array
+        else None,
     )
 
 
@@ -95,14 +119,27 @@ def _dependencies(spec: JobSpec, login: Login | None) -> list[str]:
             continue
         record = Records().find(job)
         if record.backend != NAME or record.handle is None or cluster_of(record).login != login:
-            raise SpecError(f"--after {text!r}: job {record.job_id} is not in Slurm's hands", "it has to be a job of the same cluster")
+            raise SpecError(
+                f"--after {text!r}: job {record.job_id} is not in Slurm's hands",
+                "it has to be a job of the same cluster",
+            )
         if not _met(kind, record):
-            wishes.append((kind, [record.handle.id] if record.index is not None else list(record.handle.data["ids"])))
-    return [f"--dependency={flags.dependency(wishes)}", "--kill-on-invalid-dep=yes"] if wishes else []
+            wishes.append(
+                (
+                    kind,
+                    [record.handle.id]
+                    if record.index is not None
+                    else list(record.handle.data["ids"]),
+                )
+            )
+    return (
+        [f"--dependency={flags.dependency(wishes)}", "--kill-on-invalid-dep=yes"] if wishes else []
+    )
 
 
 def _met(kind: str, record: Record) -> bool:
-    """Return whether a job that another waits for has ended as it should, as far as records and directories tell.
+    """Return whether a job that another waits for has ended as it should, as far as records and
+    directories tell.
 
     Slurm takes a job that it has forgotten for one that succeeded.
 
@@ -111,7 +148,11 @@ def _met(kind: str, record: Record) -> bool:
     """
     ended = [(element, _known_end(element)) for element in Records().elements(record)]
     over = all(state is not None for _, state in ended)
-    wrong = [(element, state) for element, state in ended if state is not None and (state is JobState.SUCCEEDED) is not (kind == "afterok")]
+    wrong = [
+        (element, state)
+        for element, state in ended
+        if state is not None and (state is JobState.SUCCEEDED) is not (kind == "afterok")
+    ]
     # Of an array, afterok wants every element's success, afternotok one that has failed.
     if (kind == "afterok" and wrong) or (kind == "afternotok" and len(wrong) == len(ended)):
         raise SpecError(f"--after {kind}:{record.job_id}: job {wrong[0][0].job_id} has ended {wrong[0][1]}, so it would never run",
@@ -123,7 +164,11 @@ def _known_end(record: Record) -> JobState | None:
     if record.end is not None:
         return Verdict.from_json(record.end).state
     verdict = told(record)
-    return verdict.state if verdict is not None and slurm_ends.settled(verdict, record.job_dir) else None
+    return (
+        verdict.state
+        if verdict is not None and slurm_ends.settled(verdict, record.job_dir)
+        else None
+    )
 
 
 def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
@@ -132,7 +177,10 @@ def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
     if spec.login:  # which is not asked: more pieces than there have to be do no harm
         text = spec.options.get("max_array_size", str(_DEFAULT_ARRAY_SIZE))
         if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
-            raise SpecError(f"max_array_size: {text!r} is no number of elements", "`scontrol show config` shows MaxArraySize there")
+            raise SpecError(
+                f"max_array_size: {text!r} is no number of elements",
+                "`scontrol show config` shows MaxArraySize there",
+            )
         return [*arrays.pieces(array, int(text))]
     return [*arrays.pieces(array, submit.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
 
@@ -164,9 +212,15 @@ def _offset(piece: Piece | None) -> list[str]:
     return [str(piece.offset)] if piece is not None and piece.offset else []
 
 
-def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, workdir: Path | None = None) -> dict[str, Any]:
+def _values(
+    spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, workdir: Path | None = None
+) -> dict[str, Any]:
     workdir = workdir or spec.workdir
-    program = spec.program if array is None or not array.values else Program(spec.program.kind, spec.program.target)
+    program = (
+        spec.program
+        if array is None or not array.values
+        else Program(spec.program.kind, spec.program.target)
+    )
     warning = spec.signal_before is not None or spec.requeue
     launch = [] if spec.launcher == "srun" else _launch(spec, program)
     container = containers.choose(spec, job_dir, workdir)
@@ -187,16 +241,22 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, work
 
 
 def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, Any]:
-    """Return the template's values where the job's directory is not known: the one that sbatch is run in, which Slurm tells the job."""
+    """Return the template's values where the job's directory is not known: the one that sbatch is
+    run in, which Slurm tells the job.
+    """
     place = Path(f"/{secrets.token_hex(16)}")
     values = _values(spec, job_id, place, array, place / CODE if spec.sync else None)
-    return {key: in_shell(value, str(place), '"$SLURM_SUBMIT_DIR"') for key, value in values.items()}
+    return {
+        key: in_shell(value, str(place), '"$SLURM_SUBMIT_DIR"') for key, value in values.items()
+    }
 
 
 def _launch(spec: JobSpec, program: Program) -> list[str]:
     more: dict[str, Any] = {"echo": False, "program": program}
     if spec.signal_before is not None or spec.requeue:
-        more["time_limit"] = None  # the warning and Slurm's own limit end the job, which is to be queued again
+        more["time_limit"] = (
+            None  # the warning and Slurm's own limit end the job, which is to be queued again
+        )
         more["warning"] = float(spec.signal_before or _KILL_WAIT)
     return spec.launch_options(**more).arguments()
 
@@ -204,9 +264,17 @@ def _launch(spec: JobSpec, program: Program) -> list[str]:
 def _srun_options(spec: JobSpec) -> list[str]:
     tasks = flags.tasks_per_node(spec)
     words = [
-        f"--nodes={spec.resources.nodes}", f"--ntasks={spec.resources.nodes * tasks}", f"--ntasks-per-node={tasks}",
+        f"--nodes={spec.resources.nodes}",
+        f"--ntasks={spec.resources.nodes * tasks}",
+        f"--ntasks-per-node={tasks}",
         # Agents see to each other's end; bare workers have only srun.
-        f"--kill-on-bad-exit={1 if spec.launcher == 'srun' else 0}", f"--wait={_STRAGGLERS}", "--input=none", "--export=ALL", "--mpi=none",
-    ]  # fmt: skip
+        f"--kill-on-bad-exit={1 if spec.launcher == 'srun' else 0}",
+        f"--wait={_STRAGGLERS}",
+        "--input=none",
+        "--export=ALL",
+        "--mpi=none",
+    ]
     cpus = flags.cpus_per_task(spec)
-    return [*words, f"--cpus-per-task={cpus}"] if cpus is not None else words  # not inherited since Slurm 22.05
+    return (
+        [*words, f"--cpus-per-task={cpus}"] if cpus is not None else words
+    )  # not inherited since Slurm 22.05

@@ -1,6 +1,8 @@
-"""Slurm's queue as the user's jobs stand in it: one squeue for all jobs of a cluster, at most one in 5 s, whoever asks.
+"""Slurm's queue as the user's jobs stand in it: one squeue for all jobs of a cluster, at most one
+in 5 s, whoever asks.
 
-Every process of the user shares one snapshot in a file. Whoever finds it too old asks Slurm for all.
+Every process of the user shares one snapshot in a file. Whoever finds it too old asks Slurm for
+all.
 """
 
 from __future__ import annotations
@@ -26,19 +28,33 @@ from clusterjob.node.system import files, private_dirs
 COMMENT = "clusterjob:"  # begins the comment of each of our jobs, before the job's own id
 INTERVAL = 5.0  # seconds between two calls of one cluster, at least
 _SLOWEST = 30.0  # ... where nothing changes while jobs are followed
-_FIRST_PATIENCE = 20.0  # for the first look of a process; a controller that is down answers after 10 to 30
+_FIRST_PATIENCE = (
+    20.0  # for the first look of a process; a controller that is down answers after 10 to 30
+)
 _COLUMNS = ("%F", "%K", "%A", "%T", "%r", "%S", "%V", "%j", "%Z", "%k")  # see `_row`
 _EPOCH_TIMES = {"SLURM_TIME_FORMAT": "%s"}
-_ACCOUNTING_FIELDS = "JobID,State,Submit,ExitCode,NodeList,WorkDir"  # the directory last: it alone may hold a '|'
+_ACCOUNTING_FIELDS = (
+    "JobID,State,Submit,ExitCode,NodeList,WorkDir"  # the directory last: it alone may hold a '|'
+)
 
 _MOST_TEXT = 4096  # characters of a field: the longest path
 _MOST_NODES = 1000  # characters of a list of nodes in a reason
 
 _ACTIVE = frozenset({
-    "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STOPPED",
-    "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "RESV_DEL_HOLD",
+    "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD",
+    "REQUEUE_FED", "RESIZING", "STOPPED", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "RESV_DEL_HOLD",
 })  # fmt: skip
-_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+_WAITING = frozenset(
+    {
+        "PENDING",
+        "CONFIGURING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "SPECIAL_EXIT",
+        "RESV_DEL_HOLD",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +66,12 @@ class Row:
         state: Slurm's word, such as RUNNING or TIMEOUT.
         reason: why it waits, or ended so.
         start: when it began or is expected to, local time; empty if Slurm does not say.
-        comment: what was given with the job: ours begins with the job's own id. Plug-ins and `scontrol update` may change it.
+        comment: what was given with the job: ours begins with the job's own id. Plug-ins and
+            `scontrol update` may change it.
         name: the job's name.
         directory: its working directory.
-        submitted: when Slurm took it, or queued it again, seconds since the epoch; 0 if Slurm does not say.
+        submitted: when Slurm took it, or queued it again, seconds since the epoch; 0 if Slurm does
+            not say.
         failed_node: which node ended it by NODE_FAIL, in words; see `explained`.
         signal: the number of the signal that ended the batch script; likewise.
     """
@@ -119,13 +137,17 @@ class Queue:
         self._path = directory / f"queue-{name}.json"
         self._lock_path = directory / f"queue-{name}.lock"
         self._looked = False
-        self._asking: tuple[Started, float, str] | None = None  # the command, when it began, and the mark between its fields
+        self._asking: tuple[Started, float, str] | None = (
+            None  # the command, when it began, and the mark between its fields
+        )
 
     def look(self, *, urgent: bool = False) -> Snapshot:
-        """Return the newest snapshot; the first look of a process may wait for Slurm, a later one never does.
+        """Return the newest snapshot; the first look of a process may wait for Slurm, a later one
+        never does.
 
         Args:
-            urgent: there is news elsewhere that only Slurm can explain: the calls are not slowed down.
+            urgent: there is news elsewhere that only Slurm can explain: the calls are not slowed
+                down.
         """
         first, self._looked = not self._looked, True
         if first:
@@ -135,7 +157,9 @@ class Queue:
         quiet = int(stored.get("quiet", 0))
         if self._asking is not None:
             self._collect(patience=0.0)
-        elif not 0.0 <= age < (INTERVAL if first or urgent else min(_SLOWEST, INTERVAL * 1.5**quiet)):
+        elif (
+            not 0.0 <= age < (INTERVAL if first or urgent else min(_SLOWEST, INTERVAL * 1.5**quiet))
+        ):
             asking = self._ask(stored)
             if first and asking:
                 self._collect(patience=_FIRST_PATIENCE)
@@ -150,11 +174,16 @@ class Queue:
             self._asking = None
 
     def _await_another(self) -> None:
-        """Let a process that has just asked get its answer, for as long as nobody else may ask anyway."""
+        """Let a process that has just asked get its answer, for as long as nobody else may ask
+        anyway.
+        """
         while True:
             stored = _read(self._path)
             asked_at = float(stored.get("asked_at", 0.0))
-            answered = max(float(stored.get("taken_at", 0.0)), float(stored.get("failed_at", 0.0))) >= asked_at
+            answered = (
+                max(float(stored.get("taken_at", 0.0)), float(stored.get("failed_at", 0.0)))
+                >= asked_at
+            )
             if answered or not 0.0 <= time.time() - asked_at < INTERVAL:
                 return
             time.sleep(0.02)
@@ -167,7 +196,8 @@ class Queue:
             if not mine or now.get("asked_at") != stored.get("asked_at"):
                 return False
             begin = time.time()
-            # Noted before, and the lock given back: whoever is stopped while it asks keeps nobody else from asking after it.
+            # Noted before, and the lock given back: whoever is stopped while it asks keeps nobody
+            # else from asking after it.
             _keep(self._path, {**now, "asked_at": begin})
         mark = _new_mark()
         self._asking = (self._client.start(_squeue(mark), _EPOCH_TIMES), begin, mark)
@@ -176,7 +206,9 @@ class Queue:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the lock on the snapshot, for the time that a file takes; False where somebody else does."""
+        """Hold the lock on the snapshot, for the time that a file takes; False where somebody else
+        does.
+        """
         lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -196,7 +228,10 @@ class Queue:
             out, err = process.communicate(timeout=patience or 0.001)
         except subprocess.TimeoutExpired:
             if patience:
-                self._note(begin, {"failed_at": begin, "trouble": f"it did not answer within {patience:g} s"})
+                self._note(
+                    begin,
+                    {"failed_at": begin, "trouble": f"it did not answer within {patience:g} s"},
+                )
             return
         self._asking = None
         atexit.unregister(self.close)
@@ -216,7 +251,9 @@ class Queue:
                 same = "rows" in now and _snapshot(news).active == _snapshot(now).active
                 quiet = int(now.get("quiet", 0)) + 1 if same else 0
                 news["quiet"] = min(quiet, 9)
-            _keep(self._path, {**now, "asked_at": max(begin, float(now.get("asked_at", 0.0))), **news})
+            _keep(
+                self._path, {**now, "asked_at": max(begin, float(now.get("asked_at", 0.0))), **news}
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -232,31 +269,62 @@ def _keep(path: Path, value: dict[str, Any]) -> None:
 
 
 def _new_mark() -> str:
-    """Return what parts the fields of one squeue: a name or a comment that holds a '|' or a line break cannot know it."""
+    """Return what parts the fields of one squeue: a name or a comment that holds a '|' or a line
+    break cannot know it.
+    """
     return f"|{secrets.token_hex(8)}|"
 
 
 def _squeue(mark: str) -> list[str]:
-    """Return the command line that shows the user's jobs. --all: without it those in hidden partitions are missing, for all but root."""
-    return ["squeue", "--me", "--all", "--noheader", "--array", "--states=all", f"--format={mark.join((*_COLUMNS, ''))}"]
+    """Return the command line that shows the user's jobs. --all: without it those in hidden
+    partitions are missing, for all but root.
+    """
+    return [
+        "squeue",
+        "--me",
+        "--all",
+        "--noheader",
+        "--array",
+        "--states=all",
+        f"--format={mark.join((*_COLUMNS, ''))}",
+    ]
 
 
 def explained(client: Client, row: Row) -> Row:
-    """Return the row of an ended job with what squeue does not say: the node that failed, the signal that ended the batch script."""
+    """Return the row of an ended job with what squeue does not say: the node that failed, the
+    signal that ended the batch script.
+    """
     if row.state not in ("NODE_FAIL", "FAILED"):
         return row
     shown = _shown(client, "scontrol", "--all", "--oneliner", "show", "job", row.key)
     said = {
-        key: value[:_MOST_NODES] for key, value in re.findall(r"(?:^| )(FailedNode|NodeList|ExitCode)=(\S+)", shown) if value != "(null)"
+        key: value[:_MOST_NODES]
+        for key, value in re.findall(r"(?:^| )(FailedNode|NodeList|ExitCode)=(\S+)", shown)
+        if value != "(null)"
     }
     if row.state == "FAILED":
         return replace(row, signal=_signal(said.get("ExitCode", "")))
     nodes = said.get("NodeList", "")
     down = (
-        _shown(client, "sinfo", "--all", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail", "--format=%N") if nodes else ""
+        _shown(
+            client,
+            "sinfo",
+            "--all",
+            "--noheader",
+            "--Node",
+            f"--nodes={nodes}",
+            "--states=down,fail",
+            "--format=%N",
+        )
+        if nodes
+        else ""
     )
-    names = said.get("FailedNode") or ",".join(dict.fromkeys(down[:_MOST_NODES].split()))  # 22.05 has no FailedNode of a job that ended so
-    return replace(row, failed_node=f"node {names}" if names else f"one of {nodes}" if nodes else "")
+    names = said.get("FailedNode") or ",".join(
+        dict.fromkeys(down[:_MOST_NODES].split())
+    )  # 22.05 has no FailedNode of a job that ended so
+    return replace(
+        row, failed_node=f"node {names}" if names else f"one of {nodes}" if nodes else ""
+    )
 
 
 def _signal(exit_code: str) -> int:
@@ -280,16 +348,28 @@ def split(text: str, mark: str) -> list[list[str]]:
 
 
 def ask(client: Client) -> Snapshot | None:
-    """Return the queue as Slurm has it now, for one question outside of the shared snapshot; None where there is no answer."""
+    """Return the queue as Slurm has it now, for one question outside of the shared snapshot; None
+    where there is no answer.
+    """
     mark, begin = _new_mark(), time.time()
     answer = client.run(_squeue(mark), _EPOCH_TIMES)
-    return _snapshot({"taken_at": begin, "rows": split(answer.out, mark)}) if answer.code == 0 else None
+    return (
+        _snapshot({"taken_at": begin, "rows": split(answer.out, mark)})
+        if answer.code == 0
+        else None
+    )
 
 
 def _snapshot(stored: dict[str, Any]) -> Snapshot:
     try:
-        rows = [_row(*map(str, row)) for row in stored.get("rows", []) if _has_ids(*map(str, row[:3]))]
-        return Snapshot(float(stored.get("taken_at", 0.0)), {row.key: row for row in rows}, str(stored.get("trouble", "")))
+        rows = [
+            _row(*map(str, row)) for row in stored.get("rows", []) if _has_ids(*map(str, row[:3]))
+        ]
+        return Snapshot(
+            float(stored.get("taken_at", 0.0)),
+            {row.key: row for row in rows},
+            str(stored.get("trouble", "")),
+        )
     except (TypeError, ValueError):
         return Snapshot()
 
@@ -300,15 +380,39 @@ def _has_ids(base: str, task: str, own: str) -> bool:
 
 
 def _row(
-    base: str, task: str, own: str, state: str, reason: str, start: str, submitted: str, name: str, directory: str, comment: str
+    base: str,
+    task: str,
+    own: str,
+    state: str,
+    reason: str,
+    start: str,
+    submitted: str,
+    name: str,
+    directory: str,
+    comment: str,
 ) -> Row:
     key = f"{base}_{task}" if task != "N/A" else own
     reason = "" if reason == "None" else reason
-    return Row(key, state, reason, _local_time(start), comment, name, directory, float(submitted) if _is_number(submitted) else 0.0)
+    return Row(
+        key,
+        state,
+        reason,
+        _local_time(start),
+        comment,
+        name,
+        directory,
+        float(submitted) if _is_number(submitted) else 0.0,
+    )
 
 
 def _local_time(text: str) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(int(text))) if _is_number(text) else "" if text == "N/A" else text
+    return (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(int(text)))
+        if _is_number(text)
+        else ""
+        if text == "N/A"
+        else text
+    )
 
 
 def _is_number(text: str) -> bool:
@@ -316,9 +420,15 @@ def _is_number(text: str) -> bool:
 
 
 def bears_id(row: Row, job_id: str) -> bool:
-    """Return whether a row's comment or working directory names one of our jobs. A site may change either, hardly both."""
+    """Return whether a row's comment or working directory names one of our jobs. A site may change
+    either, hardly both.
+    """
     comment = f"{COMMENT}{job_id}"
-    return row.comment == comment or row.comment.startswith(f"{comment} ") or row.directory.endswith(f"/jobs/{job_id}")
+    return (
+        row.comment == comment
+        or row.comment.startswith(f"{comment} ")
+        or row.directory.endswith(f"/jobs/{job_id}")
+    )
 
 
 def rows_of(snapshot: Snapshot, job_id: str) -> list[Row]:
@@ -339,11 +449,13 @@ class Accounting:
         self._asked_at = 0.0
 
     def ended(self, wanted: Mapping[str, tuple[float, str]]) -> dict[str, Row] | None:
-        """Return the jobs that accounting knows, by key: one call for all, at most one in 5 s; None when it is too early to ask again.
+        """Return the jobs that accounting knows, by key: one call for all, at most one in 5 s; None
+        when it is too early to ask again.
 
         Args:
-            wanted: for each key when it was submitted, seconds since the epoch, and the directory that it was submitted with, or the
-                end of its path, which no other job has: another may have got the same id.
+            wanted: for each key when it was submitted, seconds since the epoch, and the directory
+                that it was submitted with, or the end of its path, which no other job has: another
+                may have got the same id.
         """
         moment = time.monotonic()
         if self._absent or not wanted:
@@ -351,12 +463,21 @@ class Accounting:
         if self._asked_at and moment - self._asked_at < INTERVAL:
             return None
         self._asked_at = moment
-        argv = ["sacct", "--allocations", "--noheader", "--parsable2", "--duplicates", f"--format={_ACCOUNTING_FIELDS}"]
+        argv = [
+            "sacct",
+            "--allocations",
+            "--noheader",
+            "--parsable2",
+            "--duplicates",
+            f"--format={_ACCOUNTING_FIELDS}",
+        ]
         oldest = min(at for at, _ in wanted.values()) - 60
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(oldest))
         try:
             words = [*argv, f"--starttime={since}", f"--jobs={','.join(_bases(wanted))}"]
-            answer = self._client.run(words, {"SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}, _FIRST_PATIENCE)
+            answer = self._client.run(
+                words, {"SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}, _FIRST_PATIENCE
+            )
         except ClusterJobError:
             answer = Answer(127, "", "")
         if answer.code == UNREACHED:
@@ -367,12 +488,29 @@ class Accounting:
         found = {}
         newest: dict[str, int] = {}
         for line in answer.out.split("\n"):
-            key, state, submitted, exit_code, nodes, directory = [*line.split("|", 5), "", "", "", "", "", ""][:6]
+            key, state, submitted, exit_code, nodes, directory = [
+                *line.split("|", 5),
+                "",
+                "",
+                "",
+                "",
+                "",
+                "",
+            ][:6]
             at = int(submitted) if _is_number(submitted) else 0
-            if key in wanted and directory.endswith(wanted[key][1]) and at >= newest.get(key, 0):  # a requeued job has several rows
+            if (
+                key in wanted and directory.endswith(wanted[key][1]) and at >= newest.get(key, 0)
+            ):  # a requeued job has several rows
                 word = state.partition(" ")[0].rstrip("+")
-                node = f"one of {nodes}" if word == "NODE_FAIL" and nodes not in ("", "None assigned") else ""
-                newest[key], found[key] = at, Row(key, word, failed_node=node, signal=_signal(exit_code))
+                node = (
+                    f"one of {nodes}"
+                    if word == "NODE_FAIL" and nodes not in ("", "None assigned")
+                    else ""
+                )
+                newest[key], found[key] = (
+                    at,
+                    Row(key, word, failed_node=node, signal=_signal(exit_code)),
+                )
         return found
 
 

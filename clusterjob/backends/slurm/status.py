@@ -1,4 +1,6 @@
-"""How a job of Slurm's stands: what its directory tells comes first, then Slurm's row of it, then what is left to say."""
+"""How a job of Slurm's stands: what its directory tells comes first, then Slurm's row of it, then
+what is left to say.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ if TYPE_CHECKING:
 
 NAME = "slurm"
 SETTLING = 2.0  # seconds that an accepted job may take to be shown by squeue
-_SUBMIT_TIME = 120.0  # seconds between Slurm's submit time and ours, the clocks' difference included
+_SUBMIT_TIME = (
+    120.0  # seconds between Slurm's submit time and ours, the clocks' difference included
+)
 _UNTOLD = "scancel.pending"  # in a job's directory: Slurm did not answer when the job was cancelled
 _UNSEEN_ALIVE = "Slurm does not show it, and it gave a sign of life less than a minute ago"
 _UNSEEN = 120.0  # seconds after which a job that Slurm has never shown did not get there
 
 
 class Cluster(NamedTuple):
-    """What tells the clusters of jobs apart: the configuration, the name in a federation, the login host."""
+    """What tells the clusters of jobs apart: the configuration, the name in a federation, the login
+    host.
+    """
 
     conf: str | None
     cluster: str | None
@@ -67,9 +73,11 @@ def unreached(record: Record, why: str) -> Status:
 
 
 def is_of(row: Row, record: Record, handle: Handle) -> bool:
-    """Return whether a row with the job's id is this very job's: Slurm may give an id again to another (submitit#1660).
+    """Return whether a row with the job's id is this very job's: Slurm may give an id again to
+    another (submitit#1660).
 
-    The comment and the working directory bear our own id. Where a site has changed both, the name and the submit time tell.
+    The comment and the working directory bear our own id. Where a site has changed both, the name
+    and the submit time tell.
     """
     if queue.bears_id(row, record.whole_id):
         return True
@@ -84,7 +92,9 @@ def is_active(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
 
 
 def is_of_another(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
-    """Return whether Slurm has given the job's id to another job, which is not to be cancelled in its place."""
+    """Return whether Slurm has given the job's id to another job, which is not to be cancelled in
+    its place.
+    """
     row = snapshot.rows.get(handle.id)
     return row is not None and not is_of(row, record, handle)
 
@@ -106,7 +116,9 @@ def adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Hand
 
 
 def _adopted(record: Record, snapshot: Snapshot) -> Record:
-    bases = sorted({row.base for row in queue.rows_of(snapshot, record.job_id)}, key=int)  # in the order of submission
+    bases = sorted(
+        {row.base for row in queue.rows_of(snapshot, record.job_id)}, key=int
+    )  # in the order of submission
     if not bases:
         return record
     login = cluster_of(record).login
@@ -118,13 +130,23 @@ def _adopted(record: Record, snapshot: Snapshot) -> Record:
 def has_news(record: Record) -> bool:
     """Return whether the job's directory tells of an end that only Slurm can explain."""
     by_srun = _started_by_srun(record) and slurm_ends.step_code(record.job_dir) is not None
-    return by_srun or ends.cancelled(record.job_dir) or slurm_ends.verdict_of(record.job_dir) is not None
+    return (
+        by_srun
+        or ends.cancelled(record.job_dir)
+        or slurm_ends.verdict_of(record.job_dir) is not None
+    )
 
 
 def told(record: Record) -> Verdict | None:
-    """Return how the job ended as its directory tells it: the agents' verdict; where srun started the workers, its success."""
+    """Return how the job ended as its directory tells it: the agents' verdict; where srun started
+    the workers, its success.
+    """
     if _started_by_srun(record):
-        return slurm_ends.of_step(record.job_dir, 0, None) if slurm_ends.step_code(record.job_dir) == 0 else None
+        return (
+            slurm_ends.of_step(record.job_dir, 0, None)
+            if slurm_ends.step_code(record.job_dir) == 0
+            else None
+        )
     return slurm_ends.verdict_of(record.job_dir)
 
 
@@ -135,7 +157,9 @@ def unseen(record: Record, snapshot: Snapshot) -> Status:
     if snapshot.trouble:
         return Status(JobState.UNKNOWN, _unanswered(snapshot))
     started_at, restarts, _ = shared.progress(record.job_dir)
-    newest = max(_epoch(record.submitted_at) + _UNSEEN, _epoch(started_at) + SETTLING if started_at else 0.0)
+    newest = max(
+        _epoch(record.submitted_at) + _UNSEEN, _epoch(started_at) + SETTLING if started_at else 0.0
+    )
     if started_at is not None and snapshot.taken_at < newest:
         return Status(JobState.RUNNING, "", None, started_at, restarts)
     if _runs_unseen(record, snapshot):
@@ -143,17 +167,26 @@ def unseen(record: Record, snapshot: Snapshot) -> Status:
     if _ran(record, started_at):
         return _with_handle(_from_directory(record, started_at, restarts), None)
     if snapshot.taken_at < newest:
-        return Status(JobState.UNKNOWN, "Slurm does not show it (yet): it was not known whether it had been taken")
+        return Status(
+            JobState.UNKNOWN,
+            "Slurm does not show it (yet): it was not known whether it had been taken",
+        )
     why = "the command that submitted it died before Slurm had taken the job"
     return shared.ended(shared.end_without_lead(record.job_dir, None, 0, why))
 
 
 def _ran(record: Record, started_at: str | None) -> bool:
-    return started_at is not None or slurm_ends.step_code(record.job_dir) is not None or bool(ends.refusals(record.job_dir))
+    return (
+        started_at is not None
+        or slurm_ends.step_code(record.job_dir) is not None
+        or bool(ends.refusals(record.job_dir))
+    )
 
 
 def not_yet(record: Record, snapshot: Snapshot) -> Status:
-    """Return the status of a job of which Slurm was not, or could not be, asked since it was submitted."""
+    """Return the status of a job of which Slurm was not, or could not be, asked since it was
+    submitted.
+    """
     started_at, restarts, waiting = shared.progress(record.job_dir)
     trouble = _unanswered(snapshot) if snapshot.trouble else ""
     state = JobState.RUNNING if started_at else JobState.UNKNOWN if trouble else JobState.PENDING
@@ -165,13 +198,31 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
     started_at, restarts, waiting = shared.progress(record.job_dir)
     own, wished = slurm_ends.verdict_of(record.job_dir), ends.cancelled(record.job_dir)
     if row.waiting:
-        again = f"queued again, it was {own.state.value.lower()} before; " if own is not None else ""
+        again = (
+            f"queued again, it was {own.state.value.lower()} before; " if own is not None else ""
+        )
         if wished:
-            return Status(JobState.PENDING, "it is being cancelled", None, started_at, restarts, handle)
+            return Status(
+                JobState.PENDING, "it is being cancelled", None, started_at, restarts, handle
+            )
         when = f"; expected to start at {row.start}" if row.start else ""
-        return Status(JobState.PENDING, f"{again}{row.reason or 'queued'}{when}", None, started_at, restarts, handle)
-    # Slurm marks a job before it signals it: while it says RUNNING, nobody has cancelled what has failed.
-    if row.state == "RUNNING" and not wished and own is not None and own.state is JobState.FAILED and slurm_ends.by_a_node(own):
+        return Status(
+            JobState.PENDING,
+            f"{again}{row.reason or 'queued'}{when}",
+            None,
+            started_at,
+            restarts,
+            handle,
+        )
+    # Slurm marks a job before it signals it: while it says RUNNING, nobody has cancelled what has
+    # failed.
+    if (
+        row.state == "RUNNING"
+        and not wished
+        and own is not None
+        and own.state is JobState.FAILED
+        and slurm_ends.by_a_node(own)
+    ):
         return _with_handle(own, handle)
     if row.active:
         return Status(JobState.RUNNING, waiting, None, started_at, restarts, handle)
@@ -186,9 +237,11 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
 
 
 def needs_explanation(record: Record, row: Row) -> bool:
-    """Return whether Slurm is to be asked what a row leaves open: which signal ended the batch script, which node failed.
+    """Return whether Slurm is to be asked what a row leaves open: which signal ended the batch
+    script, which node failed.
 
-    A signal explains only an end that the batch script could not write. An end on record is not asked for again.
+    A signal explains only an end that the batch script could not write. An end on record is not
+    asked for again.
     """
     if row.state == "FAILED":
         return slurm_ends.step_code(record.job_dir) is None
@@ -208,12 +261,22 @@ def _unanswered(snapshot: Snapshot) -> str:
 
 def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
     lost = verdict.state is JobState.LOST  # for want of a word of its end, which may come later
-    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts, handle, provisional=lost)
+    return Status(
+        verdict.state,
+        verdict.reason,
+        verdict,
+        verdict.started_at,
+        verdict.restarts,
+        handle,
+        provisional=lost,
+    )
 
 
 def has_agents(record: Record) -> bool:
     """Return whether agents of the job see the request to cancel it, in its directory."""
-    return not _started_by_srun(record) and (ends.cancelled(record.job_dir) or bool(record.spec.get("login")))
+    return not _started_by_srun(record) and (
+        ends.cancelled(record.job_dir) or bool(record.spec.get("login"))
+    )
 
 
 def note_untold(record: Record) -> None:
@@ -238,20 +301,29 @@ def _started_by_srun(record: Record) -> bool:
 
 
 def submitted_in(record: Record) -> str:
-    """Return the end of the directory in which sbatch was run, by which accounting tells a job from another of the same id."""
+    """Return the end of the directory in which sbatch was run, by which accounting tells a job from
+    another of the same id.
+    """
     if record.spec.get("login"):
         return f"/jobs/{record.whole_id}"  # below what only the cluster knows
     return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
 
 
 def _runs_unseen(record: Record, snapshot: Snapshot) -> bool:
-    """Return whether a job that Slurm does not show is still to be waited for: nothing says its end, and its lease has not expired."""
-    ended = slurm_ends.step_code(record.job_dir) is not None or slurm_ends.verdict_of(record.job_dir) is not None
+    """Return whether a job that Slurm does not show is still to be waited for: nothing says its
+    end, and its lease has not expired.
+    """
+    ended = (
+        slurm_ends.step_code(record.job_dir) is not None
+        or slurm_ends.verdict_of(record.job_dir) is not None
+    )
     return not ended and slurm_ends.alive(record.job_dir, snapshot.taken_at)
 
 
 def forgotten(record: Record, handle: Handle, accounted: Row | None, snapshot: Snapshot) -> Status:
-    """Return the status of a job that squeue does not know any more: what it wrote itself, then what accounting has."""
+    """Return the status of a job that squeue does not know any more: what it wrote itself, then
+    what accounting has.
+    """
     if accounted is not None:
         return from_row(record, handle, accounted)
     started_at, restarts, _ = shared.progress(record.job_dir)

@@ -1,4 +1,6 @@
-"""Getting a job into Slurm: asked first whether it could run at all, never submitted twice, looked for when Slurm did not answer."""
+"""Getting a job into Slurm: asked first whether it could run at all, never submitted twice, looked
+for when Slurm did not answer.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,26 @@ from clusterjob.backends.slurm.queue import ask, rows_of
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError, SubmitInDoubtError
 
-_LOOKS, _PAUSE = 3, 1.0  # for a job of which nobody knows whether Slurm took it; seconds between two
+_LOOKS, _PAUSE = (
+    3,
+    1.0,
+)  # for a job of which nobody knows whether Slurm took it; seconds between two
 _CONFIG_PATIENCE = 5.0  # seconds: without an answer Slurm's default is as good a guess
 # sbatch takes such a job, and it waits until the nodes are back.
-_ONLY_NOT_NOW = re.compile(r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE)
-_WOULD_START = re.compile(r"Job \d+ to start at .* in partition (?P<partition>\S+)")  # what --test-only says of a job that could run
-_PRINTED_ID = re.compile(r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$", re.ASCII | re.MULTILINE)
+_ONLY_NOT_NOW = re.compile(
+    r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE
+)
+_WOULD_START = re.compile(
+    r"Job \d+ to start at .* in partition (?P<partition>\S+)"
+)  # what --test-only says of a job that could run
+_PRINTED_ID = re.compile(
+    r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$",
+    re.ASCII | re.MULTILINE,
+)
 _NO_SUCH_NODES = re.compile(r"node configuration is not available", re.IGNORECASE)
-UNUSABLE = re.compile(r"down|drain|fail|maint|unknown|power_down|reboot|future|planned_down", re.IGNORECASE)  # states of nodes
+UNUSABLE = re.compile(
+    r"down|drain|fail|maint|unknown|power_down|reboot|future|planned_down", re.IGNORECASE
+)  # states of nodes
 
 
 def check_configuration(client: Client) -> None:
@@ -35,17 +49,21 @@ def check_configuration(client: Client) -> None:
 
 
 def preflight(client: Client, argv: Sequence[str]) -> Answer:
-    """Ask Slurm whether the job could run: partition, GPUs, node count and each option; nothing is queued.
+    """Ask Slurm whether the job could run: partition, GPUs, node count and each option; nothing is
+    queued.
 
     Returns:
-        What Slurm says; a code other than 0 says that the job would have to wait for nodes that are down.
+        What Slurm says; a code other than 0 says that the job would have to wait for nodes that are
+        down.
 
     Raises:
         SubmitError: it could not; the message is Slurm's own.
     """
     check_configuration(client)
     answer = client.run([argv[0], "--test-only", *argv[1:]])
-    if answer.code == 0 or _ONLY_NOT_NOW.search(answer.err) or _WOULD_START.search(answer.err):  # a wrapper's code is its own
+    if (
+        answer.code == 0 or _ONLY_NOT_NOW.search(answer.err) or _WOULD_START.search(answer.err)
+    ):  # a wrapper's code is its own
         return answer
     if _NO_SUCH_NODES.search(answer.err) and _may_be_away(client, argv):
         return answer  # sbatch itself takes it, unless there are no such nodes at all
@@ -53,21 +71,31 @@ def preflight(client: Client, argv: Sequence[str]) -> Answer:
 
 
 def _may_be_away(client: Client, argv: Sequence[str]) -> bool:
-    """Return whether the nodes that --test-only does not find may be some that are down or drained (seen with 22.05)."""
-    given = dict(word.partition("=")[::2] for word in argv if word.startswith(("--partition=", "--nodes=")))
-    # Where no partition is named, SBATCH_PARTITION, the script or a plug-in may choose another than the default one.
+    """Return whether the nodes that --test-only does not find may be some that are down or drained
+    (seen with 22.05).
+    """
+    given = dict(
+        word.partition("=")[::2] for word in argv if word.startswith(("--partition=", "--nodes="))
+    )
+    # Where no partition is named, SBATCH_PARTITION, the script or a plug-in may choose another than
+    # the default one.
     partition = [f"--partition={given['--partition']}"] if "--partition" in given else []
-    shown = client.run(["sinfo", "--all", "--noheader", "--Node", "--format=%N %T", *partition], patience=_CONFIG_PATIENCE)
+    shown = client.run(
+        ["sinfo", "--all", "--noheader", "--Node", "--format=%N %T", *partition],
+        patience=_CONFIG_PATIENCE,
+    )
     states = dict(row.split() for row in shown.out.splitlines() if len(row.split()) == 2)
     wanted = int(given.get("--nodes", "1").partition("-")[0])
     return wanted <= len(states) and any(UNUSABLE.search(state) for state in states.values())
 
 
 def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
-    """Refuse a time limit above that of each partition: without EnforcePartLimits Slurm takes such a job, which then waits for ever.
+    """Refuse a time limit above that of each partition: without EnforcePartLimits Slurm takes such
+    a job, which then waits for ever.
 
-    SBATCH_PARTITION, a template or a plug-in may choose another partition than the default one, and a quality of service may exceed
-    the limit: where the limit that holds is not known, Slurm has the last word.
+    SBATCH_PARTITION, a template or a plug-in may choose another partition than the default one, and
+    a quality of service may exceed the limit: where the limit that holds is not known, Slurm has
+    the last word.
 
     Args:
         client: runs scontrol.
@@ -83,7 +111,9 @@ def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
     has_qos = "qos" in spec.options or bool(os.environ.get("SBATCH_QOS"))
     if seconds is None or would_start is None or has_qos or (by_others and named is None):
         return
-    shown = client.run(["scontrol", "--all", "--oneliner", "show", "partition"], patience=_CONFIG_PATIENCE)
+    shown = client.run(
+        ["scontrol", "--all", "--oneliner", "show", "partition"], patience=_CONFIG_PATIENCE
+    )
     limits: dict[str, int] = {}
     default = ""
     for line in shown.out.splitlines():
@@ -103,23 +133,38 @@ def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
 
 
 def _has_other_rules(client: Client) -> bool:
-    """Return whether a plug-in may choose another partition, or the user's default quality of service exceed the limit."""
+    """Return whether a plug-in may choose another partition, or the user's default quality of
+    service exceed the limit.
+    """
     shown = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE).out
-    said = {key.strip(): value.strip() for key, equals, value in (line.partition("=") for line in shown.splitlines()) if equals}
-    return said.get("JobSubmitPlugins") != "(null)" or "qos" in said.get("AccountingStorageEnforce", "").split(",")
+    said = {
+        key.strip(): value.strip()
+        for key, equals, value in (line.partition("=") for line in shown.splitlines())
+        if equals
+    }
+    return said.get("JobSubmitPlugins") != "(null)" or "qos" in said.get(
+        "AccountingStorageEnforce", ""
+    ).split(",")
 
 
 def _seconds(text: str) -> int:
-    """Return a time of Slurm's, [D-]HH:MM:SS; what is none, such as UNLIMITED, is as good as for ever."""
+    """Return a time of Slurm's, [D-]HH:MM:SS; what is none, such as UNLIMITED, is as good as for
+    ever.
+    """
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d\d?):(\d\d?)", text, re.ASCII)
-    days, hours, minutes, rest = (int(part or 0) for part in match.groups()) if match else (10**6, 0, 0, 0)
+    days, hours, minutes, rest = (
+        (int(part or 0) for part in match.groups()) if match else (10**6, 0, 0, 0)
+    )
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def submit(client: Client, argv: Sequence[str], job: str, known: Sequence[str]) -> tuple[str, str | None]:
+def submit(
+    client: Client, argv: Sequence[str], job: str, known: Sequence[str]
+) -> tuple[str, str | None]:
     """Submit one script; returns the job's id and, in a federation, the cluster that took it.
 
-    A site may have a wrapper in the place of sbatch, which prints more than the id, or fails after Slurm has taken the job.
+    A site may have a wrapper in the place of sbatch, which prints more than the id, or fails after
+    Slurm has taken the job.
 
     Args:
         client: runs sbatch.
@@ -154,7 +199,11 @@ def submit(client: Client, argv: Sequence[str], job: str, known: Sequence[str]) 
 def find(client: Client, job: str) -> list[str] | None:
     """Return Slurm's ids of one of our jobs, by our own id; None where Slurm does not answer."""
     snapshot = ask(client)
-    return None if snapshot is None else list(dict.fromkeys(row.base for row in rows_of(snapshot, job)))
+    return (
+        None
+        if snapshot is None
+        else list(dict.fromkeys(row.base for row in rows_of(snapshot, job)))
+    )
 
 
 def _refused(answer: Answer) -> SubmitError:
@@ -163,7 +212,9 @@ def _refused(answer: Answer) -> SubmitError:
 
 
 def largest_array(client: Client) -> int | None:
-    """Return MaxArraySize: each index of an array stays below it (submitit#1624); None where Slurm does not say."""
+    """Return MaxArraySize: each index of an array stays below it (submitit#1624); None where Slurm
+    does not say.
+    """
     try:
         answer = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE)
     except SubmitError:

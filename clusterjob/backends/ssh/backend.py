@@ -1,6 +1,8 @@
-"""Bare hosts as a cluster: an agent a host, started over SSH, that needs neither the submitter nor a shared disk afterwards.
+"""Bare hosts as a cluster: an agent a host, started over SSH, that needs neither the submitter nor
+a shared disk afterwards.
 
-What the hosts write of a job is mirrored into its directory here whenever somebody asks (`clusterjob.remote.mirror`).
+What the hosts write of a job is mirrored into its directory here whenever somebody asks
+(`clusterjob.remote.mirror`).
 """
 
 from __future__ import annotations
@@ -73,7 +75,11 @@ class SshBackend:
 
         spec, options = plan.spec, Options.of(plan.spec.options)
         place = options.ssh.place(spec.hosts, spec.python, spec.setup)
-        code = snapshot.take(spec.workdir, options.ssh.sync_limit, spec.include_secrets) if spec.sync else None
+        code = (
+            snapshot.take(spec.workdir, options.ssh.sync_limit, spec.include_secrets)
+            if spec.sync
+            else None
+        )
         goods = Consignment(
             job_id=plan.job_id,
             files=(
@@ -102,7 +108,9 @@ class SshBackend:
                 "git": snapshot.keep_git(spec.workdir, plan.job_dir),
             }
         with Sending([str(host) for host in spec.hosts]) as progress:
-            submission = Submission(self._visits(), place, goods, progress, _warn, partial(ends.cancelled, plan.job_dir))
+            submission = Submission(
+                self._visits(), place, goods, progress, _warn, partial(ends.cancelled, plan.job_dir)
+            )
             try:
                 data["address"] = submission.run()
             except BaseException:
@@ -123,19 +131,28 @@ class SshBackend:
         return {record.job_id: status.status(record, self._job(record)) for record in records}
 
     def collect(self, record: Record) -> None:
-        """Bring the logs as far as they are written; from then on every look at the job brings them."""
+        """Bring the logs as far as they are written; from then on every look at the job brings
+        them.
+        """
         job = self._job(record)
-        ended = record.end is not None or files.read_json(record.job_dir / "result.json") is not None
+        ended = (
+            record.end is not None or files.read_json(record.job_dir / "result.json") is not None
+        )
         if job.followed and not ended:
             return
         job.followed = True
-        whole = record.job_dir / "logs" / "whole"  # there when the logs of a job that has ended are all here
+        whole = (
+            record.job_dir / "logs" / "whole"
+        )  # there when the logs of a job that has ended are all here
         if whole.exists() or not record.job_dir.is_dir():
             return
         while True:
             self._look(record, at_once=True)
             self._hear([job], patient=True)
-            if not any(node.look is not None and node.look["more"] and node.error is None for node in job.nodes):
+            if not any(
+                node.look is not None and node.look["more"] and node.error is None
+                for node in job.nodes
+            ):
                 break
         absent = [node.error.message for node in job.nodes if node.error is not None]
         if not ended:
@@ -143,14 +160,17 @@ class SshBackend:
         if absent:
             _warn(f"some logs are not here: {'; '.join(absent)}")
         else:
-            with contextlib.suppress(OSError):  # no logs have come, or the disk is full: they are asked for again
+            with contextlib.suppress(
+                OSError
+            ):  # no logs have come, or the disk is full: they are asked for again
                 whole.touch()
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Have every agent stop its workers; kill the agents that do not within the job's grace.
 
         Raises:
-            ClusterJobError: hosts are not reached; what runs there ends when its agents miss the others.
+            ClusterJobError: hosts are not reached; what runs there ends when its agents miss the
+                others.
         """
         for record in records:
             self._end(record, interrupt=False)
@@ -161,7 +181,8 @@ class SshBackend:
         Returns at once; False where no worker runs yet, so that the job can only be cancelled.
 
         Raises:
-            ClusterJobError: hosts are not reached; what runs there ends when its agents miss the others.
+            ClusterJobError: hosts are not reached; what runs there ends when its agents miss the
+                others.
         """
         if shared.progress(record.job_dir)[0] is None:
             return False
@@ -176,12 +197,22 @@ class SshBackend:
 
         def work(node: int) -> None:
             session = self._visits().session(place, node)
-            session.ask("cancel", job=record.job_id, node=node, grace=grace, interrupt=interrupt, timeout=grace + _CANCEL_PATIENCE)
+            session.ask(
+                "cancel",
+                job=record.job_id,
+                node=node,
+                grace=grace,
+                interrupt=interrupt,
+                timeout=grace + _CANCEL_PATIENCE,
+            )
 
         outcome = for_each(range(len(place.hosts)), work)
         if outcome.errors:
             message, hint = complaint(outcome.errors, len(place.hosts))
-            raise ClusterJobError(f"{message} (job {record.job_id})", hint or "its agents end there when they miss the others")
+            raise ClusterJobError(
+                f"{message} (job {record.job_id})",
+                hint or "its agents end there when they miss the others",
+            )
 
     def fetch(
         self,
@@ -195,7 +226,8 @@ class SshBackend:
         """Bring results from hosts; see `clusterjob.core.jobs.fetch`.
 
         Raises:
-            ClusterJobError: a host is not reached, has nothing at a path, or it cannot be written here.
+            ClusterJobError: a host is not reached, has nothing at a path, or it cannot be written
+                here.
         """
         from clusterjob.remote.fetch import Fetch
         from clusterjob.remote.pool import complaint, for_each
@@ -228,7 +260,12 @@ class SshBackend:
         from clusterjob.doctor.this_machine import directory_looks
 
         spec, options = planning.settled(spec), Options.of(spec.options)
-        hosts = Hosts(self._visits(), options.ssh.place(spec.hosts, spec.python, spec.setup), spec, need_torch=options.need_torch)
+        hosts = Hosts(
+            self._visits(),
+            options.ssh.place(spec.hosts, spec.python, spec.setup),
+            spec,
+            need_torch=options.need_torch,
+        )
         job = engine.Look("job", lambda: shared.plannable(self.plan, spec))
         return engine.examine([job, *directory_looks(), *hosts.looks()])
 
@@ -260,12 +297,17 @@ class SshBackend:
                 options = ssh_options.Options.of(record.spec.get("options") or {}, must_exist=False)
                 hosts = tuple(Host(**host) for host in record.spec["hosts"])
                 place = options.place(hosts, str(record.spec["python"]), record.spec["setup"])
-            nodes = [Node(Mirror(record.job_id, record.job_dir, node)) for node in range(len(place.hosts))]
+            nodes = [
+                Node(Mirror(record.job_id, record.job_dir, node))
+                for node in range(len(place.hosts))
+            ]
             self._jobs[record.job_id] = Job(place, nodes)
         return self._jobs[record.job_id]
 
     def _look(self, record: Record, *, at_once: bool = False) -> None:
-        """Begin to ask every host of a job that is not being asked already, and was not a moment ago."""
+        """Begin to ask every host of a job that is not being asked already, and was not a moment
+        ago.
+        """
         from clusterjob.remote.pool import in_background
 
         job = self._job(record)
@@ -295,9 +337,13 @@ class SshBackend:
                 except HostError as error:
                     node.error = error
                     node.failures += 1
-                    node.next_try = time.monotonic() + min(_LONGEST_SILENCE, 0.25 * 2**node.failures)
+                    node.next_try = time.monotonic() + min(
+                        _LONGEST_SILENCE, 0.25 * 2**node.failures
+                    )
 
 
 def _warn(text: str) -> None:
-    """Say a line to the user: the library's own logger shows warnings on stderr unless a program wants them elsewhere."""
+    """Say a line to the user: the library's own logger shows warnings on stderr unless a program
+    wants them elsewhere.
+    """
     logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))

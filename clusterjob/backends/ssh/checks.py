@@ -1,4 +1,6 @@
-"""Hosts before there is a job, looked at for `doctor`: the survey of them, their interpreters, and whether they reach each other."""
+"""Hosts before there is a job, looked at for `doctor`: the survey of them, their interpreters, and
+whether they reach each other.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Hosts:
 
     def __init__(self, visits: Visits, place: Place, spec: JobSpec, *, need_torch: bool) -> None:
         self._visits = visits
-        # A setup line that does nothing: the visit then takes any Python that is new enough, so that the job's can be asked after.
+        # A setup line that does nothing: the visit then takes any Python that is new enough, so
+        # that the job's can be asked after.
         self._place = replace(place, setup=(":", *place.setup))
         self._spec = spec
         self._need_torch = need_torch
@@ -47,11 +50,24 @@ class Hosts:
             Look("reached", self._survey),
             Look("machines", self._machines),
             Look("interpreter", self._interpreter),
-            Look("torch", lambda: self._judged(lambda answer, _: fitness.torch(answer, needed=self._need_torch))),
+            Look(
+                "torch",
+                lambda: self._judged(
+                    lambda answer, _: fitness.torch(answer, needed=self._need_torch)
+                ),
+            ),
             Look("versions", self._versions),
-            Look("start", lambda: self._judged(lambda answer, _: fitness.start(answer, spec.start), "torch")),
+            Look(
+                "start",
+                lambda: self._judged(lambda answer, _: fitness.start(answer, spec.start), "torch"),
+            ),
             Look("GPUs", lambda: self._judged(self._gpus, "torch")),
-            Look("disks", lambda: self._of_reached(lambda report: fitness.space(report.free or 0, report.home))),
+            Look(
+                "disks",
+                lambda: self._of_reached(
+                    lambda report: fitness.space(report.free or 0, report.home)
+                ),
+            ),
             Look("clock", lambda: self._of_reached(_clock)),
             Look("rendezvous", self._meet),
         ]
@@ -61,16 +77,23 @@ class Hosts:
         self._reached = {node: report for node, report in enumerate(self._all) if report.machine}
         for report in self._all:
             if report.trouble:
-                yield failed(f"{report.host}: {report.trouble}", report.hint or f"`ssh {report.host}` has to work, without a password")
+                yield failed(
+                    f"{report.host}: {report.trouble}",
+                    report.hint or f"`ssh {report.host}` has to work, without a password",
+                )
         fit = [report for report in self._all if not report.trouble]
         if fit:
             yield ok(listed(f"{report.host} ({report.address})" for report in fit))
 
     def _of_reached(self, judge: Callable[[HostReport], Finding]) -> Iterator[Finding]:
-        yield from of_hosts({report.host: judge(report) for report in self._reached.values()}, len(self._all))
+        yield from of_hosts(
+            {report.host: judge(report) for report in self._reached.values()}, len(self._all)
+        )
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
 
-    def _absent(self, nodes: Iterable[int], why: str = "not checked: it needs 'reached'") -> Iterator[Finding]:
+    def _absent(
+        self, nodes: Iterable[int], why: str = "not checked: it needs 'reached'"
+    ) -> Iterator[Finding]:
         hosts = [self._all[node].host for node in nodes]
         if hosts:
             yield unknown(f"{listed(hosts)}: {why}")
@@ -80,7 +103,10 @@ class Hosts:
         for report in self._reached.values():
             other = first.setdefault(report.machine, report)
             if other is not report:
-                yield failed(f"{report.host}: it is the same machine as {other.host}", "a host can be one node of a job alone")
+                yield failed(
+                    f"{report.host}: it is the same machine as {other.host}",
+                    "a host can be one node of a job alone",
+                )
         if len(first) == len(self._reached) > 0:
             yield ok(listed(f"{report.host} is {report.name}" for report in self._reached.values()))
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
@@ -90,26 +116,41 @@ class Hosts:
     def _interpreter(self) -> Iterator[Finding]:
         spec = self._spec
         workdir = "~" if spec.sync else str(spec.workdir)
-        request: dict[str, Any] = {"python": spec.python, "setup": list(spec.setup), "env": dict(spec.env), "workdir": workdir}
+        request: dict[str, Any] = {
+            "python": spec.python,
+            "setup": list(spec.setup),
+            "env": dict(spec.env),
+            "workdir": workdir,
+        }
 
         def ask(node: int) -> Mapping[str, Any]:
-            answer, _ = self._visits.session(self._place, node).ask("facts", timeout=_SLOW, **request)
+            answer, _ = self._visits.session(self._place, node).ask(
+                "facts", timeout=_SLOW, **request
+            )
             found: Mapping[str, Any] = answer
             return found
 
         outcome = for_each(list(self._reached), ask)
-        found = {self._all[node].host: failed(error.why, error.hint) for node, error in outcome.errors.items()}
+        found = {
+            self._all[node].host: failed(error.why, error.hint)
+            for node, error in outcome.errors.items()
+        }
         for node, answer in outcome.results.items():
             finding = fitness.interpreter(answer)
             if answer["setup"] and spec.sync:  # which may need the code: a job has it there by then
-                finding = unknown(f"{finding.words}; a job's setup lines find its code, which is not there yet", finding.hint)
+                finding = unknown(
+                    f"{finding.words}; a job's setup lines find its code, which is not there yet",
+                    finding.hint,
+                )
             elif not answer["trouble"]:
                 self._answers[node] = answer
             found[self._all[node].host] = finding
         yield from of_hosts(found, len(self._all))
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
 
-    def _judged(self, judge: Callable[[Mapping[str, Any], HostReport], Finding], needs: str = "interpreter") -> Iterator[Finding]:
+    def _judged(
+        self, judge: Callable[[Mapping[str, Any], HostReport], Finding], needs: str = "interpreter"
+    ) -> Iterator[Finding]:
         """Judge every host whose interpreter has answered, and found torch if that is needed."""
         found: dict[str, Finding] = {}
         absent = []
@@ -124,10 +165,17 @@ class Hosts:
 
     def _gpus(self, answer: Mapping[str, Any], report: HostReport) -> Finding:
         wanted = self._spec.resources.gpus_per_node
-        return fitness.gpus(len(report.gpus), answer, wanted, required=self._spec.require_gpus or bool(self._spec.gpus))
+        return fitness.gpus(
+            len(report.gpus),
+            answer,
+            wanted,
+            required=self._spec.require_gpus or bool(self._spec.gpus),
+        )
 
     def _versions(self) -> Iterator[Finding]:
-        """Compare what has to be alike: one process group of several builds of torch hangs, or answers wrongly."""
+        """Compare what has to be alike: one process group of several builds of torch hangs, or
+        answers wrongly.
+        """
         alike = True
         for what, of in (("torch", _torch_of), ("Python", _python_of)):
             versions: dict[str, list[str]] = {}
@@ -136,13 +184,25 @@ class Hosts:
                     versions.setdefault(version, []).append(self._all[node].host)
             if len(versions) > 1:
                 alike = False
-                words = "; ".join(f"{version} on {listed(hosts)}" for version, hosts in versions.items())
-                judge = failed if what == "torch" and len({version.partition("+")[0] for version in versions}) > 1 else warning
-                yield judge(f"{what} differs: {words}", "the same environment on every host: --python names it")
+                words = "; ".join(
+                    f"{version} on {listed(hosts)}" for version, hosts in versions.items()
+                )
+                judge = (
+                    failed
+                    if what == "torch"
+                    and len({version.partition("+")[0] for version in versions}) > 1
+                    else warning
+                )
+                yield judge(
+                    f"{what} differs: {words}",
+                    "the same environment on every host: --python names it",
+                )
         if not self._answers:
             yield unknown("not checked: it needs 'interpreter'")
         elif alike:
-            yield ok("the same on all hosts" if len(self._answers) > 1 else "there is one host alone")
+            yield ok(
+                "the same on all hosts" if len(self._answers) > 1 else "there is one host alone"
+            )
 
     # -- the way between them ------------------------------------------------------------------------------------------
 
@@ -160,11 +220,15 @@ class Hosts:
         lead = self._reached[nodes[0]]
         place = replace(self._place, hosts=tuple(self._place.hosts[node] for node in nodes))
         try:
-            address = meet(self._visits, place, candidate_ports.candidates("doctor", 0), lead.reached_at)
+            address = meet(
+                self._visits, place, candidate_ports.candidates("doctor", 0), lead.reached_at
+            )
         except HostError as error:
             yield failed(error.message, error.hint)
             return
-        yield ok(f"{lead.host} is reached at {address} by {listed(self._reached[node].host for node in nodes[1:])}")
+        yield ok(
+            f"{lead.host} is reached at {address} by {listed(self._reached[node].host for node in nodes[1:])}"
+        )
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
 
 
@@ -180,6 +244,10 @@ def _clock(report: HostReport) -> Finding:
     ahead = report.ahead or 0.0
     if abs(ahead) < _MOST_AHEAD:
         return ok("as here")
-    much = f"{round(abs(ahead) / 60)} min" if abs(ahead) >= 120 else f"{round(abs(ahead), -1):.0f} s"  # hosts that are alike are one line
+    much = (
+        f"{round(abs(ahead) / 60)} min" if abs(ahead) >= 120 else f"{round(abs(ahead), -1):.0f} s"
+    )  # hosts that are alike are one line
     words = f"about {much} {'ahead of' if ahead > 0 else 'behind'} this machine's"
-    return warning(words, "logs and results carry these times: chrony or ntpd keeps clocks together")
+    return warning(
+        words, "logs and results carry these times: chrony or ntpd keeps clocks together"
+    )

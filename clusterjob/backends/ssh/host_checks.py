@@ -1,4 +1,6 @@
-"""Hosts before there is a job: are they reached, trusted and fit; and recording a host's key as trusted."""
+"""Hosts before there is a job: are they reached, trusted and fit; and recording a host's key as
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,22 @@ def survey(settings: config.Settings, named: tuple[Host, ...]) -> list[HostRepor
         visits.close()
 
 
-def named_hosts(settings: config.Settings, environ: Mapping[str, str], directory: Path) -> tuple[Host, ...]:
+def named_hosts(
+    settings: config.Settings, environ: Mapping[str, str], directory: Path
+) -> tuple[Host, ...]:
     """Return the hosts that the settings, or else a platform, name.
 
     Raises:
         SpecError: there are none.
     """
     values = settings.values
-    found = hosts.named_hosts(values.get("hosts"), values.get("hostfile"), directory) or hosts.of_platform(environ)
+    found = hosts.named_hosts(
+        values.get("hosts"), values.get("hostfile"), directory
+    ) or hosts.of_platform(environ)
     if not found:
-        raise SpecError("there are no hosts", "--hosts a,b[1-4] or --hostfile FILE names them; so can a profile")
+        raise SpecError(
+            "there are no hosts", "--hosts a,b[1-4] or --hostfile FILE names them; so can a profile"
+        )
     return found
 
 
@@ -65,7 +73,9 @@ class Trusted:
     news: bool
 
 
-def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str | None, compared: bool) -> Trusted:
+def trust(
+    settings: config.Settings, host: Host, *, replace: bool, expected: str | None, compared: bool
+) -> Trusted:
     """Record a host's key as trusted.
 
     Args:
@@ -73,10 +83,12 @@ def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str
         host: the host.
         replace: whether another key that is known may be replaced.
         expected: the fingerprint that it has to have; None for any.
-        compared: whether somebody sees the fingerprint; without, a new key is recorded only if it is the expected one.
+        compared: whether somebody sees the fingerprint; without, a new key is recorded only if it
+            is the expected one.
 
     Raises:
-        HostError: it is not reached, its key is revoked or not the expected one, another one is known, or nobody has compared it.
+        HostError: it is not reached, its key is revoked or not the expected one, another one is
+            known, or nobody has compared it.
     """
     from clusterjob.remote import connect, known_hosts
     from clusterjob.remote.known_hosts import KnownHosts, Standing
@@ -91,12 +103,24 @@ def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str
         pool.close()
     connect.refuse_revoked(target, key)
     shown = known_hosts.fingerprint(key.blob)
-    if expected is not None and expected.removeprefix("SHA256:").rstrip("=") != shown.removeprefix("SHA256:"):
-        raise HostError(str(host), f"its key is {key.kind} {shown}, not {expected}", "this may be another machine: do not trust it")
+    if expected is not None and expected.removeprefix("SHA256:").rstrip("=") != shown.removeprefix(
+        "SHA256:"
+    ):
+        raise HostError(
+            str(host),
+            f"its key is {key.kind} {shown}, not {expected}",
+            "this may be another machine: do not trust it",
+        )
     names = known_hosts.lookup_names(target.hostname, target.port, target.key_alias)
-    standing, place_of_it = KnownHosts((*target.known_hosts, *target.system_known_hosts)).standing(names, key.blob)
+    standing, place_of_it = KnownHosts((*target.known_hosts, *target.system_known_hosts)).standing(
+        names, key.blob
+    )
     if standing is Standing.REVOKED:
-        raise HostError(str(host), f"its key {key.kind} {shown} is revoked ({place_of_it})", "this host is not to be trusted")
+        raise HostError(
+            str(host),
+            f"its key {key.kind} {shown} is revoked ({place_of_it})",
+            "this host is not to be trusted",
+        )
     if standing is Standing.CHANGED and not replace:
         why = f"its key is {key.kind} {shown}, and another one is known ({place_of_it})"
         raise HostError(str(host), why, "--replace puts this one in its place, if that is meant")
@@ -104,7 +128,11 @@ def trust(settings: config.Settings, host: Host, *, replace: bool, expected: str
         return Trusted(str(host), key.kind, shown, place_of_it.rpartition(":")[0], news=False)
     if expected is None and not compared:
         why = f"its key is {key.kind} {shown}, and without a terminal nobody compares it with the host's own"
-        raise HostError(str(host), why, f"`clusterjob hosts trust {host} --fingerprint SHA256:...` with what the host's owner says")
+        raise HostError(
+            str(host),
+            why,
+            f"`clusterjob hosts trust {host} --fingerprint SHA256:...` with what the host's owner says",
+        )
     if standing is Standing.CHANGED:
         for file in target.known_hosts:
             try:
@@ -122,7 +150,11 @@ def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
     values = settings.values
     given = values.get("set", {})
     # A profile of another backend has options of its own beside those of its login host.
-    options = planning.Options.of(given).ssh if settings.backend == planning.NAME else ssh_options.Options.of(given)
+    options = (
+        planning.Options.of(given).ssh
+        if settings.backend == planning.NAME
+        else ssh_options.Options.of(given)
+    )
     return options.place(named, values.get("python", "python3"), values.get("setup", ()))
 
 

@@ -1,4 +1,6 @@
-"""From a job to its plan: the script, what lies beside it, and the command that starts each node's part on its host."""
+"""From a job to its plan: the script, what lies beside it, and the command that starts each node's
+part on its host.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class Options:
 
         unknown = next((key for key in options if key not in _KNOWN), None)
         if unknown is not None:
-            raise SpecError(f"the ssh cluster knows no option {unknown!r} (--set)", f"there is {', '.join(_KNOWN)}")
+            raise SpecError(
+                f"the ssh cluster knows no option {unknown!r} (--set)",
+                f"there is {', '.join(_KNOWN)}",
+            )
         torch = options.get("need_torch", "true").lower()
         if torch not in ("true", "false"):
             raise SpecError(f"need_torch: {torch!r} is neither true nor false")
@@ -73,7 +78,9 @@ def plan(spec: JobSpec) -> Plan:
         spec=spec,
         files=(*shared.common_files(spec, job_dir), shared.script_file(job_dir / SCRIPT, script)),
         commands=tuple(
-            PlannedCommand(("ssh", str(host), "bash", f"{remote}/{SCRIPT}"), _environment(spec, node), node)
+            PlannedCommand(
+                ("ssh", str(host), "bash", f"{remote}/{SCRIPT}"), _environment(spec, node), node
+            )
             for node, host in enumerate(spec.hosts)
         ),
         notes=tuple(notes),
@@ -100,13 +107,20 @@ def settled(spec: JobSpec) -> JobSpec:
         SpecError: there are too few hosts, or something that bare hosts do not have.
     """
     if not spec.hosts:
-        raise SpecError("the ssh cluster needs hosts", "--hosts a,b[1-4] or --hostfile FILE names them")
+        raise SpecError(
+            "the ssh cluster needs hosts", "--hosts a,b[1-4] or --hostfile FILE names them"
+        )
     shared.refuse_queue(spec, NAME)
     nodes = spec.resources.nodes
     if nodes > len(spec.hosts):
-        raise SpecError(f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}", "name more with --hosts, or fewer --nodes")
+        raise SpecError(
+            f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}",
+            "name more with --hosts, or fewer --nodes",
+        )
     _check_gpus(spec)
-    return replace(spec, program=shared.sent_program(spec), hosts=spec.hosts[:nodes], nproc_open=False)
+    return replace(
+        spec, program=shared.sent_program(spec), hosts=spec.hosts[:nodes], nproc_open=False
+    )
 
 
 def _check_gpus(spec: JobSpec) -> None:
@@ -115,10 +129,18 @@ def _check_gpus(spec: JobSpec) -> None:
         raise SpecError("--gpus auto does not say how many", "--gpus-per-node N does")
     if spec.gpus and spec.gpus != "auto":
         listed = spec.gpus.split(",")
-        if not all(re.fullmatch(r"\d{1,4}|GPU-[\w-]+", entry, re.ASCII) for entry in listed) or len(set(listed)) < len(listed):
-            raise SpecError(f"--gpus {spec.gpus!r} is no list of GPUs", "write it as 0,1,4, or auto for idle ones")
+        if not all(re.fullmatch(r"\d{1,4}|GPU-[\w-]+", entry, re.ASCII) for entry in listed) or len(
+            set(listed)
+        ) < len(listed):
+            raise SpecError(
+                f"--gpus {spec.gpus!r} is no list of GPUs",
+                "write it as 0,1,4, or auto for idle ones",
+            )
         if asked != len(listed):
-            raise SpecError(f"--gpus {spec.gpus} are {len(listed)} on each host, --gpus-per-node says {asked}", "leave one of them out")
+            raise SpecError(
+                f"--gpus {spec.gpus} are {len(listed)} on each host, --gpus-per-node says {asked}",
+                "leave one of them out",
+            )
 
 
 def _uneven(spec: JobSpec) -> bool:
@@ -126,7 +148,9 @@ def _uneven(spec: JobSpec) -> bool:
 
 
 def _environment(spec: JobSpec, node: int) -> dict[str, str]:
-    """Return the variables that the script of a node is started with; its master's address is added when it is known."""
+    """Return the variables that the script of a node is started with; its master's address is added
+    when it is known.
+    """
     env = {"CLUSTERJOB_NODE_RANK": str(node), "CLUSTERJOB_HOST": str(spec.hosts[node])}
     if _uneven(spec):
         env["CLUSTERJOB_NPROC_PER_NODE"] = str(spec.hosts[node].slots or 1)

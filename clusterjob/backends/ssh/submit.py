@@ -1,6 +1,8 @@
-"""A job brought to its hosts: all are checked, then all are given what they need, then they find each other, then all start.
+"""A job brought to its hosts: all are checked, then all are given what they need, then they find
+each other, then all start.
 
-Nothing is started while a host is unfit, and every host that is unfit is named. What fails on the way leaves nothing behind.
+Nothing is started while a host is unfit, and every host that is unfit is named. What fails on the
+way leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Consignment:
         grace: the job's own, for an agent that has to be stopped again.
         gpus: which cards of each host: numbers, or ``auto``; empty for any.
         gpus_per_node: how many; None if the job does not ask for GPUs.
-        require_gpus: whether a host with too few is unfit, where any would do; else the job is a rehearsal on the CPU there.
+        require_gpus: whether a host with too few is unfit, where any would do; else the job is a
+            rehearsal on the CPU there.
     """
 
     job_id: str
@@ -96,7 +99,8 @@ class Submission:
         self._seen: set[int] = set()  # nodes whose hosts may have something of the job
 
     def run(self) -> str:
-        """Bring the job to its hosts and start it; return node 0's address as the other nodes reach it.
+        """Bring the job to its hosts and start it; return node 0's address as the other nodes reach
+        it.
 
         Raises:
             SubmitError: hosts are unfit, each of which is named; nothing is left on any of them.
@@ -123,7 +127,13 @@ class Submission:
             if node not in self._seen:
                 return
             session = self._visits.session(self._place, node)
-            self._ask(session, node, "cancel", grace=self._goods.grace, timeout=self._goods.grace + _FAREWELL_TIMEOUT)
+            self._ask(
+                session,
+                node,
+                "cancel",
+                grace=self._goods.grace,
+                timeout=self._goods.grace + _FAREWELL_TIMEOUT,
+            )
             self._ask(session, node, "remove", timeout=_FAREWELL_TIMEOUT)
 
         for_each(self._nodes, work)
@@ -132,11 +142,17 @@ class Submission:
 
     def _check(self) -> None:
         goods = self._goods
-        need = _MARGIN + sum(len(data) for _, _, data in goods.files) + 2 * (goods.snapshot.size if goods.snapshot else 0)
+        need = (
+            _MARGIN
+            + sum(len(data) for _, _, data in goods.files)
+            + 2 * (goods.snapshot.size if goods.snapshot else 0)
+        )
 
         def work(node: int) -> dict[str, Any]:
             session = self._visits.session(self._place, node)
-            answer, _ = session.ask("check", need=need, torch=goods.needs_torch, own=not self._place.setup)
+            answer, _ = session.ask(
+                "check", need=need, torch=goods.needs_torch, own=not self._place.setup
+            )
             if answer["troubles"]:
                 raise HostError(session.connection.target.label, "; ".join(answer["troubles"]))
             self._seen.add(node)
@@ -149,26 +165,42 @@ class Submission:
             other = first.setdefault(answer["identity"], node)
             if other != node:
                 why = f"it is the same machine as {self._place.hosts[other]}"
-                outcome.errors[node] = HostError(str(self._place.hosts[node]), why, "a host can be one node of a job alone")
+                outcome.errors[node] = HostError(
+                    str(self._place.hosts[node]), why, "a host can be one node of a job alone"
+                )
         if self._goods.gpus_per_node:
             fit = [node for node in self._nodes if node not in outcome.errors]
-            reserved = for_each(fit, lambda node: self._reserve(node, self._visits.session(self._place, node)), self._stop)
+            reserved = for_each(
+                fit,
+                lambda node: self._reserve(node, self._visits.session(self._place, node)),
+                self._stop,
+            )
             outcome.errors |= reserved.errors
         self._insist(outcome)
         self._reached_at = outcome.results[0]["reached_at"]
 
     def _reserve(self, node: int, session: Session) -> None:
-        """Have the host choose the node's cards; they are the job's until its last process there is gone."""
+        """Have the host choose the node's cards; they are the job's until its last process there is
+        gone.
+        """
         goods = self._goods
-        answer = self._ask(session, node, "reserve", gpus=goods.gpus, count=goods.gpus_per_node, timeout=_SLOW)
+        answer = self._ask(
+            session, node, "reserve", gpus=goods.gpus, count=goods.gpus_per_node, timeout=_SLOW
+        )
         if not answer["short"]:
             self._devices[node] = answer["devices"]
         elif goods.gpus or goods.require_gpus:
-            hint = "" if goods.gpus else "without --require-gpus the workers run on the CPU, as a rehearsal"
+            hint = (
+                ""
+                if goods.gpus
+                else "without --require-gpus the workers run on the CPU, as a rehearsal"
+            )
             raise HostError(session.connection.target.label, answer["short"], hint)
         else:
             self._devices[node] = ""
-            self._warn(f"{session.connection.target.label}: {answer['short']}: a rehearsal, with the workers on the CPU and gloo")
+            self._warn(
+                f"{session.connection.target.label}: {answer['short']}: a rehearsal, with the workers on the CPU and gloo"
+            )
 
     def _send(self, node: int, session: Session) -> None:
         goods = self._goods
@@ -180,14 +212,15 @@ class Submission:
     def _check_after_setup(self, node: int, session: Session) -> None:
         place = self._place
         answer = self._ask(
-            session, node, "fit", python=place.python, setup=list(place.setup), workdir=self._goods.workdir, torch=self._goods.needs_torch,
-            timeout=_SLOW,
+            session, node, "fit", python=place.python, setup=list(place.setup),
+            workdir=self._goods.workdir, torch=self._goods.needs_torch, timeout=_SLOW,
         )  # fmt: skip
         if answer["troubles"]:
             raise HostError(session.connection.target.label, "; ".join(answer["troubles"]))
 
     def _meet(self) -> str:
-        """Return node 0's address: one of its own, by its kernel's word, at which every other node has just reached it.
+        """Return node 0's address: one of its own, by its kernel's word, at which every other node
+        has just reached it.
 
         Raises:
             SubmitError: there is none.
@@ -210,12 +243,17 @@ class Submission:
             if answer["why"]:
                 raise HostError(session.connection.target.label, answer["why"])
             if self._stop.is_set() or time.monotonic() > end:
-                raise HostError(session.connection.target.label, f"its script has not come to the agent within {goods.patience:g} s")
+                raise HostError(
+                    session.connection.target.label,
+                    f"its script has not come to the agent within {goods.patience:g} s",
+                )
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
 
     def _ask_whether_wanted(self) -> None:
-        """Before the start and after it: a wish from elsewhere finds no agent that it could tell while there is none."""
+        """Before the start and after it: a wish from elsewhere finds no agent that it could tell
+        while there is none.
+        """
         if self._unwanted():
             raise SubmitError("the job was cancelled while it was being submitted")
 
@@ -227,7 +265,13 @@ class Submission:
         return found
 
     def _everywhere(self, work: Callable[[int, Session], None], what: str) -> None:  # noqa: ARG002 - names the phase in a traceback
-        self._insist(for_each(self._nodes, lambda node: work(node, self._visits.session(self._place, node)), self._stop))
+        self._insist(
+            for_each(
+                self._nodes,
+                lambda node: work(node, self._visits.session(self._place, node)),
+                self._stop,
+            )
+        )
 
     def _insist(self, outcome: Outcome[int, Any]) -> None:
         if outcome.errors:

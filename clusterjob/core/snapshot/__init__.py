@@ -22,7 +22,9 @@ from clusterjob.errors import SubmitError
 from clusterjob.node.system import files
 from clusterjob.node.system.sanitize import sanitize
 
-LIMIT = 512 * 1024**2  # bytes; a directory that holds data by mistake would else be sent to every host
+LIMIT = (
+    512 * 1024**2
+)  # bytes; a directory that holds data by mistake would else be sent to every host
 MOST_ENTRIES = 100_000  # a home directory is not meant to be sent
 OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
@@ -78,10 +80,16 @@ class Snapshot:
         return sum(entry.size for entry in self.entries)
 
     def left_out(self, most: int = _MOST_NAMED) -> str:
-        """Return one line about what looks like a secret, with at most so many names; empty if nothing does."""
+        """Return one line about what looks like a secret, with at most so many names; empty if
+        nothing does.
+        """
         shown = ", ".join(sanitize(path) for path in self.secrets[:most])
         more = f" and {len(self.secrets) - most} more" if len(self.secrets) > most else ""
-        return f"not sent, as it looks like a secret: {shown}{more} (--include-secrets sends it)" if shown else ""
+        return (
+            f"not sent, as it looks like a secret: {shown}{more} (--include-secrets sends it)"
+            if shown
+            else ""
+        )
 
     def text(self) -> str:
         """Return the list of files for people: size and path of each, and what was left out."""
@@ -90,13 +98,24 @@ class Snapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the list of files as plain data."""
-        found = [{"path": entry.path, "bytes": entry.size} for entry in self.entries if entry.kind == "file"]
-        return {"directory": str(self.root), "files": found, "bytes": self.size, "left_out": list(self.secrets)}
+        found = [
+            {"path": entry.path, "bytes": entry.size}
+            for entry in self.entries
+            if entry.kind == "file"
+        ]
+        return {
+            "directory": str(self.root),
+            "files": found,
+            "bytes": self.size,
+            "left_out": list(self.secrets),
+        }
 
     @property
     def digest(self) -> str:
         """Return what names this content."""
-        return hashlib.sha256(json.dumps([vars(entry) for entry in self.entries]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([vars(entry) for entry in self.entries]).encode()
+        ).hexdigest()
 
     def keep(self, folder: Path) -> None:
         """Keep the list of entries in a job's directory; `sent_digests` reads it."""
@@ -104,12 +123,18 @@ class Snapshot:
 
     def packed(self) -> bytes:
         """Return the list of entries as it travels."""
-        rows = [(entry.path, entry.kind, entry.mode, entry.size, entry.value) for entry in self.entries]
+        rows = [
+            (entry.path, entry.kind, entry.mode, entry.size, entry.value) for entry in self.entries
+        ]
         return zlib.compress(json.dumps(rows).encode(), 1)
 
     def of_digests(self, wanted: set[str]) -> list[Entry]:
         """Return one file for each of the digests."""
-        found = {entry.value: entry for entry in self.entries if entry.kind == "file" and entry.value in wanted}
+        found = {
+            entry.value: entry
+            for entry in self.entries
+            if entry.kind == "file" and entry.value in wanted
+        }
         return list(found.values())
 
     def content(self, entries: list[Entry]) -> Iterator[bytes]:
@@ -126,13 +151,17 @@ class Snapshot:
                         left -= len(data)
                         yield data
             except OSError as error:
-                raise SubmitError(f"{entry.path!r} cannot be read any more: {error.strerror}") from error
+                raise SubmitError(
+                    f"{entry.path!r} cannot be read any more: {error.strerror}"
+                ) from error
             if left:
                 raise changed(entry)
 
 
 def sent_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the files that were sent of a job's code, by path; none where that is not known."""
+    """Return the digests of the files that were sent of a job's code, by path; none where that is
+    not known.
+    """
     try:
         rows = json.loads(zlib.decompress((folder / _KEPT).read_bytes()))
     except (OSError, ValueError, zlib.error):
@@ -142,11 +171,15 @@ def sent_digests(folder: Path) -> dict[str, str]:
 
 def changed(entry: Entry) -> SubmitError:
     """Return what is to be said of a file that changes while it is sent."""
-    return SubmitError(f"{entry.path!r} changed while it was being sent", f"submit again, or leave it out in {OWN_IGNORE}")
+    return SubmitError(
+        f"{entry.path!r} changed while it was being sent",
+        f"submit again, or leave it out in {OWN_IGNORE}",
+    )
 
 
 def take(root: Path, limit: int = LIMIT, include_secrets: bool = False) -> Snapshot:  # noqa: FBT001, FBT002 - as a setting
-    """Return what a directory holds, without what .gitignore and .clusterjobignore leave out, and without what looks like a secret.
+    """Return what a directory holds, without what .gitignore and .clusterjobignore leave out, and
+    without what looks like a secret.
 
     Args:
         root: the directory.
@@ -162,7 +195,9 @@ def take(root: Path, limit: int = LIMIT, include_secrets: bool = False) -> Snaps
     if found.secrets:
         logging.getLogger("clusterjob").warning("clusterjob: %s", found.left_out())
     try:
-        entries = tuple(_hashed(root, entry) if entry.kind == "file" else entry for entry in found.entries)
+        entries = tuple(
+            _hashed(root, entry) if entry.kind == "file" else entry for entry in found.entries
+        )
     except OSError as error:
         raise _unreadable(error) from error
     return replace(found, entries=entries)
@@ -176,16 +211,23 @@ def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
     """
     secrets: list[str] | None = None if include_secrets else []
     try:
-        entries = tuple(itertools.islice(_walk(root, "", _rules_above(root), secrets), MOST_ENTRIES + 1))
+        entries = tuple(
+            itertools.islice(_walk(root, "", _rules_above(root), secrets), MOST_ENTRIES + 1)
+        )
     except OSError as error:
         raise _unreadable(error) from error
     if len(entries) > MOST_ENTRIES:
-        raise SubmitError(f"{root} holds more than {MOST_ENTRIES:,} files", f"leave data out in {OWN_IGNORE}, or name another --workdir")
+        raise SubmitError(
+            f"{root} holds more than {MOST_ENTRIES:,} files",
+            f"leave data out in {OWN_IGNORE}, or name another --workdir",
+        )
     return Snapshot(root, entries, tuple(secrets or ()))
 
 
 def _unreadable(error: OSError) -> SubmitError:
-    return SubmitError(f"{error.filename} cannot be read: {error.strerror}", f"leave it out in {OWN_IGNORE}")
+    return SubmitError(
+        f"{error.filename} cannot be read: {error.strerror}", f"leave it out in {OWN_IGNORE}"
+    )
 
 
 @dataclass(frozen=True)
@@ -194,8 +236,10 @@ class _Rules:
 
     Attributes:
         patterns: what it says.
-        base: where it lies, relative to the root, with a slash at its end; empty for the root and above it.
-        prefix: the root, relative to a directory above it where the file lies, with a slash at its end.
+        base: where it lies, relative to the root, with a slash at its end; empty for the root and
+            above it.
+        prefix: the root, relative to a directory above it where the file lies, with a slash at its
+            end.
     """
 
     patterns: Patterns
@@ -204,10 +248,14 @@ class _Rules:
 
     def verdict(self, path: str, *, is_directory: bool) -> bool | None:
         """Return whether a path is left out; None if nothing is said of it."""
-        return self.patterns.verdict(self.prefix + path[len(self.base) :], is_directory=is_directory)
+        return self.patterns.verdict(
+            self.prefix + path[len(self.base) :], is_directory=is_directory
+        )
 
 
-def _walk(root: Path, below: str, rules: list[_Rules], secrets: list[str] | None) -> Iterator[Entry]:
+def _walk(
+    root: Path, below: str, rules: list[_Rules], secrets: list[str] | None
+) -> Iterator[Entry]:
     directory = root / below
     rules = [*rules, *_rules_of(directory, below)]
     for item in sorted(os.scandir(directory), key=lambda item: item.name):
@@ -217,7 +265,11 @@ def _walk(root: Path, below: str, rules: list[_Rules], secrets: list[str] | None
         if item.name in _NEVER or _left_out(path, rules, is_directory=is_directory):
             continue
         is_regular = stat.S_ISREG(status.st_mode)
-        if secrets is not None and (is_directory or is_regular) and looks_secret(root, path, is_directory=is_directory):
+        if (
+            secrets is not None
+            and (is_directory or is_regular)
+            and looks_secret(root, path, is_directory=is_directory)
+        ):
             secrets.append(path + "/" * is_directory)
             continue
         mode = stat.S_IMODE(status.st_mode) & 0o777
@@ -264,7 +316,9 @@ def _patterns_in(path: Path) -> Patterns:
 
 
 def _rules_above(root: Path) -> list[_Rules]:
-    """Return the user's own patterns for git, and those of the repository that the directory is a part of, from its top down."""
+    """Return the user's own patterns for git, and those of the repository that the directory is a
+    part of, from its top down.
+    """
     own = git_revision.excludes_file(root)
     top = next((folder for folder in (root, *root.parents) if (folder / ".git").exists()), None)
     below = root.relative_to(top).parts if top is not None else ()
@@ -276,7 +330,9 @@ def _rules_above(root: Path) -> list[_Rules]:
     if exclude.is_file():
         found.append(_Rules(_patterns_in(exclude), prefix=prefix))
     for depth in range(len(below)):
-        found += _rules_of(top.joinpath(*below[:depth]), "", "".join(f"{name}/" for name in below[depth:]))
+        found += _rules_of(
+            top.joinpath(*below[:depth]), "", "".join(f"{name}/" for name in below[depth:])
+        )
     return found
 
 
@@ -288,4 +344,6 @@ def _too_large(root: Path, entries: Iterable[Entry], limit: int) -> SubmitError:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     what = ", ".join(f"{name} ({show_size(sizes[name])})" for name in largest)
     message = f"{root} holds {show_size(sum(sizes.values()))}, more than the {show_size(limit)} that are sent: {what}"
-    return SubmitError(message, f"leave data out in {OWN_IGNORE}, or raise the limit: --set sync_limit=2G")
+    return SubmitError(
+        message, f"leave data out in {OWN_IGNORE}, or raise the limit: --set sync_limit=2G"
+    )

@@ -1,7 +1,9 @@
-"""What git says of a working directory: its revision and its uncommitted changes, without running anything that a repository names.
+"""What git says of a working directory: its revision and its uncommitted changes, without running
+anything that a repository names.
 
-A repository's own configuration and hooks may execute commands: filters, diff drivers, monitors, transports. Changes are therefore asked
-for with an empty configuration and another .git directory, which has the repository's objects and a copy of its index.
+A repository's own configuration and hooks may execute commands: filters, diff drivers, monitors,
+transports. Changes are therefore asked for with an empty configuration and another .git directory,
+which has the repository's objects and a copy of its index.
 """
 
 from __future__ import annotations
@@ -18,43 +20,80 @@ from clusterjob.node.system import files
 _MOST_DIFF = 4 << 20  # bytes of uncommitted changes that are kept
 _MOST_CHANGED = 1000
 _PATIENCE = 30.0  # seconds for one command
-_SAFE = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
+_SAFE = (
+    "-c",
+    "core.fsmonitor=false",
+    "-c",
+    "core.hooksPath=/dev/null",
+    "-c",
+    "protocol.allow=never",
+)
 _ELSEWHERE = (
-    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR",
-    "GIT_EXTERNAL_DIFF", "GIT_NAMESPACE",
+    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_EXTERNAL_DIFF", "GIT_NAMESPACE",
 )  # fmt: skip
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Return the revision of a directory and its uncommitted changes (``diff``); None if git knows nothing of it, or does not trust it."""
-    asked = _git(root, "rev-parse", "HEAD", "--show-toplevel", "--absolute-git-dir", "--git-path", "objects", "--show-object-format")
+    """Return the revision of a directory and its uncommitted changes (``diff``); None if git knows
+    nothing of it, or does not trust it.
+    """
+    asked = _git(
+        root,
+        "rev-parse",
+        "HEAD",
+        "--show-toplevel",
+        "--absolute-git-dir",
+        "--git-path",
+        "objects",
+        "--show-object-format",
+    )
     found = asked.decode(errors="surrogateescape").splitlines() if asked is not None else []
     if len(found) != 5:
         return None
     revision, top, git_dir, objects, object_format = found
-    branch = (_git(root, "rev-parse", "--abbrev-ref", "HEAD") or b"").decode(errors="replace").strip()
+    branch = (
+        (_git(root, "rev-parse", "--abbrev-ref", "HEAD") or b"").decode(errors="replace").strip()
+    )
     with tempfile.TemporaryDirectory(prefix="clusterjob-git-") as folder:
         try:
             _make_empty(Path(folder), revision, object_format, Path(git_dir))
         except OSError:
             return {"revision": revision, "branch": branch, "changed": [], "diff": b""}
         more = {
-            "GIT_DIR": folder, "GIT_WORK_TREE": top, "GIT_OBJECT_DIRECTORY": str(root / objects), "GIT_CONFIG_NOSYSTEM": "1",
-            "GIT_CONFIG_GLOBAL": os.devnull, "GIT_ATTR_NOSYSTEM": "1", "GIT_NO_LAZY_FETCH": "1",
+            "GIT_DIR": folder, "GIT_WORK_TREE": top, "GIT_OBJECT_DIRECTORY": str(root / objects),
+            "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_NO_LAZY_FETCH": "1",
         }  # fmt: skip
         common = ("--ignore-submodules=dirty", "--", ".")
-        diff = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", *common, more=more) or b""
+        diff = (
+            _git(
+                root,
+                "diff",
+                "HEAD",
+                "--binary",
+                "--no-ext-diff",
+                "--no-textconv",
+                *common,
+                more=more,
+            )
+            or b""
+        )
         status = _git(root, "status", "--porcelain", *common, more=more) or b""
     return {
         "revision": revision,
         "branch": branch,
-        "changed": [line[3:] for line in status.decode(errors="replace").splitlines()][:_MOST_CHANGED],
+        "changed": [line[3:] for line in status.decode(errors="replace").splitlines()][
+            :_MOST_CHANGED
+        ],
         "diff": diff[:_MOST_DIFF],
     }
 
 
 def keep_git(root: Path, folder: Path) -> dict[str, Any] | None:
-    """Return what git says of the code, for a job's record; the uncommitted changes go into a file of the job's directory."""
+    """Return what git says of the code, for a job's record; the uncommitted changes go into a file
+    of the job's directory.
+    """
     state = git_state(root)
     if state is None:
         return None
@@ -71,18 +110,24 @@ def excludes_file(root: Path) -> Path | None:
     if named:
         path = root / named.decode(errors="surrogateescape").rstrip("\n")
     else:
-        path = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "git" / "ignore"
+        path = (
+            Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "git" / "ignore"
+        )
     return path if path.is_file() else None
 
 
 def _make_empty(place: Path, revision: str, object_format: str, git_dir: Path) -> None:
-    """Make a .git directory that stands at a revision and has no configuration but what the objects' format needs."""
+    """Make a .git directory that stands at a revision and has no configuration but what the
+    objects' format needs.
+    """
     (place / "refs").mkdir()
     (place / "info").mkdir()
     (place / "HEAD").write_text(f"{revision}\n")
     version = 0 if object_format == "sha1" else 1
     extension = "" if version == 0 else f"[extensions]\n\tobjectFormat = {object_format}\n"
-    (place / "config").write_text(f"[core]\n\trepositoryformatversion = {version}\n\tbare = false\n{extension}")
+    (place / "config").write_text(
+        f"[core]\n\trepositoryformatversion = {version}\n\tbare = false\n{extension}"
+    )
     for path in (git_dir / "index", *git_dir.glob("sharedindex.*")):
         if path.is_file():
             shutil.copy2(path, place / path.name)
@@ -95,8 +140,9 @@ def _git(root: Path, *words: str, more: dict[str, str] | None = None) -> bytes |
     given = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *_SAFE, *words], capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE,
-            env={**given, "GIT_OPTIONAL_LOCKS": "0", **(more or {})}, check=False,
+            ["git", "-C", str(root), *_SAFE, *words], capture_output=True, stdin=subprocess.DEVNULL,
+            timeout=_PATIENCE, env={**given, "GIT_OPTIONAL_LOCKS": "0", **(more or {})},
+            check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None

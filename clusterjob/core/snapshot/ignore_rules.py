@@ -1,7 +1,8 @@
 """Patterns of .gitignore as git reads them, in time that grows with their length and no faster.
 
-Each pattern becomes one regular expression over bytes without nested retries: what follows a ``*`` is matched where it is first found, and
-that choice is final, which loses no match. A pattern such as ``*a*a*a*a`` would else try every way to share a name out (hours).
+Each pattern becomes one regular expression over bytes without nested retries: what follows a ``*``
+is matched where it is first found, and that choice is final, which loses no match. A pattern such
+as ``*a*a*a*a`` would else try every way to share a name out (hours).
 Source: gitignore(5), git's wildmatch.c.
 """
 
@@ -16,11 +17,20 @@ from dataclasses import dataclass
 _CLASSES = {
     name: set(re.findall(rb"(?s)" + kind, bytes(range(128))))
     for name, kind in {
-        b"alnum": rb"[0-9A-Za-z]", b"alpha": rb"[A-Za-z]", b"blank": rb"[ \t]", b"cntrl": rb"[\x00-\x1f\x7f]", b"digit": rb"[0-9]",
-        b"graph": rb"[!-~]", b"lower": rb"[a-z]", b"print": rb"[ -~]", b"punct": rb"[!-/:-@\[-`{-~]", b"space": rb"[ \t\n\r\f\v]",
-        b"upper": rb"[A-Z]", b"xdigit": rb"[0-9A-Fa-f]",
+        b"alnum": rb"[0-9A-Za-z]",
+        b"alpha": rb"[A-Za-z]",
+        b"blank": rb"[ \t]",
+        b"cntrl": rb"[\x00-\x1f\x7f]",
+        b"digit": rb"[0-9]",
+        b"graph": rb"[!-~]",
+        b"lower": rb"[a-z]",
+        b"print": rb"[ -~]",
+        b"punct": rb"[!-/:-@\[-`{-~]",
+        b"space": rb"[ \t\n\r\f\v]",
+        b"upper": rb"[A-Z]",
+        b"xdigit": rb"[0-9A-Fa-f]",
     }.items()
-}  # fmt: skip
+}
 _MOST_BYTES = 4096  # of one line: Linux has no longer path
 _numbers = itertools.count()
 
@@ -47,19 +57,29 @@ class Patterns:
 
     Args:
         lines: as they stand there.
-        simple: whether they are known to be simple. One expression of them all then finds out several times faster that a path
-            matches none; of hostile lines it would take longer than each line's own.
+        simple: whether they are known to be simple. One expression of them all then finds out
+            several times faster that a path matches none; of hostile lines it would take longer
+            than each line's own.
     """
 
     def __init__(self, lines: Iterable[bytes], *, simple: bool = False) -> None:
-        self._patterns = [pattern for line in lines if (pattern := _pattern(line)) is not None][::-1]
+        self._patterns = [pattern for line in lines if (pattern := _pattern(line)) is not None][
+            ::-1
+        ]
         self._any = None
         if simple:
-            names, paths = ([one.regex.pattern for one in self._patterns if one.names is names] for names in (True, False))
-            self._any = (re.compile(b"|".join(names), re.DOTALL), re.compile(b"|".join(paths) or b"(?!)", re.DOTALL))
+            names, paths = (
+                [one.regex.pattern for one in self._patterns if one.names is names]
+                for names in (True, False)
+            )
+            self._any = (
+                re.compile(b"|".join(names), re.DOTALL),
+                re.compile(b"|".join(paths) or b"(?!)", re.DOTALL),
+            )
 
     def verdict(self, path: str, *, is_directory: bool) -> bool | None:
-        """Return whether the last line that names this very path leaves it out; None if no line names it.
+        """Return whether the last line that names this very path leaves it out; None if no line
+        names it.
 
         Args:
             path: relative to the directory of the file, with slashes.
@@ -67,10 +87,14 @@ class Patterns:
         """
         whole = os.fsencode(path)
         name = whole.rpartition(b"/")[2]
-        if self._any is not None and not (self._any[0].fullmatch(name) or self._any[1].fullmatch(whole)):
+        if self._any is not None and not (
+            self._any[0].fullmatch(name) or self._any[1].fullmatch(whole)
+        ):
             return None
         for pattern in self._patterns:
-            if (is_directory or not pattern.directories) and pattern.regex.fullmatch(name if pattern.names else whole):
+            if (is_directory or not pattern.directories) and pattern.regex.fullmatch(
+                name if pattern.names else whole
+            ):
                 return not pattern.includes
         return None
 
@@ -87,7 +111,9 @@ def _pattern(line: bytes) -> Pattern | None:
         return None
     names = b"/" not in line
     expression = _segment(line) if names else _path(line.removeprefix(b"/"))
-    if expression is None:  # a bracket or a backslash at its end: git takes such a line for one that matches nothing
+    if (
+        expression is None
+    ):  # a bracket or a backslash at its end: git takes such a line for one that matches nothing
         return None
     return Pattern(re.compile(expression, re.DOTALL), includes, directories, names)
 
@@ -98,12 +124,16 @@ def _is_escaped(line: bytes, at: int) -> bool:
 
 
 def _path(line: bytes) -> bytes | None:
-    """Return the expression of a pattern with slashes: runs of segments between ``**``, each found where it first is."""
+    """Return the expression of a pattern with slashes: runs of segments between ``**``, each found
+    where it first is.
+    """
     segments = _split(line)
     runs: list[list[bytes]] = [[]]
     for index, segment in enumerate(segments):
         is_any_depth = len(segment) > 1 and not segment.strip(b"*")
-        read = b".+" if is_any_depth else _segment(segment)  # at the end: what is below, not the directory itself
+        read = (
+            b".+" if is_any_depth else _segment(segment)
+        )  # at the end: what is below, not the directory itself
         if is_any_depth and index < len(segments) - 1:
             runs.append([])
         elif read is None:
@@ -162,17 +192,23 @@ def _segment(text: bytes) -> bytes | None:
     first, *others = runs
     for run in others[:-1]:
         first += _found_first(b"[^/]*?" + run)
-    return first + b"[^/]*" + others[-1] if others else first  # the last is of one length: there is one place for it
+    return (
+        first + b"[^/]*" + others[-1] if others else first
+    )  # the last is of one length: there is one place for it
 
 
 def _found_first(expression: bytes) -> bytes:
-    """Return an expression that matches where another first does, and tries no other place (an atomic group, which Python 3.10 lacks)."""
+    """Return an expression that matches where another first does, and tries no other place (an
+    atomic group, which Python 3.10 lacks).
+    """
     name = b"g%d" % next(_numbers)
     return b"(?=(?P<" + name + b">" + expression + b"))(?P=" + name + b")"
 
 
 def _bracket(text: bytes, begin: int) -> tuple[bytes, int] | None:
-    """Return the expression of a set such as ``[!a-z]``, and where it ends; None if it is not closed."""
+    """Return the expression of a set such as ``[!a-z]``, and where it ends; None if it is not
+    closed.
+    """
     at = begin + 1
     negated = text[at : at + 1] in (b"!", b"^")
     at += negated
@@ -189,7 +225,11 @@ def _bracket(text: bytes, begin: int) -> tuple[bytes, int] | None:
             continue
         if character == b"-" and before and text[at : at + 1] not in (b"]", b""):
             at += text[at : at + 1] == b"\\"
-            chosen |= {bytes([code]) for code in range(before[0], text[at : at + 1][0] + 1)} if text[at : at + 1] else set()
+            chosen |= (
+                {bytes([code]) for code in range(before[0], text[at : at + 1][0] + 1)}
+                if text[at : at + 1]
+                else set()
+            )
             before, at = b"", at + 1
             continue
         if character == b"\\":

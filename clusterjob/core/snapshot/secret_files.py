@@ -1,4 +1,6 @@
-"""Which files look like secrets, by their names: keys, passwords, tokens. They are not sent unless the user says so."""
+"""Which files look like secrets, by their names: keys, passwords, tokens. They are not sent unless
+the user says so.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,23 @@ from pathlib import Path
 from clusterjob.core.snapshot.ignore_rules import Patterns
 
 _NAMES = Patterns([
-    b"*.env", b".env.*", b"!.env.example", b"!.env.sample", b"!.env.template", b"!.env.dist", b".envrc",
-    b"id_rsa", b"id_dsa", b"id_ecdsa", b"id_ed25519", b"id_*_sk",
-    b"*.pem", b"*.key", b"*.p12", b"*.pfx", b"*.ppk", b"*.jks", b"*.keystore", b"*.kdbx",
-    b".ssh/", b".gnupg/", b".aws/", b".azure/", b".kube/", b".volc/", b"**/.docker/config.json", b"**/.config/gcloud/",
-    b".huggingface/", b"**/huggingface/token", b"kubeconfig", b"kubeconfig.*", b"*.kubeconfig", b".aws_credentials",
-    b".netrc", b"_netrc", b".pgpass", b".my.cnf", b".npmrc", b".pypirc", b".git-credentials", b".htpasswd", b".vault-token", b"kaggle.json",
-    b".s3cfg", b".boto", b".modal.toml", b".databrickscfg", b".dockercfg", b"rclone.conf", b"*.tfstate", b"*.tfvars",
-    b"*credentials.json", b"client_secret*.json", b"*service-account*.json", b"*service_account*.json", b"*serviceaccount*.json",
-    b"*adminsdk*.json", b"secrets.json", b"secrets.yaml", b"secrets.yml", b"secrets.toml",
+    b"*.env", b".env.*", b"!.env.example", b"!.env.sample", b"!.env.template", b"!.env.dist",
+    b".envrc", b"id_rsa", b"id_dsa", b"id_ecdsa", b"id_ed25519", b"id_*_sk", b"*.pem", b"*.key",
+    b"*.p12", b"*.pfx", b"*.ppk", b"*.jks", b"*.keystore", b"*.kdbx", b".ssh/", b".gnupg/",
+    b".aws/", b".azure/", b".kube/", b".volc/", b"**/.docker/config.json", b"**/.config/gcloud/",
+    b".huggingface/", b"**/huggingface/token", b"kubeconfig", b"kubeconfig.*", b"*.kubeconfig",
+    b".aws_credentials", b".netrc", b"_netrc", b".pgpass", b".my.cnf", b".npmrc", b".pypirc",
+    b".git-credentials", b".htpasswd", b".vault-token", b"kaggle.json", b".s3cfg", b".boto",
+    b".modal.toml", b".databrickscfg", b".dockercfg", b"rclone.conf", b"*.tfstate", b"*.tfvars",
+    b"*credentials.json", b"client_secret*.json", b"*service-account*.json",
+    b"*service_account*.json", b"*serviceaccount*.json", b"*adminsdk*.json", b"secrets.json",
+    b"secrets.yaml", b"secrets.yml", b"secrets.toml",
 ], simple=True)  # fmt: skip
 _MAYBE_PUBLIC = (".pem", ".key")
-_MAYBE_KEYS = Patterns([b"id_*", b"*_rsa", b"*_ecdsa", b"*_ed25519", b"deploy_key*", b"deploy-key*", b".ssh_key*"], simple=True)
+_MAYBE_KEYS = Patterns(
+    [b"id_*", b"*_rsa", b"*_ecdsa", b"*_ed25519", b"deploy_key*", b"deploy-key*", b".ssh_key*"],
+    simple=True,
+)
 _MOST = 1 << 18  # bytes that are read of such a file
 
 

@@ -1,4 +1,5 @@
-"""The ports at which processes of a job may meet where no platform names one: everyone computes the same by itself.
+"""The ports at which processes of a job may meet where no platform names one: everyone computes the
+same by itself.
 
 No shared file is needed, which NFS would show seconds late.
 """
@@ -21,4 +22,7 @@ def candidates(job_id: str, attempt: int) -> list[int]:
 
     seed = hashlib.sha256(f"{job_id}\0{attempt}".encode(errors="surrogateescape")).digest()
     width = _HIGHEST - _LOWEST
-    return [_LOWEST + int.from_bytes(seed[2 * index : 2 * index + 2], "big") % width for index in range(COUNT)]
+    return [
+        _LOWEST + int.from_bytes(seed[2 * index : 2 * index + 2], "big") % width
+        for index in range(COUNT)
+    ]

@@ -1,4 +1,6 @@
-"""The variables that our own rendered scripts set for a node, and that anyone may set by hand on bare machines."""
+"""The variables that our own rendered scripts set for a node, and that anyone may set by hand on
+bare machines.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from clusterjob.node.environments.topology import Topology
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from CLUSTERJOB_NNODES and CLUSTERJOB_NODE_RANK; None when neither is set."""
+    """Return this node's place from CLUSTERJOB_NNODES and CLUSTERJOB_NODE_RANK; None when neither
+    is set.
+    """
     if not environ.get("CLUSTERJOB_NNODES") and not environ.get("CLUSTERJOB_NODE_RANK"):
         return None
     reading = Reading(environ, "clusterjob")
@@ -23,6 +27,15 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     if nnodes is None or node_rank is None or reading.conflicts:
         return reading.finding(None)
     try:
-        return reading.finding(Topology(nnodes, node_rank, nproc_per_node, master_addr or "127.0.0.1", master_port, reading.source))
+        return reading.finding(
+            Topology(
+                nnodes,
+                node_rank,
+                nproc_per_node,
+                master_addr or "127.0.0.1",
+                master_port,
+                reading.source,
+            )
+        )
     except PlaceError as error:
         return reading.refuse(error)

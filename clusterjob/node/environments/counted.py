@@ -1,4 +1,5 @@
-"""What is left when no family applies: a count of several, without the variable that says which of them this is.
+"""What is left when no family applies: a count of several, without the variable that says which of
+them this is.
 
 A process that went on there would train alone, beside others that do the same.
 """
@@ -11,8 +12,8 @@ from collections.abc import Mapping
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading, whole_number
 
-# (family, count, what would say which one this is). A batch script may export a count for the steps that it starts; their own
-# families then apply, and this is not asked.
+# (family, count, what would say which one this is). A batch script may export a count for the steps
+# that it starts; their own families then apply, and this is not asked.
 _COUNTS = (
     ("env", "WORLD_SIZE", "RANK"),
     ("openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -26,11 +27,15 @@ _HOSTS = re.compile(r"VC_\w+_HOSTS\Z")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return a finding without a place, and why; None where nothing counts more than one. To be asked after all families."""
+    """Return a finding without a place, and why; None where nothing counts more than one. To be
+    asked after all families.
+    """
     for source, count, index in _COUNTS:
         reading = Reading(environ, source, quoted=True)
         if (whole_number(reading.value(count)) or 0) > 1 and not reading.is_set(index):
-            reading.conflicts.append(f"{index} is not set, and {count}={reading.value(count)}: this is one of several")
+            reading.conflicts.append(
+                f"{index} is not set, and {count}={reading.value(count)}: this is one of several"
+            )
             return reading.finding(None)
     reading = Reading(environ, "volcano", quoted=True)
     for name in sorted(filter(_HOSTS.match, environ)):

@@ -1,4 +1,6 @@
-"""A finding as plain data and as text: what ``clusterjob env`` prints, also on a node that has no more than the node zip."""
+"""A finding as plain data and as text: what ``clusterjob env`` prints, also on a node that has no
+more than the node zip.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def describe(finding: Finding) -> dict[str, Any]:
     """Return a finding as plain data; what its level does not have is None."""
     place = finding.place
     worker = place if isinstance(place, Worker) else None
-    topology: Topology | None = worker.topology if worker else place if isinstance(place, Topology) else None
+    topology: Topology | None = (
+        worker.topology if worker else place if isinstance(place, Topology) else None
+    )
     return {
         "source": finding.source,
         "level": finding.level,
@@ -34,14 +38,19 @@ def describe(finding: Finding) -> dict[str, Any]:
 
 
 _FIELDS = (
-    "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rank", "local_rank", "world_size", "local_world_size",
+    "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rank", "local_rank",
+    "world_size", "local_world_size",
 )  # fmt: skip
 
 
 def text(found: dict[str, Any]) -> str:
     """Return what `describe` gave for people: field by field, with the variable that gave each."""
     lines = [f"source: {found['source']}   level: {found['level']}"]
-    rows = [(name, str(found[name]), found["evidence"].get(name, "")) for name in _FIELDS if found[name] is not None]
+    rows = [
+        (name, str(found[name]), found["evidence"].get(name, ""))
+        for name in _FIELDS
+        if found[name] is not None
+    ]
     if rows:
         lines += _table([("FIELD", "VALUE", "FROM"), *rows])
     lines += [f"ignored: {item['variable']} ({item['why']})" for item in found["ignored"]]
@@ -51,4 +60,7 @@ def text(found: dict[str, Any]) -> str:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,6 +1,7 @@
 """A process of Flux, as `flux run` starts it.
 
-The hosts are no variable's: ``flux hostlist local`` tells them. Source: the manual page flux-environment(7),
+The hosts are no variable's: ``flux hostlist local`` tells them. Source: the manual page
+flux-environment(7),
 https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
 """
 
@@ -28,7 +29,8 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nnodes = reading.number("nnodes", "FLUX_JOB_NNODES")
     if world_size is None or not nnodes:
         return reading.finding(None)
-    # Flux does not say how many tasks a node has; it spreads them evenly, the first nodes having one more.
+    # Flux does not say how many tasks a node has; it spreads them evenly, the first nodes having
+    # one more.
     each, more = divmod(world_size, nnodes)
     local_world_size = each
     if more:
@@ -37,9 +39,20 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         )
     job = f"flux {reading.value('FLUX_JOB_ID')}" if reading.is_set("FLUX_JOB_ID") else ""
     return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, nnodes=nnodes,
-        master=placing.process_master(reading, alone=nnodes == 1, fallback=_first_host(reading), key=job, key_variable="FLUX_JOB_ID"),
-    )  # fmt: skip
+        reading,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        nnodes=nnodes,
+        master=placing.process_master(
+            reading,
+            alone=nnodes == 1,
+            fallback=_first_host(reading),
+            key=job,
+            key_variable="FLUX_JOB_ID",
+        ),
+    )
 
 
 def _first_host(reading: Reading) -> str | None:

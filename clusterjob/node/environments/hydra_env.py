@@ -1,7 +1,8 @@
 """A process of Hydra's mpiexec: MPICH's, Intel MPI's and their kin's.
 
-PMI_RANK alone says little: srun, Flux and PALS set it for their tasks too. MPI_LOCALRANKID is Hydra's. Source: the
-documentation of Intel MPI, "Global Hydra Environment Variables", and dumps of MPICH 4.0.2.
+PMI_RANK alone says little: srun, Flux and PALS set it for their tasks too. MPI_LOCALRANKID is
+Hydra's. Source: the documentation of Intel MPI, "Global Hydra Environment Variables", and dumps of
+MPICH 4.0.2.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ PROXY = "PMI_FD peer"
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from PMI_RANK and MPI_LOCALRANKID; None where neither says that this is Hydra's."""
+    """Return this process's place from PMI_RANK and MPI_LOCALRANKID; None where neither says that
+    this is Hydra's.
+    """
     reading = Reading(environ, "hydra")
-    if not reading.is_set("MPI_LOCALRANKID") and (not reading.is_set("PMI_RANK") or reading.is_set("SLURM_STEP_ID")):
+    if not reading.is_set("MPI_LOCALRANKID") and (
+        not reading.is_set("PMI_RANK") or reading.is_set("SLURM_STEP_ID")
+    ):
         return None
     rank = reading.number("rank", "PMI_RANK")
     world_size = reading.number("world_size", "PMI_SIZE")
@@ -27,8 +32,16 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     alone = world_size is not None and world_size == local_world_size
     peer = reading.value(PROXY)
     master = placing.process_master(
-        reading, alone=alone, key=f"hydra {peer}" if peer and alone else "", key_variable="PMI_FD" if peer and alone else ""
-    )  # fmt: skip
+        reading,
+        alone=alone,
+        key=f"hydra {peer}" if peer and alone else "",
+        key_variable="PMI_FD" if peer and alone else "",
+    )
     return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, master=master
-    )  # fmt: skip
+        reading,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master=master,
+    )

@@ -1,6 +1,7 @@
 """A node of Kubeflow's trainer v2, which sets torchrun's own options as variables: PET_*.
 
-Source: pkg/constants/constants.go of https://github.com/kubeflow/trainer, and torch/distributed/run.py: each option has a PET_ variable.
+Source: pkg/constants/constants.go of https://github.com/kubeflow/trainer, and
+torch/distributed/run.py: each option has a PET_ variable.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ _PROCESSES = ("PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from PET_NNODES, PET_NODE_RANK and their kin; None where neither is set."""
+    """Return this node's place from PET_NNODES, PET_NODE_RANK and their kin; None where neither is
+    set.
+    """
     reading = Reading(environ, "kubeflow", quoted=True)
     if not reading.is_set("PET_NNODES", "PET_NODE_RANK"):
         return None
@@ -23,7 +26,13 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     node_rank = reading.number("node_rank", "PET_NODE_RANK", required=nnodes != 1)
     if node_rank is None and nnodes == 1:
         node_rank = 0
-    return placing.node(reading, nnodes=nnodes, node_rank=node_rank, nproc_per_node=_nproc(reading), master=_master(reading, nnodes))
+    return placing.node(
+        reading,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        nproc_per_node=_nproc(reading),
+        master=_master(reading, nnodes),
+    )
 
 
 def _nnodes(reading: Reading) -> int | None:
@@ -36,7 +45,9 @@ def _nnodes(reading: Reading) -> int | None:
         reading.conflicts += single.conflicts
         reading.evidence |= single.evidence
         return count
-    reading.conflicts.append(f"PET_NNODES={reading.value('PET_NNODES')[:80]!r} is elastic: the number of nodes has to be fixed")
+    reading.conflicts.append(
+        f"PET_NNODES={reading.value('PET_NNODES')[:80]!r} is elastic: the number of nodes has to be fixed"
+    )
     return None
 
 

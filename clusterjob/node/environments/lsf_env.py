@@ -1,8 +1,9 @@
 """A process of IBM's jsrun under LSF.
 
-LSB_DJOB_RANKFILE names a file with a host a line, of which the first is the launching node and no node of the job's.
-LSB_MCPU_HOSTS says the same in the variable itself: ``launch 1 host1 42 host2 42``. Source: IBM's documentation of LSF, "Environment
-variables set for job execution", and Lightning's LSF environment, lightning/fabric/plugins/environments/lsf.py.
+LSB_DJOB_RANKFILE names a file with a host a line, of which the first is the launching node and no
+node of the job's. LSB_MCPU_HOSTS says the same in the variable itself: ``launch 1 host1 42 host2
+42``. Source: IBM's documentation of LSF, "Environment variables set for job execution", and
+Lightning's LSF environment, lightning/fabric/plugins/environments/lsf.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     world_size = reading.number("world_size", "JSM_NAMESPACE_SIZE")
     local_rank = reading.number("local_rank", "JSM_NAMESPACE_LOCAL_RANK")
     nodes, variable = _nodes(reading)
-    local_world_size = reading.number("local_world_size", "JSM_NAMESPACE_LOCAL_SIZE", required=False)
+    local_world_size = reading.number(
+        "local_world_size", "JSM_NAMESPACE_LOCAL_SIZE", required=False
+    )
     if local_world_size is None and not reading.is_set("JSM_NAMESPACE_LOCAL_SIZE"):
         if world_size is not None and nodes and world_size % len(nodes) == 0:
             local_world_size = world_size // len(nodes)  # jsrun fills its resource sets evenly
@@ -40,16 +43,32 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     fallback = None
     if nodes and not alone and not reading.is_set("MASTER_ADDR"):
         fallback = reading.as_host("master_addr", variable, nodes[0])
-    job = reading.number("master_port", "LSB_JOBID", required=False) if not reading.is_set("MASTER_PORT") else None
+    job = (
+        reading.number("master_port", "LSB_JOBID", required=False)
+        if not reading.is_set("MASTER_PORT")
+        else None
+    )
     return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
-        node_rank=node_rank, nnodes=len(nodes) or None,
-        master=placing.process_master(reading, alone=alone, fallback=fallback, fallback_port=None if job is None else job % 1000 + 10000),
-    )  # fmt: skip
+        reading,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        nnodes=len(nodes) or None,
+        master=placing.process_master(
+            reading,
+            alone=alone,
+            fallback=fallback,
+            fallback_port=None if job is None else job % 1000 + 10000,
+        ),
+    )
 
 
 def _nodes(reading: Reading) -> tuple[list[str], str]:
-    """Return the job's nodes in their order, each once, without the launching one; and which variable told."""
+    """Return the job's nodes in their order, each once, without the launching one; and which
+    variable told.
+    """
     if reading.is_set(RANKFILE):
         return _short(reading.value(RANKFILE).split()[1:]), "LSB_DJOB_RANKFILE"
     return _short(reading.value("LSB_MCPU_HOSTS").split()[2::2]), "LSB_MCPU_HOSTS"

@@ -1,10 +1,12 @@
 """A node of Volcengine's machine learning platform (MLP), or of one that sets the same variables.
 
-Each node runs the entry command and finds MLP_ROLE, MLP_ROLE_INDEX and, for each role, the number of its nodes, their GPUs, hosts and
-ports. MLP_{ROLE}_{i}_HOST is the RDMA address where there is RDMA, _PRIMARY_HOST always the VPC one, which is right for TCP.
-MLP_{ROLE}_RACK_RANK_INDEX orders the nodes by switch; all have to use the same index, which the agents check when they meet.
+Each node runs the entry command and finds MLP_ROLE, MLP_ROLE_INDEX and, for each role, the number
+of its nodes, their GPUs, hosts and ports. MLP_{ROLE}_{i}_HOST is the RDMA address where there is
+RDMA, _PRIMARY_HOST always the VPC one, which is right for TCP. MLP_{ROLE}_RACK_RANK_INDEX orders
+the nodes by switch; all have to use the same index, which the agents check when they meet.
 
-Source: the platform's documentation of its environment variables, https://www.volcengine.com/docs/6459/96563
+Source: the platform's documentation of its environment variables,
+https://www.volcengine.com/docs/6459/96563
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _ROLES = ("WORKER", "CHIEF", "PS", "SERVER", "SCHEDULER", "EVALUATOR")
 def detect(environ: Mapping[str, str]) -> Finding | None:
     """Return this node's place among those of its role; None where no role's variables are set."""
     reading = Reading(environ, SOURCE, quoted=True)
-    signs = [f"MLP_{role}_{what}" for role in _ROLES for what in ("NUM", "0_HOST", "0_PRIMARY_HOST")]
+    signs = [
+        f"MLP_{role}_{what}" for role in _ROLES for what in ("NUM", "0_HOST", "0_PRIMARY_HOST")
+    ]
     if not reading.is_set("MLP_ROLE", "MLP_ROLE_INDEX", *signs):
         return None
     role = (reading.value("MLP_ROLE") or "WORKER").upper()
@@ -35,7 +39,9 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     master = _master(reading, role, nnodes)
     _refuse_other_kinds(reading, role)
     _check_hosts(reading, role, nnodes)
-    return placing.node(reading, nnodes=nnodes, node_rank=node_rank, nproc_per_node=nproc_per_node, master=master)
+    return placing.node(
+        reading, nnodes=nnodes, node_rank=node_rank, nproc_per_node=nproc_per_node, master=master
+    )
 
 
 def _index(reading: Reading, role: str) -> int | None:
@@ -46,9 +52,15 @@ def _index(reading: Reading, role: str) -> int | None:
     index = reading.number("node_rank", by_rack)
     if own is not None and index is not None and (own == 0) != (index == 0):
         # Worker 0, whose address all use, is the first in either order.
-        reading.conflicts.append(f"MLP_ROLE_INDEX={own} and {by_rack}={index} disagree about who is node 0")
+        reading.conflicts.append(
+            f"MLP_ROLE_INDEX={own} and {by_rack}={index} disagree about who is node 0"
+        )
     else:
-        placing.ignore(reading, f"{by_rack} orders the nodes by switch; all nodes have to use the same index", "MLP_ROLE_INDEX")
+        placing.ignore(
+            reading,
+            f"{by_rack} orders the nodes by switch; all nodes have to use the same index",
+            "MLP_ROLE_INDEX",
+        )
     return index
 
 
@@ -56,7 +68,11 @@ def _master(reading: Reading, role: str, nnodes: int | None) -> Master:
     host, primary = f"MLP_{role}_0_HOST", f"MLP_{role}_0_PRIMARY_HOST"
     if reading.is_set(primary):
         addr = reading.host("master_addr", primary)
-        placing.ignore(reading, f"{primary} is its address in the VPC, which is right for TCP; this may be an RDMA one", host)
+        placing.ignore(
+            reading,
+            f"{primary} is its address in the VPC, which is right for TCP; this may be an RDMA one",
+            host,
+        )
     else:
         addr = reading.host("master_addr", host, required=nnodes != 1)
     return Master(addr, reading.number("master_port", f"MLP_{role}_0_PORT", required=False))
@@ -64,7 +80,11 @@ def _master(reading: Reading, role: str, nnodes: int | None) -> Master:
 
 def _refuse_other_kinds(reading: Reading, role: str) -> None:
     """Refuse what would train several times over, or alone, without a word."""
-    others = [other for other in _ROLES if other != role and reading.value(f"MLP_{other}_NUM") not in ("", "0")]
+    others = [
+        other
+        for other in _ROLES
+        if other != role and reading.value(f"MLP_{other}_NUM") not in ("", "0")
+    ]
     if role != "WORKER" and "WORKER" in others:
         reading.conflicts.append(
             f"MLP_ROLE={role}, beside MLP_WORKER_NUM={reading.value('MLP_WORKER_NUM')}: the workers train, this node does not"
@@ -76,12 +96,14 @@ def _refuse_other_kinds(reading: Reading, role: str) -> None:
             f"MLP_MPI_HOSTS is set: a task of the MPI kind runs its entry command on worker 0 alone, and there are {len(fanned)} hosts. "
             "Choose the kind PyTorchDDP or Custom, or start `clusterjob run --cluster ssh --hostfile $MLP_MPI_HOSTFILE`"
             + (f" (SSH listens at port {port[:9]})" if port else "")
-        )  # fmt: skip
+        )
 
 
 def _check_hosts(reading: Reading, role: str, nnodes: int | None) -> None:
     for variable in (f"MLP_{role}_ALL_PRIMARY_HOSTS", f"MLP_{role}_ALL_HOSTS"):
         listed = placing.hosts(reading, variable)
         if listed and nnodes is not None and len(listed) != nnodes:
-            reading.conflicts.append(f"{variable} lists {len(listed)} hosts, MLP_{role}_NUM is {nnodes}")
+            reading.conflicts.append(
+                f"{variable} lists {len(listed)} hosts, MLP_{role}_NUM is {nnodes}"
+            )
             return

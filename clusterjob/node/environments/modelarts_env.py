@@ -1,4 +1,5 @@
-"""A node of Huawei's ModelArts, which runs on Volcano and adds its own numbers: MA_NUM_HOSTS, MA_NUM_GPUS.
+"""A node of Huawei's ModelArts, which runs on Volcano and adds its own numbers: MA_NUM_HOSTS,
+MA_NUM_GPUS.
 
 Source: https://support.huaweicloud.com/intl/en-us/develop-modelarts/develop-modelarts-0120.html
 """
@@ -13,13 +14,17 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from MA_NUM_HOSTS and VC_TASK_INDEX; None where the former is not set."""
+    """Return this node's place from MA_NUM_HOSTS and VC_TASK_INDEX; None where the former is not
+    set.
+    """
     reading = Reading(environ, "modelarts", quoted=True)
     if not reading.is_set("MA_NUM_HOSTS"):
         return None
     nnodes = reading.number("nnodes", "MA_NUM_HOSTS")
     index = "VC_TASK_INDEX"
-    node_rank = 0 if nnodes == 1 and not reading.is_set(index) else reading.number("node_rank", index)
+    node_rank = (
+        0 if nnodes == 1 and not reading.is_set(index) else reading.number("node_rank", index)
+    )
     hosts = placing.hosts(reading, "VC_WORKER_HOSTS")
     given = placing.given_master(reading)
     addr = given.addr
@@ -29,6 +34,14 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         elif nnodes != 1:
             reading.conflicts.append("VC_WORKER_HOSTS is not set (master_addr)")
     if hosts and nnodes is not None and len(hosts) != nnodes:
-        reading.conflicts.append(f"VC_WORKER_HOSTS lists {len(hosts)} hosts, MA_NUM_HOSTS is {nnodes}")
+        reading.conflicts.append(
+            f"VC_WORKER_HOSTS lists {len(hosts)} hosts, MA_NUM_HOSTS is {nnodes}"
+        )
     nproc_per_node = reading.number("nproc_per_node", "MA_NUM_GPUS", required=False)
-    return placing.node(reading, nnodes=nnodes, node_rank=node_rank, nproc_per_node=nproc_per_node, master=Master(addr, given.port))
+    return placing.node(
+        reading,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        nproc_per_node=nproc_per_node,
+        master=Master(addr, given.port),
+    )

@@ -1,7 +1,7 @@
 """A process of MVAPICH2's launchers.
 
-Source: the user guide of MVAPICH2 2.3, "Running Collectives with Hardware based Multicast support" and following, and
-https://mvapich.cse.ohio-state.edu/static/media/mvapich/mvapich2-userguide.html
+Source: the user guide of MVAPICH2 2.3, "Running Collectives with Hardware based Multicast support"
+and following, and https://mvapich.cse.ohio-state.edu/static/media/mvapich/mvapich2-userguide.html
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from MV2_COMM_WORLD_RANK and its kin; None where they are not set."""
+    """Return this process's place from MV2_COMM_WORLD_RANK and its kin; None where they are not
+    set.
+    """
     reading = Reading(environ, "mvapich2")
     if not reading.is_set("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"):
         return None
@@ -23,6 +25,6 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     local_world_size = reading.number("local_world_size", "MV2_COMM_WORLD_LOCAL_SIZE")
     alone = world_size is not None and world_size == local_world_size
     return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
-        master=placing.process_master(reading, alone=alone),
+        reading, rank=rank, world_size=world_size, local_rank=local_rank,
+        local_world_size=local_world_size, master=placing.process_master(reading, alone=alone),
     )  # fmt: skip

@@ -1,7 +1,9 @@
-"""A process of Open MPI's mpirun, which Azure ML and SageMaker start too: they add where the master is.
+"""A process of Open MPI's mpirun, which Azure ML and SageMaker start too: they add where the master
+is.
 
-OMPI_COMM_WORLD_NODE_RANK is the process's index on its node, not the node's. Source: Open MPI's FAQ, "Running MPI jobs",
-https://www.open-mpi.org/faq/?category=running#mpi-environmental-variables, and dumps of Open MPI 4.1.4. For Azure ML:
+OMPI_COMM_WORLD_NODE_RANK is the process's index on its node, not the node's. Source: Open MPI's
+FAQ, "Running MPI jobs", https://www.open-mpi.org/faq/?category=running#mpi-environmental-variables,
+and dumps of Open MPI 4.1.4. For Azure ML:
 https://learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu#mpi. For SageMaker:
 https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
 """
@@ -18,7 +20,9 @@ LAUNCHER = "OMPI_MCA_orte_hnp_uri"
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from OMPI_COMM_WORLD_RANK and its kin; None where they are not set."""
+    """Return this process's place from OMPI_COMM_WORLD_RANK and its kin; None where they are not
+    set.
+    """
     reading = Reading(environ, "openmpi")
     if not reading.is_set("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         return None
@@ -30,13 +34,23 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nodes = sagemaker_env.nodes(reading)
     fallback, port = _elsewhere(reading, alone=alone, hosts=nodes.hosts)
     key_variable = reading.first_set("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", LAUNCHER)
-    key = f"openmpi {reading.value(LAUNCHER)} {reading.value(key_variable)}" if reading.is_set(key_variable) else ""
+    key = (
+        f"openmpi {reading.value(LAUNCHER)} {reading.value(key_variable)}"
+        if reading.is_set(key_variable)
+        else ""
+    )
     master = placing.process_master(
-        reading, alone=alone, fallback=fallback, fallback_port=port, key=key, key_variable=key_variable
-    )  # fmt: skip
+        reading,
+        alone=alone,
+        fallback=fallback,
+        fallback_port=port,
+        key=key,
+        key_variable=key_variable,
+    )
     return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, master=master,
-        node_rank=nodes.node_rank, nnodes=nodes.nnodes,
+        reading, rank=rank, world_size=world_size, local_rank=local_rank,
+        local_world_size=local_world_size, master=master, node_rank=nodes.node_rank,
+        nnodes=nodes.nnodes,
     )  # fmt: skip
 
 
@@ -56,6 +70,8 @@ def _elsewhere(reading: Reading, *, alone: bool, hosts: list[str]) -> tuple[str 
 
 
 def _launcher(reading: Reading) -> str | None:
-    """Return mpirun's own address, from ``1234.0;tcp://10.0.0.1,172.17.0.1:41234``: rank 0 runs where mpirun does unless told otherwise."""
+    """Return mpirun's own address, from ``1234.0;tcp://10.0.0.1,172.17.0.1:41234``: rank 0 runs
+    where mpirun does unless told otherwise.
+    """
     found = re.search(r"tcp6?://\[?([^,;\]/]+?)\]?(?:,[^;]*)?:\d+(?:;|$)", reading.value(LAUNCHER))
     return reading.as_host("master_addr", LAUNCHER, found[1]) if found else None

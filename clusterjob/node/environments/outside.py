@@ -1,6 +1,8 @@
-"""What some variables only point at: a file of hosts, a descriptor, a command. Looked up here, so that detection stays pure.
+"""What some variables only point at: a file of hosts, a descriptor, a command. Looked up here, so
+that detection stays pure.
 
-Each answer is added to the mapping under a name that no variable has, and the families read it from there.
+Each answer is added to the mapping under a name that no variable has, and the families read it from
+there.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ _MOST_BYTES = 1 << 20
 
 
 def look(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the mapping, with what its variables point at where a family needs that; it is the same one where none does."""
+    """Return the mapping, with what its variables point at where a family needs that; it is the
+    same one where none does.
+    """
     found: dict[str, str] = {}
     if environ.get("PALS_RANKID") and environ.get("PBS_NODEFILE"):
         found[pals_env.FIRST_NODE] = _text(environ["PBS_NODEFILE"]).partition("\n")[0].strip()
@@ -26,7 +30,11 @@ def look(environ: Mapping[str, str]) -> Mapping[str, str]:
         found[lsf_env.OWN_NAME] = socket.gethostname()
         if environ.get("LSB_DJOB_RANKFILE"):
             found[lsf_env.RANKFILE] = _text(environ["LSB_DJOB_RANKFILE"])
-    if environ.get("FLUX_TASK_RANK") and environ.get("FLUX_JOB_NNODES") != "1" and not environ.get("MASTER_ADDR"):
+    if (
+        environ.get("FLUX_TASK_RANK")
+        and environ.get("FLUX_JOB_NNODES") != "1"
+        and not environ.get("MASTER_ADDR")
+    ):
         found[flux_env.HOSTLIST] = _flux_hosts(environ)
     if environ.get("MPI_LOCALRANKID") and environ.get("PMI_FD") and not environ.get("MASTER_PORT"):
         found[hydra_env.PROXY] = _peer(environ["PMI_FD"])
@@ -47,7 +55,12 @@ def _flux_hosts(environ: Mapping[str, str]) -> str:
 
     try:
         told = subprocess.run(
-            ["flux", "hostlist", "local"], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE, check=False
+            ["flux", "hostlist", "local"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PATIENCE,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -55,7 +68,9 @@ def _flux_hosts(environ: Mapping[str, str]) -> str:
 
 
 def _peer(descriptor: str) -> str:
-    """Return the pid behind a descriptor that is a local socket: the proxy that started this node's processes; empty otherwise."""
+    """Return the pid behind a descriptor that is a local socket: the proxy that started this node's
+    processes; empty otherwise.
+    """
     import socket
     import struct
 
@@ -64,7 +79,9 @@ def _peer(descriptor: str) -> str:
         return ""
     try:
         with socket.socket(fileno=os.dup(number)) as peer:
-            pid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+            pid = struct.unpack(
+                "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            )[0]
     except OSError:
         return ""
     return str(pid) if pid > 0 else ""

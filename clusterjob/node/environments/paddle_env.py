@@ -1,7 +1,9 @@
 """A process of PaddlePaddle's launcher, or a node where its variables are a platform's.
 
-PADDLE_TRAINER_ENDPOINTS has an entry for each process, so that a process's place on its node can be counted where no variable says it.
-Source: https://www.paddlepaddle.org.cn/documentation/docs/en/api/paddle/distributed/launch_en.html and runs of PaddlePaddle 3.3.1.
+PADDLE_TRAINER_ENDPOINTS has an entry for each process, so that a process's place on its node can be
+counted where no variable says it.
+Source: https://www.paddlepaddle.org.cn/documentation/docs/en/api/paddle/distributed/launch_en.html
+and runs of PaddlePaddle 3.3.1.
 """
 
 from __future__ import annotations
@@ -20,9 +22,15 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         return None
     rank = reading.number("rank", "PADDLE_TRAINER_ID")
     world_size = reading.number("world_size", "PADDLE_TRAINERS_NUM")
-    endpoints = [item.strip() for item in reading.value("PADDLE_TRAINER_ENDPOINTS").split(",") if item.strip()]
+    endpoints = [
+        item.strip()
+        for item in reading.value("PADDLE_TRAINER_ENDPOINTS").split(",")
+        if item.strip()
+    ]
     if endpoints and world_size is not None and len(endpoints) != world_size:
-        reading.conflicts.append(f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} processes, PADDLE_TRAINERS_NUM is {world_size}")
+        reading.conflicts.append(
+            f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} processes, PADDLE_TRAINERS_NUM is {world_size}"
+        )
     hosts = [item.rpartition(":")[0] or item for item in endpoints]
     local = reading.first_set("PADDLE_RANK_IN_NODE", "PADDLE_LOCAL_RANK")
     local_rank = reading.number("local_rank", local, required=not hosts)
@@ -34,20 +42,24 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         _check_own(reading, endpoints[rank], rank)
         if local_rank is None and local_world_size is None:
             local_rank, local_world_size = on_this.index(rank), len(on_this)
-            reading.evidence |= dict.fromkeys(("local_rank", "local_world_size"), "PADDLE_TRAINER_ENDPOINTS")
+            reading.evidence |= dict.fromkeys(
+                ("local_rank", "local_world_size"), "PADDLE_TRAINER_ENDPOINTS"
+            )
             nodes = list(dict.fromkeys(hosts))
             node_rank, nnodes = nodes.index(hosts[rank]), len(nodes)
     master = _master(reading)
     return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, master=master,
-        node_rank=node_rank, nnodes=nnodes,
+        reading, rank=rank, world_size=world_size, local_rank=local_rank,
+        local_world_size=local_world_size, master=master, node_rank=node_rank, nnodes=nnodes,
     )  # fmt: skip
 
 
 def _check_own(reading: Reading, listed: str, rank: int) -> None:
     own = reading.value("PADDLE_CURRENT_ENDPOINT")
     if own and own != listed:
-        reading.conflicts.append(f"PADDLE_CURRENT_ENDPOINT={own[:80]!r} is not entry {rank} of PADDLE_TRAINER_ENDPOINTS, {listed[:80]!r}")
+        reading.conflicts.append(
+            f"PADDLE_CURRENT_ENDPOINT={own[:80]!r} is not entry {rank} of PADDLE_TRAINER_ENDPOINTS, {listed[:80]!r}"
+        )
 
 
 def _master(reading: Reading) -> Master:
@@ -65,5 +77,7 @@ def _master(reading: Reading) -> Master:
         reading.conflicts += first.conflicts
         reading.evidence |= first.evidence
     if found.port is None and not reading.conflicts:
-        reading.conflicts.append(f"{reading.evidence.get('master_addr')} names no port (master_port)")
+        reading.conflicts.append(
+            f"{reading.evidence.get('master_addr')} names no port (master_port)"
+        )
     return found

@@ -1,7 +1,7 @@
 """A process of PALS, HPE Cray's launcher under PBS.
 
-PBS_NODEFILE names a file with a host a line, the first of which has rank 0. Source: aprun(1) and mpiexec(1) of HPE's PALS, and
-https://docs.alcf.anl.gov/polaris/running-jobs/
+PBS_NODEFILE names a file with a host a line, the first of which has rank 0. Source: aprun(1) and
+mpiexec(1) of HPE's PALS, and https://docs.alcf.anl.gov/polaris/running-jobs/
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     rank = reading.number("rank", "PALS_RANKID")
     world_size = reading.number("world_size", reading.first_set("PMI_SIZE", "PALS_SIZE"))
     local_rank = reading.number("local_rank", "PALS_LOCAL_RANKID")
-    local_world_size = reading.number("local_world_size", reading.first_set("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"))
+    local_world_size = reading.number(
+        "local_world_size", reading.first_set("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
+    )
     alone = world_size is not None and world_size == local_world_size
     fallback = None
     if reading.is_set(FIRST_NODE) and not reading.is_set("MASTER_ADDR"):
@@ -31,7 +33,13 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     job = reading.first_set("PALS_APID", "PBS_JOBID")
     key = f"pals {reading.value(job)}" if reading.is_set(job) else ""
     return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
+        reading,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
         node_rank=reading.number("node_rank", "PALS_NODEID", required=False),
-        master=placing.process_master(reading, alone=alone, fallback=fallback, key=key, key_variable=job),
-    )  # fmt: skip
+        master=placing.process_master(
+            reading, alone=alone, fallback=fallback, key=key, key_variable=job
+        ),
+    )

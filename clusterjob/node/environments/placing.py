@@ -1,4 +1,6 @@
-"""What the families have in common once their variables are read: numbers into a place, or one more conflict."""
+"""What the families have in common once their variables are read: numbers into a place, or one more
+conflict.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ class Master:
 
 
 def node(
-    reading: Reading, *, nnodes: int | None, node_rank: int | None, nproc_per_node: int | None, master: Master, one_means_here: bool = True
+    reading: Reading,
+    *,
+    nnodes: int | None,
+    node_rank: int | None,
+    nproc_per_node: int | None,
+    master: Master,
+    one_means_here: bool = True,
 ) -> Finding:
     """Close a reading with a node's place.
 
@@ -48,7 +56,9 @@ def node(
         return reading.finding(None)
     refuse_own_address(reading, addr, nnodes)
     try:
-        return reading.finding(Topology(nnodes, node_rank, nproc_per_node or None, addr, master.port, reading.source))
+        return reading.finding(
+            Topology(nnodes, node_rank, nproc_per_node or None, addr, master.port, reading.source)
+        )
     except PlaceError as error:
         return reading.refuse(error)
 
@@ -73,17 +83,27 @@ def worker(
         local_rank: index of the process on its node.
         local_world_size: number of processes on its node.
         master: where rank 0 is met.
-        node_rank: None where no variable says; then as if every node had as many processes, in the order of ranks.
+        node_rank: None where no variable says; then as if every node had as many processes, in the
+            order of ranks.
         nnodes: None where no variable says; likewise.
     """
-    if rank is None or world_size is None or local_rank is None or local_world_size is None or master.addr is None or reading.conflicts:
+    if (
+        rank is None
+        or world_size is None
+        or local_rank is None
+        or local_world_size is None
+        or master.addr is None
+        or reading.conflicts
+    ):
         return reading.finding(None)
     size = max(1, local_world_size)
     nnodes = max(1, -(-world_size // size)) if nnodes is None else nnodes
     node_rank = min(rank // size, nnodes - 1) if node_rank is None else node_rank
     refuse_own_address(reading, master.addr, nnodes)
     try:
-        topology = Topology(nnodes, node_rank, local_world_size, master.addr, master.port, reading.source)
+        topology = Topology(
+            nnodes, node_rank, local_world_size, master.addr, master.port, reading.source
+        )
         return reading.finding(Worker(topology, rank, local_rank, world_size, local_world_size))
     except PlaceError as error:
         return reading.refuse(error)
@@ -99,14 +119,23 @@ def refuse_own_address(reading: Reading, addr: str, nnodes: int) -> None:
 
 
 def given_master(reading: Reading) -> Master:
-    """Return what MASTER_ADDR and MASTER_PORT say, as users of launchers export them; both may be missing."""
+    """Return what MASTER_ADDR and MASTER_PORT say, as users of launchers export them; both may be
+    missing.
+    """
     return Master(
-        reading.host("master_addr", "MASTER_ADDR", required=False), reading.number("master_port", "MASTER_PORT", required=False)
-    )  # fmt: skip
+        reading.host("master_addr", "MASTER_ADDR", required=False),
+        reading.number("master_port", "MASTER_PORT", required=False),
+    )
 
 
 def process_master(
-    reading: Reading, *, alone: bool, fallback: str | None = None, fallback_port: int | None = None, key: str = "", key_variable: str = ""
+    reading: Reading,
+    *,
+    alone: bool,
+    fallback: str | None = None,
+    fallback_port: int | None = None,
+    key: str = "",
+    key_variable: str = "",
 ) -> Master:
     """Return where the processes of a launcher meet that does not say so itself.
 
@@ -115,9 +144,10 @@ def process_master(
         alone: whether all processes run on one node.
         fallback: the host, where MASTER_ADDR is not set; None for none.
         fallback_port: the port, where MASTER_PORT is not set.
-        key: text that is the same for all processes of this start and of no other, from which a port is computed where nothing
-            names one; empty for none.
-        key_variable: where the key is from; empty for launchers that have none, where a port has to be named.
+        key: text that is the same for all processes of this start and of no other, from which a
+            port is computed where nothing names one; empty for none.
+        key_variable: where the key is from; empty for launchers that have none, where a port has to
+            be named.
     """
     given = given_master(reading)
     addr = given.addr
@@ -138,12 +168,16 @@ def process_master(
 
 
 def endpoint(reading: Reading, variable: str) -> Master:
-    """Return a variable ``host:port``, ``[v6]:port`` or ``host``; both are None where it is not set."""
+    """Return a variable ``host:port``, ``[v6]:port`` or ``host``; both are None where it is not
+    set.
+    """
     text = reading.value(variable)
     if not text:
         return Master(None, None)
     host, colon, port = text.rpartition(":")
-    if not colon or (":" in host and not host.endswith("]")):  # a bare IPv6 address holds colons of its own
+    if not colon or (
+        ":" in host and not host.endswith("]")
+    ):  # a bare IPv6 address holds colons of its own
         host, port = text, ""
     addr = reading.as_host("master_addr", variable, host)
     if not port:
@@ -157,15 +191,23 @@ def endpoint(reading: Reading, variable: str) -> Master:
 
 
 def hosts(reading: Reading, variable: str) -> list[str]:
-    """Return a variable's list of hosts, parted by commas or white space, each without its port; empty where it is not set."""
+    """Return a variable's list of hosts, parted by commas or white space, each without its port;
+    empty where it is not set.
+    """
     found = []
     for item in reading.value(variable).replace(",", " ").split():
         host, colon, port = item.rpartition(":")
-        bare = item if not colon or (":" in host and not host.endswith("]")) or not port.isdigit() else host
+        bare = (
+            item
+            if not colon or (":" in host and not host.endswith("]")) or not port.isdigit()
+            else host
+        )
         found.append(bare.strip("[]"))
     return found
 
 
 def ignore(reading: Reading, why: str, *variables: str) -> None:
     """Note variables that are set and were not used."""
-    reading.ignored += [Ignored(variable, why) for variable in variables if reading.is_set(variable)]
+    reading.ignored += [
+        Ignored(variable, why) for variable in variables if reading.is_set(variable)
+    ]

@@ -27,7 +27,8 @@ class Finding:
 
     Attributes:
         source: the family, such as ``torchrun``; ``none`` when no family applies.
-        place: a `Worker`, a `Topology`, or None when nothing was found or the conflicts forbid an answer.
+        place: a `Worker`, a `Topology`, or None when nothing was found or the conflicts forbid an
+            answer.
         evidence: which variable gave which field.
         ignored: variables that were seen and not used.
         conflicts: one line for each reason why there is no place; empty when the finding is sound.
@@ -59,13 +60,16 @@ class Finding:
         """
         if self.conflicts:
             raise PlaceError(
-                f"the environment ({self.source}) gives no place in a job: {'; '.join(self.conflicts)}", PlaceError.general_hint
+                f"the environment ({self.source}) gives no place in a job: {'; '.join(self.conflicts)}",
+                PlaceError.general_hint,
             )
         return self
 
 
 class Reading:
-    """A mapping of variables, read for one family; notes what each field came from and what was wrong."""
+    """A mapping of variables, read for one family; notes what each field came from and what was
+    wrong.
+    """
 
     def __init__(self, environ: Mapping[str, str], source: str, *, quoted: bool = False) -> None:
         """Begin to read.
@@ -87,18 +91,24 @@ class Reading:
         return any(self.value(variable) for variable in variables)
 
     def first_set(self, *variables: str) -> str:
-        """Return the first of these variables that has a value; where none has, the first, which is the one to name."""
+        """Return the first of these variables that has a value; where none has, the first, which is
+        the one to name.
+        """
         return next((variable for variable in variables if self.value(variable)), variables[0])
 
     def value(self, variable: str) -> str:
-        """Return the variable's value without white space, and quotes, around it; empty if it is unset. Leaves no evidence."""
+        """Return the variable's value without white space, and quotes, around it; empty if it is
+        unset. Leaves no evidence.
+        """
         value = self.environ.get(variable, "").strip()
         if self._quoted and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1].strip()
         return value
 
     def text(self, field_name: str, variable: str, *, required: bool = True) -> str | None:
-        """Return the variable's value, or None when it is unset or empty (a conflict when it is required)."""
+        """Return the variable's value, or None when it is unset or empty (a conflict when it is
+        required).
+        """
         value = self.value(variable)
         if not value:
             if required:
@@ -118,14 +128,22 @@ class Reading:
         return found
 
     def host(self, field_name: str, variable: str, *, required: bool = True) -> str | None:
-        """Return the variable as a host's name or address, an IPv6 address without brackets; what cannot be one is a conflict."""
+        """Return the variable as a host's name or address, an IPv6 address without brackets; what
+        cannot be one is a conflict.
+        """
         value = self.text(field_name, variable, required=required)
         return None if value is None else self.as_host(field_name, variable, value)
 
     def as_host(self, field_name: str, variable: str, text: str) -> str | None:
-        """Return a part of a variable's value as a host's name or address; what cannot be one is a conflict."""
+        """Return a part of a variable's value as a host's name or address; what cannot be one is a
+        conflict.
+        """
         name = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        if not name or len(name) > _LONGEST_NAME or not all(letter.isalnum() or letter in "._-:%" for letter in name):
+        if (
+            not name
+            or len(name) > _LONGEST_NAME
+            or not all(letter.isalnum() or letter in "._-:%" for letter in name)
+        ):
             self.conflicts.append(f"{variable}={text[:80]!r} is no host ({field_name})")
             return None
         self.evidence[field_name] = variable
@@ -142,8 +160,12 @@ class Reading:
         )
 
     def refuse(self, error: PlaceError) -> Finding:
-        """Close the reading with one more conflict: the numbers are readable and impossible together."""
-        variable = self.evidence.get(error.message.partition(" ")[0])  # the message begins with the field
+        """Close the reading with one more conflict: the numbers are readable and impossible
+        together.
+        """
+        variable = self.evidence.get(
+            error.message.partition(" ")[0]
+        )  # the message begins with the field
         self.conflicts.append(f"{variable}: {error.message}" if variable else error.message)
         return self.finding(None)
 

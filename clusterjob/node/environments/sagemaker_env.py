@@ -1,4 +1,5 @@
-"""A node of Amazon SageMaker, which lists the hosts as JSON; its MPI jobs are Open MPI's processes and take the node's place from here.
+"""A node of Amazon SageMaker, which lists the hosts as JSON; its MPI jobs are Open MPI's processes
+and take the node's place from here.
 
 Source: https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
 """
@@ -35,7 +36,11 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         reading.evidence["master_addr"] = "SM_HOSTS"
         addr = found.hosts[0]
     return placing.node(
-        reading, nnodes=found.nnodes, node_rank=found.node_rank, nproc_per_node=nproc_per_node, master=Master(addr, given.port)
+        reading,
+        nnodes=found.nnodes,
+        node_rank=found.node_rank,
+        nproc_per_node=nproc_per_node,
+        master=Master(addr, given.port),
     )
 
 
@@ -58,7 +63,11 @@ def nodes(reading: Reading, *, required: bool = False) -> Nodes:
         listed = json.loads(text)
     except (ValueError, RecursionError):
         listed = None
-    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) and name for name in listed):
+    if (
+        not isinstance(listed, list)
+        or not listed
+        or not all(isinstance(name, str) and name for name in listed)
+    ):
         reading.conflicts.append(f"SM_HOSTS={text[:80]!r} is no JSON list of hosts")
         return Nodes()
     if own not in listed:

@@ -1,4 +1,6 @@
-"""``clusterjob env``: which place in a job is found here and why. The standard library suffices, so it works inside any job."""
+"""``clusterjob env``: which place in a job is found here and why. The standard library suffices, so
+it works inside any job.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ SCHEMA = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the place that is found here; returns 1 where the variables are half-set or in conflict.
+    """Print the place that is found here; returns 1 where the variables are half-set or in
+    conflict.
 
     Args:
         argv: what follows ``env`` on the command line.

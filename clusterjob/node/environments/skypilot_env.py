@@ -28,5 +28,13 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         if text is not None:
             addr = reading.as_host("master_addr", "SKYPILOT_NODE_IPS", lines[0])
             if nnodes is not None and len(lines) != nnodes:
-                reading.conflicts.append(f"SKYPILOT_NODE_IPS lists {len(lines)} addresses, SKYPILOT_NUM_NODES is {nnodes}")
-    return placing.node(reading, nnodes=nnodes, node_rank=node_rank, nproc_per_node=nproc_per_node, master=Master(addr, given.port))
+                reading.conflicts.append(
+                    f"SKYPILOT_NODE_IPS lists {len(lines)} addresses, SKYPILOT_NUM_NODES is {nnodes}"
+                )
+    return placing.node(
+        reading,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        nproc_per_node=nproc_per_node,
+        master=Master(addr, given.port),
+    )

@@ -19,7 +19,8 @@ _PATIENCE = 4.0  # seconds for one question to Slurm's controller
 
 
 def settle(topology: Topology, environ: Mapping[str, str]) -> Topology:
-    """Return the topology with an address of node 0 that resolves here; it is the topology itself wherever its own does.
+    """Return the topology with an address of node 0 that resolves here; it is the topology itself
+    wherever its own does.
 
     Args:
         topology: a place, of which only Slurm's are looked after.
@@ -33,7 +34,11 @@ def settle(topology: Topology, environ: Mapping[str, str]) -> Topology:
     trouble = network.why_unresolvable(topology.master_addr)
     if not trouble:
         return topology
-    address = "127.0.0.1" if topology.nnodes == 1 else _launch_address(topology, environ) or _node_address(topology.master_addr, environ)
+    address = (
+        "127.0.0.1"
+        if topology.nnodes == 1
+        else _launch_address(topology, environ) or _node_address(topology.master_addr, environ)
+    )
     if address is None:
         raise PlaceError(
             f"node 0 is {topology.master_addr}, which does not resolve here ({trouble}), and Slurm tells no address of it",
@@ -43,7 +48,9 @@ def settle(topology: Topology, environ: Mapping[str, str]) -> Topology:
 
 
 def _launch_address(topology: Topology, environ: Mapping[str, str]) -> str | None:
-    """Return the address of the node that ran srun, where that is node 0: in a batch script, on the first node of the job."""
+    """Return the address of the node that ran srun, where that is node 0: in a batch script, on the
+    first node of the job.
+    """
     address = environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()
     if environ.get("ENVIRONMENT") != "BATCH" or not address or is_loopback(address):
         return None
@@ -55,19 +62,29 @@ def _launch_address(topology: Topology, environ: Mapping[str, str]) -> str | Non
 
 
 def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
-    """Return NodeAddr as ``scontrol show node`` tells it; None where there is no scontrol, no answer, or no such node."""
+    """Return NodeAddr as ``scontrol show node`` tells it; None where there is no scontrol, no
+    answer, or no such node.
+    """
     if name.startswith("-"):
         return None
     import re
     import subprocess
 
-    kept = {variable: value for variable, value in environ.items() if not variable.startswith("SCONTROL_")}
+    kept = {
+        variable: value
+        for variable, value in environ.items()
+        if not variable.startswith("SCONTROL_")
+    }
     try:
         shown = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", name], env=kept, stdin=subprocess.DEVNULL, capture_output=True,
-            timeout=_PATIENCE, check=False,
+            ["scontrol", "--oneliner", "show", "node", name], env=kept, stdin=subprocess.DEVNULL,
+            capture_output=True, timeout=_PATIENCE, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r"(?:^| )NodeAddr=(\S+)", os.fsdecode(shown.stdout))
-    return found[1] if shown.returncode == 0 and found and not network.why_unresolvable(found[1]) else None
+    return (
+        found[1]
+        if shown.returncode == 0 and found and not network.why_unresolvable(found[1])
+        else None
+    )

@@ -1,4 +1,6 @@
-"""The environment for a scheduler's commands: without what belongs to the job in which they may be run."""
+"""The environment for a scheduler's commands: without what belongs to the job in which they may be
+run.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,41 @@ from collections.abc import Mapping
 
 from clusterjob.node.contract import LAUNCH_VARIABLES
 
-# Inside a job all of Slurm's variables are that job's, but for those that say where the cluster is. In a login shell they are
-# the user's own defaults, such as SBATCH_ACCOUNT.
+# Inside a job all of Slurm's variables are that job's, but for those that say where the cluster is.
+# In a login shell they are the user's own defaults, such as SBATCH_ACCOUNT.
 _KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _OF_A_JOB = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
-_NAMES_OF_A_JOB = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_NAMES_OF_A_JOB = (
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 
-# Defaults of the user's that would make an answer another than what was asked for: squeue's of one partition alone, say; or a job
-# another than its record says: an array, or a command that waits for the job's end.
+# Defaults of the user's that would make an answer another than what was asked for: squeue's of one
+# partition alone, say; or a job another than its record says: an array, or a command that waits for
+# the job's end.
 _DEFAULTS_OF_ANSWERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 _DEFAULTS_OF_SHAPE = frozenset(
-    f"SBATCH_{name}" for name in (
-        "ARRAY_INX", "ERROR", "EXPORT", "GPUS_PER_TASK", "INPUT", "JOB_NAME", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "QUIET", "REQUEUE",
-        "SIGNAL", "TEST_ONLY", "VERBOSE", "WAIT",
+    f"SBATCH_{name}"
+    for name in (
+        "ARRAY_INX",
+        "ERROR",
+        "EXPORT",
+        "GPUS_PER_TASK",
+        "INPUT",
+        "JOB_NAME",
+        "NO_REQUEUE",
+        "OPEN_MODE",
+        "OUTPUT",
+        "QUIET",
+        "REQUEUE",
+        "SIGNAL",
+        "TEST_ONLY",
+        "VERBOSE",
+        "WAIT",
     )
-)  # fmt: skip
+)
 
 
 def slurm_environment(environ: Mapping[str, str], command: str) -> dict[str, str]:

@@ -1,10 +1,13 @@
-"""A Slurm step, as srun sets it for each task: one task a node is a node's place, several are each a process's.
+"""A Slurm step, as srun sets it for each task: one task a node is a node's place, several are each
+a process's.
 
-Outside of a step, in a batch script or in salloc's shell, the same variables are set and mean nothing: SLURM_PROCID is 0
-there beside SLURM_NTASKS=16, and whoever trusts it waits for ever (Lightning#20776). SLURM_STEP_ID tells: it is set in a step
-alone. The lists of the job name all of its nodes, those of the step its own.
+Outside of a step, in a batch script or in salloc's shell, the same variables are set and mean
+nothing: SLURM_PROCID is 0 there beside SLURM_NTASKS=16, and whoever trusts it waits for ever
+(Lightning#20776). SLURM_STEP_ID tells: it is set in a step alone. The lists of the job name all of
+its nodes, those of the step its own.
 
-Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES", https://slurm.schedmd.com/srun.html, and dumps of Slurm 22.05.
+Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES", https://slurm.schedmd.com/srun.html, and dumps of
+Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from clusterjob.node.environments.topology import Topology, Worker, expand_hostl
 from clusterjob.node.system.network import is_loopback
 
 SOURCE = "slurm"
-TASK_RANK = "CLUSTERJOB_TASK_RANK"  # beside the same RANK: our script has set torch's variables from the step's own
+# Beside the same RANK: our script has set torch's variables from the step's own.
+TASK_RANK = "CLUSTERJOB_TASK_RANK"
 
-# slurm.h: batch scripts, salloc's shell and the like are steps with ids of their own, as numbers or as names.
+# slurm.h: batch scripts, salloc's shell and the like are steps with ids of their own, as numbers or
+# as names.
 _LOWEST_OF_NO_STEP = 0xFFFFFFF0
 _NO_STEPS = ("batch", "interactive", "extern")
 _MOST_NODES = 65536
@@ -28,7 +33,9 @@ _SIGNS = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_JOB_ID")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return the place of this task of a step: a `Topology` where each node has one task, else a `Worker`."""
+    """Return the place of this task of a step: a `Topology` where each node has one task, else a
+    `Worker`.
+    """
     step = environ.get("SLURM_STEP_ID", "").strip()
     number = whole_number(step)
     if step.lower() in ("", *_NO_STEPS) or (number is not None and number >= _LOWEST_OF_NO_STEP):
@@ -38,17 +45,26 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         return reading.finding(None)
     del reading.evidence["step"]
     if environ.get("SLURM_HET_SIZE", "").strip() not in ("", "0", "1"):
-        reading.conflicts.append("SLURM_HET_SIZE is set: the components of a heterogeneous job do not know each other's ranks")
+        reading.conflicts.append(
+            "SLURM_HET_SIZE is set: the components of a heterogeneous job do not know each other's ranks"
+        )
         return reading.finding(None)
     return _place(reading)
 
 
 def nodes_outside_a_step(environ: Mapping[str, str]) -> int:
-    """Return how many nodes an allocation has whose steps this is not one of: a batch script, salloc's shell. 0 elsewhere."""
+    """Return how many nodes an allocation has whose steps this is not one of: a batch script,
+    salloc's shell. 0 elsewhere.
+    """
     finding = detect(environ)
     if finding is None or finding.source != NOWHERE:
         return 0
-    return whole_number((environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "").strip()) or 0
+    return (
+        whole_number(
+            (environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "").strip()
+        )
+        or 0
+    )
 
 
 def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
@@ -64,24 +80,39 @@ def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
     if topology.master_port is None and not environ.get("SLURM_JOB_ID", "").strip():
         raise PlaceError("SLURM_JOB_ID is not set (master_port)")
     port = topology.master_port or meeting_port(environ)
-    node = Topology(topology.nnodes, topology.node_rank, topology.nproc_per_node, topology.master_addr, port, topology.source)
+    node = Topology(
+        topology.nnodes,
+        topology.node_rank,
+        topology.nproc_per_node,
+        topology.master_addr,
+        port,
+        topology.source,
+    )
     return Worker(node, topology.node_rank, 0, topology.nnodes, 1)
 
 
 def meeting_port(environ: Mapping[str, str]) -> int:
-    """Return where a step's tasks meet when nobody names a port: all compute it from the job, the step and the restart.
+    """Return where a step's tasks meet when nobody names a port: all compute it from the job, the
+    step and the restart.
 
-    Rank 0 binds it when it gets there. Under our agents nothing is left to this: theirs is bound before anybody is told.
+    Rank 0 binds it when it gets there. Under our agents nothing is left to this: theirs is bound
+    before anybody is told.
     """
     job, step = (environ.get(name, "").strip() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return candidates(f"slurm {job}.{step}", whole_number(environ.get("SLURM_RESTART_COUNT", "").strip()) or 0)[0]
+    return candidates(
+        f"slurm {job}.{step}", whole_number(environ.get("SLURM_RESTART_COUNT", "").strip()) or 0
+    )[0]
 
 
 def _no_step(environ: Mapping[str, str], step: str) -> Finding | None:
     seen = [name for name in _SIGNS if environ.get(name, "").strip()]
     if not seen:
         return None
-    why = f"{step} is no step of srun's" if step else "SLURM_STEP_ID is not set: a batch script, or a shell in an allocation, is no step"
+    why = (
+        f"{step} is no step of srun's"
+        if step
+        else "SLURM_STEP_ID is not set: a batch script, or a shell in an allocation, is no step"
+    )
     return Finding(NOWHERE, None, ignored=tuple(Ignored(name, why) for name in seen))
 
 
@@ -99,7 +130,11 @@ def _place(reading: Reading) -> Finding:
     master_addr = _master_addr(reading, nnodes)
     master_port = _master_port(reading)
     nproc_per_node = reading.number("nproc_per_node", "CLUSTERJOB_NPROC_PER_NODE", required=False)
-    if None in (nnodes, node_rank, rank, local_rank, world_size, master_addr) or not tasks or reading.conflicts:
+    if (
+        None in (nnodes, node_rank, rank, local_rank, world_size, master_addr)
+        or not tasks
+        or reading.conflicts
+    ):
         return reading.finding(None)
     assert nnodes is not None and node_rank is not None and rank is not None  # noqa: PT018 - for the type checker
     assert local_rank is not None and world_size is not None and master_addr is not None  # noqa: PT018
@@ -113,11 +148,17 @@ def _place(reading: Reading) -> Finding:
         if max(tasks) == 1:
             for name in ("rank", "local_rank", "world_size", "local_world_size"):
                 reading.evidence.pop(name, None)
-            return reading.finding(Topology(nnodes, node_rank, nproc_per_node, master_addr, master_port, SOURCE))
+            return reading.finding(
+                Topology(nnodes, node_rank, nproc_per_node, master_addr, master_port, SOURCE)
+            )
         if nproc_per_node is not None:
             reading.evidence.pop("nproc_per_node")
-            reading.ignored.append(Ignored("CLUSTERJOB_NPROC_PER_NODE", "srun starts the processes itself"))
-        Topology(nnodes, node_rank, None, master_addr, master_port, SOURCE)  # so that an impossible node is named first
+            reading.ignored.append(
+                Ignored("CLUSTERJOB_NPROC_PER_NODE", "srun starts the processes itself")
+            )
+        Topology(
+            nnodes, node_rank, None, master_addr, master_port, SOURCE
+        )  # so that an impossible node is named first
         if master_port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
             master_port = meeting_port(environ)  # without a job's id every job would meet there
         node = Topology(nnodes, node_rank, tasks[node_rank], master_addr, master_port, SOURCE)
@@ -128,7 +169,9 @@ def _place(reading: Reading) -> Finding:
 
 
 def _tasks_per_node(reading: Reading) -> list[int]:
-    """Return how many tasks each node of the step has, from a list such as ``8(x2),4``; empty with a conflict."""
+    """Return how many tasks each node of the step has, from a list such as ``8(x2),4``; empty with
+    a conflict.
+    """
     variable = "SLURM_STEP_TASKS_PER_NODE"
     text = reading.text("local_world_size", variable)
     if text is None:
@@ -137,7 +180,12 @@ def _tasks_per_node(reading: Reading) -> list[int]:
     for item in text.split(","):
         count, _, times = item.partition("(x")
         number, repeat = whole_number(count), whole_number(times.removesuffix(")")) if times else 1
-        if not number or not repeat or (times and not times.endswith(")")) or len(tasks) + repeat > _MOST_NODES:
+        if (
+            not number
+            or not repeat
+            or (times and not times.endswith(")"))
+            or len(tasks) + repeat > _MOST_NODES
+        ):
             reading.conflicts.append(f"{variable}={text[:80]!r} is not a list of numbers of tasks")
             return []
         tasks += [number] * repeat
@@ -145,7 +193,9 @@ def _tasks_per_node(reading: Reading) -> list[int]:
 
 
 def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
-    """Return node 0's name: as our script gives it, as the user does, else the first of the step's nodes as Slurm lists them."""
+    """Return node 0's name: as our script gives it, as the user does, else the first of the step's
+    nodes as Slurm lists them.
+    """
     if reading.is_set("CLUSTERJOB_MASTER_ADDR"):
         return reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR")
     given = reading.host("master_addr", "MASTER_ADDR", required=False)
@@ -157,13 +207,21 @@ def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
     nodes = _hosts(reading, "SLURM_STEP_NODELIST", required=given is None)
     if given is None:
         if nodes and is_loopback(nodes[0]) and nnodes != 1:
-            reading.conflicts.append(f"SLURM_STEP_NODELIST begins with {nodes[0]!r}, and there are {nnodes} nodes (master_addr)")
+            reading.conflicts.append(
+                f"SLURM_STEP_NODELIST begins with {nodes[0]!r}, and there are {nnodes} nodes (master_addr)"
+            )
         return nodes[0] if nodes else None
     whole = "SLURM_JOB_NODELIST"
-    more = _hosts(reading, whole, required=False) if reading.value(whole) != reading.value("SLURM_STEP_NODELIST") else []
+    more = (
+        _hosts(reading, whole, required=False)
+        if reading.value(whole) != reading.value("SLURM_STEP_NODELIST")
+        else []
+    )
     others = {name.partition(".")[0] for name in [*nodes[1:], *more]}
     if nodes and given.partition(".")[0] in others - {nodes[0].partition(".")[0]}:
-        reading.conflicts.append(f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, {nodes[0]!r}, where rank 0 is")
+        reading.conflicts.append(
+            f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, {nodes[0]!r}, where rank 0 is"
+        )
         return None
     return given
 
@@ -190,4 +248,6 @@ def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
 
 def _master_port(reading: Reading) -> int | None:
     own = "CLUSTERJOB_MASTER_PORT"
-    return reading.number("master_port", own if reading.is_set(own) else "MASTER_PORT", required=False)
+    return reading.number(
+        "master_port", own if reading.is_set(own) else "MASTER_PORT", required=False
+    )

@@ -1,6 +1,8 @@
-"""Set torch's variables for one task of a Slurm step (``--launcher srun``), then become the program.
+"""Set torch's variables for one task of a Slurm step (``--launcher srun``), then become the
+program.
 
-Plain ``env://`` scripts read them. Without MASTER_ADDR some fail, and others wait without a word (dino, Lightning).
+Plain ``env://`` scripts read them. Without MASTER_ADDR some fail, and others wait without a word
+(dino, Lightning).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from clusterjob.node.environments.topology import Topology, Worker
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Become the program; a step whose place cannot be told leaves the variables unset, and one line says why.
+    """Become the program; a step whose place cannot be told leaves the variables unset, and one
+    line says why.
 
     Args:
         argv: the program's command line.
@@ -26,7 +29,11 @@ def main(argv: Sequence[str]) -> NoReturn:
     try:
         os.environ.update(variables(os.environ))
     except ClusterJobError as error:
-        print(f"clusterjob: torch's variables are not set: {error.message}", file=sys.stderr, flush=True)
+        print(
+            f"clusterjob: torch's variables are not set: {error.message}",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         os.execvp(argv[0], list(argv))
     except OSError as error:
@@ -35,7 +42,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables for this task, and what lets `bootstrap` know them for Slurm's; none outside of a step.
+    """Return torch's variables for this task, and what lets `bootstrap` know them for Slurm's; none
+    outside of a step.
 
     Args:
         environ: the task's own.
@@ -52,7 +60,10 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     own = _torch_variables(worker)
     quiet = contract.quiet_defaults(environ, own["MASTER_ADDR"], worker.topology.nnodes)
     # In these two words the address is ours, and `slurm_env` takes it as it is.
-    ours = {"CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"], "CLUSTERJOB_MASTER_PORT": own["MASTER_PORT"]}
+    ours = {
+        "CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"],
+        "CLUSTERJOB_MASTER_PORT": own["MASTER_PORT"],
+    }
     return quiet | own | ours | {slurm_env.TASK_RANK: own["RANK"]}
 
 

@@ -1,7 +1,8 @@
 """One node's place in a job, and one process's place: two types on purpose.
 
-A platform that starts one command per node gives a `Topology` (a launcher is still needed); one that starts a command per
-process gives a `Worker`. Mixing the two up is the classic bug of distributed launching.
+A platform that starts one command per node gives a `Topology` (a launcher is still needed); one
+that starts a command per process gives a `Worker`. Mixing the two up is the classic bug of
+distributed launching.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ class Topology:
         if self.nnodes < 1:
             raise PlaceError(f"nnodes is {self.nnodes}: a job has at least 1 node")
         if not 0 <= self.node_rank < self.nnodes:
-            raise PlaceError(f"node_rank is {self.node_rank}, outside 0..{self.nnodes - 1} (nnodes is {self.nnodes})")
+            raise PlaceError(
+                f"node_rank is {self.node_rank}, outside 0..{self.nnodes - 1} (nnodes is {self.nnodes})"
+            )
         if self.nproc_per_node is not None and self.nproc_per_node < 1:
-            raise PlaceError(f"nproc_per_node is {self.nproc_per_node}: a node has at least 1 worker")
+            raise PlaceError(
+                f"nproc_per_node is {self.nproc_per_node}: a node has at least 1 worker"
+            )
         if self.master_port is not None and not 0 < self.master_port < 65536:
             raise PlaceError(f"master_port is {self.master_port}, outside 1..65535")
         if not self.master_addr:
@@ -79,9 +84,13 @@ class Worker:
         if self.world_size < 1:
             raise PlaceError(f"world_size is {self.world_size}: a job has at least 1 process")
         if not 0 <= self.rank < self.world_size:
-            raise PlaceError(f"rank is {self.rank}, outside 0..{self.world_size - 1} (world_size is {self.world_size})")
+            raise PlaceError(
+                f"rank is {self.rank}, outside 0..{self.world_size - 1} (world_size is {self.world_size})"
+            )
         if not 1 <= self.local_world_size <= self.world_size:
-            raise PlaceError(f"local_world_size is {self.local_world_size}, outside 1..{self.world_size}")
+            raise PlaceError(
+                f"local_world_size is {self.local_world_size}, outside 1..{self.world_size}"
+            )
         if not 0 <= self.local_rank < self.local_world_size:
             raise PlaceError(
                 f"local_rank is {self.local_rank}, outside 0..{self.local_world_size - 1} (local_world_size is {self.local_world_size})"
@@ -102,10 +111,12 @@ def ranks_by_node(first_ranks: Sequence[int], ranks: Iterable[int]) -> dict[int,
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Return the host names of a list as Slurm writes it, such as ``gpu[01-03,7]-ib,login``, in the written order.
+    """Return the host names of a list as Slurm writes it, such as ``gpu[01-03,7]-ib,login``, in the
+    written order.
 
-    Ranges count up and keep the zeros of their first number; several brackets in a name count like digits, the last one
-    fastest. (Slurm 22.05 agrees on up to two brackets, refuses text after a bracket in some places, and counts three otherwise.)
+    Ranges count up and keep the zeros of their first number; several brackets in a name count like
+    digits, the last one fastest. (Slurm 22.05 agrees on up to two brackets, refuses text after a
+    bracket in some places, and counts three otherwise.)
 
     Args:
         text: the list; names are parted by commas or white space.
@@ -155,12 +166,16 @@ def _expand_name(item: str, text: str, most: int) -> list[str]:
 
 
 def _expand_numbers(numbers: str, text: str, most: int) -> list[str]:
-    """Return what stands for one bracket, ``01-03,7``; each count is checked before anything is made of it."""
+    """Return what stands for one bracket, ``01-03,7``; each count is checked before anything is
+    made of it.
+    """
     found: list[str] = []
     for part in numbers.split(","):
         low, dash, high = part.partition("-")
         ends = (low, high) if dash else (low, low)
-        if not all(end.isascii() and end.isdigit() and len(end) < 19 for end in ends) or int(ends[1]) < int(ends[0]):
+        if not all(end.isascii() and end.isdigit() and len(end) < 19 for end in ends) or int(
+            ends[1]
+        ) < int(ends[0]):
             raise _no_hostlist(text, f"{part[:40]!r} is not a range of numbers")
         if len(found) + int(ends[1]) - int(ends[0]) + 1 > most:
             raise _too_many(text)
@@ -169,8 +184,12 @@ def _expand_numbers(numbers: str, text: str, most: int) -> list[str]:
 
 
 def _checked(part: str, text: str) -> str:
-    """Return a part of a name; what could mean something to a shell is in no host's name (CVE-2024-27763)."""
-    strange = next((letter for letter in part if not (letter.isalnum() or letter in _IN_A_NAME)), None)
+    """Return a part of a name; what could mean something to a shell is in no host's name
+    (CVE-2024-27763).
+    """
+    strange = next(
+        (letter for letter in part if not (letter.isalnum() or letter in _IN_A_NAME)), None
+    )
     if strange is not None:
         raise _no_hostlist(text, f"{strange!r} is in no host's name")
     return part

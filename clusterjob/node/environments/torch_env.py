@@ -1,6 +1,7 @@
 """The variables that torch itself reads, as torchrun and our own agent set them for each process.
 
-Source: torch's documentation of torchrun ("Environment Variables"), https://docs.pytorch.org/docs/stable/elastic/run.html
+Source: torch's documentation of torchrun ("Environment Variables"),
+https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ _MET = ("clusterjob", "torchrun")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from RANK, LOCAL_RANK and their kin; None where nothing says that they are a process's."""
-    if environ.get(TASK_RANK) and environ.get(TASK_RANK) == environ.get("RANK") and not environ.get("TORCHELASTIC_RUN_ID"):
+    """Return this process's place from RANK, LOCAL_RANK and their kin; None where nothing says that
+    they are a process's.
+    """
+    if (
+        environ.get(TASK_RANK)
+        and environ.get(TASK_RANK) == environ.get("RANK")
+        and not environ.get("TORCHELASTIC_RUN_ID")
+    ):
         return None  # the step's own variables say as much, and more
-    if environ.get("LOCAL_RANK") or (environ.get("RANK") and any(environ.get(name) for name in _OF_A_PROCESS)):
+    if environ.get("LOCAL_RANK") or (
+        environ.get("RANK") and any(environ.get(name) for name in _OF_A_PROCESS)
+    ):
         return read(environ)
     return None
 
@@ -39,17 +48,30 @@ def read(environ: Mapping[str, str]) -> Finding:
     local_world_size = reading.number("local_world_size", "LOCAL_WORLD_SIZE", required=False)
     node_rank = reading.number("node_rank", "GROUP_RANK", required=False)
     nnodes = reading.number("nnodes", "GROUP_WORLD_SIZE", required=False)
-    if rank is None or world_size is None or local_rank is None or master_addr is None or master_port is None:
+    if (
+        rank is None
+        or world_size is None
+        or local_rank is None
+        or master_addr is None
+        or master_port is None
+    ):
         return reading.finding(None)
     if rank >= world_size > 0:
-        reading.conflicts.append(f"RANK: rank is {rank}, outside 0..{world_size - 1} (WORLD_SIZE={world_size})")
+        reading.conflicts.append(
+            f"RANK: rank is {rank}, outside 0..{world_size - 1} (WORLD_SIZE={world_size})"
+        )
         return reading.finding(None)
     if local_world_size is None and nnodes in (None, 1) and rank != local_rank:
-        # On one node the two are the same: there are more, and nothing says how many processes each has.
-        reading.conflicts.append("LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK")
+        # On one node the two are the same: there are more, and nothing says how many processes each
+        # has.
+        reading.conflicts.append(
+            "LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK"
+        )
         return reading.finding(None)
     if local_world_size is None:
-        local_world_size = world_size if nnodes in (None, 1) else max(1, world_size // (nnodes or 1))
+        local_world_size = (
+            world_size if nnodes in (None, 1) else max(1, world_size // (nnodes or 1))
+        )
     if nnodes is None:
         nnodes = max(1, world_size // max(1, local_world_size))
     if node_rank is None:
@@ -57,7 +79,9 @@ def read(environ: Mapping[str, str]) -> Finding:
     if reading.source not in _MET:
         placing.refuse_own_address(reading, master_addr, nnodes)
     try:
-        topology = Topology(nnodes, node_rank, local_world_size, master_addr, master_port, reading.source)
+        topology = Topology(
+            nnodes, node_rank, local_world_size, master_addr, master_port, reading.source
+        )
         return reading.finding(Worker(topology, rank, local_rank, world_size, local_world_size))
     except PlaceError as error:
         return reading.refuse(error)

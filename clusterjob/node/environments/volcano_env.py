@@ -1,6 +1,8 @@
-"""A node of Volcano, whose svc and env plugins list the hosts of each task: VC_<TASK>_HOSTS, VC_<TASK>_NUM, VC_TASK_INDEX.
+"""A node of Volcano, whose svc and env plugins list the hosts of each task: VC_<TASK>_HOSTS,
+VC_<TASK>_NUM, VC_TASK_INDEX.
 
-Source: https://github.com/volcano-sh/volcano/blob/master/docs/user-guide/how_to_use_svc_plugin.md and how_to_use_env_plugin.md
+Source: https://github.com/volcano-sh/volcano/blob/master/docs/user-guide/how_to_use_svc_plugin.md
+and how_to_use_env_plugin.md
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     if not reading.is_set(index):
         return None
     node_rank = reading.number("node_rank", index)
-    lists = {name: hosts for name in sorted(environ) if _HOSTS.match(name) and (hosts := placing.hosts(reading, name))}
+    lists = {
+        name: hosts
+        for name in sorted(environ)
+        if _HOSTS.match(name) and (hosts := placing.hosts(reading, name))
+    }
     chosen = _own_list(reading, lists)
     if chosen is None:
         return reading.finding(None)
@@ -35,9 +41,19 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     elif nnodes is not None and nnodes != len(hosts):
         reading.conflicts.append(f"{count}={nnodes}, but {chosen} lists {len(hosts)}")
     given = placing.given_master(reading)
-    addr = given.addr if reading.is_set("MASTER_ADDR") else reading.as_host("master_addr", chosen, hosts[0])
+    addr = (
+        given.addr
+        if reading.is_set("MASTER_ADDR")
+        else reading.as_host("master_addr", chosen, hosts[0])
+    )
     nproc_per_node = reading.number("nproc_per_node", "NPROC_PER_NODE", required=False)
-    return placing.node(reading, nnodes=nnodes, node_rank=node_rank, nproc_per_node=nproc_per_node, master=Master(addr, given.port))
+    return placing.node(
+        reading,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        nproc_per_node=nproc_per_node,
+        master=Master(addr, given.port),
+    )
 
 
 def _own_list(reading: Reading, lists: dict[str, list[str]]) -> str | None:
@@ -49,10 +65,16 @@ def _own_list(reading: Reading, lists: dict[str, list[str]]) -> str | None:
         return None
     # An index counts within a task, and nothing names the pod's own but its host name.
     own = reading.value("HOSTNAME")
-    mine = [name for name, hosts in lists.items() if own and any(host.partition(".")[0] == own.partition(".")[0] for host in hosts)]
+    mine = [
+        name
+        for name, hosts in lists.items()
+        if own and any(host.partition(".")[0] == own.partition(".")[0] for host in hosts)
+    ]
     others = [name for name in lists if name not in mine]
     reading.conflicts.append(
-        f"{' and '.join(lists)} list several tasks" + (f", of which this is {mine[0]}'s" if mine else "") + ", and nothing says how "
+        f"{' and '.join(lists)} list several tasks"
+        + (f", of which this is {mine[0]}'s" if mine else "")
+        + ", and nothing says how "
         f"{'they' if not mine else 'it and ' + ' and '.join(others)} are counted together: the pytorch plugin sets RANK and WORLD_SIZE"
     )
     return None

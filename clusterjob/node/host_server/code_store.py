@@ -1,4 +1,6 @@
-"""The code of jobs: files by their content, kept once, and a job's copy that is there whole or not at all."""
+"""The code of jobs: files by their content, kept once, and a job's copy that is there whole or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def land(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any]:
     Args:
         home: where all of ours lies on this host.
         request: ``job``.
-        packed: the list of files: compressed JSON, (path, kind, mode, size, digest or target) for each.
+        packed: the list of files: compressed JSON, (path, kind, mode, size, digest or target) for
+            each.
 
     Returns:
         ``missing``: the digests that have to be sent first; none if the code has landed.
@@ -40,7 +43,11 @@ def land(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any]:
     code = home / "jobs" / request["job"] / CODE
     if code.exists():
         return {"missing": []}  # by another node of the job, whose home directory this one shares
-    missing = {digest for _, kind, _, size, digest in entries if kind == "file" and not _is_there(_blob(home, digest), size)}
+    missing = {
+        digest
+        for _, kind, _, size, digest in entries
+        if kind == "file" and not _is_there(_blob(home, digest), size)
+    }
     if missing:
         return {"missing": sorted(missing)}
     part = Path(tempfile.mkdtemp(prefix=f".{CODE}.", dir=code.parent))
@@ -78,7 +85,9 @@ def _is_there(blob: Path, size: int) -> bool:
 
 
 def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
-    """Copy a file out of the store; False, and out of the store with it, if it is no longer what its name says."""
+    """Copy a file out of the store; False, and out of the store with it, if it is no longer what
+    its name says.
+    """
     found = hashlib.sha256()
     with blob.open("rb") as source, target.open("xb") as copy:
         os.fchmod(copy.fileno(), mode)

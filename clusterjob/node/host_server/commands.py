@@ -1,4 +1,6 @@
-"""A scheduler's commands, run on this host for a submitter who is elsewhere: started, and asked for when they have ended."""
+"""A scheduler's commands, run on this host for a submitter who is elsewhere: started, and asked for
+when they have ended.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class _Command:
 
 
 class Commands:
-    """The commands of one visit. One that is under way when the visit ends runs on: sbatch may just have been heard.
+    """The commands of one visit. One that is under way when the visit ends runs on: sbatch may just
+    have been heard.
 
     Args:
         home: where all of ours lies on this host.
@@ -47,12 +50,13 @@ class Commands:
         """Return what is to be said to ``run``, ``reap`` and ``drop``.
 
         Args:
-            request: for ``run``: ``argv``, ``env`` (what is added), ``job`` (in whose directory it runs; empty for none) and
-                ``patience``, seconds that its end is waited for. For the others: ``number``.
+            request: for ``run``: ``argv``, ``env`` (what is added), ``job`` (in whose directory it
+                runs; empty for none) and ``patience``, seconds that its end is waited for. For the
+                others: ``number``.
 
         Returns:
-            ``number`` while it runs; ``code`` and ``out``, the length of its stdout, before its stderr, when it has ended;
-            ``absent``, why it cannot be run.
+            ``number`` while it runs; ``code`` and ``out``, the length of its stdout, before its
+            stderr, when it has ended; ``absent``, why it cannot be run.
         """
         if request["op"] == "run":
             return self._run(request)
@@ -78,8 +82,9 @@ class Commands:
         out, err = os.memfd_create("out"), os.memfd_create("err")
         try:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=directory, executable=path,
-                env=slurm_environment(environ, name) | request["env"], start_new_session=True,
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=directory,
+                executable=path, env=slurm_environment(environ, name) | request["env"],
+                start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             os.close(out)
@@ -98,7 +103,9 @@ class Commands:
                 command.process.wait()
                 code = -9
                 os.ftruncate(command.out, 0)
-                os.pwrite(command.err, f"{command.name}: it says more than {MOST} bytes\n".encode(), 0)
+                os.pwrite(
+                    command.err, f"{command.name}: it says more than {MOST} bytes\n".encode(), 0
+                )
                 break
             if time.monotonic() >= end:
                 return {"number": number}, b""
@@ -112,22 +119,32 @@ class Commands:
         return {"code": code, "out": len(out)}, out + err
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Return this login's environment; where the command is not on its PATH, that of a login shell, as modules may put it there."""
+        """Return this login's environment; where the command is not on its PATH, that of a login
+        shell, as modules may put it there.
+        """
         if shutil.which(name) is not None:
             return dict(os.environ)
         if self._of_login_shell is None:
             self._of_login_shell = _login_shell()
-        return self._of_login_shell if shutil.which(name, path=self._of_login_shell.get("PATH")) else dict(os.environ)
+        return (
+            self._of_login_shell
+            if shutil.which(name, path=self._of_login_shell.get("PATH"))
+            else dict(os.environ)
+        )
 
 
 def _login_shell() -> dict[str, str]:
     script = f"printf '%s\\0' {_MARK[:-1].decode()}; exec env -0"
     try:
         asked = subprocess.run(
-            ["bash", "-lc", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_LOGIN_PATIENCE,
-            check=False,
+            ["bash", "-lc", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, timeout=_LOGIN_PATIENCE, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    pairs = (os.fsdecode(entry).partition("=") for entry in asked.stdout.partition(_MARK)[2].split(b"\0") if entry)
+    pairs = (
+        os.fsdecode(entry).partition("=")
+        for entry in asked.stdout.partition(_MARK)[2].split(b"\0")
+        if entry
+    )
     return {name: value for name, _, value in pairs}

@@ -1,7 +1,9 @@
-"""A host's GPUs: who uses which, which are idle, and locks, so that two of our own jobs never take the same card.
+"""A host's GPUs: who uses which, which are idle, and locks, so that two of our own jobs never take
+the same card.
 
-Read through NVML where the host's interpreter has nvidia-ml-py, else from nvidia-smi. Cards are handed to a job by their UUIDs:
-CUDA counts them in another order than nvidia-smi does, unless CUDA_DEVICE_ORDER says otherwise.
+Read through NVML where the host's interpreter has nvidia-ml-py, else from nvidia-smi. Cards are
+handed to a job by their UUIDs: CUDA counts them in another order than nvidia-smi does, unless
+CUDA_DEVICE_ORDER says otherwise.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ class Card:
 
     def text(self) -> str:
         """Return it for people, with who uses it."""
-        users = ", ".join(f"{_owner(pid)}'s {os.path.basename(command)} (pid {pid})" for pid, command in self.processes)
+        users = ", ".join(
+            f"{_owner(pid)}'s {os.path.basename(command)} (pid {pid})"
+            for pid, command in self.processes
+        )
         state = f"{self.used / 1e9:.1f} of {self.total / 1e9:.0f} GB used"
         return f"{self.index} {self.name}: {'idle' if self.idle else f'{users}, {state}' if users else state}"
 
@@ -82,7 +87,10 @@ def read_cards() -> list[Card]:
 def _by_library(pynvml: Any, index: int) -> Card:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    running = tuple((int(process.pid), _command(int(process.pid))) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    running = tuple(
+        (int(process.pid), _command(int(process.pid)))
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    )
     uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
     return Card(index, uuid, name, int(memory.used), int(memory.total), running)
 
@@ -98,24 +106,41 @@ def _by_command() -> list[Card]:
     for row in _ask("--query-gpu=index,uuid,memory.used,memory.total,name"):
         if len(row) >= 5 and row[0].isdigit():
             used, total = (int(text) << 20 if text.isdigit() else 0 for text in row[2:4])
-            cards.append(Card(int(row[0]), row[1], ", ".join(row[4:]), used, total, tuple(apps.get(row[1], ()))))
+            cards.append(
+                Card(
+                    int(row[0]),
+                    row[1],
+                    ", ".join(row[4:]),
+                    used,
+                    total,
+                    tuple(apps.get(row[1], ())),
+                )
+            )
     return cards
 
 
 def _ask(query: str) -> list[list[str]]:
     words = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE, check=False)
+        done = subprocess.run(
+            words, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise OSError(0, f"nvidia-smi says nothing for {_PATIENCE:g} s") from error
     if done.returncode:
-        said = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines() or ["no reason given"]
+        said = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines() or [
+            "no reason given"
+        ]
         raise OSError(0, f"nvidia-smi fails: {said[0]}")
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.decode(errors="replace").splitlines()]
+    return [
+        [cell.strip() for cell in line.split(",")]
+        for line in done.stdout.decode(errors="replace").splitlines()
+    ]
 
 
 def visible(cards: Sequence[Card], listed: str | None) -> list[Card]:
-    """Return the cards that a login may use, by the host's own CUDA_VISIBLE_DEVICES; all where that is not set.
+    """Return the cards that a login may use, by the host's own CUDA_VISIBLE_DEVICES; all where that
+    is not set.
 
     As CUDA reads it, the list ends at the first entry that is no card.
     """
@@ -124,7 +149,14 @@ def visible(cards: Sequence[Card], listed: str | None) -> list[Card]:
     found: list[Card] = []
     for entry in (part.strip() for part in listed.split(",")):
         by_uuid = entry.startswith("GPU-")
-        card = next((card for card in cards if (card.uuid.startswith(entry) if by_uuid else entry == str(card.index))), None)
+        card = next(
+            (
+                card
+                for card in cards
+                if (card.uuid.startswith(entry) if by_uuid else entry == str(card.index))
+            ),
+            None,
+        )
         if card is None or card in found:
             break
         found.append(card)
@@ -132,7 +164,8 @@ def visible(cards: Sequence[Card], listed: str | None) -> list[Card]:
 
 
 class Reservation:
-    """Cards that are locked for a job until this, and every process that inherits its descriptors, is gone.
+    """Cards that are locked for a job until this, and every process that inherits its descriptors,
+    is gone.
 
     Args:
         job_id: the job, for others to see who holds a card.
@@ -152,7 +185,9 @@ class Reservation:
         taken: list[int] = []
         for directory in lock_directories():
             path = directory / card.uuid.replace("/", "_")
-            taken.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            taken.append(
+                os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            )
             try:
                 fcntl.flock(taken[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -175,10 +210,12 @@ class Reservation:
 
 
 def lock_directories() -> list[Path]:
-    """Return where the locks of this user lie on this machine: not in the home directory, which machines may share.
+    """Return where the locks of this user lie on this machine: not in the home directory, which
+    machines may share.
 
-    A card is locked in all of them. In the runtime directory of logins (XDG_RUNTIME_DIR) nobody else can make anything; not every
-    login has it, and it goes with the last one. In /tmp somebody else may have taken the name: then the other one has to do.
+    A card is locked in all of them. In the runtime directory of logins (XDG_RUNTIME_DIR) nobody
+    else can make anything; not every login has it, and it goes with the last one. In /tmp somebody
+    else may have taken the name: then the other one has to do.
 
     Raises:
         OSError: there is none that is this user's own.
@@ -195,7 +232,9 @@ def lock_directories() -> list[Path]:
     if _is_private(common):
         found.append(common)
     if not found:
-        raise OSError(0, "it is not this user's own directory, and XDG_RUNTIME_DIR names none", str(common))
+        raise OSError(
+            0, "it is not this user's own directory, and XDG_RUNTIME_DIR names none", str(common)
+        )
     return found
 
 
@@ -204,7 +243,9 @@ def _is_private(path: Path) -> bool:
         status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    )
 
 
 def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Reservation:
@@ -228,7 +269,9 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
                 card = next((card for card in there if entry in (str(card.index), card.uuid)), None)
                 if card is None:
                     known = ", ".join(str(card.index) for card in there) or "none"
-                    raise TooFewError(f"there is no GPU {entry}; there is {known} (--gpus lists cards, --gpus-per-node counts them)")
+                    raise TooFewError(
+                        f"there is no GPU {entry}; there is {known} (--gpus lists cards, --gpus-per-node counts them)"
+                    )
                 if holder := held.take(card):
                     raise TooFewError(f"GPU {entry} is held by {holder}")
             return held
@@ -238,9 +281,16 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
                 break
             holders[card.index] = held.take(card) if card.idle else card.text()
         if len(held.cards) < count:
-            taken = [f"{index} {text}" if text.startswith(("job ", "another")) else text for index, text in holders.items() if text]
+            taken = [
+                f"{index} {text}" if text.startswith(("job ", "another")) else text
+                for index, text in holders.items()
+                if text
+            ]
             who = "; ".join(taken)
-            raise TooFewError(f"{len(held.cards)} idle GPUs where {count} are asked for" + (f": {who}" if who else ""))
+            raise TooFewError(
+                f"{len(held.cards)} idle GPUs where {count} are asked for"
+                + (f": {who}" if who else "")
+            )
     except BaseException:
         held.release()
         raise
@@ -248,7 +298,8 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
 
 
 def share(count: int, environ: Mapping[str, str]) -> str | None:
-    """Return what CUDA_VISIBLE_DEVICES has to be for a job that wants some cards, whichever; None to leave it.
+    """Return what CUDA_VISIBLE_DEVICES has to be for a job that wants some cards, whichever; None
+    to leave it.
 
     Asks the driver's own files, not nvidia-smi, which may take seconds.
 

@@ -1,4 +1,6 @@
-"""Whether a host is fit for a job: its interpreter, torch, its disk; and which machine it is, whatever it is called."""
+"""Whether a host is fit for a job: its interpreter, torch, its disk; and which machine it is,
+whatever it is called.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from clusterjob.node.system import processes
 
 _SETUP_PATIENCE = 300.0  # seconds for setup lines and the start of the interpreter
 
-# `python -c` looks for modules in the working directory first, which may be a clone that nobody has read.
+# `python -c` looks for modules in the working directory first, which may be a clone that nobody has
+# read.
 _NOTHING_FROM_HERE = """
 import sys
 sys.path[:] = [entry for entry in sys.path if entry not in ("", ".")]
@@ -28,7 +31,8 @@ import os
 sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != os.path.realpath(os.getcwd())]
 """
 
-# What the job's own interpreter is asked, where that is not the one that runs this. Any Python 3 understands it.
+# What the job's own interpreter is asked, where that is not the one that runs this. Any Python 3
+# understands it.
 _QUESTION = """
 import importlib.util, json, sys
 print("clusterjob-fit " + json.dumps({"version": list(sys.version_info[:3]), "executable": sys.executable,
@@ -52,18 +56,25 @@ def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         home: where all of ours lies on this host.
-        request: ``need``, the bytes that will be written; ``torch``, whether the job needs torch; ``own``, whether the
-            interpreter that runs this is the job's.
+        request: ``need``, the bytes that will be written; ``torch``, whether the job needs torch;
+            ``own``, whether the interpreter that runs this is the job's.
     """
     troubles = []
     free = _free(home)
     if free < request["need"]:
-        troubles.append(f"disk full: {_megabytes(free)} are free in {home} where {_megabytes(request['need'])} are needed")
+        troubles.append(
+            f"disk full: {_megabytes(free)} are free in {home} where {_megabytes(request['need'])} are needed"
+        )
     if ":" in str(home):
         troubles.append(f"its directory {home} holds a colon, which PYTHONPATH cannot carry")
     if request["own"]:
         has_torch = importlib.util.find_spec("torch") is not None
-        troubles += _misfit(list(sys.version_info[:3]), sys.executable, has_torch=has_torch, needs_torch=request["torch"])
+        troubles += _misfit(
+            list(sys.version_info[:3]),
+            sys.executable,
+            has_torch=has_torch,
+            needs_torch=request["torch"],
+        )
     server = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "troubles": troubles,
@@ -75,29 +86,42 @@ def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": importlib.util.find_spec("torch") is not None if request["own"] else None,
         "free": free,
-        "gpus": [card.text() for card in gpus.visible(gpus.read_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))]
+        "gpus": [
+            card.text()
+            for card in gpus.visible(gpus.read_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        ]
         if request.get("gpus")
         else [],
     }
 
 
 def interpreter(job_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is wrong with the interpreter that the job's script will find: after its setup lines, where it will run.
+    """Return what is wrong with the interpreter that the job's script will find: after its setup
+    lines, where it will run.
 
     Args:
         job_dir: the job's directory on this host.
-        request: ``python``, ``setup`` (lines), ``workdir`` (relative to the job's directory, or absolute), ``torch``.
+        request: ``python``, ``setup`` (lines), ``workdir`` (relative to the job's directory, or
+            absolute), ``torch``.
     """
     directory = str(job_dir / request["workdir"])
     answer = _ask(directory, request["python"], request["setup"], _QUESTION)
     found = answer.said("fit")
     if found is None:
         return {"troubles": [answer.trouble]}
-    return {"troubles": _misfit(found["version"], found["executable"], has_torch=found["torch"], needs_torch=request["torch"])}
+    return {
+        "troubles": _misfit(
+            found["version"],
+            found["executable"],
+            has_torch=found["torch"],
+            needs_torch=request["torch"],
+        )
+    }
 
 
 def facts(directory: str, request: dict[str, Any], node_zip: str) -> dict[str, Any]:
-    """Return what the job's interpreter makes of this machine: what `clusterjob.node.host_server.torch_probe` finds, asked of it.
+    """Return what the job's interpreter makes of this machine: what
+    `clusterjob.node.host_server.torch_probe` finds, asked of it.
 
     Args:
         directory: where the setup lines run.
@@ -105,13 +129,16 @@ def facts(directory: str, request: dict[str, Any], node_zip: str) -> dict[str, A
         node_zip: path of the package as it travels.
 
     Returns:
-        ``trouble``: why there is no fit interpreter, empty if there is; ``setup``: whether a setup line failed; ``version`` and
-        ``executable`` as far as they are known; ``facts``, which are None where the interpreter died in the import of torch, and ``died``,
-        how it ended then.
+        ``trouble``: why there is no fit interpreter, empty if there is; ``setup``: whether a setup
+            line failed; ``version`` and
+        ``executable`` as far as they are known; ``facts``, which are None where the interpreter
+        died in the import of torch, and ``died``, how it ended then.
     """
     exports = [f"export {name}={shlex.quote(value)}" for name, value in request["env"].items()]
     path = f'export PYTHONPATH={shlex.quote(node_zip)}"${{PYTHONPATH:+:$PYTHONPATH}}" OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"'
-    answer = _ask(directory, request["python"], request["setup"], _QUESTION_OF_FACTS, exports, [path])
+    answer = _ask(
+        directory, request["python"], request["setup"], _QUESTION_OF_FACTS, exports, [path]
+    )
     found, told = answer.said("fit"), answer.said("facts")
     if found is None:
         return {
@@ -122,13 +149,17 @@ def facts(directory: str, request: dict[str, Any], node_zip: str) -> dict[str, A
             "facts": None,
             "died": "",
         }
-    trouble = "; ".join(_misfit(found["version"], found["executable"], has_torch=True, needs_torch=False))
+    trouble = "; ".join(
+        _misfit(found["version"], found["executable"], has_torch=True, needs_torch=False)
+    )
     return {"trouble": trouble, "setup": False, **found, "facts": told, "died": answer.end}
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What became of a question to the job's interpreter: its words by name, else why there is none."""
+    """What became of a question to the job's interpreter: its words by name, else why there is
+    none.
+    """
 
     words: dict[str, Any]
     trouble: str
@@ -140,19 +171,28 @@ class _Answer:
 
 
 def _ask(
-    directory: str, python: str, setup: Sequence[str], question: str, before: Sequence[str] = (), after: Sequence[str] = ()
+    directory: str,
+    python: str,
+    setup: Sequence[str],
+    question: str,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
 ) -> _Answer:
-    """Run the job's setup lines, then its interpreter with a question; `before` and `after` those are other lines for bash."""
+    """Run the job's setup lines, then its interpreter with a question; `before` and `after` those
+    are other lines for bash.
+    """
     lines = [f"cd -- {shlex.quote(directory)} || exit 1", *before]
     for index, line in enumerate(setup):
-        lines.append(f"{{ :\n{line}\n}} < /dev/null >&2 || {{ echo 'clusterjob-setup {index}'; exit 1; }}")
+        lines.append(
+            f"{{ :\n{line}\n}} < /dev/null >&2 || {{ echo 'clusterjob-setup {index}'; exit 1; }}"
+        )
     quoted = shlex.quote(python)
     lines.append(f"command -v -- {quoted} > /dev/null || {{ echo clusterjob-none; exit 1; }}")
     lines += [*after, f"exec {quoted} -c {shlex.quote(_NOTHING_FROM_HERE + question)}"]
     try:
         asked = subprocess.run(
-            ["bash", "-c", "\n".join(lines)], capture_output=True, stdin=subprocess.DEVNULL, timeout=_SETUP_PATIENCE, check=False,
-            env=work_environment(),
+            ["bash", "-c", "\n".join(lines)], capture_output=True, stdin=subprocess.DEVNULL,
+            timeout=_SETUP_PATIENCE, check=False, env=work_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return _Answer({}, f"its setup lines take longer than {_SETUP_PATIENCE:g} s", None, "")
@@ -176,19 +216,29 @@ def _ask(
     return _Answer(words, trouble, failed_at, end + (f": {said}" if said and code else ""))
 
 
-def _misfit(version: list[int], executable: str, *, has_torch: bool, needs_torch: bool) -> list[str]:
+def _misfit(
+    version: list[int], executable: str, *, has_torch: bool, needs_torch: bool
+) -> list[str]:
     if version[:2] < [3, 10]:
-        return [f"Python too old: {executable} is {'.'.join(map(str, version))}, 3.10 or newer is needed"]
+        return [
+            f"Python too old: {executable} is {'.'.join(map(str, version))}, 3.10 or newer is needed"
+        ]
     if needs_torch and not has_torch:
         return [f"no torch: {executable} does not find it"]
     return []
 
 
 def work_environment() -> dict[str, str]:
-    """Return the environment that a job starts from: this login's, without what another job may have left in it."""
+    """Return the environment that a job starts from: this login's, without what another job may
+    have left in it.
+    """
     from clusterjob.node.contract import LAUNCH_VARIABLES
 
-    return {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES and not name.startswith("CLUSTERJOB_")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCH_VARIABLES and not name.startswith("CLUSTERJOB_")
+    }
 
 
 def _free(home: Path) -> int:
@@ -203,7 +253,9 @@ def _megabytes(size: int) -> str:
 
 
 def _identity() -> str:
-    """Return what tells machines apart, whatever names and addresses lead to them: containers on one kernel are several."""
+    """Return what tells machines apart, whatever names and addresses lead to them: containers on
+    one kernel are several.
+    """
     spaces = []
     for name in ("net", "pid"):
         try:

@@ -1,4 +1,6 @@
-"""What a job has written on this host since the submitter last looked: by byte offset where files grow, whole where they change."""
+"""What a job has written on this host since the submitter last looked: by byte offset where files
+grow, whole where they change.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def agent_of(job_dir: Path, node_rank: int) -> int | None:
         noted = json.loads(agent_file(job_dir, node_rank).read_text())
     except (OSError, ValueError):
         return None
-    if noted["boot_id"] != processes.boot_id() or processes.start_ticks(noted["pid"]) != noted["ticks"]:
+    if (
+        noted["boot_id"] != processes.boot_id()
+        or processes.start_ticks(noted["pid"]) != noted["ticks"]
+    ):
         return None
     return int(noted["pid"])
 
@@ -36,12 +41,15 @@ def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]
 
     Args:
         job_dir: the job's directory on this host.
-        request: ``node``; ``logs``, whether its logs are wanted; ``most``, the bytes that are wanted at once, at most `MOST`;
-            ``have``, for each file how much of it the submitter has: bytes of those that grow, the stamp of those that are replaced.
+        request: ``node``; ``logs``, whether its logs are wanted; ``most``, the bytes that are
+            wanted at once, at most `MOST`; ``have``, for each file how much of it the submitter
+            has: bytes of those that grow, the stamp of those that are replaced.
     """
     node, have = int(request["node"]), request["have"]
     known = job_dir.is_dir()
-    alive = agent_of(job_dir, node) is not None  # before its files are read: what is dead by now has written its end
+    alive = (
+        agent_of(job_dir, node) is not None
+    )  # before its files are read: what is dead by now has written its end
     answer = News(job_dir, have, bytearray(), int(request["most"]))
     if request["logs"]:
         answer.node_logs(node_directory(job_dir, node))
@@ -50,7 +58,9 @@ def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]
         answer.replaced(job_dir / "result.json")
     answer.replaced(job_dir / "ends" / f"node{node}.json")
     answer.replaced(job_dir / "ends" / f"node{node}.refused")
-    return {"known": known, "alive": alive, "files": answer.files, "more": answer.more}, bytes(answer.data)
+    return {"known": known, "alive": alive, "files": answer.files, "more": answer.more}, bytes(
+        answer.data
+    )
 
 
 class News:
@@ -74,7 +84,8 @@ class News:
 
     def node_logs(self, logs: Path) -> None:
         """Add what is new in the logs of a node."""
-        # The timeline is measured first and sent last: nobody is to read of bytes that he does not have yet.
+        # The timeline is measured first and sent last: nobody is to read of bytes that he does not
+        # have yet.
         noted = _size(logs / "timeline")
         for path in sorted(logs.iterdir()) if logs.is_dir() else []:
             if path.name != "timeline":
@@ -112,7 +123,9 @@ class News:
             if len(self.data) > self._most:
                 self.more = self._full = True
             if self._full:
-                return  # nor any later one: a verdict is not to come before the ends that it is explained by
+                # Nor any later one: a verdict is not to come before the ends that it is explained
+                # by.
+                return
             with path.open("rb") as stream:
                 data = stream.read(_MOST_REPLACED)
         except OSError:
@@ -121,7 +134,9 @@ class News:
         self.data += data
 
     def gone(self) -> None:
-        """Add which of the files that are replaced are no more: a job that runs again puts its verdict aside."""
+        """Add which of the files that are replaced are no more: a job that runs again puts its
+        verdict aside.
+        """
         for name, value in self._have.items():
             if isinstance(value, str) and not (self._job_dir / name).exists():
                 self.files.append({"path": name, "gone": True, "size": 0})

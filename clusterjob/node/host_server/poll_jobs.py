@@ -1,4 +1,6 @@
-"""What jobs have written whose whole directory this host sees, as a cluster's login host does: many jobs, one question."""
+"""What jobs have written whose whole directory this host sees, as a cluster's login host does: many
+jobs, one question.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ def looks(home: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
     Args:
         home: where all of ours lies on this host.
-        request: ``most``, the bytes that are wanted at once; ``jobs``, for each: ``job``, its directory's name; ``logs``: ``all``,
-            ``none``, or ``last`` for the workers' stderr once the step has ended; ``have``, for each file how much of it the submitter
+        request: ``most``, the bytes that are wanted at once; ``jobs``, for each: ``job``, its
+            directory's name; ``logs``: ``all``, ``none``, or ``last`` for the workers' stderr once
+            the step has ended; ``have``, for each file how much of it the submitter
             has: bytes of those that grow, the stamp of those that are replaced.
     """
     answers, data = [], bytearray()

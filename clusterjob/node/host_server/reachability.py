@@ -1,4 +1,6 @@
-"""Where node 0 can truly be reached: its own addresses, asked of the kernel, and tried from the other hosts."""
+"""Where node 0 can truly be reached: its own addresses, asked of the kernel, and tried from the
+other hosts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _MOST_PEERS = 500  # connections that are held at a time; the oldest is dropped 
 
 
 def own_addresses() -> list[str]:
-    """Return this machine's addresses but the loopback's and those of one link alone, IPv4 before IPv6."""
+    """Return this machine's addresses but the loopback's and those of one link alone, IPv4 before
+    IPv6.
+    """
     found: list[str] = []
     try:
         lines = Path("/proc/net/fib_trie").read_text().splitlines()
@@ -35,7 +39,9 @@ def own_addresses() -> list[str]:
     except OSError:
         rows = []
     for digits, _, _, scope, flags, _ in rows:
-        if scope == "00" and not int(flags, 16) & 0x60:  # global, and neither deprecated nor tentative
+        if (
+            scope == "00" and not int(flags, 16) & 0x60
+        ):  # global, and neither deprecated nor tentative
             found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found
 
@@ -58,7 +64,9 @@ class Listener:
 
     def __init__(self, ports: Sequence[int], nonce: str) -> None:
         self._nonce = nonce
-        self._selector = selectors.DefaultSelector()  # here, where the caller sees that it cannot be opened
+        self._selector = (
+            selectors.DefaultSelector()
+        )  # here, where the caller sees that it cannot be opened
         try:
             self._socket = _listen(ports)
         except OSError:
@@ -71,7 +79,9 @@ class Listener:
         self._thread.start()
 
     def _serve(self) -> None:
-        peers: dict[socket.socket, tuple[float, bytearray]] = {}  # when each connected, and what it has sent; the oldest first
+        peers: dict[
+            socket.socket, tuple[float, bytearray]
+        ] = {}  # when each connected, and what it has sent; the oldest first
         with self._selector as selector:
             selector.register(self._socket, selectors.EVENT_READ)
 
@@ -93,7 +103,9 @@ class Listener:
             for peer in list(peers):
                 drop(peer)
 
-    def _accept(self, selector: selectors.BaseSelector, peers: dict[socket.socket, tuple[float, bytearray]]) -> None:
+    def _accept(
+        self, selector: selectors.BaseSelector, peers: dict[socket.socket, tuple[float, bytearray]]
+    ) -> None:
         try:
             peer, _ = self._socket.accept()
         except OSError:  # EMFILE: those who are connected expire, then there is room again
@@ -131,7 +143,9 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     trouble: OSError | None = None
     for port in ports:
         try:
-            return socket.create_server(("", port), backlog=1024, family=socket.AF_INET6, dualstack_ipv6=True)
+            return socket.create_server(
+                ("", port), backlog=1024, family=socket.AF_INET6, dualstack_ipv6=True
+            )
         except (OSError, ValueError) as error:
             try:
                 return socket.create_server(("", port), backlog=1024)
@@ -150,7 +164,8 @@ def probe(addresses: Sequence[str], port: int, nonce: str, timeout: float) -> di
         timeout: seconds for all.
 
     Returns:
-        ``reached``: the addresses at which it answered; ``why``: for each other one what the kernel said.
+        ``reached``: the addresses at which it answered; ``why``: for each other one what the kernel
+            said.
     """
     reached: list[str] = []
     why: dict[str, str] = {}
@@ -172,11 +187,19 @@ def probe(addresses: Sequence[str], port: int, nonce: str, timeout: float) -> di
         except OSError as error:
             why[address] = (error.strerror or str(error)).lower()
 
-    threads = [threading.Thread(target=attempt, args=(address,), daemon=True) for address in addresses]
+    threads = [
+        threading.Thread(target=attempt, args=(address,), daemon=True) for address in addresses
+    ]
     end = time.monotonic() + timeout + 1
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return {"reached": [address for address in addresses if address in reached],
-            "why": {address: why.get(address, "no answer") for address in addresses if address not in reached}}  # fmt: skip
+    return {
+        "reached": [address for address in addresses if address in reached],
+        "why": {
+            address: why.get(address, "no answer")
+            for address in addresses
+            if address not in reached
+        },
+    }

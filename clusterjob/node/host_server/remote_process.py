@@ -1,4 +1,6 @@
-"""A node's part of a job on this host: its files put there, its agent started so that it needs nobody, and ended."""
+"""A node's part of a job on this host: its files put there, its agent started so that it needs
+nobody, and ended.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files, private_dirs, process_groups, processes
 
-_CANCEL_PATIENCE = 2.0  # seconds beyond the job's own grace, before an agent that does not stop is killed
+_CANCEL_PATIENCE = (
+    2.0  # seconds beyond the job's own grace, before an agent that does not stop is killed
+)
 
 
 class Work:
@@ -43,7 +47,9 @@ class Work:
         if request["op"] == "up":
             return _up(job_dir, node)
         if request["op"] == "cancel":
-            return _cancel(job_dir, node, float(request["grace"]), interrupt=request.get("interrupt") is True)
+            return _cancel(
+                job_dir, node, float(request["grace"]), interrupt=request.get("interrupt") is True
+            )
         if request["op"] == "remove":
             if (reserved := self._reserved.pop(request["job"], None)) is not None:
                 reserved.release()
@@ -55,7 +61,8 @@ class Work:
         """Make the job's directory with its files, readable by its owner alone.
 
         Args:
-            request: ``job``, ``node``, and ``files``: (name, mode, size) in the order in which their bytes come.
+            request: ``job``, ``node``, and ``files``: (name, mode, size) in the order in which
+                their bytes come.
             read: returns that many of the bytes.
 
         Raises:
@@ -71,7 +78,9 @@ class Work:
         return {}
 
     def _wish(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Note the wish that jobs end; an element of an array that has not begun gets its directory for that."""
+        """Note the wish that jobs end; an element of an array that has not begun gets its directory
+        for that.
+        """
         for name in request["jobs"]:
             job_dir = self._home / "jobs" / name
             if (self._home / "jobs" / name.partition("/")[0]).is_dir():
@@ -80,7 +89,9 @@ class Work:
         return {}
 
     def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Choose a node's cards: ``devices`` is for CUDA_VISIBLE_DEVICES, None to leave that as it is; ``short`` says what is missing."""
+        """Choose a node's cards: ``devices`` is for CUDA_VISIBLE_DEVICES, None to leave that as it
+        is; ``short`` says what is missing.
+        """
         job_id, wanted, count = request["job"], request["gpus"], int(request["count"])
         try:
             if not wanted:
@@ -96,14 +107,21 @@ class Work:
         reserved = self._reserved.pop(request["job"], None)
         with log.open("ab") as output:
             agent = subprocess.Popen(
-                ["bash", str(job_dir / request["script"])], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=job_dir,
-                env=work_environment() | request["env"], start_new_session=True,
+                ["bash", str(job_dir / request["script"])], stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, cwd=job_dir, env=work_environment() | request["env"],
+                start_new_session=True,
                 pass_fds=reserved.descriptors if reserved is not None else (),
             )  # fmt: skip
         if reserved is not None:
             reserved.release()  # the agent, and all below it, hold the cards
-        noted = {"pid": agent.pid, "ticks": processes.start_ticks(agent.pid) or 0, "boot_id": processes.boot_id()}
-        agent.returncode = 0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
+        noted = {
+            "pid": agent.pid,
+            "ticks": processes.start_ticks(agent.pid) or 0,
+            "boot_id": processes.boot_id(),
+        }
+        agent.returncode = (
+            0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
+        )
         files.write_json(agent_file(job_dir, node), noted)
         return {}
 
@@ -111,14 +129,26 @@ class Work:
 def _up(job_dir: Path, node: int) -> dict[str, Any]:
     """Return whether the script has become the agent; ``why`` is set if it never will."""
     pid = agent_of(job_dir, node)
-    refused = next((failure for failure in ends.refusals(job_dir) if failure.node_rank == node), None)
+    refused = next(
+        (failure for failure in ends.refusals(job_dir) if failure.node_rank == node), None
+    )
     if refused is not None:
-        said = f" ({refused.last_lines[-1]})" if refused.last_lines and refused.message not in refused.last_lines[-1] else ""
+        said = (
+            f" ({refused.last_lines[-1]})"
+            if refused.last_lines and refused.message not in refused.last_lines[-1]
+            else ""
+        )
         return {"up": False, "why": f"{refused.message}{said}"}
     if pid is None:
         last = last_lines(node_directory(job_dir, node) / "agent.log", 1)
-        ended = (ends.directory(job_dir) / f"node{node}.json").exists() or (job_dir / "result.json").exists()
-        return {"up": True} if ended else {"up": False, "why": ": ".join(["the agent ended at once", *last])}
+        ended = (ends.directory(job_dir) / f"node{node}.json").exists() or (
+            job_dir / "result.json"
+        ).exists()
+        return (
+            {"up": True}
+            if ended
+            else {"up": False, "why": ": ".join(["the agent ended at once", *last])}
+        )
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -127,7 +157,9 @@ def _up(job_dir: Path, node: int) -> dict[str, Any]:
 
 
 def _cancel(job_dir: Path, node: int, grace: float, *, interrupt: bool) -> dict[str, Any]:
-    """Have the node's agent stop its workers, and kill it if it does not in time; or interrupt it, as Ctrl-C does, and return at once."""
+    """Have the node's agent stop its workers, and kill it if it does not in time; or interrupt it,
+    as Ctrl-C does, and return at once.
+    """
     if job_dir.is_dir():
         ends.cancel(job_dir)
     pid = agent_of(job_dir, node)

@@ -1,4 +1,6 @@
-"""Results on their way back: what lies in a job's working directory on this host, and the bytes of it."""
+"""Results on their way back: what lies in a job's working directory on this host, and the bytes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def tree(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         request: ``paths``, relative to it; ``most``: how many entries are wanted at most.
 
     Returns:
-        ``absent``: the paths at which nothing lies. As bytes, a line of JSON for each file, directory and link, a directory before
+        ``absent``: the paths at which nothing lies. As bytes, a line of JSON for each file,
+            directory and link, a directory before
         what is in it: (path, kind, mode, size, modification time in ns, target of a link).
     """
     entries: list[tuple[str, str, int, int, int, str]] = []
@@ -35,7 +38,9 @@ def tree(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     return {"absent": absent}, b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
-def _walk(root: str, path: str, entries: list[tuple[str, str, int, int, int, str]], most: int) -> None:
+def _walk(
+    root: str, path: str, entries: list[tuple[str, str, int, int, int, str]], most: int
+) -> None:
     if len(entries) >= most:
         raise OSError(0, f"more than {most} files: name a part of them, or raise --max-files", path)
     status = os.lstat(path)
@@ -53,7 +58,9 @@ def _walk(root: str, path: str, entries: list[tuple[str, str, int, int, int, str
 
 
 def digests(root: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the digests (SHA-256) of files: ``paths`` below a directory; empty for one that is gone."""
+    """Return the digests (SHA-256) of files: ``paths`` below a directory; empty for one that is
+    gone.
+    """
     found = []
     for path in request["paths"]:
         digest = hashlib.sha256()

@@ -10,7 +10,16 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterjob.node.host_server import code_store, commands, host_check, poll, poll_jobs, reachability, remote_process, results
+from clusterjob.node.host_server import (
+    code_store,
+    commands,
+    host_check,
+    poll,
+    poll_jobs,
+    reachability,
+    remote_process,
+    results,
+)
 
 _IDLE = 600  # seconds without a request after which a visit is over
 
@@ -63,7 +72,11 @@ class Visit:
         """Return what is to be said to a request: an object and bytes."""
         op = request["op"]
         if op in ("looks", "run", "reap", "drop"):
-            return poll_jobs.looks(self.home, request) if op == "looks" else self._commands.answer(request)
+            return (
+                poll_jobs.looks(self.home, request)
+                if op == "looks"
+                else self._commands.answer(request)
+            )
         if op in ("look", "tree", "digests", "get"):
             return self._read(op, request)
         if op in ("listen", "hush", "probe"):
@@ -73,7 +86,9 @@ class Visit:
         if op == "fit":
             return host_check.interpreter(self.home / "jobs" / request["job"], request), b""
         if op == "facts":
-            return host_check.facts(os.path.expanduser(request["workdir"]), request, sys.path[0]), b""  # the zip that this runs from
+            return host_check.facts(
+                os.path.expanduser(request["workdir"]), request, sys.path[0]
+            ), b""  # the zip that this runs from
         if op == "put":
             return self._work.put(request, body.read), b""
         if op == "land":
@@ -89,11 +104,15 @@ class Visit:
         root = Path(os.path.normpath(job_dir / request["workdir"]))
         if op == "get":
             return results.get(root, request)
-        return results.tree(root, request) if op == "tree" else (results.digests(root, request), b"")
+        return (
+            results.tree(root, request) if op == "tree" else (results.digests(root, request), b"")
+        )
 
     def _meet(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
         if op == "probe":
-            return reachability.probe(request["addresses"], request["port"], request["nonce"], request["patience"])
+            return reachability.probe(
+                request["addresses"], request["port"], request["nonce"], request["patience"]
+            )
         if op == "listen":
             self._listener = reachability.Listener(request["ports"], request["nonce"])
             return {"port": self._listener.port, "addresses": reachability.own_addresses()}
@@ -106,7 +125,8 @@ def main(home: str) -> None:
     """Serve the submitter at the other end of stdin and stdout until he hangs up."""
     visit = Visit(Path(home))
     while True:
-        # A submitter who was cut off never hangs up: the alarm, which nobody handles, then ends the visit.
+        # A submitter who was cut off never hangs up: the alarm, which nobody handles, then ends the
+        # visit.
         signal.alarm(_IDLE)
         line = sys.stdin.buffer.readline()
         signal.alarm(0)
@@ -119,9 +139,20 @@ def main(home: str) -> None:
         except EOFError:
             return
         except OSError as error:
-            answer, data = {"error": f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"}, b""
+            answer, data = (
+                {
+                    "error": f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+                },
+                b"",
+            )
         except Exception:
-            answer, data = {"error": "a fault of clusterjob's own: " + traceback.format_exc().strip().replace("\n", " | ")}, b""
+            answer, data = (
+                {
+                    "error": "a fault of clusterjob's own: "
+                    + traceback.format_exc().strip().replace("\n", " | ")
+                },
+                b"",
+            )
         body.drain()
         sys.stdout.buffer.write(json.dumps({**answer, "size": len(data)}).encode() + b"\n" + data)
         sys.stdout.buffer.flush()

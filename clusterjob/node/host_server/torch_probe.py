@@ -1,6 +1,8 @@
-"""What the job's interpreter makes of a machine, for `clusterjob doctor`: torch as it imports, its GPUs, and whether a fork is safe.
+"""What the job's interpreter makes of a machine, for `clusterjob doctor`: torch as it imports, its
+GPUs, and whether a fork is safe.
 
-It runs in that interpreter, in a process of its own, so that whatever a broken torch does there harms nobody.
+It runs in that interpreter, in a process of its own, so that whatever a broken torch does there
+harms nobody.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ def facts() -> dict[str, Any]:
     """Return what is found.
 
     Returns:
-        ``fork``: why workers would be started by exec, empty if they are forked; ``torch``: its version, empty without it;
-        ``broken``: why it is there and cannot be imported. With torch: ``seconds`` of its import, ``cuda``: the version that it was built
-        for, empty for the CPU alone, ``gpus``: how many it sees, ``trouble``: what it says of the driver, ``backends``: those of
-        torch.distributed.
+        ``fork``: why workers would be started by exec, empty if they are forked; ``torch``: its
+            version, empty without it;
+        ``broken``: why it is there and cannot be imported. With torch: ``seconds`` of its import,
+            ``cuda``: the version that it was built
+        for, empty for the CPU alone, ``gpus``: how many it sees, ``trouble``: what it says of the
+        driver, ``backends``: those of torch.distributed.
     """
     begin = time.monotonic()
     why = preload.warm_up()
@@ -58,10 +62,20 @@ def _of_torch(torch: Any) -> dict[str, Any]:
         else:
             trouble = str(said[0].message) if said else ""
     distributed = torch.distributed
-    there = [name for name in ("gloo", "nccl") if distributed.is_available() and getattr(distributed, f"is_{name}_available")()]
+    there = [
+        name
+        for name in ("gloo", "nccl")
+        if distributed.is_available() and getattr(distributed, f"is_{name}_available")()
+    ]
     built_for = torch.version.cuda or getattr(torch.version, "hip", None) or ""
     first = trouble.strip().partition("\n")[0]
-    return {"torch": str(torch.__version__), "cuda": str(built_for), "gpus": count, "trouble": first, "backends": there}
+    return {
+        "torch": str(torch.__version__),
+        "cuda": str(built_for),
+        "gpus": count,
+        "trouble": first,
+        "backends": there,
+    }
 
 
 def main() -> None:

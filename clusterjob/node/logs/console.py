@@ -1,7 +1,7 @@
 """All that an agent writes on its own stdout and stderr, from a thread of its own.
 
-Whoever reads them may pause (``| less``) or go away (``| head``): the agent's heartbeat must not wait for a full pipe, and a
-closed one must not end the job.
+Whoever reads them may pause (``| less``) or go away (``| head``): the agent's heartbeat must not
+wait for a full pipe, and a closed one must not end the job.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from clusterjob.node.verdict import Verdict
 
 
 class Voice:
-    """Says lines on stderr and, where a reader is given, shows the workers' output, each line with its rank.
+    """Says lines on stderr and, where a reader is given, shows the workers' output, each line with
+    its rank.
 
     Args:
         reader: reads the output of this node's workers; None leaves it in its files.
-        numbered: all goes to stdout, each line with a number, for a submitter who sees nothing but that; see `numbered`.
+        numbered: all goes to stdout, each line with a number, for a submitter who sees nothing but
+            that; see `numbered`.
     """
 
     def __init__(self, reader: LogReader | None = None, *, numbered: bool = False) -> None:
@@ -36,9 +38,13 @@ class Voice:
         self._writer = Writer() if numbered else None
         if numbered and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # whatever the image's locale is
-        self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()  # (what to do, with what)
+        self._queue: queue.SimpleQueue[tuple[str, Any]] = (
+            queue.SimpleQueue()
+        )  # (what to do, with what)
         self._live = LiveLines()
-        self._look_waits = False  # whether a wish to look at the output is in the queue: one is enough
+        self._look_waits = (
+            False  # whether a wish to look at the output is in the queue: one is enough
+        )
         self._thread = threading.Thread(target=self._run, name="clusterjob-voice", daemon=True)
         self._thread.start()
 
@@ -47,7 +53,9 @@ class Voice:
         self._queue.put(("say", text))
 
     def tell(self, verdict: Verdict) -> None:
-        """Show how the job ended to a submitter who reads numbered lines; people were told in words."""
+        """Show how the job ended to a submitter who reads numbered lines; people were told in
+        words.
+        """
         if self._writer is not None:
             self._queue.put(("tell", verdict.to_json()))
 
@@ -88,7 +96,9 @@ class Voice:
 
     def _show(self, reader: LogReader, *, end: bool) -> None:
         folder, has_grown = Folder(), False
-        for lines in reader.batches(end=end):  # each of one file: lines of several ranks fold only within one folder
+        for lines in reader.batches(
+            end=end
+        ):  # each of one file: lines of several ranks fold only within one folder
             has_grown = True
             self._print(folder.add(lines))
         self._print(folder.flush())
@@ -113,7 +123,8 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
         stream.flush()
     except OSError:
-        # Nobody reads any more, or the disk is full. What comes next goes nowhere, and the exit code stays the job's own.
+        # Nobody reads any more, or the disk is full. What comes next goes nowhere, and the exit
+        # code stays the job's own.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

@@ -1,12 +1,14 @@
 """How nodes and jobs ended, written where they ended.
 
-``ends/node<k>.json`` is an agent's word; ``ends/node<k>.refused`` that of a script that could not start one: line 1 the exit
-code, line 2 ``host: why``. ``result.json`` is the job's verdict. Wishes lie beside them: ``detached``, the job lives on
-without the submitting side, and ``cancelled``, it is to end (by SIGINT, where that file says ``interrupt``), hold for the
-job; ``ends/warned.<attempt>``, the end is near, for one start of it.
+``ends/node<k>.json`` is an agent's word; ``ends/node<k>.refused`` that of a script that could not
+start one: line 1 the exit code, line 2 ``host: why``. ``result.json`` is the job's verdict. Wishes
+lie beside them: ``detached``, the job lives on without the submitting side, and ``cancelled``, it
+is to end (by SIGINT, where that file says ``interrupt``), hold for the job;
+``ends/warned.<attempt>``, the end is near, for one start of it.
 
-A job that is queued again starts again in the same directory. What an older start left does not count for a later one: ends
-and verdicts bear their attempt, and from the second on a refusal does so in its name, ``node<k>.attempt<n>.refused``.
+A job that is queued again starts again in the same directory. What an older start left does not
+count for a later one: ends and verdicts bear their attempt, and from the second on a refusal does
+so in its name, ``node<k>.attempt<n>.refused``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def detach(job_dir: Path) -> None:
 
 
 def cancelled(job_dir: Path) -> bool:
-    """Return whether somebody wished the job to end: an agent that is only starting cannot write that down."""
+    """Return whether somebody wished the job to end: an agent that is only starting cannot write
+    that down.
+    """
     return (job_dir / "cancelled").exists()
 
 
@@ -66,7 +70,8 @@ def interrupted(job_dir: Path) -> bool:
 
 
 def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
-    """Note the wish that the job end; a full disk, or a directory that is gone, costs the note alone.
+    """Note the wish that the job end; a full disk, or a directory that is gone, costs the note
+    alone.
 
     Args:
         job_dir: the job's directory.
@@ -84,7 +89,9 @@ def warned(job_dir: Path, attempt: int) -> bool:
 
 
 def warn(job_dir: Path, attempt: int) -> None:
-    """Note that the end of this start is near, for whoever cannot be told; what cannot be written costs the note alone."""
+    """Note that the end of this start is near, for whoever cannot be told; what cannot be written
+    costs the note alone.
+    """
     try:
         warning_file(job_dir, attempt).touch(0o600)
     except OSError:
@@ -112,15 +119,22 @@ def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
     found = []
     for path in _glob(directory(job_dir), "node*.json"):
         end = files.read_json(path)
-        if not isinstance(end, dict) or end.get("attempt", 0) != attempt or type(end.get("node_rank")) is not int:
+        if (
+            not isinstance(end, dict)
+            or end.get("attempt", 0) != attempt
+            or type(end.get("node_rank")) is not int
+        ):
             continue
-        if path.stem == f"node{end['node_rank']}":  # a node speaks for itself alone, whatever its host has written
+        if (
+            path.stem == f"node{end['node_rank']}"
+        ):  # a node speaks for itself alone, whatever its host has written
             found.append(end | {"reason": str(end.get("reason") or "")[:_SHORT_TEXT]})
     return sorted(found, key=lambda end: end["node_rank"])
 
 
 def write_result(job_dir: Path, verdict: Verdict) -> None:
-    """Record the job's end; on a read-only disk beside it, where `read_result` of this machine looks.
+    """Record the job's end; on a read-only disk beside it, where `read_result` of this machine
+    looks.
 
     Raises:
         OSError: it cannot be written into the job's directory.
@@ -129,7 +143,9 @@ def write_result(job_dir: Path, verdict: Verdict) -> None:
         files.write_reserved(job_dir / "result.json", _fitting(verdict.to_json()))
     except OSError as error:
         why = f"its directory cannot be written: {error.strerror}"
-        _write_aside(job_dir, replace(verdict, reason=f"{verdict.reason} ({why})" if verdict.reason else why))
+        _write_aside(
+            job_dir, replace(verdict, reason=f"{verdict.reason} ({why})" if verdict.reason else why)
+        )
         raise
 
 
@@ -141,7 +157,9 @@ def reserve(job_dir: Path, node_rank: int) -> None:
 
 
 def _fitting(end: dict[str, Any]) -> bytes:
-    """Return an end as JSON; one that is larger than what is reserved for it without what its logs say too."""
+    """Return an end as JSON; one that is larger than what is reserved for it without what its logs
+    say too.
+    """
     data = files.json_bytes(end)
     if len(data) <= files.RESERVED:
         return data
@@ -149,11 +167,20 @@ def _fitting(end: dict[str, Any]) -> bytes:
     if failure:
         last_lines = [line[:200] for line in failure["last_lines"][-20:]]
         failure = failure | {"message": failure["message"][:_SHORT_TEXT], "last_lines": last_lines}
-    return files.json_bytes(end | {"failure": failure, "reason": str(end.get("reason", ""))[:_SHORT_TEXT], "consequences": []})
+    return files.json_bytes(
+        end
+        | {
+            "failure": failure,
+            "reason": str(end.get("reason", ""))[:_SHORT_TEXT],
+            "consequences": [],
+        }
+    )
 
 
 def read_result(job_dir: Path) -> Verdict | None:
-    """Return the newest verdict on record; None where there is none, or what is there is no verdict."""
+    """Return the newest verdict on record; None where there is none, or what is there is no
+    verdict.
+    """
     for path in (job_dir / "result.json", _aside(job_dir)):
         try:
             return Verdict.from_json(files.read_json(path))
@@ -168,7 +195,9 @@ def _write_aside(job_dir: Path, verdict: Verdict) -> None:
         if _is_ours(_ASIDE):
             files.write_json(_aside(job_dir), verdict.to_json())
             for old in _ASIDE.iterdir():
-                with contextlib.suppress(FileNotFoundError):  # another job's: renamed or removed at this moment
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # another job's: renamed or removed at this moment
                     if time.time() - old.stat().st_mtime > _KEPT_ASIDE:
                         old.unlink()
     except OSError:
@@ -176,7 +205,9 @@ def _write_aside(job_dir: Path, verdict: Verdict) -> None:
 
 
 def _aside(job_dir: Path) -> Path:
-    """Return where a verdict lies that did not get into the job's directory; nowhere, where another user has made that place."""
+    """Return where a verdict lies that did not get into the job's directory; nowhere, where another
+    user has made that place.
+    """
     name = hashlib.sha256(os.fsencode(job_dir)).hexdigest()
     return _ASIDE / f"{name}.json" if _is_ours(_ASIDE) else Path("/nonexistent")
 
@@ -186,7 +217,9 @@ def _is_ours(path: Path) -> bool:
         found = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    )
 
 
 def has_result(job_dir: Path, attempt: int) -> bool:
@@ -195,7 +228,8 @@ def has_result(job_dir: Path, attempt: int) -> bool:
 
 
 def put_aside_result(job_dir: Path, attempt: int) -> None:
-    """Move the verdict of an older start to ``ends/result.attempt<n>.json``: the job runs again, and has none.
+    """Move the verdict of an older start to ``ends/result.attempt<n>.json``: the job runs again,
+    and has none.
 
     Raises:
         OSError: it cannot be moved.
@@ -234,7 +268,8 @@ def refuse(job_dir: Path, node_rank: int, attempt: int, exit_code: int, why: str
 
 
 def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
-    """Return the nodes whose script could not start an agent, as failures with the last lines that it printed.
+    """Return the nodes whose script could not start an agent, as failures with the last lines that
+    it printed.
 
     A directory that cannot be read, as for want of descriptors, tells of nobody.
     """
@@ -242,7 +277,12 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
     suffix = _refusal_suffix(attempt)
     for path in _glob(directory(job_dir), f"node*{suffix}"):
         try:
-            code, _, message = files.read_regular(path, _LARGEST_REFUSAL).decode(errors="replace").strip().partition("\n")
+            code, _, message = (
+                files.read_regular(path, _LARGEST_REFUSAL)
+                .decode(errors="replace")
+                .strip()
+                .partition("\n")
+            )
         except (OSError, ValueError):
             continue  # taken away since it was listed, or none of ours
         host, _, why = message.partition(": ")
@@ -250,7 +290,18 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
         if _NUMBER.fullmatch(number):
             exit_code = int(code) if _NUMBER.fullmatch(code) and 0 < int(code) <= 255 else 1
             last = last_lines(node_directory(job_dir, int(number)) / "agent.log")
-            found.append(Failure(None, None, int(number), host[:_SHORT_TEXT], exit_code, None, why[:_SHORT_TEXT], last))
+            found.append(
+                Failure(
+                    None,
+                    None,
+                    int(number),
+                    host[:_SHORT_TEXT],
+                    exit_code,
+                    None,
+                    why[:_SHORT_TEXT],
+                    last,
+                )
+            )
     return sorted(found, key=lambda failure: failure.node_rank)
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from clusterjob.node.logs.log_files import Line
 
 WINDOW = 2.0  # seconds within which ranks write the same line
-_MOST_AHEAD = 32  # lines of one rank that may be shown before their time, so that a line behind them is folded
+# Lines of one rank that may be shown before their time, so that a line behind them is folded.
+_MOST_AHEAD = 32
 _MOST_HELD, _MOST_HELD_BYTES = 5_000, 4 << 20  # lines that are held back for others like them
 _MOST_AT_ONCE = 1 << 16  # characters that are shown with one write
 
@@ -51,11 +52,14 @@ class _Writer:
     lines: deque[Line] = field(default_factory=deque)
     added: int = 0
     shown: int = 0
-    passed: int = 0  # lines that have left the order of time, those that were shown with others included
+    passed: int = (
+        0  # lines that have left the order of time, those that were shown with others included
+    )
     newest: float = 0.0
 
 
-# Where a text stands in each writer's lines, counted from 1. Most lines of a large output are written once: they need no tables.
+# Where a text stands in each writer's lines, counted from 1. Most lines of a large output are
+# written once: they need no tables.
 _Once = tuple[_Writer, int]
 _Often = dict[_Writer, "int | deque[int]"]
 
@@ -67,20 +71,28 @@ def fold(lines: Iterable[Line]) -> list[Folded]:
 
 
 class Folder:
-    """Folds a stream of lines: holds a line back until none like it, of about the same time, can come any more.
+    """Folds a stream of lines: holds a line back until none like it, of about the same time, can
+    come any more.
 
-    The oldest line that was not shown yet is shown together with every other rank that writes the same within `WINDOW`. What such a
-    rank has written before goes first, unless that, too, is still to come from the one whose line it is.
+    The oldest line that was not shown yet is shown together with every other rank that writes the
+    same within `WINDOW`. What such a rank has written before goes first, unless that, too, is still
+    to come from the one whose line it is.
 
-    Most lines of a large output are written by one rank alone: what is done for each of these is the time that `run` needs.
+    Most lines of a large output are written by one rank alone: what is done for each of these is
+    the time that `run` needs.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Line] = deque()  # in the order of time; those that were shown with others included
+        self._waiting: deque[Line] = (
+            deque()
+        )  # in the order of time; those that were shown with others included
         self._whose: deque[_Writer] = deque()  # the writer of each
         self._writers: dict[_Key, _Writer] = {}
         self._sources: dict[tuple[int, int | None, str], _Writer] = {}
-        self._places: dict[str, dict[str, _Once | _Often]] = {"out": {}, "err": {}}  # by stream and text
+        self._places: dict[str, dict[str, _Once | _Often]] = {
+            "out": {},
+            "err": {},
+        }  # by stream and text
         self._newest = 0.0
         self._bytes = 0
 
@@ -128,7 +140,10 @@ class Folder:
     def _release(self, *, all_: bool) -> Iterator[Folded]:
         waiting = self._waiting
         while waiting and (
-            all_ or waiting[0].seconds + WINDOW < self._newest or len(waiting) > _MOST_HELD or self._bytes > _MOST_HELD_BYTES
+            all_
+            or waiting[0].seconds + WINDOW < self._newest
+            or len(waiting) > _MOST_HELD
+            or self._bytes > _MOST_HELD_BYTES
         ):
             line, writer = waiting.popleft(), self._whose.popleft()
             self._bytes -= len(line.text)
@@ -149,13 +164,17 @@ class Folder:
     def _together(self, writer: _Writer, line: Line, places: _Often) -> Iterator[Folded]:
         """Yield a line that others may write, too, after what these have written before."""
         until = line.seconds + WINDOW
-        for other, place in sorted(self._others(writer, places, until), key=lambda pair: pair[0].key):
+        for other, place in sorted(
+            self._others(writer, places, until), key=lambda pair: pair[0].key
+        ):
             while other.shown + 1 < place:
                 yield self._show(other.lines[0], until)
         yield self._show(line, until)
 
     def _others(self, writer: _Writer, places: _Often, until: float) -> list[tuple[_Writer, int]]:
-        """Return who else writes this line soon, and where in their lines it stands, if what they write before may go first."""
+        """Return who else writes this line soon, and where in their lines it stands, if what they
+        write before may go first.
+        """
         found = []
         for other, numbers in places.items():
             place = numbers if isinstance(numbers, int) else numbers[0]
@@ -163,7 +182,9 @@ class Folder:
             if other is writer or not 0 < ahead <= _MOST_AHEAD:
                 continue
             *before, same = itertools.islice(other.lines, ahead + 1)
-            if same.seconds <= until and not any(self._comes(writer, each, until) for each in before):
+            if same.seconds <= until and not any(
+                self._comes(writer, each, until) for each in before
+            ):
                 found.append((other, place))
         return found
 
@@ -179,13 +200,19 @@ class Folder:
         by_text = self._places[line.stream]
         known = by_text[line.text]
         places: _Often = {known[0]: known[1]} if isinstance(known, tuple) else known
-        same = [each for each in places if _first(places, each) == each.shown + 1 and each.lines[0].seconds <= until]
+        same = [
+            each
+            for each in places
+            if _first(places, each) == each.shown + 1 and each.lines[0].seconds <= until
+        ]
         for each in same:
             each.lines.popleft()
             each.shown += 1
             if _drop_first(places, each):
                 del by_text[line.text]
-        return Folded(_label(tuple([each.key for each in same])), line.stream, line.text, line.ended)
+        return Folded(
+            _label(tuple([each.key for each in same])), line.stream, line.text, line.ended
+        )
 
 
 def _first(places: _Often, writer: _Writer) -> int:
@@ -204,7 +231,8 @@ def _drop_first(places: _Often, writer: _Writer) -> bool:
 
 
 def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator[tuple[str, str]]:
-    """Yield lines that follow each other on one stream as one text, with the stream's name: one write in the place of many.
+    """Yield lines that follow each other on one stream as one text, with the stream's name: one
+    write in the place of many.
 
     Args:
         lines: the lines.

@@ -14,7 +14,9 @@ _UP, _ERASE = "\x1b[{}A", "\r\x1b[J"  # ECMA-48: cursor up; erase from here to t
 
 
 class LiveLines:
-    """Shows lines without an end below what was printed, and replaces them when they change; where stderr is a terminal."""
+    """Shows lines without an end below what was printed, and replaces them when they change; where
+    stderr is a terminal.
+    """
 
     def __init__(self) -> None:
         self._shown: list[str] = []
@@ -55,14 +57,18 @@ class LiveLines:
 
     def _write(self, text: str) -> None:
         try:
-            sys.stderr.write(text.encode(sys.stderr.encoding, "backslashreplace").decode(sys.stderr.encoding))
+            sys.stderr.write(
+                text.encode(sys.stderr.encoding, "backslashreplace").decode(sys.stderr.encoding)
+            )
             sys.stderr.flush()
         except OSError:
             self._is_terminal = False  # it was closed
 
 
 def _cut(text: str, columns: int) -> str:
-    """Return as much of a text as fits into so many columns; a line that wraps could not be replaced."""
+    """Return as much of a text as fits into so many columns; a line that wraps could not be
+    replaced.
+    """
     used = 0
     for index, character in enumerate(text):
         used += 2 if unicodedata.east_asian_width(character) in "WF" else 1

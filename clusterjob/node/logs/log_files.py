@@ -1,13 +1,13 @@
 """Where the workers' output lies, and how it is read as one stream.
 
-Each worker writes straight into files of its own: no pipe, so no line is lost when an agent dies and no worker waits for a
-reader. ``timeline`` notes, ten times a second, how far each file of the node had grown, which is what lets a reader on
-another day show all ranks in the order of time.
+Each worker writes straight into files of its own: no pipe, so no line is lost when an agent dies
+and no worker waits for a reader. ``timeline`` notes, ten times a second, how far each file of the
+node had grown, which is what lets a reader on another day show all ranks in the order of time.
 
-    logs/node0/rank0.out  rank0.err  rank1.out ...      first start
-    logs/node0/rank0.restart1.out ...                   after a restart of the workers
-    logs/node0/rank0.attempt1.out ...                   of the job that was queued again
-    logs/node0/timeline                                 "<seconds> <file> <size>" a line
+    logs/node0/rank0.out  rank0.err  rank1.out ...      first start logs/node0/rank0.restart1.out
+    ...                   after a restart of the workers logs/node0/rank0.attempt1.out ...
+    of the job that was queued again logs/node0/timeline                                 "<seconds>
+    <file> <size>" a line
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path
 
 
 def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...]:
-    """Return the last lines of a file, at most `count` of them and from its last `limit` bytes; none if there is no file."""
+    """Return the last lines of a file, at most `count` of them and from its last `limit` bytes;
+    none if there is no file.
+    """
     try:
         with path.open("rb") as stream:
             stream.seek(0, 2)
@@ -70,13 +72,17 @@ def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...
 
 
 def append(path: Path, lines: Sequence[str]) -> None:
-    """Add lines to a worker's file, marked as ours, in one write among the worker's own. A full disk costs them."""
+    """Add lines to a worker's file, marked as ours, in one write among the worker's own. A full
+    disk costs them.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     except OSError:
         return
     with contextlib.suppress(OSError):
-        os.write(descriptor, "".join(f"clusterjob: {line}\n" for line in lines).encode(errors="replace"))
+        os.write(
+            descriptor, "".join(f"clusterjob: {line}\n" for line in lines).encode(errors="replace")
+        )
     os.close(descriptor)
 
 
@@ -85,7 +91,9 @@ def _shown(part: bytes) -> str:
 
 
 def _standing(text: str) -> str:
-    """Return a line as a terminal would leave it: a progress bar rewrites its line, and its last state is left standing."""
+    """Return a line as a terminal would leave it: a progress bar rewrites its line, and its last
+    state is left standing.
+    """
     return text.rstrip("\r").rpartition("\r")[2]
 
 
@@ -97,7 +105,9 @@ class Timeline:
         self._sizes: dict[str, int] = {}
 
     def note(self) -> None:
-        """Look once and append what has grown. A full disk costs the note: readers then take the rest of the file last."""
+        """Look once and append what has grown. A full disk costs the note: readers then take the
+        rest of the file last.
+        """
         moment = f"{time.time():.3f}"
         grown = []
         try:
@@ -123,7 +133,8 @@ class Line:
         stream: ``out`` or ``err``.
         text: the line without its end; bytes that are no UTF-8 are shown as U+FFFD.
         seconds: of the epoch, when it was noted; 0 where nobody noted it.
-        ended: whether it has an end; not so the last line of a file, and parts of a line longer than `LONGEST`.
+        ended: whether it has an end; not so the last line of a file, and parts of a line longer
+            than `LONGEST`.
     """
 
     node_rank: int
@@ -147,7 +158,9 @@ class _File:
     rest: bytes = b""
 
     def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[Line]]:
-        """Yield the lines as far as the file has this size, in pieces of little memory; None for as far as it goes."""
+        """Yield the lines as far as the file has this size, in pieces of little memory; None for as
+        far as it goes.
+        """
         try:
             stream = _open_regular(self.path)
         except OSError:
@@ -179,7 +192,10 @@ class _File:
         except OSError:
             return
         with stream:
-            begin, left = os.fstat(stream.fileno()).st_size, count + 1  # the last line may have an end
+            begin, left = (
+                os.fstat(stream.fileno()).st_size,
+                count + 1,
+            )  # the last line may have an end
             while begin > 0 and left > 0:
                 end, begin = begin, max(0, begin - _PIECE)
                 stream.seek(begin)
@@ -197,7 +213,9 @@ class _File:
 
     def _lines(self, whole: bytes, seconds: float) -> list[Line]:
         """Return lines that have an end, without the last one's."""
-        texts = whole.decode(errors="surrogateescape" if self.raw else "replace").split("\n")  # at once: line by line takes much longer
+        texts = whole.decode(errors="surrogateescape" if self.raw else "replace").split(
+            "\n"
+        )  # at once: line by line takes much longer
         if not self.raw and b"\r" in whole:
             texts = [_standing(text) for text in texts]
         node_rank, rank, stream = self.node_rank, self.rank, self.stream
@@ -218,7 +236,9 @@ def _open_regular(path: Path) -> BinaryIO:
 
 
 def _without_overwritten(part: bytes) -> bytes:
-    """Return a line that goes on without what a terminal has overwritten by now: `_shown` gives the same of both."""
+    """Return a line that goes on without what a terminal has overwritten by now: `_shown` gives the
+    same of both.
+    """
     bare = part.rstrip(b"\r")
     return bare[bare.rfind(b"\r") + 1 :] + part[len(bare) :][:1]
 
@@ -237,18 +257,26 @@ class _Note(NamedTuple):
 
 
 class LogReader:
-    """Reads a job's logs as one stream in the order of time, from the beginning and then as they grow.
+    """Reads a job's logs as one stream in the order of time, from the beginning and then as they
+    grow.
 
     Args:
         job_dir: the job's directory.
         rank: only this worker's lines.
         node: only this node's lines.
         attempt: only the lines of this start of the job.
-        raw: give each line's bytes as they are (as ``surrogateescape`` decodes them), carriage returns included.
+        raw: give each line's bytes as they are (as ``surrogateescape`` decodes them), carriage
+            returns included.
     """
 
     def __init__(
-        self, job_dir: Path, rank: int | None = None, node: int | None = None, attempt: int | None = None, *, raw: bool = False
+        self,
+        job_dir: Path,
+        rank: int | None = None,
+        node: int | None = None,
+        attempt: int | None = None,
+        *,
+        raw: bool = False,
     ) -> None:
         self._logs = job_dir / "logs"
         self._rank = rank
@@ -264,12 +292,20 @@ class LogReader:
         return [line for lines in self.batches(end=False) for line in lines]
 
     def finish(self) -> list[Line]:
-        """Return all that is left, lines without an end included: for a job that is over, or of which this is enough."""
+        """Return all that is left, lines without an end included: for a job that is over, or of
+        which this is enough.
+        """
         return [line for lines in self.batches(end=True) for line in lines]
 
     def batches(self, *, end: bool) -> Iterator[list[Line]]:
-        """Yield what `read`, or at the end `finish`, returns, in pieces of little memory; an empty one where an open line has grown."""
-        for note in heapq.merge(*(self._notes(node_rank) for node_rank in self._nodes()), self._unnoted(), key=lambda note: note.seconds):
+        """Yield what `read`, or at the end `finish`, returns, in pieces of little memory; an empty
+        one where an open line has grown.
+        """
+        for note in heapq.merge(
+            *(self._notes(node_rank) for node_rank in self._nodes()),
+            self._unnoted(),
+            key=lambda note: note.seconds,
+        ):
             self._moment = max(self._moment, note.seconds)
             file = self._file(note.node_rank, note.name)
             if file is not None:
@@ -292,29 +328,50 @@ class LogReader:
                     file.skip_to_tail(count)
 
     def open_lines(self) -> list[Line]:
-        """Return the lines that have no end yet, such as progress bars: of each worker's newest files."""
+        """Return the lines that have no end yet, such as progress bars: of each worker's newest
+        files.
+        """
         newest: dict[tuple[int, int, str], tuple[tuple[int, int, int, str], _File]] = {}
         for (node_rank, name), file in self._files.items():
             key = (node_rank, -1 if file.rank is None else file.rank, file.stream)
-            newest[key] = max(newest.get(key, (_by_start(name), file)), (_by_start(name), file), key=lambda pair: pair[0])
+            newest[key] = max(
+                newest.get(key, (_by_start(name), file)),
+                (_by_start(name), file),
+                key=lambda pair: pair[0],
+            )
         return [
-            Line(file.node_rank, file.rank, file.stream, _shown(file.rest[-_LONGEST_OPEN:]), ended=False)
+            Line(
+                file.node_rank,
+                file.rank,
+                file.stream,
+                _shown(file.rest[-_LONGEST_OPEN:]),
+                ended=False,
+            )
             for _, (_, file) in sorted(newest.items())
             if file.rest.strip()
         ]
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
-        """Yield what a node's timeline has noted since the last call; of one moment in the order of starts."""
+        """Yield what a node's timeline has noted since the last call; of one moment in the order of
+        starts.
+        """
         path = node_directory(self._logs.parent, node_rank) / "timeline"
         timeline = self._timelines.setdefault(node_rank, _File(node_rank, None, "out", path))
         lines = (line for piece in timeline.lines_up_to(None) for line in piece)
-        matches = (match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None)  # a full disk may cut a line short
-        notes = (_Note(float(match[1]), node_rank, _by_start(match[2]), int(match[3])) for match in matches)
+        matches = (
+            match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None
+        )  # a full disk may cut a line short
+        notes = (
+            _Note(float(match[1]), node_rank, _by_start(match[2]), int(match[3]))
+            for match in matches
+        )
         for _, together in itertools.groupby(notes, key=lambda note: note.seconds):
             yield from sorted(together)
 
     def _unnoted(self) -> list[_Note]:
-        """Return how far the files of nodes without an agent have grown: nobody else notes it there (``--launcher srun``)."""
+        """Return how far the files of nodes without an agent have grown: nobody else notes it there
+        (``--launcher srun``).
+        """
         found = []
         for node_rank in self._nodes():
             directory = node_directory(self._logs.parent, node_rank)
@@ -329,24 +386,37 @@ class LogReader:
 
     def _nodes(self) -> list[int]:
         try:
-            names = [path.name for path in self._logs.iterdir() if re.fullmatch(r"node\d{1,9}", path.name, re.ASCII)]
+            names = [
+                path.name
+                for path in self._logs.iterdir()
+                if re.fullmatch(r"node\d{1,9}", path.name, re.ASCII)
+            ]
         except OSError:
             return []
-        return sorted(number for number in (int(name[4:]) for name in names) if self._node in (None, number))
+        return sorted(
+            number for number in (int(name[4:]) for name in names) if self._node in (None, number)
+        )
 
     def _file(self, node_rank: int, name: str) -> _File | None:
         match = _NAME.fullmatch(name)
         if match is None:
             return None
         rank = int(match["rank"]) if match["rank"] else None
-        if self._rank not in (None, rank) or self._attempt not in (None, int(match["attempt"] or 0)):
+        if self._rank not in (None, rank) or self._attempt not in (
+            None,
+            int(match["attempt"] or 0),
+        ):
             return None
         path = node_directory(self._logs.parent, node_rank) / name
-        return self._files.setdefault((node_rank, name), _File(node_rank, rank, match["stream"], path, self._raw))
+        return self._files.setdefault(
+            (node_rank, name), _File(node_rank, rank, match["stream"], path, self._raw)
+        )
 
 
 def _names(directory: Path) -> list[str]:
-    """Return what lies in a directory, as it was begun; nothing where it was taken away since it was seen."""
+    """Return what lies in a directory, as it was begun; nothing where it was taken away since it
+    was seen.
+    """
     try:
         return sorted(os.listdir(directory), key=_by_start)
     except OSError:

@@ -1,14 +1,16 @@
-"""Lines that carry a number: how output and verdict come back where the submitter sees nothing but a platform's log of each node.
+"""Lines that carry a number: how output and verdict come back where the submitter sees nothing but
+a platform's log of each node.
 
-    <n>[@<seconds>] [<label>] <text>      a worker's stdout; the label is as people see it: 0-3,5, or node0 for a torchrun's
-    <n>[@<seconds>] [<label>]! <text>     a worker's stderr
-    <n> clusterjob: <text>                the agent's own words
-    <n> clusterjob-verdict <json>         once, the last line, of node 0 alone
-    clusterjob-refused <code> <host>: <why>    without a number: of a node that could not start its agent
+    <n>[@<seconds>] [<label>] <text>      a worker's stdout; the label is as people see it: 0-3,5,
+    or node0 for a torchrun's <n>[@<seconds>] [<label>]! <text>     a worker's stderr <n>
+    clusterjob: <text>                the agent's own words <n> clusterjob-verdict <json>
+    once, the last line, of node 0 alone clusterjob-refused <code> <host>: <why>    without a
+    number: of a node that could not start its agent
 
-The numbers count a node's lines from 1, so that a reader who gets lines twice, late, or not at all sees that. The seconds (of the epoch)
-hold until the next line that has some: by them the lines of several nodes find their order. A ``+`` after the bracket, the colon or
-``verdict`` says that the text goes on in the next line: a container's runtime cuts lines of more than 16 KiB.
+The numbers count a node's lines from 1, so that a reader who gets lines twice, late, or not at all
+sees that. The seconds (of the epoch) hold until the next line that has some: by them the lines of
+several nodes find their order. A ``+`` after the bracket, the colon or ``verdict`` says that the
+text goes on in the next line: a container's runtime cuts lines of more than 16 KiB.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Writer:
         """Return workers' lines, read at one moment, with their numbers."""
         stamp, parts = f"@{seconds:.1f}", []
         for line in lines:
-            parts.append(self._line(f"[{line.label}]" + "!" * (line.stream == "err"), line.text, stamp))
+            parts.append(
+                self._line(f"[{line.label}]" + "!" * (line.stream == "err"), line.text, stamp)
+            )
             stamp = ""
         return "".join(parts)
 
@@ -72,16 +76,23 @@ class Writer:
         return "".join(self._line("clusterjob:", line) for line in text.split("\n"))
 
     def verdict(self, verdict: Mapping[str, Any]) -> str:
-        """Return how the job ended; of workers that failed as a consequence without their last lines, which are in their logs."""
+        """Return how the job ended; of workers that failed as a consequence without their last
+        lines, which are in their logs.
+        """
         consequences = [failure | {"last_lines": []} for failure in verdict["consequences"]]
-        return self._line("clusterjob-verdict", json.dumps({**verdict, "consequences": consequences}, separators=(",", ":")))
+        return self._line(
+            "clusterjob-verdict",
+            json.dumps({**verdict, "consequences": consequences}, separators=(",", ":")),
+        )
 
     def _line(self, mark: str, text: str, stamp: str = "") -> str:
         pieces = _pieces(text)
         lines = []
         for index, piece in enumerate(pieces):
             self._count += 1
-            lines.append(f"{self._count}{stamp if not index else ''} {mark}{'+' * (index < len(pieces) - 1)} {piece}\n")
+            lines.append(
+                f"{self._count}{stamp if not index else ''} {mark}{'+' * (index < len(pieces) - 1)} {piece}\n"
+            )
         return "".join(lines)
 
 
@@ -103,9 +114,18 @@ def parse(line: str) -> Numbered | None:
     match = _LINE.fullmatch(line.rstrip("\r\n"))
     if match is None:
         return None
-    kind = {":": "agent", "-verdict": "verdict"}.get(match["own"] or "", "err" if match["err"] else "out")
+    kind = {":": "agent", "-verdict": "verdict"}.get(
+        match["own"] or "", "err" if match["err"] else "out"
+    )
     seconds = float(match["seconds"]) if match["seconds"] else None
-    return Numbered(int(match["number"]), kind, match["label"] or "", match["text"] or "", bool(match["more"]), seconds)
+    return Numbered(
+        int(match["number"]),
+        kind,
+        match["label"] or "",
+        match["text"] or "",
+        bool(match["more"]),
+        seconds,
+    )
 
 
 def ranks(label: str) -> list[int | None]:

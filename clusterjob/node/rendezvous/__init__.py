@@ -1,1 +1,3 @@
-"""How the agents of a job meet and stay together: one authenticated connection from every agent to node 0's, the lead."""
+"""How the agents of a job meet and stay together: one authenticated connection from every agent to
+node 0's, the lead.
+"""

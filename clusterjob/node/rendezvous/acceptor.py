@@ -1,4 +1,6 @@
-"""Accept connections at node 0, whatever strangers open: few wait unauthenticated, and no error of accept(2) ends the job."""
+"""Accept connections at node 0, whatever strangers open: few wait unauthenticated, and no error of
+accept(2) ends the job.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,33 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 class Acceptor:
     """Accepts connections one by one, and hands each to a task of its own.
 
-    asyncio.start_server cannot do it: it sets the backlog to 100, and accepts all that wait before the first handler runs, so that
-    a thousand idle connections take every descriptor of this process.
+    asyncio.start_server cannot do it: it sets the backlog to 100, and accepts all that wait before
+    the first handler runs, so that a thousand idle connections take every descriptor of this
+    process.
 
     Args:
         listener: a socket that listens.
         handle: serves a connection until its end.
-        most_waiting: returns how many connections may be unauthenticated now; beyond it the oldest one is closed. An agent
-            authenticates in milliseconds, and tries again.
+        most_waiting: returns how many connections may be unauthenticated now; beyond it the oldest
+            one is closed. An agent authenticates in milliseconds, and tries again.
         dropped: is told the reason for each connection that is closed so.
     """
 
     def __init__(
-        self, listener: socket.socket, handle: Handler, most_waiting: Callable[[], int], dropped: Callable[[str, str], None]
+        self,
+        listener: socket.socket,
+        handle: Handler,
+        most_waiting: Callable[[], int],
+        dropped: Callable[[str, str], None],
     ) -> None:
         listener.setblocking(False)
         self._listener = listener
         self._handle = handle
         self._most_waiting = most_waiting
         self._dropped = dropped
-        self._waiting: dict[asyncio.Task[None], str] = {}  # unauthenticated, oldest first; the peer's address
+        self._waiting: dict[
+            asyncio.Task[None], str
+        ] = {}  # unauthenticated, oldest first; the peer's address
         self._all: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -87,7 +96,9 @@ class Acceptor:
         assert task is not None
         writer: asyncio.StreamWriter | None = None
         try:
-            reader, writer = await asyncio.open_connection(sock=connection, limit=protocol.LINE_BYTES)
+            reader, writer = await asyncio.open_connection(
+                sock=connection, limit=protocol.LINE_BYTES
+            )
             await self._handle(reader, writer)
         except asyncio.CancelledError:
             pass  # closed here; nobody waits for this task, so nobody is told

@@ -20,7 +20,10 @@ from clusterjob.node.system import network
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # between two rounds of tries to find the lead
 _CONNECT_SECONDS = 5.0
-_FIRST_NOTICE, _LATER_NOTICES = 4.0, 5.0  # seconds before one says that node 0 is not found, and between later times
+_FIRST_NOTICE, _LATER_NOTICES = (
+    4.0,
+    5.0,
+)  # seconds before one says that node 0 is not found, and between later times
 _NAMELESS = 3.0  # seconds for node 0's name to be known where names are those of machines
 _FIXED_NAMES = ("clusterjob", "slurm")  # elsewhere a name may come to be with its container
 
@@ -54,7 +57,9 @@ class OwnLead:
 
 
 class RemoteLead:
-    """The link of every other node's agent: one authenticated connection, with a lease on both ends."""
+    """The link of every other node's agent: one authenticated connection, with a lease on both
+    ends.
+    """
 
     def __init__(self, channel: Channel, options: LaunchOptions) -> None:
         self.orders: asyncio.Queue[Message] = asyncio.Queue()
@@ -93,10 +98,14 @@ class RemoteLead:
             await asyncio.sleep(self._options.heartbeat)
             self.send({"t": "beat"})
             if self._stalls.tick():
-                self._heard_at = time.monotonic()  # this process has heard nobody meanwhile, whoever spoke
+                self._heard_at = (
+                    time.monotonic()
+                )  # this process has heard nobody meanwhile, whoever spoke
             silence = time.monotonic() - self._heard_at
             if silence > self._options.lease:
-                self.orders.put_nowait({"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"})
+                self.orders.put_nowait(
+                    {"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"}
+                )
                 return
 
 
@@ -119,15 +128,20 @@ async def find_lead(
         given_up: says why node 0 will never be there; empty while it may come.
 
     Raises:
-        GangError: the lead refused this agent, or was not found in time; the message says what was tried and what the
-            kernel said.
+        GangError: the lead refused this agent, or was not found in time; the message says what was
+            tried and what the kernel said.
     """
     begin = time.monotonic()
     pause = _FIRST_PAUSE
-    troubles: dict[str, list[int]] = {}  # the ports of the last round of tries, by what went wrong; of the first, as far as it is
+    troubles: dict[
+        str, list[int]
+    ] = {}  # the ports of the last round of tries, by what went wrong; of the first, as far as it is
 
     def text() -> str:
-        tried = [f"{why} (port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))})" for why, ports in troubles.items()]
+        tried = [
+            f"{why} (port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))})"
+            for why, ports in troubles.items()
+        ]
         where = f"node {topology.node_rank} cannot find node 0 at {topology.master_addr}"
         return f"{where}: {'; '.join(tried) or f'no answer (port {job.ports[0]})'}"
 
@@ -150,14 +164,19 @@ async def find_lead(
                     return await _try(topology.master_addr, port, options, job, hello)
                 except (OSError, asyncio.TimeoutError, protocol.Stranger) as error:
                     found.setdefault(_why(error), []).append(port)
-                    nameless, silent = isinstance(error, socket.gaierror), isinstance(error, network.NoNameServerError)
+                    nameless, silent = (
+                        isinstance(error, socket.gaierror),
+                        isinstance(error, network.NoNameServerError),
+                    )
                 if nameless:
                     break  # whatever the port
             troubles = found
             waited = time.monotonic() - begin
             if given_up():
                 raise GangError(f"node 0 did not start: {given_up()}")
-            unknown = nameless and topology.source in _FIXED_NAMES and (silent or waited > _NAMELESS)
+            unknown = (
+                nameless and topology.source in _FIXED_NAMES and (silent or waited > _NAMELESS)
+            )
             if unknown or waited > options.join_timeout:
                 raise GangError(f"{text()}; gave up after {waited:.0f} s")
             await asyncio.sleep(pause)
@@ -166,7 +185,9 @@ async def find_lead(
         telling.cancel()
 
 
-async def _try(host: str, port: int, options: LaunchOptions, job: JobIdentity, hello: Message) -> RemoteLead:
+async def _try(
+    host: str, port: int, options: LaunchOptions, job: JobIdentity, hello: Message
+) -> RemoteLead:
     # asyncio's own lookup could not be given up: it would hold up this agent's end.
     addresses = await asyncio.to_thread(network.addresses_of, host)
     for address in addresses:

@@ -1,4 +1,6 @@
-"""Who is there: lets in the agents that prove to be of this job, hears them, and notices those that are gone."""
+"""Who is there: lets in the agents that prove to be of this job, hears them, and notices those that
+are gone.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,14 @@ class Gathering:
     Attributes:
         peers: the agents that have come, by node_rank.
         inbox: what they say, with who says it: `joined` first, and `lost` where one is gone.
-        refusals: those that are of this job and do not belong into it, such as a second one with the same node_rank.
+        refusals: those that are of this job and do not belong into it, such as a second one with
+            the same node_rank.
         stalls: when this process itself did not run.
     """
 
-    def __init__(self, nnodes: int, options: LaunchOptions, job: JobIdentity, events: EventLog) -> None:
+    def __init__(
+        self, nnodes: int, options: LaunchOptions, job: JobIdentity, events: EventLog
+    ) -> None:
         self.peers: dict[int, Peer] = {}
         self.inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
         self.refusals: list[Failure] = []
@@ -76,15 +81,27 @@ class Gathering:
             listener: a socket that listens.
             address: its address, as the other nodes know it.
         """
-        self._events.add("listening", address=address, port=listener.getsockname()[1], bound=listener.getsockname()[0])
+        self._events.add(
+            "listening",
+            address=address,
+            port=listener.getsockname()[1],
+            bound=listener.getsockname()[0],
+        )
         self._acceptor = Acceptor(listener, self._converse, self._most_waiting, self._note_stranger)
-        self.tasks = [asyncio.create_task(self._acceptor.serve()), asyncio.create_task(self._beat())]
+        self.tasks = [
+            asyncio.create_task(self._acceptor.serve()),
+            asyncio.create_task(self._beat()),
+        ]
 
     async def close(self) -> None:
-        """Let nobody in any more, give the others a moment to hear the verdict and hang up, then hang up on the rest."""
+        """Let nobody in any more, give the others a moment to hear the verdict and hang up, then
+        hang up on the rest.
+        """
         for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)  # before the listener's descriptor may be another's
+        await asyncio.gather(
+            *self.tasks, return_exceptions=True
+        )  # before the listener's descriptor may be another's
         if self._uncounted:
             self._events.add("stranger", more=self._uncounted)
         if self.tasks:
@@ -94,7 +111,9 @@ class Gathering:
         return self._nnodes - len(self.peers) + MOST_WAITING
 
     def _note_stranger(self, address: str, why: str) -> None:
-        """Note a connection that was no agent's; of many, how many there were: strangers must not fill the job's disk."""
+        """Note a connection that was no agent's; of many, how many there were: strangers must not
+        fill the job's disk.
+        """
         moment = time.monotonic()
         if self._strangers < _MOST_STRANGERS:
             self._events.add("stranger", address=address, why=sanitize(why))
@@ -121,7 +140,9 @@ class Gathering:
         own = messages.read_hello(hello)
         node_rank, host, pid, counted_by = own.node_rank, own.host, own.pid, own.counted_by
         if own.attempt != self._job.attempt:
-            raise protocol.Refused(f"this is attempt {self._job.attempt} of the job, not {own.attempt}")
+            raise protocol.Refused(
+                f"this is attempt {self._job.attempt} of the job, not {own.attempt}"
+            )
         problem = ""
         if own.nnodes != self._nnodes:
             problem = f"node {node_rank} on {host} (pid {pid}) counts {own.nnodes} nodes, node 0 counts {self._nnodes}"
@@ -139,7 +160,16 @@ class Gathering:
             if len(self.refusals) < _MOST_STRANGERS:
                 self.refusals.append(Failure(None, None, node_rank, host, 1, None, problem))
             raise protocol.Refused(problem)
-        self.peers[node_rank] = Peer(node_rank, host, pid, own.nproc, send, time.monotonic(), own.endpoints, own.wants_endpoints)
+        self.peers[node_rank] = Peer(
+            node_rank,
+            host,
+            pid,
+            own.nproc,
+            send,
+            time.monotonic(),
+            own.endpoints,
+            own.wants_endpoints,
+        )
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=own.nproc)
         self.inbox.put_nowait((node_rank, {"t": "joined"}))
 
@@ -152,7 +182,9 @@ class Gathering:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            channel, hello = await protocol.greet_member(reader, writer, self._job.token, self._job.job_id)
+            channel, hello = await protocol.greet_member(
+                reader, writer, self._job.token, self._job.job_id
+            )
         except (GangError, OSError, asyncio.TimeoutError) as error:
             self._note_stranger(str(writer.get_extra_info("peername")), str(error) or "silent")
             return
@@ -192,4 +224,9 @@ class Gathering:
                     peer.heard_at = moment  # this process has heard nobody meanwhile, whoever spoke
                 silence = moment - peer.heard_at
                 if silence > self._options.lease and not peer.lost and peer.node_rank != 0:
-                    self.inbox.put_nowait((peer.node_rank, {"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"}))
+                    self.inbox.put_nowait(
+                        (
+                            peer.node_rank,
+                            {"t": "lost", "why": f"nothing was heard of it for {silence:.0f} s"},
+                        )
+                    )

@@ -1,7 +1,8 @@
 """What an agent may say to node 0: each message is checked before anything is done with it.
 
-The token tells an agent from a stranger. It does not tell a sound agent from one on a compromised host, and no message of that one
-may raise an exception in the coordinator or speak for another node.
+The token tells an agent from a stranger. It does not tell a sound agent from one on a compromised
+host, and no message of that one may raise an exception in the coordinator or speak for another
+node.
 """
 
 from __future__ import annotations
@@ -49,20 +50,29 @@ def read_hello(message: Message) -> Hello:
     Raises:
         MalformedMessageError: it is none.
     """
-    for name, limit in (("node_rank", _MOST_RANKS), ("pid", 1 << 31), ("attempt", _MOST_RANKS), ("nnodes", _MOST_RANKS)):
+    for name, limit in (
+        ("node_rank", _MOST_RANKS),
+        ("pid", 1 << 31),
+        ("attempt", _MOST_RANKS),
+        ("nnodes", _MOST_RANKS),
+    ):
         if not _whole(message.get(name), limit):
             raise MalformedMessageError(f"its {name} is no number of this kind")
     nproc, endpoints = message.get("nproc"), message.get("endpoints", [])
     if type(nproc) is not int or not 0 < nproc <= _MOST_PROCESSES:
         raise MalformedMessageError("its nproc is no number of processes")
-    if not isinstance(endpoints, list) or len(endpoints) > nproc + 1 or not all(_text(each, _LONGEST_NAME) for each in endpoints):
+    if (
+        not isinstance(endpoints, list)
+        or len(endpoints) > nproc + 1
+        or not all(_text(each, _LONGEST_NAME) for each in endpoints)
+    ):
         raise MalformedMessageError("its endpoints are no list of addresses")
     names = {name: message.get(name, "") for name in ("host", "counted_by")}
     if not all(_text(name, _LONGEST_NAME) for name in names.values()):
         raise MalformedMessageError("its host is no name")
     return Hello(
-        message["node_rank"], sanitize(names["host"]), message["pid"], message["attempt"], message["nnodes"], nproc,
-        sanitize(names["counted_by"]), tuple(map(sanitize, endpoints)),
+        message["node_rank"], sanitize(names["host"]), message["pid"], message["attempt"],
+        message["nnodes"], nproc, sanitize(names["counted_by"]), tuple(map(sanitize, endpoints)),
         message.get("wants_endpoints") is True,
     )  # fmt: skip
 
@@ -107,15 +117,28 @@ def _why(value: Any, _: int) -> bool:
 
 
 def _age(value: Any, _: int) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value < 1e9
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and 0 <= value < 1e9
+    )
 
 
 def _ranks(value: Any, node_rank: int) -> bool:
-    return isinstance(value, list) and len(value) <= _MOST_ITEMS and all(_rank(each, node_rank) for each in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_ITEMS
+        and all(_rank(each, node_rank) for each in value)
+    )
 
 
 def _lines(value: Any, node_rank: int) -> bool:
-    return isinstance(value, list) and len(value) <= _MOST_ITEMS and all(_why(each, node_rank) for each in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_ITEMS
+        and all(_why(each, node_rank) for each in value)
+    )
 
 
 def _failure(value: Any, node_rank: int) -> bool:
@@ -125,11 +148,15 @@ def _failure(value: Any, node_rank: int) -> bool:
         and value.keys() == Failure.__dataclass_fields__.keys()
         and type(value["node_rank"]) is int
         and value["node_rank"] == node_rank
-        and all(value[name] is None or _rank(value[name], node_rank) for name in ("rank", "local_rank"))
+        and all(
+            value[name] is None or _rank(value[name], node_rank) for name in ("rank", "local_rank")
+        )
         and (value["rank"] is None) == (value["local_rank"] is None)
         and _whole(value["exit_code"], 256)
         and _text(value["host"], _LONGEST_NAME)
-        and all(value[name] is None or _text(value[name], _LONGEST_NAME) for name in ("signal", "kind"))
+        and all(
+            value[name] is None or _text(value[name], _LONGEST_NAME) for name in ("signal", "kind")
+        )
         and _why(value["message"], node_rank)
         and _lines(value["last_lines"], node_rank)
         and _flag(value["effect"], node_rank)
@@ -137,7 +164,11 @@ def _failure(value: Any, node_rank: int) -> bool:
 
 
 def _failures(value: Any, node_rank: int) -> bool:
-    return isinstance(value, list) and len(value) <= _MOST_ITEMS and all(_failure(each, node_rank) for each in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_ITEMS
+        and all(_failure(each, node_rank) for each in value)
+    )
 
 
 def _process(value: Any, node_rank: int) -> bool:  # noqa: ARG001

@@ -1,4 +1,6 @@
-"""Workers for which others wait at the roll-call of a process group: whom to ask, and whom to blame once the others give up."""
+"""Workers for which others wait at the roll-call of a process group: whom to ask, and whom to blame
+once the others give up.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from clusterjob.node.environments.topology import ranks_by_node
 from clusterjob.node.rendezvous.protocol import Message
 from clusterjob.node.verdict import Failure, is_roll_call_end
 
-PATIENCE = 3.0  # seconds for which a verdict waits for the agents' answers: `stacks.ANSWER_SECONDS`, and their way
+# Seconds for which a verdict waits for the agents' answers: `stacks.ANSWER_SECONDS`, and their way.
+PATIENCE = 3.0
 
 
 class Search:
@@ -34,7 +37,9 @@ class Search:
             node_rank: the node of the worker that waits.
             question: its words.
         """
-        by_node = ranks_by_node(self._first_ranks, (rank for rank in question["ranks"] if rank < self._world_size))
+        by_node = ranks_by_node(
+            self._first_ranks, (rank for rank in question["ranks"] if rank < self._world_size)
+        )
         self._asker = node_rank, int(question["local_rank"])
         if question["final"]:
             self._open = set(by_node)
@@ -42,7 +47,8 @@ class Search:
         return by_node
 
     def answer(self, node_rank: int, answer: Message) -> tuple[int, Message] | None:
-        """Take in what an agent answers; return what to tell which node, for the log of the worker that waits.
+        """Take in what an agent answers; return what to tell which node, for the log of the worker
+        that waits.
 
         None once that has given up: its last words are its own, and the verdict says the rest.
         """
@@ -51,7 +57,11 @@ class Search:
             self._stuck += [Failure.from_json(failure) for failure in answer["failures"]]
         if self._asker is None or answer["final"]:
             return None
-        return self._asker[0], {"t": "found", "local_rank": self._asker[1], "lines": answer["lines"]}
+        return self._asker[0], {
+            "t": "found",
+            "local_rank": self._asker[1],
+            "lines": answer["lines"],
+        }
 
     @property
     def answered(self) -> bool:
@@ -59,11 +69,15 @@ class Search:
         return not self._open
 
     def note(self, failure: Failure) -> None:
-        """Take in a failure: one that tells of the end of a roll-call makes those who were missing its cause."""
+        """Take in a failure: one that tells of the end of a roll-call makes those who were missing
+        its cause.
+        """
         self._given_up |= is_roll_call_end(failure)
 
     def causes(self) -> list[Failure]:
-        """Return whom the others gave up waiting for, once: empty while nobody has failed of it, as a script may try again."""
+        """Return whom the others gave up waiting for, once: empty while nobody has failed of it, as
+        a script may try again.
+        """
         if not self._given_up:
             return []
         stuck, self._stuck = self._stuck, []

@@ -1,6 +1,8 @@
-"""Where node 0 listens: at the port that a platform names, else at one of a sequence that every agent computes by itself.
+"""Where node 0 listens: at the port that a platform names, else at one of a sequence that every
+agent computes by itself.
 
-The lead binds the first candidate that is free, the others try them in turn, and the handshake tells the lead from a stranger.
+The lead binds the first candidate that is free, the others try them in turn, and the handshake
+tells the lead from a stranger.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
 
 
 def of_workers(job_id: str, attempt: int, restart: int) -> list[int]:
-    """Return ports for workers that bind theirs themselves, seconds later: none that the kernel deals out meanwhile.
+    """Return ports for workers that bind theirs themselves, seconds later: none that the kernel
+    deals out meanwhile.
 
     Args:
         job_id: the job's id.
@@ -42,10 +45,12 @@ def of_workers(job_id: str, attempt: int, restart: int) -> list[int]:
 
 
 def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:
-    """Return a socket that listens at the first port that is free; one of a job of one node (alone) is reached from here only.
+    """Return a socket that listens at the first port that is free; one of a job of one node (alone)
+    is reached from here only.
 
     Raises:
-        GangError: none is free, or the address does not resolve; the message says what the kernel said.
+        GangError: none is free, or the address does not resolve; the message says what the kernel
+            said.
     """
     taken = []
     for port in ports:
@@ -53,6 +58,10 @@ def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> so
             return network.listen_at(master_addr, port, _BACKLOG, alone=alone)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise GangError(f"node 0 cannot listen at {master_addr}:{port}: {error.strerror or error}") from error
+                raise GangError(
+                    f"node 0 cannot listen at {master_addr}:{port}: {error.strerror or error}"
+                ) from error
             taken.append(str(port))
-    raise GangError(f"node 0 finds no free port at {master_addr}: {', '.join(taken)} {'is' if len(taken) == 1 else 'are'} taken")
+    raise GangError(
+        f"node 0 finds no free port at {master_addr}: {', '.join(taken)} {'is' if len(taken) == 1 else 'are'} taken"
+    )

@@ -1,8 +1,10 @@
-"""What the lead knows of a preemption: that the end is near, how long the workers have, and which of their ends belong to it.
+"""What the lead knows of a preemption: that the end is near, how long the workers have, and which
+of their ends belong to it.
 
-A scheduler warns a job before it takes its nodes. Workers then save, and leave with the exit code 75 in order to be queued
-again; or they know nothing of it, and are stopped in time for a verdict. The scheduler's signals reach agents and workers of
-all nodes at about the same time, so an end by such a signal may be heard of before the warning that explains it.
+A scheduler warns a job before it takes its nodes. Workers then save, and leave with the exit code
+75 in order to be queued again; or they know nothing of it, and are stopped in time for a verdict.
+The scheduler's signals reach agents and workers of all nodes at about the same time, so an end by
+such a signal may be heard of before the warning that explains it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from dataclasses import dataclass
 from clusterjob.node.rendezvous.root_cause import Judge
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, is_termination
 
-SUSPICION = 3.0  # seconds for which a worker's end that looks like a preemption's waits for the warning
+SUSPICION = (
+    3.0  # seconds for which a worker's end that looks like a preemption's waits for the warning
+)
 _MARGIN = 2.0  # seconds that are kept, beside the grace, for the verdict itself
 
 
@@ -79,7 +83,8 @@ class Notice:
         self._stopping = False
 
     def takes(self, failure: Failure, at: float, *, exited: bool) -> bool:
-        """Return whether a worker's end is a preemption's work, or may turn out to be, and so no failure.
+        """Return whether a worker's end is a preemption's work, or may turn out to be, and so no
+        failure.
 
         Args:
             failure: what the agent knows of it.
@@ -94,7 +99,11 @@ class Notice:
             if leaves or (self._left and failure.effect):
                 self._note(failure)
             return key in self._left
-        known = [suspect for suspect in self._suspects if (suspect.failure.node_rank, suspect.failure.local_rank) == key]
+        known = [
+            suspect
+            for suspect in self._suspects
+            if (suspect.failure.node_rank, suspect.failure.local_rank) == key
+        ]
         if leaves and not known:
             self._suspects.append(_Suspect(failure, at, exited))
         for suspect in known:
@@ -102,12 +111,16 @@ class Notice:
         return leaves or bool(known)
 
     def end_round(self, judge: Judge) -> None:
-        """Leave to the judge what was not explained so far, and what comes now that the workers are being stopped."""
+        """Leave to the judge what was not explained so far, and what comes now that the workers are
+        being stopped.
+        """
         self.give_up(judge)
         self._stopping = True
 
     def give_up(self, judge: Judge, moment: float = float("inf")) -> None:
-        """Hand the judge what no warning has explained in time, up to a moment of the lead's monotonic clock."""
+        """Hand the judge what no warning has explained in time, up to a moment of the lead's
+        monotonic clock.
+        """
         for suspect in [suspect for suspect in self._suspects if suspect.at + SUSPICION <= moment]:
             self._suspects.remove(suspect)
             judge.hear(suspect.failure, suspect.at, exited=suspect.exited)

@@ -1,8 +1,10 @@
-"""One connection between two agents: who the other is, proved by the job's token, and messages that nobody else can send.
+"""One connection between two agents: who the other is, proved by the job's token, and messages that
+nobody else can send.
 
-The token never travels. Both sides answer the other's random challenge with an HMAC; a session key made of both challenges
-then signs every message together with its number, so that nothing can be forged, replayed or reordered. Messages are JSON,
-one a line. They are not encrypted: they carry no secret.
+The token never travels. Both sides answer the other's random challenge with an HMAC; a session key
+made of both challenges then signs every message together with its number, so that nothing can be
+forged, replayed or reordered. Messages are JSON, one a line. They are not encrypted: they carry no
+secret.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Stranger(GangError):
 
 
 class Refused(GangError):
-    """The lead knows the token and does not want this agent: a rank that is taken, an old attempt, another world size."""
+    """The lead knows the token and does not want this agent: a rank that is taken, an old attempt,
+    another world size.
+    """
 
 
 class Channel:
@@ -40,7 +44,13 @@ class Channel:
         send_key, receive_key: one key for each direction, so that no message can be reflected.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        send_key: bytes,
+        receive_key: bytes,
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._send_key = send_key
@@ -70,7 +80,9 @@ class Channel:
         if not line.endswith(b"\n"):
             return None
         signature, _, payload = line[:-1].partition(b" ")
-        if not hmac.compare_digest(signature, _sign(self._receive_key, str(self._received).encode(), payload)):
+        if not hmac.compare_digest(
+            signature, _sign(self._receive_key, str(self._received).encode(), payload)
+        ):
             raise Stranger("a message between agents carries a wrong signature")
         self._received += 1
         return _object(payload)
@@ -85,8 +97,11 @@ class Channel:
             self._writer.transport.abort()
 
 
-async def greet_lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, hello: Message) -> Channel:
-    """Introduce this agent to what may be the lead; return the channel once the lead has taken it in.
+async def greet_lead(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, hello: Message
+) -> Channel:
+    """Introduce this agent to what may be the lead; return the channel once the lead has taken it
+    in.
 
     Args:
         reader: the fresh connection, the reading side.
@@ -119,8 +134,11 @@ async def greet_lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
     return channel
 
 
-async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, job: str) -> tuple[Channel, Message]:
-    """Let an agent prove that it belongs to the job; return the channel and its hello. The caller answers that.
+async def greet_member(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, job: str
+) -> tuple[Channel, Message]:
+    """Let an agent prove that it belongs to the job; return the channel and its hello. The caller
+    answers that.
 
     Raises:
         Stranger: it does not know the token, or is of another job.

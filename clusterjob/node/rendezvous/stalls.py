@@ -1,7 +1,8 @@
 """Measure how long this process itself did not run, before it blames a peer for a silence.
 
-A process that was stopped, whose machine was suspended, or that got no CPU has heard nobody meanwhile, and nobody has heard it.
-CLOCK_BOOTTIME goes on while a machine is suspended; CLOCK_MONOTONIC does not (clock_gettime(2)).
+A process that was stopped, whose machine was suspended, or that got no CPU has heard nobody
+meanwhile, and nobody has heard it. CLOCK_BOOTTIME goes on while a machine is suspended;
+CLOCK_MONOTONIC does not (clock_gettime(2)).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class Stalls:
     """The times for which a process that ticks regularly did not run.
 
     Args:
-        interval: seconds between two ticks; a tick that is late by more than one more interval ends a stall.
+        interval: seconds between two ticks; a tick that is late by more than one more interval ends
+            a stall.
         clock: seconds that pass whatever this process and its machine do.
 
     Attributes:

@@ -1,8 +1,8 @@
 """What others want of an agent: that the job end, or that its workers know of an end which is near.
 
-Signals, the lifeline and files in the job's directory all come down to these two. SIGTERM is the one with two meanings: a
-scheduler that takes a job's nodes away sends it too. In a job that may be preempted it is a warning, unless somebody has noted
-that the job is cancelled.
+Signals, the lifeline and files in the job's directory all come down to these two. SIGTERM is the
+one with two meanings: a scheduler that takes a job's nodes away sends it too. In a job that may be
+preempted it is a warning, unless somebody has noted that the job is cancelled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.system import network, processes, signals
 
-_ONE_KEYSTROKE = 0.5  # seconds in which a second signal is the same Ctrl-C, from a command between the terminal and this agent
+# Seconds in which a second signal is the same Ctrl-C, from a command between the terminal and this
+# agent.
+_ONE_KEYSTROKE = 0.5
 _PAUSE = 2.0  # seconds between two looks at the job's directory
 
 
@@ -33,7 +35,8 @@ class Wishes:
     Attributes:
         cancelled: done once the job is to end; its result says why.
         interrupted: whether it is to end by Ctrl-C: the workers get SIGINT in the place of SIGTERM.
-        at_once: done once somebody who has interrupted the job does not wait for the workers any longer.
+        at_once: done once somebody who has interrupted the job does not wait for the workers any
+            longer.
         warned: done once the end is near; its result says who warned.
     """
 
@@ -65,7 +68,9 @@ class Wishes:
             self._warn(f"a warning on {network.own_name()}, while the job was starting")
 
     def watch(self) -> None:
-        """Look every 2 s for the file that asks to cancel the job: its directory may be reached where no signal is."""
+        """Look every 2 s for the file that asks to cancel the job: its directory may be reached
+        where no signal is.
+        """
         if ends.cancelled(self._job_dir):
             if not self.cancelled.done() and ends.interrupted(self._job_dir):
                 self.interrupted, self._interrupted_at = True, time.monotonic()
@@ -74,15 +79,27 @@ class Wishes:
             asyncio.get_running_loop().call_later(_PAUSE, self.watch)
 
     def _interrupted(self, number: int) -> None:
-        if number == signal.SIGINT and not self.interrupted and (reader := processes.terminal_reader(os.getpid())) is not None:
-            processes.send_signal(reader, signal.SIGINT)  # rank 0 is at a prompt, which the terminal's Ctrl-C is for
+        if (
+            number == signal.SIGINT
+            and not self.interrupted
+            and (reader := processes.terminal_reader(os.getpid())) is not None
+        ):
+            processes.send_signal(
+                reader, signal.SIGINT
+            )  # rank 0 is at a prompt, which the terminal's Ctrl-C is for
             return
         why = f"{processes.signal_name(number)} on {network.own_name()}"
         wished = ends.cancelled(self._job_dir)
-        if self._options.warning is not None and (number == signal.SIGUSR1 or (number == signal.SIGTERM and not wished)):
+        if self._options.warning is not None and (
+            number == signal.SIGUSR1 or (number == signal.SIGTERM and not wished)
+        ):
             self._warn(why)
             return
-        if self.interrupted and not self.at_once.done() and time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE:
+        if (
+            self.interrupted
+            and not self.at_once.done()
+            and time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE
+        ):
             self.at_once.set_result(None)
         if number == signal.SIGINT and not self.cancelled.done():
             self.interrupted, self._interrupted_at = True, time.monotonic()
@@ -99,10 +116,16 @@ class Wishes:
     def _hold_lifeline(self) -> None:
         try:
             asyncio.get_running_loop().add_reader(0, self._hear_lifeline)
-        except PermissionError:  # epoll takes no plain file and no /dev/null: what such a stdin says is there already
+        except (
+            PermissionError
+        ):  # epoll takes no plain file and no /dev/null: what such a stdin says is there already
             self._hear_lifeline()
 
     def _hear_lifeline(self) -> None:
         asyncio.get_running_loop().remove_reader(0)
         if not ends.detached(self._job_dir):
-            self._cancel("cancelled" if ends.cancelled(self._job_dir) else "the command that ran the job is gone")
+            self._cancel(
+                "cancelled"
+                if ends.cancelled(self._job_dir)
+                else "the command that ran the job is gone"
+            )

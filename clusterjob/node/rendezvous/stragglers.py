@@ -1,4 +1,6 @@
-"""Workers that still run long after the others have succeeded: named once, for a script that hangs at its end says nothing itself."""
+"""Workers that still run long after the others have succeeded: named once, for a script that hangs
+at its end says nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Stragglers:
         world_size: workers of the job.
 
     Attributes:
-        due: when those that still run are to be named, by the monotonic clock; infinity while that is not to be seen.
+        due: when those that still run are to be named, by the monotonic clock; infinity while that
+            is not to be seen.
     """
 
     def __init__(self, first_ranks: Sequence[int] = (), world_size: int = 0) -> None:
@@ -38,7 +41,9 @@ class Stragglers:
         self.due = float("inf")
         running = sorted(set(range(self._world_size)) - self._ended)
         still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
-        return f"{still}; {_ranks(sorted(self._ended))} ended {AFTER:.0f} s ago", ranks_by_node(self._first_ranks, running)
+        return f"{still}; {_ranks(sorted(self._ended))} ended {AFTER:.0f} s ago", ranks_by_node(
+            self._first_ranks, running
+        )
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -1,4 +1,6 @@
-"""Hear of errors in callbacks, tasks and threads that nobody waits for: an agent must not live on without a part of itself."""
+"""Hear of errors in callbacks, tasks and threads that nobody waits for: an agent must not live on
+without a part of itself.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,17 @@ class Crashes:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error and where it arose as one line, and leave the traceback in this process's stderr."""
+    """Return an error and where it arose as one line, and leave the traceback in this process's
+    stderr.
+    """
     try:
         traceback.print_exception(error, file=sys.stderr)
     except OSError:
         pass  # nobody reads it, or no descriptor is left for the source files
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]} line {frames[-1].lineno})" if frames else ""
+    where = (
+        f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]} line {frames[-1].lineno})"
+        if frames
+        else ""
+    )
     return f"{type(error).__name__}: {error}{where}"

@@ -14,9 +14,11 @@ _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs a process with this environment sees; 0 where there is none, or no driver.
+    """Return how many GPUs a process with this environment sees; 0 where there is none, or no
+    driver.
 
-    NVIDIA's are device files, and containers are shown their own alone. AMD's are nodes of the kernel's topology with SIMD units.
+    NVIDIA's are device files, and containers are shown their own alone. AMD's are nodes of the
+    kernel's topology with SIMD units.
     """
     nvidia = _nvidia()
     if nvidia:
@@ -41,7 +43,9 @@ def listed_gpus(listed: str | None, installed: int) -> list[str]:
         return [str(index) for index in range(installed)]
     found: list[str] = []
     for entry in (part.strip() for part in listed.split(",")):
-        is_index = entry.isascii() and entry.isdigit() and len(entry) < 10 and int(entry) < installed
+        is_index = (
+            entry.isascii() and entry.isdigit() and len(entry) < 10 and int(entry) < installed
+        )
         if not (is_index or (installed and entry.startswith(("GPU-", "MIG-")))) or entry in found:
             break
         found.append(entry)
@@ -49,12 +53,15 @@ def listed_gpus(listed: str | None, installed: int) -> list[str]:
 
 
 def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that workers are to have, as CUDA_VISIBLE_DEVICES names them, if this process may use them all.
+    """Return the GPUs that workers are to have, as CUDA_VISIBLE_DEVICES names them, if this process
+    may use them all.
 
-    On a machine without a GPU, where the workers are rehearsed on the CPU, the variable alone says which ones may be named.
+    On a machine without a GPU, where the workers are rehearsed on the CPU, the variable alone says
+    which ones may be named.
 
     Args:
-        wanted: their numbers, as they are in CUDA_VISIBLE_DEVICES where that is set, or their UUIDs.
+        wanted: their numbers, as they are in CUDA_VISIBLE_DEVICES where that is set, or their
+            UUIDs.
         environ: the environment that the workers inherit.
 
     Raises:
@@ -62,23 +69,41 @@ def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """
     names = [name.strip() for name in wanted]
     if not all(names) or len(set(names)) != len(names):
-        raise UsageError(f"{','.join(wanted)!r} is no list of GPUs: it has an empty or a double entry", "as in 0,1")
+        raise UsageError(
+            f"{','.join(wanted)!r} is no list of GPUs: it has an empty or a double entry",
+            "as in 0,1",
+        )
     limit = environ.get("CUDA_VISIBLE_DEVICES")
     installed = _nvidia() or visible_gpus(environ)
     if limit is not None:
-        visible = listed_gpus(limit, installed) if installed else [name.strip() for name in limit.split(",")]
+        visible = (
+            listed_gpus(limit, installed)
+            if installed
+            else [name.strip() for name in limit.split(",")]
+        )
         outside = [name for name in names if name not in visible]
         range_text = f"CUDA_VISIBLE_DEVICES={limit}"
     else:
-        outside = [name for name in names if not name.startswith(("GPU-", "MIG-")) and not _is_number_below(name, installed)]
-        range_text = f"this machine has {installed}" if installed else "it is neither a number nor a UUID"
+        outside = [
+            name
+            for name in names
+            if not name.startswith(("GPU-", "MIG-")) and not _is_number_below(name, installed)
+        ]
+        range_text = (
+            f"this machine has {installed}" if installed else "it is neither a number nor a UUID"
+        )
     if outside:
-        raise UsageError(f"GPU {', '.join(outside)} is not to be had here: {range_text}", "name visible ones, or none for all of them")
+        raise UsageError(
+            f"GPU {', '.join(outside)} is not to be had here: {range_text}",
+            "name visible ones, or none for all of them",
+        )
     return names
 
 
 def _is_number_below(name: str, count: int) -> bool:
-    return name.isascii() and name.isdigit() and len(name) < 10 and (count == 0 or int(name) < count)
+    return (
+        name.isascii() and name.isdigit() and len(name) < 10 and (count == 0 or int(name) < count)
+    )
 
 
 def _nvidia() -> int:

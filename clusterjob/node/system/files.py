@@ -30,7 +30,9 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     Raises:
         OSError: the disk is full or the directory cannot be written; nothing is left behind.
     """
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".{os.uname().nodename}.{os.getpid()}", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(
+        prefix=f".{path.name}.", suffix=f".{os.uname().nodename}.{os.getpid()}", dir=path.parent
+    )
     try:
         with os.fdopen(handle, "wb") as stream:
             os.fchmod(stream.fileno(), mode)
@@ -44,9 +46,13 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Take the space and the inode of a file that is to be written even if the disk is full by then; on a full one, nothing."""
+    """Take the space and the inode of a file that is to be written even if the disk is full by
+    then; on a full one, nothing.
+    """
     with contextlib.suppress(OSError):
-        descriptor = os.open(_reserve_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            _reserve_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
             os.posix_fallocate(descriptor, 0, RESERVED)
         finally:
@@ -54,7 +60,8 @@ def reserve(path: Path) -> None:
 
 
 def write_reserved(path: Path, data: bytes) -> None:
-    """Write a file as `write_atomic` does; on a full disk into the space that `reserve` took, which is freed in any case.
+    """Write a file as `write_atomic` does; on a full disk into the space that `reserve` took, which
+    is freed in any case.
 
     Raises:
         OSError: it cannot be written, and nothing was reserved, or less than `data` takes.
@@ -91,7 +98,9 @@ def _overwrite(path: Path, data: bytes) -> None:
 
 
 def why_full(directory: Path) -> str:
-    """Return why nothing can be written into a directory, such as that its disk is full; empty where something can."""
+    """Return why nothing can be written into a directory, such as that its disk is full; empty
+    where something can.
+    """
     try:
         found = os.statvfs(directory)
     except OSError:
@@ -106,7 +115,9 @@ def why_full(directory: Path) -> str:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what writers of `write_atomic` left in a directory that were killed in it: on this host at once, on others an hour later."""
+    """Remove what writers of `write_atomic` left in a directory that were killed in it: on this
+    host at once, on others an hour later.
+    """
     try:
         names = [name for name in os.listdir(directory) if name.startswith(".")]
     except OSError:
@@ -114,7 +125,9 @@ def remove_leftovers(directory: Path) -> None:
     for name in names:
         match = _TEMPORARY.fullmatch(name)
         with contextlib.suppress(OSError):
-            if match is not None and (_killed(match["host"], int(match["pid"])) or is_old(directory / name)):
+            if match is not None and (
+                _killed(match["host"], int(match["pid"])) or is_old(directory / name)
+            ):
                 (directory / name).unlink()
 
 
@@ -123,7 +136,8 @@ def _killed(host: str, pid: int) -> bool:
 
 
 def is_old(path: Path) -> bool:
-    """Return whether nothing has changed here for so long that whoever was writing it, on any host, was killed.
+    """Return whether nothing has changed here for so long that whoever was writing it, on any host,
+    was killed.
 
     Raises:
         OSError: nobody can tell.
@@ -156,7 +170,9 @@ def read_regular(path: Path, limit: int) -> bytes:
         if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
             raise ValueError(f"{path} is no regular file of at most {limit} bytes")
         data = b""
-        while len(data) < found.st_size and (more := os.read(descriptor, found.st_size - len(data))):
+        while len(data) < found.st_size and (
+            more := os.read(descriptor, found.st_size - len(data))
+        ):
             data += more
         return data
     finally:

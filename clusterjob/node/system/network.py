@@ -1,4 +1,6 @@
-"""What the kernel knows of this machine's addresses: which of them, and which interface, leads to another host."""
+"""What the kernel knows of this machine's addresses: which of them, and which interface, leads to
+another host.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,15 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 # An address that is nobody's (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "198.51.100.1"
 _LOOPBACK_NAMES = {
-    "localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback", "::1", "0.0.0.0", "::",  # noqa: S104
-}  # fmt: skip
+    "localhost",
+    "localhost.localdomain",
+    "localhost6",
+    "ip6-localhost",
+    "ip6-loopback",
+    "::1",
+    "0.0.0.0",  # noqa: S104
+    "::",
+}
 PATIENCE = 3.0  # seconds for a name: a resolver whose servers do not answer takes half a minute
 _lookups: dict[str, _Lookup] = {}  # that are under way
 
@@ -25,7 +34,9 @@ class NoNameServerError(socket.gaierror):
 
 
 class _Lookup(threading.Thread):
-    """One question to the resolver, which cannot be called off: whoever asks waits as long as he likes."""
+    """One question to the resolver, which cannot be called off: whoever asks waits as long as he
+    likes.
+    """
 
     def __init__(self, host: str) -> None:
         super().__init__(name=f"resolve {host}", daemon=True)
@@ -36,15 +47,24 @@ class _Lookup(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.addresses = list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)))
-        except UnicodeError:  # a name with an empty or an endless label does not even reach the resolver
+            self.addresses = list(
+                dict.fromkeys(
+                    str(each[4][0])
+                    for each in socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+                )
+            )
+        except (
+            UnicodeError
+        ):  # a name with an empty or an endless label does not even reach the resolver
             self.error = socket.gaierror(socket.EAI_NONAME, f"{self._host!r} is no host's name")
         except OSError as error:
             self.error = error
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address means the own machine on every machine, so no other node can be reached there."""
+    """Return whether a host name or address means the own machine on every machine, so no other
+    node can be reached there.
+    """
     name = host.strip("[]").lower().removesuffix(".")
     return name in _LOOPBACK_NAMES or name.startswith("127.") or name.endswith(".localhost")
 
@@ -52,7 +72,8 @@ def is_loopback(host: str) -> bool:
 def addresses_of(host: str) -> list[str]:
     """Return the addresses of a host, in the resolver's order.
 
-    A resolver that goes on after `PATIENCE` is given up: a later question for the same name hears what it has found by then.
+    A resolver that goes on after `PATIENCE` is given up: a later question for the same name hears
+    what it has found by then.
 
     Args:
         host: a name or an address, which is returned as it is.
@@ -69,7 +90,9 @@ def addresses_of(host: str) -> list[str]:
         lookup.start()
     lookup.join(max(0.0, lookup.begin + PATIENCE - time.monotonic()))
     if lookup.is_alive():
-        raise NoNameServerError(socket.EAI_AGAIN, f"no name server answered within {PATIENCE:.0f} s")
+        raise NoNameServerError(
+            socket.EAI_AGAIN, f"no name server answered within {PATIENCE:.0f} s"
+        )
     _lookups.pop(host, None)
     if lookup.error is not None:
         raise lookup.error
@@ -105,15 +128,19 @@ def _is_address(host: str) -> bool:
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this machine's name as the user knows it: as he wrote it, else the scheduler's, else the host's own."""
+    """Return this machine's name as the user knows it: as he wrote it, else the scheduler's, else
+    the host's own.
+    """
     return environ.get("CLUSTERJOB_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def address_towards(host: str) -> str | None:
-    """Return the local address from which this machine would reach a host, or None when it has no route to it.
+    """Return the local address from which this machine would reach a host, or None when it has no
+    route to it.
 
-    Asks the kernel by connecting a UDP socket, which sends nothing. Never asks getfqdn or gethostbyname of the own name:
-    they answer 127.0.1.1 on Debian and ip6.arpa names elsewhere (pytorch#150532).
+    Asks the kernel by connecting a UDP socket, which sends nothing. Never asks getfqdn or
+    gethostbyname of the own name: they answer 127.0.1.1 on Debian and ip6.arpa names elsewhere
+    (pytorch#150532).
 
     Args:
         host: a name or an address.
@@ -128,7 +155,9 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the interface, such as eth0, through which this machine would reach a host; None if unknown."""
+    """Return the name of the interface, such as eth0, through which this machine would reach a
+    host; None if unknown.
+    """
     import fcntl
 
     address = address_towards(host)
@@ -167,11 +196,13 @@ def has_interface(name: str) -> bool:
 
 
 def interface_among(host: str, nnodes: int) -> str | None:
-    """Return the name of the interface through which this machine talks with the other nodes of a job; None if unknown.
+    """Return the name of the interface through which this machine talks with the other nodes of a
+    job; None if unknown.
 
     Args:
         host: node 0's name or address.
-        nnodes: nodes of the job. Where there are several, node 0 itself cannot ask for the way to its own name: it is ``lo``.
+        nnodes: nodes of the job. Where there are several, node 0 itself cannot ask for the way to
+            its own name: it is ``lo``.
     """
     interface = interface_towards(host)
     if interface == "lo" and nnodes > 1 and not is_loopback(host):
@@ -184,7 +215,9 @@ def _resolve(host: str, port: int, kind: int) -> Any:
 
 
 def _interface_of_ipv6(address: str) -> str | None:
-    """Return the interface that has an IPv6 address, from proc(5): netdevice(7) has no such question for them."""
+    """Return the interface that has an IPv6 address, from proc(5): netdevice(7) has no such
+    question for them.
+    """
     wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     try:
         with open("/proc/net/if_inet6", encoding="ascii") as file:
@@ -194,7 +227,9 @@ def _interface_of_ipv6(address: str) -> str | None:
 
 
 def why_unresolvable(host: str) -> str:
-    """Return what the resolver has against a name; empty for an address, and for a name that resolves here."""
+    """Return what the resolver has against a name; empty for an address, and for a name that
+    resolves here.
+    """
     try:
         _resolve(host, 9, socket.SOCK_STREAM)
     except OSError as error:
@@ -203,11 +238,12 @@ def why_unresolvable(host: str) -> str:
 
 
 def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> socket.socket:
-    """Return a TCP socket that listens on one address of this machine, or on all where the host is not its own.
+    """Return a TCP socket that listens on one address of this machine, or on all where the host is
+    not its own.
 
     Args:
-        host: the address by which the others reach this machine; behind NAT it may not be one of this machine's, and a name of
-            it may mean the loopback interface here.
+        host: the address by which the others reach this machine; behind NAT it may not be one of
+            this machine's, and a name of it may mean the loopback interface here.
         port: the port, 0 for any that is free.
         backlog: connections that may wait before the first accept.
         alone: nobody comes from another machine, so that a loopback address will do.

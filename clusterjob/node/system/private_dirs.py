@@ -11,7 +11,8 @@ from pathlib import Path
 
 
 def make(path: Path) -> None:
-    """Make a directory and what is missing above it, each with the mode 0700 under every umask; one that exists stays as it is.
+    """Make a directory and what is missing above it, each with the mode 0700 under every umask; one
+    that exists stays as it is.
 
     Raises:
         OSError: a level cannot be made.
@@ -25,13 +26,17 @@ def make(path: Path) -> None:
             os.mkdir(level, 0o700)
         except FileExistsError as error:
             if not level.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(level)) from error
+                raise NotADirectoryError(
+                    errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(level)
+                ) from error
 
 
 def danger(path: Path) -> str:
-    """Return who else could change a file or a directory, such as "everyone can write to it (mode 0777)"; empty if nobody can.
+    """Return who else could change a file or a directory, such as "everyone can write to it (mode
+    0777)"; empty if nobody can.
 
-    A directory with the sticky bit counts as safe: what belongs to the user there is the user's to rename and remove.
+    A directory with the sticky bit counts as safe: what belongs to the user there is the user's to
+    rename and remove.
 
     Raises:
         OSError: it is not there.
@@ -66,4 +71,8 @@ def _is_own_group(gid: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
         return False
-    return group.gr_name == user.pw_name and group.gr_gid == user.pw_gid and set(group.gr_mem) <= {user.pw_name}
+    return (
+        group.gr_name == user.pw_name
+        and group.gr_gid == user.pw_gid
+        and set(group.gr_mem) <= {user.pw_name}
+    )

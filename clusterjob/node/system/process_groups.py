@@ -10,10 +10,12 @@ from clusterjob.node.system import processes
 
 
 def end(leaders: list[int], patience: float) -> None:
-    """Have agents, or the shells that are to become them, end with all that is in their process groups.
+    """Have agents, or the shells that are to become them, end with all that is in their process
+    groups.
 
-    A signal that meets a shell between fork and exec of a setup command is lost on that command: what outlives its leader is
-    killed. An agent's starter is in a group of its own, and stops the workers when the agent is gone.
+    A signal that meets a shell between fork and exec of a setup command is lost on that command:
+    what outlives its leader is killed. An agent's starter is in a group of its own, and stops the
+    workers when the agent is gone.
 
     Args:
         leaders: pids of the leaders, each known to be alive.
@@ -34,7 +36,9 @@ def end(leaders: list[int], patience: float) -> None:
 
 
 def members(leader: int) -> list[int]:
-    """Return the live processes of a group; a zombie that nobody reaps is none, though it still can be signalled."""
+    """Return the live processes of a group; a zombie that nobody reaps is none, though it still can
+    be signalled.
+    """
     found = []
     for entry in os.listdir("/proc"):
         fields = processes.stat_fields(int(entry)) if entry.isdigit() else None
@@ -53,7 +57,9 @@ def signal_group(leader: int, number: int) -> bool:
 
 
 def reap(pids: list[int]) -> None:
-    """Collect agents that are this process's own children, so that they do not stay as zombies while a job is followed."""
+    """Collect agents that are this process's own children, so that they do not stay as zombies
+    while a job is followed.
+    """
     for pid in pids:
         try:
             os.waitpid(pid, os.WNOHANG)

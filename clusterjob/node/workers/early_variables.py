@@ -1,4 +1,6 @@
-"""Environment variables that a script sets before it imports torch, which a forked worker has imported before that."""
+"""Environment variables that a script sets before it imports torch, which a forked worker has
+imported before that.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ from typing import Any
 
 from clusterjob.node.program import Program
 
-# What torch 2.13, and the libraries that it loads, read while they are imported. More names than needed cost time, fewer are wrong.
-_READ_BY_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TQDM)_\w+|TORCHDYNAMO_EXTENDED_\w+")
-_READ_LATER = re.compile(r"TORCH_(NCCL|FR|GLOO)_\w+|TORCH_HOME|TORCH_EXTENSIONS_DIR|TORCH_CUDA_ARCH_LIST|KMP_DUPLICATE_LIB_OK")
+# What torch 2.13, and the libraries that it loads, read while they are imported. More names than
+# needed cost time, fewer are wrong.
+_READ_BY_IMPORT = re.compile(
+    r"(OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TQDM)_\w+|TORCHDYNAMO_EXTENDED_\w+"
+)
+_READ_LATER = re.compile(
+    r"TORCH_(NCCL|FR|GLOO)_\w+|TORCH_HOME|TORCH_EXTENSIONS_DIR|TORCH_CUDA_ARCH_LIST|KMP_DUPLICATE_LIB_OK"
+)
 _READ_AGAIN = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by `_apply`
 _MOST_BYTES = 1 << 20  # of a script that is looked at
 
@@ -31,9 +38,11 @@ def matters(name: str) -> bool:
 
 
 def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
-    """Return which variable a script sets before it imports torch, and where; None if it sets none that a forked worker cannot apply.
+    """Return which variable a script sets before it imports torch, and where; None if it sets none
+    that a forked worker cannot apply.
 
-    It reads the statements of the main file alone, outside of functions. `apply_at_import` sees the rest.
+    It reads the statements of the main file alone, outside of functions. `apply_at_import` sees the
+    rest.
 
     Args:
         program: what the workers run.
@@ -69,9 +78,13 @@ def _file_of(program: Program) -> Path:
 
 
 def _flat(statements: Iterable[ast.AST]) -> Iterator[ast.stmt]:
-    """Yield statements in their order, and those inside of compound ones in the place of these; not those of functions and classes."""
+    """Yield statements in their order, and those inside of compound ones in the place of these; not
+    those of functions and classes.
+    """
     for statement in statements:
-        if isinstance(statement, ast.If | ast.Try | ast.With | ast.For | ast.While | ast.ExceptHandler):
+        if isinstance(
+            statement, ast.If | ast.Try | ast.With | ast.For | ast.While | ast.ExceptHandler
+        ):
             for block in ("body", "handlers", "orelse", "finalbody"):
                 yield from _flat(getattr(statement, block, ()))
         elif isinstance(statement, ast.stmt):
@@ -89,23 +102,43 @@ def _changed_by(statement: ast.stmt, environ: Mapping[str, str]) -> Iterator[str
     """Yield the variables that a statement sets to another value, or removes."""
     if isinstance(statement, ast.Assign | ast.Delete | ast.AugAssign):
         value = _text(getattr(statement, "value", None))
-        for target in [statement.target] if isinstance(statement, ast.AugAssign) else statement.targets:
-            name = _text(target.slice) if isinstance(target, ast.Subscript) and _is_environ(target.value) else None
+        for target in (
+            [statement.target] if isinstance(statement, ast.AugAssign) else statement.targets
+        ):
+            name = (
+                _text(target.slice)
+                if isinstance(target, ast.Subscript) and _is_environ(target.value)
+                else None
+            )
             if name is not None and (value is None or environ.get(name) != value):
                 yield name
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and isinstance(statement.value.func, ast.Attribute):
+    elif (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Attribute)
+    ):
         yield from _changed_by_call(statement.value, statement.value.func, environ)
 
 
-def _changed_by_call(call: ast.Call, function: ast.Attribute, environ: Mapping[str, str]) -> Iterator[str]:
+def _changed_by_call(
+    call: ast.Call, function: ast.Attribute, environ: Mapping[str, str]
+) -> Iterator[str]:
     method, words = function.attr, [_text(argument) for argument in call.args]
     if method not in ("putenv", "unsetenv") and not _is_environ(function.value):
         return
     if method == "update":
         tables = [argument for argument in call.args if isinstance(argument, ast.Dict)]
-        given = [(_text(key), each) for table in tables for key, each in zip(table.keys, table.values, strict=True)]
+        given = [
+            (_text(key), each)
+            for table in tables
+            for key, each in zip(table.keys, table.values, strict=True)
+        ]
         given += [(key.arg, key.value) for key in call.keywords]
-        yield from (name for name, value in given if name is not None and (_text(value) is None or environ.get(name) != _text(value)))
+        yield from (
+            name
+            for name, value in given
+            if name is not None and (_text(value) is None or environ.get(name) != _text(value))
+        )
     elif words and words[0] is not None:
         old = environ.get(words[0])
         changes = {
@@ -119,7 +152,9 @@ def _changed_by_call(call: ast.Call, function: ast.Attribute, environ: Mapping[s
 
 
 def _is_environ(node: ast.expr) -> bool:
-    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (isinstance(node, ast.Name) and node.id == "environ")
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
+        isinstance(node, ast.Name) and node.id == "environ"
+    )
 
 
 def _text(node: ast.expr | None) -> str | None:
@@ -130,13 +165,17 @@ def _text(node: ast.expr | None) -> str | None:
 
 
 def apply_at_import() -> None:
-    """Have torch look again, once this process imports it, at what has changed by then; say so of what it cannot change any more.
+    """Have torch look again, once this process imports it, at what has changed by then; say so of
+    what it cannot change any more.
 
-    The modules of torch are taken out of sys.modules until then: the first import of one gives them all back.
+    The modules of torch are taken out of sys.modules until then: the first import of one gives them
+    all back.
     """
     if "torch" in sys.modules:
         names = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]
-        sys.meta_path.insert(0, _Preloaded({name: sys.modules.pop(name) for name in names}, dict(os.environ)))
+        sys.meta_path.insert(
+            0, _Preloaded({name: sys.modules.pop(name) for name in names}, dict(os.environ))
+        )
 
 
 class _Preloaded:
@@ -146,7 +185,9 @@ class _Preloaded:
         self._modules, self._before = modules, before
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return where torch is, with a loader that gives the module that is there already; None for all others."""
+        """Return where torch is, with a loader that gives the module that is there already; None
+        for all others.
+        """
         if name != "torch" or self not in sys.meta_path:
             return None
         for finder in sys.meta_path:
@@ -165,8 +206,13 @@ class _Preloaded:
 
     def exec_module(self, module: ModuleType) -> None:
         """Apply what has changed since the fork."""
-        module.__spec__.loader = module.__loader__  # type: ignore[union-attr]  # this one has done its work
-        changed = [name for name in {**self._before, **os.environ} if matters(name) and self._before.get(name) != os.environ.get(name)]
+        # This one has done its work.
+        module.__spec__.loader = module.__loader__  # type: ignore[union-attr]
+        changed = [
+            name
+            for name in {**self._before, **os.environ}
+            if matters(name) and self._before.get(name) != os.environ.get(name)
+        ]
         left = [name for name in changed if not _apply(module, name)]
         if left:
             text = f"torch was imported before this script set {', '.join(sorted(left))}: use --env NAME=VALUE, or --start exec"
@@ -179,7 +225,10 @@ def _apply(torch: Any, name: str) -> bool:
         torch.distributed.set_debug_level_from_env()
         return True
     if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        number = os.environ.get("MKL_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        number = (
+            os.environ.get("MKL_NUM_THREADS")
+            or os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        )
         if number.isascii() and number.isdecimal() and int(number):
             torch.set_num_threads(int(number))
             return True

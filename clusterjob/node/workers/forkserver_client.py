@@ -1,4 +1,6 @@
-"""The agent's end of its starter: orders to it, what it says, and a round of workers that waits until it can take it."""
+"""The agent's end of its starter: orders to it, what it says, and a round of workers that waits
+until it can take it.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,16 @@ class StarterProcess:
 
         Args:
             message: of `starter.world_message`.
-            store: the socket that torch's store is to serve, or None; it is the starter's from now on.
+            store: the socket that torch's store is to serve, or None; it is the starter's from now
+                on.
         """
         self._pending = (message, store)
         return self.ready and self.serve()
 
     def serve(self) -> bool:
-        """Note that it is ready, and hand it the round that waits, if any; one that was called off while it imported never begins."""
+        """Note that it is ready, and hand it the round that waits, if any; one that was called off
+        while it imported never begins.
+        """
         self.ready = True
         if self._pending is None:
             return False

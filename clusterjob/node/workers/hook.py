@@ -1,8 +1,9 @@
-"""Starts in every Python process of a job: has torch.distributed changed (`torch_changes`) at the moment when a program imports it.
+"""Starts in every Python process of a job: has torch.distributed changed (`torch_changes`) at the
+moment when a program imports it.
 
-Forked workers have it from the forkserver. All other Python processes of a job load a copy of this file as ``sitecustomize``
-(`hook_directory`), so it is short, imports the standard library alone, and suits Python 2.7 and 3.6 too, for which it does nothing:
-types are in comments.
+Forked workers have it from the forkserver. All other Python processes of a job load a copy of this
+file as ``sitecustomize`` (`hook_directory`), so it is short, imports the standard library alone,
+and suits Python 2.7 and 3.6 too, for which it does nothing: types are in comments.
 """
 
 import os
@@ -16,13 +17,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 CHANGES_FILE = "clusterjob_torch_changes.py"  # beside the copy
-_CHANGED = {"torch.distributed.distributed_c10d": "keep_groups", "torch.distributed.rendezvous": "choose_store"}
+_CHANGED = {
+    "torch.distributed.distributed_c10d": "keep_groups",
+    "torch.distributed.rendezvous": "choose_store",
+}
 _MARK = "_changed_by_clusterjob"
 
 
 def install():
     # type: () -> None
-    """Have torch.distributed changed: now where it is loaded already, else when it is imported. Once is enough."""
+    """Have torch.distributed changed: now where it is loaded already, else when it is imported.
+    Once is enough.
+    """
     if any(getattr(finder, "of_clusterjob", False) for finder in sys.meta_path):
         return  # of this process's parent, or of the job around this one
     for name in _CHANGED:
@@ -32,7 +38,9 @@ def install():
 
 
 class _Finder:
-    """Finds the modules that are to be changed, with a loader that changes them; the protocol of sys.meta_path."""
+    """Finds the modules that are to be changed, with a loader that changes them; the protocol of
+    sys.meta_path.
+    """
 
     of_clusterjob = True
 
@@ -42,7 +50,9 @@ class _Finder:
         if name not in _CHANGED:
             return None
         for finder in sys.meta_path:
-            find_spec = None if finder is self else getattr(finder, "find_spec", None)  # some have find_module alone
+            find_spec = (
+                None if finder is self else getattr(finder, "find_spec", None)
+            )  # some have find_module alone
             spec = None if find_spec is None else find_spec(name, path, target)  # type: ModuleSpec | None
             if spec is not None:
                 _change_after(spec.loader)
@@ -65,14 +75,18 @@ def _change_after(loader):
 def _change(module):
     # type: (ModuleType) -> None
     changes = _changes()
-    if changes is not None and not hasattr(module, _MARK):  # a finder that asks the others may have it changed twice
+    if changes is not None and not hasattr(
+        module, _MARK
+    ):  # a finder that asks the others may have it changed twice
         setattr(module, _MARK, True)
         getattr(changes, _CHANGED[module.__name__])(module)
 
 
 def _changes():
     # type: () -> Any
-    """Return the module with the changes; None where the job's directory is gone, and the job with it."""
+    """Return the module with the changes; None where the job's directory is gone, and the job with
+    it.
+    """
     if __name__ != "sitecustomize":
         from clusterjob.node.workers import torch_patches
 
@@ -101,7 +115,9 @@ def _run_hidden_sitecustomize():
     try:
         __import__(__name__)
     except ImportError as error:
-        if getattr(error, "name", None) != __name__ and str(error) != "No module named " + __name__:  # Python 2.7's has no name
+        if (
+            getattr(error, "name", None) != __name__ and str(error) != "No module named " + __name__
+        ):  # Python 2.7's has no name
             raise
         sys.modules[__name__] = this
 

@@ -1,4 +1,6 @@
-"""A directory on the workers' PYTHONPATH: every Python process of a job loads `hook` from it when it starts."""
+"""A directory on the workers' PYTHONPATH: every Python process of a job loads `hook` from it when
+it starts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _FILES = {hook.CHANGES_FILE: torch_patches, "sitecustomize.py": hook}
 
 
 def write(job_dir: Path) -> Path | None:
-    """Write the directory; return it, or None where it cannot be written: the job then runs as well, without the hook."""
+    """Write the directory; return it, or None where it cannot be written: the job then runs as
+    well, without the hook.
+    """
     directory = job_dir / _NAME
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -37,4 +41,6 @@ def variables(environ: Mapping[str, str], directory: Path | None) -> dict[str, s
     """
     if directory is None:
         return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(directory), environ.get("PYTHONPATH"))))}
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(directory), environ.get("PYTHONPATH"))))
+    }

@@ -1,11 +1,10 @@
 """The pipe by which the workers of a node hear that their job's end is near.
 
-Nobody ever reads it: what its state says, any number of processes can ask at any time with poll(2), children of workers
-and those that begin to ask late included.
+Nobody ever reads it: what its state says, any number of processes can ask at any time with poll(2),
+children of workers and those that begin to ask late included.
 
-    nothing    all is well
-    a byte     the end is near: save, and leave
-    its end    the workers are being stopped (or their starter is gone): a SIGTERM is meant now
+    nothing    all is well a byte     the end is near: save, and leave its end    the workers are
+    being stopped (or their starter is gone): a SIGTERM is meant now
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class WarningPipe:
 
     Attributes:
         write_end: the descriptor that no worker may keep.
-        name: how a worker knows the reading end: its number and its inode, for a process that inherits the variable alone
-            may have a file of its own under that number.
+        name: how a worker knows the reading end: its number and its inode, for a process that
+            inherits the variable alone may have a file of its own under that number.
     """
 
     def __init__(self, *, warned: bool) -> None:

@@ -1,4 +1,6 @@
-"""A worker's own words to its starter: that it fails, at the moment when it does, and for whom it waits."""
+"""A worker's own words to its starter: that it fails, at the moment when it does, and for whom it
+waits.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import time
 
 _MOST_NAMED = 8  # ranks of which one question asks
 
-# The longest write that a pipe takes whole, whoever else writes to it (pipe(7) promises 4096 on Linux).
+# The longest write that a pipe takes whole, whoever else writes to it (pipe(7) promises 4096 on
+# Linux).
 _WHOLE_WRITE = 4096
 
 
@@ -25,7 +28,12 @@ def report(report_fd: int, local_rank: int, message: str, exit_code: int) -> Non
     """
 
     def encode(text: str) -> bytes:
-        line = {"local_rank": local_rank, "monotonic": time.monotonic(), "message": text, "exit_code": exit_code}
+        line = {
+            "local_rank": local_rank,
+            "monotonic": time.monotonic(),
+            "message": text,
+            "exit_code": exit_code,
+        }
         return (json.dumps(line) + "\n").encode()
 
     line = encode(message)
@@ -38,7 +46,8 @@ def report(report_fd: int, local_rank: int, message: str, exit_code: int) -> Non
 
 
 def ask(report_fd: int, local_rank: int, missing: list[int], *, final: bool) -> None:
-    """Have the agents look for workers that this one waits for; what they find goes into this worker's stderr.
+    """Have the agents look for workers that this one waits for; what they find goes into this
+    worker's stderr.
 
     Args:
         report_fd: the write end of the starter's report pipe.

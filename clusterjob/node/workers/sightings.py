@@ -1,4 +1,6 @@
-"""What an agent tells of workers for which others wait: one line each, and the failure that it is once they give up."""
+"""What an agent tells of workers for which others wait: one line each, and the failure that it is
+once they give up.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,26 @@ class Sighting:
         """
         process = f" (pid {self.pid})" if self.pid is not None else ""
         message = f"the others gave up waiting for it{process}: it {self.text}"
-        shown = ("Its stack (most recent call first):", *self.stack)[:_MOST_LAST_LINES] if self.stack else tuple(last_lines)
+        shown = (
+            ("Its stack (most recent call first):", *self.stack)[:_MOST_LAST_LINES]
+            if self.stack
+            else tuple(last_lines)
+        )
         return Failure(self.rank, self.local_rank, node_rank, host, 1, None, message, shown)
 
 
 def wanted(report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a worker's question after others, as a message; None if this report is none. What is no question raises ValueError."""
+    """Return a worker's question after others, as a message; None if this report is none. What is
+    no question raises ValueError.
+    """
     if "missing" not in report:
         return None
     ranks = report["missing"]
     if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
         raise ValueError("not a list of ranks")
-    return {"t": "missing", "local_rank": int(report["local_rank"]), "ranks": ranks[:_MOST_NAMED], "final": report.get("final") is True}
+    return {
+        "t": "missing",
+        "local_rank": int(report["local_rank"]),
+        "ranks": ranks[:_MOST_NAMED],
+        "final": report.get("final") is True,
+    }

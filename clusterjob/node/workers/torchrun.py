@@ -1,4 +1,6 @@
-"""torch's own agent on each node (``--launcher torchrun``): how it is started, and what its last words say of a failure."""
+"""torch's own agent on each node (``--launcher torchrun``): how it is started, and what its last
+words say of a failure.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,22 @@ class RootCause:
 def command_line(program: Program, world: World, job_id: str) -> list[str]:
     """Return the command that starts one node's torchrun.
 
-    Restarts are not left to it: torchruns of several nodes cannot agree on them without a rendezvous server.
+    Restarts are not left to it: torchruns of several nodes cannot agree on them without a
+    rendezvous server.
     """
     flags = {"script": [], "module": ["-m"], "command": ["--no-python"]}[program.kind]
     return [
-        sys.executable, "-m", "torch.distributed.run",
-        "--nnodes", str(world.nnodes), "--node-rank", str(world.node_rank), "--nproc-per-node", str(world.nproc),
-        "--master-addr", world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(world.nnodes), "--node-rank",
+        str(world.node_rank), "--nproc-per-node", str(world.nproc), "--master-addr",
+        world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
         "--max-restarts", "0", *flags, program.target, *program.args,
     ]  # fmt: skip
 
 
 def root_cause(stderr: Path) -> RootCause | None:
-    """Return what a torchrun's stderr says of the first failure on its node; None if it says nothing."""
+    """Return what a torchrun's stderr says of the first failure on its node; None if it says
+    nothing.
+    """
     lines = last_lines(stderr, _LINES, 1 << 17)
     match = _ROOT_CAUSE.search("\n".join(lines))
     if match is None:
@@ -66,10 +71,18 @@ def root_cause(stderr: Path) -> RootCause | None:
     signal_name = processes.signal_name(-code) if code < 0 else None
     end = next((index for index, line in enumerate(lines) if _OWN_WORDS.search(line)), len(lines))
     words = _words_of(match["rank"], lines[:end])
-    return RootCause(int(match["rank"]), int(match["local_rank"]), 128 - code if code < 0 else code, signal_name, words[-20:])
+    return RootCause(
+        int(match["rank"]),
+        int(match["local_rank"]),
+        128 - code if code < 0 else code,
+        signal_name,
+        words[-20:],
+    )
 
 
 def _words_of(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a rank's own lines; torch marks the traceback of each, and what has no mark may be anyone's."""
+    """Return a rank's own lines; torch marks the traceback of each, and what has no mark may be
+    anyone's.
+    """
     own = tuple(line for line in lines if line.startswith(f"[rank{rank}]:"))
     return own or tuple(line for line in lines if not _RANK_MARK.match(line))

@@ -1,4 +1,6 @@
-"""How the end of a worker, or of a node, becomes a failure: its last words, and whether it only follows from another one's."""
+"""How the end of a worker, or of a node, becomes a failure: its last words, and whether it only
+follows from another one's.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,28 @@ from clusterjob.node.system import processes
 from clusterjob.node.verdict import Failure, is_peer_loss, last_exception, without_library_warnings
 from clusterjob.node.workers import torchrun
 
-# torch's words for init_process_group("nccl") in a build without it, and in one with it on a machine without a GPU.
-_NO_NCCL = re.compile(r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs, no GPUs found")
+# torch's words for init_process_group("nccl") in a build without it, and in one with it on a
+# machine without a GPU.
+_NO_NCCL = re.compile(
+    r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs, no GPUs found"
+)
 _NO_NCCL_HINT = '; this worker sees no GPU: init_process_group("gloo") suits a rehearsal, and backend=None suits both'
-_MOST_LINES, _SHOWN_LINES, _MOST_BYTES = 100, 20, 32768  # of stderr; libraries may warn of much at the end
+_MOST_LINES, _SHOWN_LINES, _MOST_BYTES = (
+    100,
+    20,
+    32768,
+)  # of stderr; libraries may warn of much at the end
 
 # What torch says of a DataLoader's worker that somebody killed.
-_CHILD_KILLED = re.compile(r"DataLoader worker .* is killed by signal: Killed|DataLoader worker .* exited unexpectedly")
+_CHILD_KILLED = re.compile(
+    r"DataLoader worker .* is killed by signal: Killed|DataLoader worker .* exited unexpectedly"
+)
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:
-    return without_library_warnings(log_files.last_lines(path, _MOST_LINES, _MOST_BYTES))[-_SHOWN_LINES:]
+    return without_library_warnings(log_files.last_lines(path, _MOST_LINES, _MOST_BYTES))[
+        -_SHOWN_LINES:
+    ]
 
 
 def how(code: int, signal_name: str | None) -> str:
@@ -53,7 +66,9 @@ class Failures:
         """Return the failure of the node itself."""
         return Failure(None, None, self.node_rank, self.host, 1, None, why)
 
-    def of_worker(self, world: World, local_rank: int, code: int, signal_name: str | None, message: str) -> Failure:
+    def of_worker(
+        self, world: World, local_rank: int, code: int, signal_name: str | None, message: str
+    ) -> Failure:
         """Return the failure of a worker.
 
         Args:
@@ -66,30 +81,60 @@ class Failures:
         if self.under_torchrun:
             return self._of_torchrun(world, code, signal_name, message)
         rank = world.first_rank + local_rank
-        last = _last_lines(log_files.rank_files(self.directory, rank, world.restart, self.attempt)[1])
-        # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always its own.
+        last = _last_lines(
+            log_files.rank_files(self.directory, rank, world.restart, self.attempt)[1]
+        )
+        # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always
+        # its own.
         effect = signal_name in (None, "SIGABRT") and is_peer_loss("\n".join((message, *last)))
         exception = last_exception(last)
-        if exception is not None and (message.startswith(("exited", "sys.exit(")) or signal_name == "SIGABRT"):
+        if exception is not None and (
+            message.startswith(("exited", "sys.exit(")) or signal_name == "SIGABRT"
+        ):
             message = f"{exception} ({message})"
         if not world.gpus and _NO_NCCL.search(message):
             message += _NO_NCCL_HINT
         message += self._of_memory(signal_name, "\n".join((message, *last)))
-        return Failure(rank, local_rank, self.node_rank, self.host, code, signal_name, message, last, effect)
+        return Failure(
+            rank, local_rank, self.node_rank, self.host, code, signal_name, message, last, effect
+        )
 
     def _of_memory(self, signal_name: str | None, words: str) -> str:
-        """Return what to add for a worker, or a process of a worker's, that was killed by SIGKILL: whether memory was the reason."""
-        news = self.oom_kills.news() if signal_name == "SIGKILL" or _CHILD_KILLED.search(words) else ""
+        """Return what to add for a worker, or a process of a worker's, that was killed by SIGKILL:
+        whether memory was the reason.
+        """
+        news = (
+            self.oom_kills.news() if signal_name == "SIGKILL" or _CHILD_KILLED.search(words) else ""
+        )
         return f" ({news})" if news else ""
 
-    def _of_torchrun(self, world: World, code: int, signal_name: str | None, message: str) -> Failure:
+    def _of_torchrun(
+        self, world: World, code: int, signal_name: str | None, message: str
+    ) -> Failure:
         stderr = log_files.torchrun_files(self.directory, world.restart, self.attempt)[1]
         cause = torchrun.root_cause(stderr)
         if cause is None:
-            return Failure(None, None, self.node_rank, self.host, code, signal_name, f"torchrun {message}", log_files.last_lines(stderr))
+            return Failure(
+                None,
+                None,
+                self.node_rank,
+                self.host,
+                code,
+                signal_name,
+                f"torchrun {message}",
+                log_files.last_lines(stderr),
+            )
         effect = cause.signal in (None, "SIGABRT") and is_peer_loss("\n".join(cause.last_lines))
         words = how(cause.exit_code, cause.signal)
         words += self._of_memory(cause.signal, "\n".join(cause.last_lines))
         return Failure(
-            cause.rank, cause.local_rank, self.node_rank, self.host, cause.exit_code, cause.signal, words, cause.last_lines, effect
+            cause.rank,
+            cause.local_rank,
+            self.node_rank,
+            self.host,
+            cause.exit_code,
+            cause.signal,
+            words,
+            cause.last_lines,
+            effect,
         )

@@ -1,4 +1,6 @@
-"""How one worker comes to be: forked from the starter, tied to its life, given its files and variables, then run or exec-ed."""
+"""How one worker comes to be: forked from the starter, tied to its life, given its files and
+variables, then run or exec-ed.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ class WorkerStart:
     err: Path
 
 
-def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int], stdin: int | None) -> int:
-    """Fork a worker; return its pid in the starter, and 0 in a worker that is to run the program in this very process.
+def start(
+    worker: WorkerStart, report_pipe: tuple[int, int], close: list[int], stdin: int | None
+) -> int:
+    """Fork a worker; return its pid in the starter, and 0 in a worker that is to run the program in
+    this very process.
 
-    A worker that execs never returns from here. One that cannot exec reports why and exits 127, as a shell does.
+    A worker that execs never returns from here. One that cannot exec reports why and exits 127, as
+    a shell does.
 
     Args:
         worker: what tells it from its siblings.
@@ -53,7 +59,8 @@ def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int], s
     starter = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The starter ignores SIGTERM; blocked, one that meets the child before it has its own handler waits instead of being lost.
+    # The starter ignores SIGTERM; blocked, one that meets the child before it has its own handler
+    # waits instead of being lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     pid = os.fork()
     if pid != 0:
@@ -66,14 +73,17 @@ def start(worker: WorkerStart, report_pipe: tuple[int, int], close: list[int], s
         _reset_signals()
         _wire(out, err, stdin, [report_pipe[0], *close], reads=worker.local_rank == 0)
         os.environ.update(worker.variables)
-        # The pid says whose descriptor this is: a child of the worker inherits the variable and not the pipe.
+        # The pid says whose descriptor this is: a child of the worker inherits the variable and not
+        # the pipe.
         os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
         if worker.argv is None:
             preload.refresh_after_fork()
             stacks.offer()
             return 0
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)  # Python ignores them, and an ignored signal stays so over exec
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # Python ignores them, and an ignored signal stays so over exec
         os.set_inheritable(report_pipe[1], True)
         _exec(worker.argv, report_pipe[1], worker.local_rank)
     except BaseException as error:

@@ -1,4 +1,6 @@
-"""What an agent knows of its workers and tells node 0: where those are that others wait for, and which left with exit code 0."""
+"""What an agent knows of its workers and tells node 0: where those are that others wait for, and
+which left with exit code 0.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class WorkerStatus:
     failures: Failures
     world: World | None = None
     ended: dict[int, str] = field(default_factory=dict)
-    _exits: dict[int, float] = field(default_factory=dict)  # when those with exit code 0 ended, by the monotonic clock
+    _exits: dict[int, float] = field(
+        default_factory=dict
+    )  # when those with exit code 0 ended, by the monotonic clock
 
     def begin(self, world: World) -> None:
         """Forget the last round."""
@@ -49,7 +53,9 @@ class WorkerStatus:
         self._exits[local_rank] = monotonic
 
     def exits(self) -> dict[str, Any]:
-        """Return the message that names the workers which ended with exit code 0, the first ones of many."""
+        """Return the message that names the workers which ended with exit code 0, the first ones of
+        many.
+        """
         assert self.world is not None
         moment, exits = time.monotonic(), []
         for local_rank, at in sorted(self._exits.items(), key=lambda item: item[1])[:_MOST_EXITS]:
@@ -58,17 +64,27 @@ class WorkerStatus:
         return {"t": "checked", "restart": self.world.restart, "exits": exits}
 
     def known(self, wanted: Sequence[int], *, started: bool) -> list[Sighting]:
-        """Return what can be said of workers that do not run: they were not started so far, or have ended.
+        """Return what can be said of workers that do not run: they were not started so far, or have
+        ended.
 
         Args:
             wanted: their local ranks.
             started: whether this node's workers were started.
         """
-        found = [self.sighting(rank, None, "was not started: its node imports torch so far") for rank in wanted if not started]
+        found = [
+            self.sighting(rank, None, "was not started: its node imports torch so far")
+            for rank in wanted
+            if not started
+        ]
         ended = [rank for rank in wanted if rank in self.ended]
-        return found + [self.sighting(rank, None, f"{self.ended[rank]} and never came to the roll-call") for rank in ended]
+        return found + [
+            self.sighting(rank, None, f"{self.ended[rank]} and never came to the roll-call")
+            for rank in ended
+        ]
 
-    def sighting(self, local_rank: int, pid: int | None, text: str, stack: Sequence[str] = ()) -> Sighting:
+    def sighting(
+        self, local_rank: int, pid: int | None, text: str, stack: Sequence[str] = ()
+    ) -> Sighting:
         """Return what is known of one worker."""
         assert self.world is not None
         return Sighting(self.world.first_rank + local_rank, local_rank, pid, text, tuple(stack))
@@ -83,13 +99,24 @@ class WorkerStatus:
         assert self.world is not None
         failures = []
         for each in found if final else ():
-            last = log_files.last_lines(log_files.rank_files(self.directory, each.rank, self.world.restart, self.attempt)[1])
+            last = log_files.last_lines(
+                log_files.rank_files(self.directory, each.rank, self.world.restart, self.attempt)[1]
+            )
             failures.append(each.failure(self.node_rank, self.host, last).to_json())
         lines = [each.line(self.node_rank, self.host) for each in found]
-        return {"t": "where", "restart": self.world.restart, "final": final, "lines": lines, "failures": failures}
+        return {
+            "t": "where",
+            "restart": self.world.restart,
+            "final": final,
+            "lines": lines,
+            "failures": failures,
+        }
 
     def note_found(self, local_rank: int, lines: Sequence[str]) -> None:
         """Tell a worker's own readers, in its stderr, what has become of those for which it waits."""
         if self.world is not None:
             rank = self.world.first_rank + local_rank
-            log_files.append(log_files.rank_files(self.directory, rank, self.world.restart, self.attempt)[1], lines)
+            log_files.append(
+                log_files.rank_files(self.directory, rank, self.world.restart, self.attempt)[1],
+                lines,
+            )

@@ -1,11 +1,12 @@
-"""The package's sources inside the node zip: one compressed block, unpacked at the first import of any of them.
+"""The package's sources inside the node zip: one compressed block, unpacked at the first import of
+any of them.
 
-Packed module by module, as a zip does, the zip would be almost twice as long, and an agent would start 30 ms later: each module would
-be looked up and unpacked by itself.
+Packed module by module, as a zip does, the zip would be almost twice as long, and an agent would
+start 30 ms later: each module would be looked up and unpacked by itself.
 
 The zip shadows an installed package. What only submits jobs elsewhere is left out of it
-(`clusterjob.core.node_zip.LEFT_OUT`): a process inside a job that submits
-another takes those modules, and the templates, from the installed package, which has to be of the same version.
+(`clusterjob.core.node_zip.LEFT_OUT`): a process inside a job that submits another takes those
+modules, and the templates, from the installed package, which has to be of the same version.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType, ModuleType
 
-NAME = "sources.json.bz2"  # beside the package's own __init__.py: {"clusterjob/cli/__init__.py": source, ...}
+# Beside the package's own __init__.py: {"clusterjob/cli/__init__.py": source, ...}.
+NAME = "sources.json.bz2"
 
 
 class Solid:
@@ -34,7 +36,12 @@ class Solid:
         self.archive = self._directory.rpartition("/")[0]
         self._sources: dict[str, str] | None = None
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
         """Return where a module is, if it is one of ours; the protocol of sys.meta_path."""
         if not name.startswith("clusterjob."):
             return None
@@ -50,7 +57,9 @@ class Solid:
         return spec
 
     def _look_elsewhere(self, name: str, path: Sequence[str] | None) -> None:
-        """Let the interpreter's own finder look for a module in the installed package, whose place is added to its package's path."""
+        """Let the interpreter's own finder look for a module in the installed package, whose place
+        is added to its package's path.
+        """
         package = installed()
         if package is not None and isinstance(path, list):
             place = "/".join((package, *name.split(".")[1:-1]))
@@ -84,7 +93,9 @@ class Solid:
 
     def _file_of(self, name: str) -> str | None:
         stem = name.replace(".", "/")
-        return next((file for file in (f"{stem}.py", f"{stem}/__init__.py") if file in self._all()), None)
+        return next(
+            (file for file in (f"{stem}.py", f"{stem}/__init__.py") if file in self._all()), None
+        )
 
     def _all(self) -> dict[str, str]:
         if self._sources is None:
@@ -100,7 +111,9 @@ class Solid:
 
 def install(package_file: str) -> None:
     """Let this process import the package from the zip that holds it."""
-    sys.meta_path.insert(0, Solid(package_file))  # before the one that would find the installed package's
+    sys.meta_path.insert(
+        0, Solid(package_file)
+    )  # before the one that would find the installed package's
 
 
 def archive() -> str | None:
@@ -109,15 +122,22 @@ def archive() -> str | None:
 
 
 def installed() -> str | None:
-    """Return the directory of the package that is installed beside the zip; None where there is none.
+    """Return the directory of the package that is installed beside the zip; None where there is
+    none.
 
     Raises:
         ImportError: it is of another version.
     """
     from importlib.machinery import PathFinder
 
-    spec = PathFinder.find_spec("clusterjob", [entry for entry in sys.path if not entry.endswith(".pyz")])
-    others = (finder for finder in sys.meta_path if finder is not PathFinder and not isinstance(finder, Solid))
+    spec = PathFinder.find_spec(
+        "clusterjob", [entry for entry in sys.path if not entry.endswith(".pyz")]
+    )
+    others = (
+        finder
+        for finder in sys.meta_path
+        if finder is not PathFinder and not isinstance(finder, Solid)
+    )
     for finder in others:  # an editable installation may have one of its own
         spec = spec or finder.find_spec("clusterjob", None)
     if spec is None or not spec.origin or not spec.origin.endswith("/__init__.py"):
@@ -126,5 +146,7 @@ def installed() -> str | None:
         line = next((line for line in stream if line.startswith("__version__ = ")), "")
     own, its = sys.modules["clusterjob"].__version__, line.partition("=")[2].strip().strip('"')
     if own != its:
-        raise ImportError(f"this job came with clusterjob {own}, and {spec.origin} is {its}: `env -u PYTHONPATH clusterjob` runs that one")
+        raise ImportError(
+            f"this job came with clusterjob {own}, and {spec.origin} is {its}: `env -u PYTHONPATH clusterjob` runs that one"
+        )
     return spec.origin.removesuffix("/__init__.py")

@@ -1,4 +1,6 @@
-"""The first code of the node zip: says what is wrong with an old Python in that Python's own words, then launches."""
+"""The first code of the node zip: says what is wrong with an old Python in that Python's own words,
+then launches.
+"""
 
 # This file alone must be readable by any Python 3: it becomes the zip's __main__.py.
 import os
@@ -17,7 +19,10 @@ def _refuse(message):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
 
 if __name__ == "__main__":
     if sys.version_info < (3, 10):  # noqa: UP036
-        _refuse("%s is Python %d.%d: 3.10 or newer is needed" % ((sys.executable,) + sys.version_info[:2]))  # noqa: RUF005, UP031
+        _refuse(
+            "%s is Python %d.%d: 3.10 or newer is needed"  # noqa: UP031
+            % ((sys.executable,) + sys.version_info[:2])  # noqa: RUF005
+        )
     from clusterjob.node.launch import main
 
     sys.exit(main())

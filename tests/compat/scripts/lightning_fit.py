@@ -28,7 +28,8 @@ class Model(lightning.LightningModule):
 if __name__ == "__main__":
     lightning.seed_everything(1, verbose=False)
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp", logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=".",
+        max_epochs=1, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy="ddp", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=".",
     )  # fmt: skip
     trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4))

@@ -31,8 +31,9 @@ if __name__ == "__main__":
     data = Numbers()
     sampler = DistributedSampler(data, shuffle=False)
     loader = DataLoader(
-        data, batch_size=4, sampler=sampler, num_workers=args.workers, multiprocessing_context=args.context,
-        persistent_workers=args.persistent, worker_init_fn=init_fn,
+        data, batch_size=4, sampler=sampler, num_workers=args.workers,
+        multiprocessing_context=args.context, persistent_workers=args.persistent,
+        worker_init_fn=init_fn,
     )  # fmt: skip
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
