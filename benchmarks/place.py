@@ -44,19 +44,19 @@ def environments() -> dict[str, dict[str, str]]:
     world = World(
         0,
         "10.0.0.1",
-        29500,
-        True,
-        3,
-        64,
-        8,
-        24,
-        512,
-        8,
-        "10.0.0.1:5000",
-        ",".join(endpoints),
-        ",".join(endpoints[24:32]),
+        master_port=29500,
+        agent_store=True,
+        node_rank=3,
+        nnodes=64,
+        nproc=8,
+        first_rank=24,
+        world_size=512,
+        gpus=8,
+        paddle_master="10.0.0.1:5000",
+        endpoints=",".join(endpoints),
+        own_endpoints=",".join(endpoints[24:32]),
     )
-    ours = contract.worker_variables(world, 3, "job", 0) | {
+    ours = contract.worker_variables(world, 3, job_id="job", max_restarts=0) | {
         contract.JOB_ID: "job",
         contract.REPORT_FD: "5:77",
     }

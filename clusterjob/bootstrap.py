@@ -97,7 +97,8 @@ def init(
         _check_same(
             known,
             ending.remembered.timeout,
-            {"backend": backend, "process_group": process_group, "timeout": timeout} | by_hand,
+            asked={"backend": backend, "process_group": process_group, "timeout": timeout}
+            | by_hand,
         )
         return known
     shutdown()  # of a context whose group the script has destroyed itself
@@ -120,7 +121,7 @@ def init(
     if dist.is_available() and dist.is_initialized():
         context = group.adopt(finding, backend, process_group=process_group)
     else:
-        context = group.make(finding, backend, timeout, process_group=process_group)
+        context = group.make(finding, backend, timeout=timeout, process_group=process_group)
     ending.remembered.context = context
     return context
 

@@ -66,12 +66,12 @@ class Site:
         return {key: value for key, value in given.items() if value is not None}
 
     def plan(self, program: Program, **flags: Any) -> Plan:
-        settings: Settings = jobs.settle(self.flags(**flags), None, self.directory)
+        settings: Settings = jobs.settle(self.flags(**flags), None, directory=self.directory)
         assert settings.backend == "ssh"
-        return jobs.plan(jobs.make_spec(program, settings, self.directory), settings)
+        return jobs.plan(jobs.make_spec(program, settings, directory=self.directory), settings)
 
     def submit(self, text: str, *args: str, **flags: Any) -> Record:
-        plan = self.plan(Program("script", self.script(text), args), **flags)
+        plan = self.plan(Program("script", self.script(text), args=args), **flags)
         return jobs.submit(plan, "ssh", detach=True)
 
     def refused(self, **flags: Any) -> SubmitError:
@@ -132,7 +132,7 @@ def hang_up() -> None:
 def lines_of(record: Record) -> list[str]:
     shown: list[Line] = []
     verdict = jobs.follow(
-        record, lambda batches: shown.extend(chain.from_iterable(batches)), lambda _: None
+        record, lambda batches: shown.extend(chain.from_iterable(batches)), progress=lambda _: None
     )
     assert verdict.state.final
     return [f"{line.rank} {line.stream} {line.text}" for line in shown]

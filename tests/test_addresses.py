@@ -12,7 +12,7 @@ from clusterjob.node.environments import slurm_addresses
 from clusterjob.node.environments.topology import Topology
 
 NOWHERE = "no-such-node.invalid"
-NODE = Topology(2, 1, None, NOWHERE, None, "slurm")
+NODE = Topology(2, 1, nproc_per_node=None, master_addr=NOWHERE, master_port=None, source="slurm")
 BATCH = {
     "ENVIRONMENT": "BATCH",
     "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.7",

@@ -139,7 +139,7 @@ def test_array_and_sweep_do_not_both_say_which_elements_there_are() -> None:
 
 
 def test_a_value_stands_where_its_name_is_marked_else_at_the_end() -> None:
-    program = Program("script", "train.py", ("--lr", "{lr}", "{name}{lr}", "{other}"))
+    program = Program("script", "train.py", args=("--lr", "{lr}", "{name}{lr}", "{other}"))
     assert arrays.program_of(program, (("lr", "0.1"), ("seed", "7"))).args == (
         "--lr",
         "0.1",
@@ -152,10 +152,10 @@ def test_a_value_stands_where_its_name_is_marked_else_at_the_end() -> None:
 
 def test_a_value_that_looks_like_a_name_s_mark_is_no_mark() -> None:
     """What one value brings in is not looked at again."""
-    program = Program("script", "train.py", ("{a}", "{b}"))
+    program = Program("script", "train.py", args=("{a}", "{b}"))
     assert arrays.program_of(program, (("a", "{b}"), ("b", "1"))).args == ("{b}", "1")
     assert arrays.program_of(
-        Program("script", "train.py", ("{a}",)), (("a", "{b}"), ("b", "1"))
+        Program("script", "train.py", args=("{a}",)), (("a", "{b}"), ("b", "1"))
     ).args == ("{b}", "--b=1")
 
 

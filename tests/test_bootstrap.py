@@ -762,7 +762,13 @@ def test_tasks_that_are_alone_on_their_nodes_are_processes_of_their_own(tmp_path
 def test_a_task_that_would_leave_gpus_idle_is_refused(
     nproc: int | None, gpus: int, process_group: bool | None
 ) -> None:
-    worker = Worker(Topology(2, 1, nproc, "n1", 29500, "slurm"), 1, 0, 2, 1)
+    worker = Worker(
+        Topology(2, 1, nproc_per_node=nproc, master_addr="n1", master_port=29500, source="slurm"),
+        1,
+        local_rank=0,
+        world_size=2,
+        local_world_size=1,
+    )
     if nproc is None and gpus == 8 and process_group is None:
         with pytest.raises(PlaceError) as caught:
             device.check_gpus(worker, gpus, process_group=process_group)

@@ -132,35 +132,37 @@ def test_what_a_login_may_use(smi: Smi, listed: str | None, wanted: list[int]) -
 
 def test_idle_ones_are_picked(smi: Smi) -> None:
     smi.say([3, 2000, 3, 3], {2: [(1, "init")]})
-    assert names(gpus.pick("a", "auto", 2, {})) == ["GPU-0000", "GPU-0003"]
-    assert names(gpus.pick("a", "auto", 1, {"CUDA_VISIBLE_DEVICES": "3,0"})) == ["GPU-0003"]
+    assert names(gpus.pick("a", "auto", count=2, environ={})) == ["GPU-0000", "GPU-0003"]
+    assert names(gpus.pick("a", "auto", count=1, environ={"CUDA_VISIBLE_DEVICES": "3,0"})) == [
+        "GPU-0003"
+    ]
 
 
 def test_too_few_say_who_holds_which(smi: Smi) -> None:
     smi.say([3, 2000, 3], {2: [(1, "trainer")]})
-    held = gpus.pick("other-job", "auto", 1, {})
+    held = gpus.pick("other-job", "auto", count=1, environ={})
     with pytest.raises(gpus.TooFewError) as caught:
-        gpus.pick("mine", "auto", 2, {})
+        gpus.pick("mine", "auto", count=2, environ={})
     held.release()
     text = str(caught.value)
     assert text.startswith(
         "0 idle GPUs where 2 are asked for: 0 job other-job; 1 NVIDIA H100, 80GB: 2.1 of 86 GB used; 2 NVIDIA"
     )
     assert "trainer (pid 1)" in text
-    assert names(gpus.pick("mine", "auto", 1, {})) == ["GPU-0000"], (
+    assert names(gpus.pick("mine", "auto", count=1, environ={})) == ["GPU-0000"], (
         "the attempt that failed holds nothing"
     )
 
 
 def test_a_list_is_taken_as_it_is_but_from_no_other_job(smi: Smi) -> None:
     smi.say([3, 2000, 3], {2: [(1, "trainer")]})
-    held = gpus.pick("a", "2,1", 2, {})
+    held = gpus.pick("a", "2,1", count=2, environ={})
     assert [card.uuid for card in held.cards] == ["GPU-0002", "GPU-0001"]
     with pytest.raises(gpus.TooFewError, match="GPU 1 is held by job a"):
-        gpus.pick("b", "0,1", 2, {})
+        gpus.pick("b", "0,1", count=2, environ={})
     held.release()
     with pytest.raises(gpus.TooFewError, match="there is no GPU 7; there is 0, 1, 2"):
-        gpus.pick("b", "7", 1, {})
+        gpus.pick("b", "7", count=1, environ={})
 
 
 def test_jobs_that_pick_at_once_never_pick_the_same(smi: Smi) -> None:
@@ -193,16 +195,21 @@ sys.stdin.read()
 
 
 def test_a_hold_lasts_as_long_as_a_process_that_inherited_it(smi: Smi) -> None:
-    held = gpus.pick("a", "auto", 4, {})
+    held = gpus.pick("a", "auto", count=4, environ={})
     heir = subprocess.Popen(["sleep", "1000"], pass_fds=held.descriptors)
     held.release()
     try:
         with pytest.raises(gpus.TooFewError, match="0 job a; 1 job a"):
-            gpus.pick("b", "auto", 1, {})
+            gpus.pick("b", "auto", count=1, environ={})
     finally:
         heir.kill()
         heir.wait()
-    assert names(gpus.pick("b", "auto", 4, {})) == ["GPU-0000", "GPU-0001", "GPU-0002", "GPU-0003"]
+    assert names(gpus.pick("b", "auto", count=4, environ={})) == [
+        "GPU-0000",
+        "GPU-0001",
+        "GPU-0002",
+        "GPU-0003",
+    ]
 
 
 def test_locks_lie_in_directories_of_ones_own() -> None:

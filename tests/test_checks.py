@@ -69,15 +69,15 @@ def test_errors_are_failures_in_their_own_words() -> None:
             [
                 Look("one", refuse),
                 Look("two", full, hint="make room"),
-                Look("three", lambda: [ok("yes")], ("two",)),
+                Look("three", lambda: [ok("yes")], needs=("two",)),
             ]
         )
     )
     assert checks[0] == Check(
-        "one", CheckState.FAILED, "2 of 3 hosts cannot be used: a: x; b: y", "look there"
+        "one", CheckState.FAILED, words="2 of 3 hosts cannot be used: a: x; b: y", hint="look there"
     )
     assert checks[1] == Check(
-        "two", CheckState.FAILED, "No space left on device: /tmp/x", "make room"
+        "two", CheckState.FAILED, words="No space left on device: /tmp/x", hint="make room"
     )
     assert checks[2].state is CheckState.UNKNOWN
 
@@ -213,7 +213,7 @@ def answer(**facts: Any) -> dict[str, Any]:
 def test_gpus_of_the_driver_and_of_torch(
     installed: int, seen: dict[str, Any], wanted: int | None, required: bool, state: str, words: str
 ) -> None:
-    finding = fitness.gpus(installed, answer(**seen), wanted, required=required)
+    finding = fitness.gpus(installed, answer(**seen), wanted=wanted, required=required)
     assert (str(finding.state), finding.words) == (state, words)
     assert bool(finding.hint) == (state != "ok")
 

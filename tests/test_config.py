@@ -44,14 +44,16 @@ def settings(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Settings:
-    return resolve(flags or {}, cluster, environ or {}, directory, BACKENDS)
+    return resolve(
+        flags or {}, cluster, environ=environ or {}, directory=directory, backends=BACKENDS
+    )
 
 
 # -- layers ---------------------------------------------------------------------------------------------------------------
 
 
 def test_without_files_the_first_backend_serves(project: Path) -> None:
-    assert settings(project) == Settings("local", "local", {}, {})
+    assert settings(project) == Settings("local", "local", values={}, origins={})
 
 
 def test_the_stronger_layer_wins_and_is_named(project: Path) -> None:

@@ -130,23 +130,31 @@ def test_amd_s_are_nodes_of_the_kernel_with_simd_units(
 def test_each_process_gets_its_share_of_the_cores(
     environ: dict[str, str], nproc: int, share: int
 ) -> None:
-    assert contract.thread_defaults(environ, nproc, None) == {"OMP_NUM_THREADS": str(share)}
-    assert contract.thread_defaults(environ | {"OMP_NUM_THREADS": ""}, nproc, None) == {}
-    assert contract.thread_defaults(environ, nproc, 5) == {"OMP_NUM_THREADS": "5"}
+    assert contract.thread_defaults(environ, nproc, cpus_per_task=None) == {
+        "OMP_NUM_THREADS": str(share)
+    }
+    assert (
+        contract.thread_defaults(environ | {"OMP_NUM_THREADS": ""}, nproc, cpus_per_task=None) == {}
+    )
+    assert contract.thread_defaults(environ, nproc, cpus_per_task=5) == {"OMP_NUM_THREADS": "5"}
 
 
 def test_interfaces_are_named_only_where_the_user_has_not() -> None:
-    found = contract.quiet_defaults({}, "127.0.0.1", 2)
+    found = contract.quiet_defaults({}, "127.0.0.1", nnodes=2)
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     assert "GLOO_SOCKET_IFNAME" not in contract.quiet_defaults(
-        {"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", 2
+        {"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2
     )
     assert (
-        contract.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", 2)["NCCL_SOCKET_IFNAME"]
+        contract.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2)[
+            "NCCL_SOCKET_IFNAME"
+        ]
         == "=lo"
     )
     assert (
-        contract.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", 2)["GLOO_SOCKET_IFNAME"]
+        contract.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", nnodes=2)[
+            "GLOO_SOCKET_IFNAME"
+        ]
         == "lo"
     )
-    assert "GLOO_SOCKET_IFNAME" not in contract.quiet_defaults({}, "no-such-host.invalid", 2)
+    assert "GLOO_SOCKET_IFNAME" not in contract.quiet_defaults({}, "no-such-host.invalid", nnodes=2)

@@ -19,7 +19,7 @@ def job_dir(tmp_path: Path) -> Path:
 
 def test_ends_come_back_in_the_order_of_their_nodes(job_dir: Path) -> None:
     for node_rank in (10, 2, 0):
-        ends.write(job_dir, node_rank, {"state": "FAILED"})
+        ends.write(job_dir, node_rank, end={"state": "FAILED"})
     (job_dir / "ends" / "node3.json").write_text("[1, 2")
     (job_dir / "ends" / "node4.json").write_text(
         '{"node_rank": 0, "state": "SUCCEEDED"}'
@@ -62,7 +62,7 @@ def test_a_refusal_is_a_failure_of_its_node(
 
 
 def test_texts_of_ends_that_hosts_wrote_are_cut(job_dir: Path) -> None:
-    ends.write(job_dir, 0, {"state": "LOST"})
+    ends.write(job_dir, 0, end={"state": "LOST"})
     (job_dir / "ends" / "node1.json").write_text(
         json.dumps({"node_rank": 1, "state": "LOST", "reason": "x" * 1_000_000})
     )
@@ -90,9 +90,9 @@ def test_a_directory_that_is_gone_takes_no_wish_and_has_no_ends(tmp_path: Path) 
 
 
 def test_an_older_start_s_ends_do_not_count_for_a_later_one(job_dir: Path) -> None:
-    ends.write(job_dir, 0, {"state": "FAILED"})
-    ends.write(job_dir, 1, {"state": "FAILED", "attempt": 2})
-    ends.write(job_dir, 1, {"state": "LOST", "attempt": 1})  # by an agent that lived on
+    ends.write(job_dir, 0, end={"state": "FAILED"})
+    ends.write(job_dir, 1, end={"state": "FAILED", "attempt": 2})
+    ends.write(job_dir, 1, end={"state": "LOST", "attempt": 1})  # by an agent that lived on
     assert [end["node_rank"] for end in ends.written(job_dir)] == [0]
     assert [end["state"] for end in ends.written(job_dir, 2)] == ["FAILED"]
     assert ends.written(job_dir, 1) == []

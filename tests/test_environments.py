@@ -58,7 +58,15 @@ def test_an_environment_that_names_no_job_is_sound(environ: dict[str, str]) -> N
 
 def test_a_process_of_torchrun() -> None:
     finding = detect(TORCHRUN)
-    assert finding.place == Worker(Topology(2, 1, 4, "10.0.0.1", 29500, "torchrun"), 5, 1, 8, 4)
+    assert finding.place == Worker(
+        Topology(
+            2, 1, nproc_per_node=4, master_addr="10.0.0.1", master_port=29500, source="torchrun"
+        ),
+        5,
+        local_rank=1,
+        world_size=8,
+        local_world_size=4,
+    )
     assert (finding.source, finding.level, finding.conflicts) == ("torchrun", "worker", ())
     assert finding.evidence == {
         "rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK",
@@ -75,17 +83,34 @@ def test_a_process_whose_launcher_is_unknown() -> None:
 def test_our_own_agent_s_variables_give_the_worker_that_it_meant(
     local_rank: int, nproc: int, first: int
 ) -> None:
-    world = World(0, "10.0.0.1", 4321, True, 1, 2, nproc, first, 8)
-    environ = contract.worker_variables(world, local_rank, "job", 3)
+    world = World(
+        0,
+        "10.0.0.1",
+        master_port=4321,
+        agent_store=True,
+        node_rank=1,
+        nnodes=2,
+        nproc=nproc,
+        first_rank=first,
+        world_size=8,
+    )
+    environ = contract.worker_variables(world, local_rank, job_id="job", max_restarts=3)
     environ |= {contract.JOB_ID: "job", contract.REPORT_FD: "5:77"}
     finding = detect(environ)
     assert finding.source == "clusterjob"
     assert finding.place == Worker(
-        Topology(2, 1, nproc, "10.0.0.1", 4321, "clusterjob"),
+        Topology(
+            2,
+            1,
+            nproc_per_node=nproc,
+            master_addr="10.0.0.1",
+            master_port=4321,
+            source="clusterjob",
+        ),
         first + local_rank,
-        local_rank,
-        8,
-        nproc,
+        local_rank=local_rank,
+        world_size=8,
+        local_world_size=nproc,
     )
 
 
@@ -165,7 +190,15 @@ def test_a_master_s_ipv6_address_may_have_brackets() -> None:
 
 def test_the_node_is_worked_out_where_no_variable_gives_it() -> None:
     finding = detect(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
-    assert finding.place == Worker(Topology(2, 1, 4, "10.0.0.1", 29500, "torchrun"), 5, 1, 8, 4)
+    assert finding.place == Worker(
+        Topology(
+            2, 1, nproc_per_node=4, master_addr="10.0.0.1", master_port=29500, source="torchrun"
+        ),
+        5,
+        local_rank=1,
+        world_size=8,
+        local_world_size=4,
+    )
     assert "node_rank" not in finding.evidence
 
 
@@ -174,7 +207,15 @@ def test_one_node_where_nothing_speaks_of_more() -> None:
         without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
         | {"LOCAL_RANK": "5"}
     )
-    assert finding.place == Worker(Topology(1, 0, 8, "10.0.0.1", 29500, "torchrun"), 5, 5, 8, 8)
+    assert finding.place == Worker(
+        Topology(
+            1, 0, nproc_per_node=8, master_addr="10.0.0.1", master_port=29500, source="torchrun"
+        ),
+        5,
+        local_rank=5,
+        world_size=8,
+        local_world_size=8,
+    )
 
 
 def test_white_space_around_a_value_is_no_part_of_it() -> None:
@@ -189,7 +230,9 @@ def test_white_space_around_a_value_is_no_part_of_it() -> None:
 
 def test_a_node_of_ours() -> None:
     finding = detect(OURS)
-    assert finding.place == Topology(3, 2, 8, "n0", 2222, "clusterjob")
+    assert finding.place == Topology(
+        3, 2, nproc_per_node=8, master_addr="n0", master_port=2222, source="clusterjob"
+    )
     assert (finding.source, finding.level) == ("clusterjob", "node")
     assert finding.evidence == {
         "nnodes": "CLUSTERJOB_NNODES", "node_rank": "CLUSTERJOB_NODE_RANK",
@@ -201,7 +244,9 @@ def test_a_node_of_ours() -> None:
 def test_a_node_of_ours_may_leave_open_what_the_agent_decides() -> None:
     assert detect(
         without(OURS, "CLUSTERJOB_NPROC_PER_NODE", "CLUSTERJOB_MASTER_PORT")
-    ).place == Topology(3, 2, None, "n0", None, "clusterjob")
+    ).place == Topology(
+        3, 2, nproc_per_node=None, master_addr="n0", master_port=None, source="clusterjob"
+    )
 
 
 def test_several_nodes_never_meet_at_a_default() -> None:
@@ -212,7 +257,7 @@ def test_several_nodes_never_meet_at_a_default() -> None:
 
 def test_a_single_node_needs_no_address() -> None:
     assert detect({"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).place == Topology(
-        1, 0, None, "127.0.0.1", None, "clusterjob"
+        1, 0, nproc_per_node=None, master_addr="127.0.0.1", master_port=None, source="clusterjob"
     )
 
 
@@ -311,9 +356,21 @@ def test_every_rank_of_every_world_is_found_again(sizes: list[int], restart: int
     seen = []
     first = 0
     for node_rank, nproc in enumerate(sizes):
-        world = World(restart, "h", 1234, False, node_rank, len(sizes), nproc, first, sum(sizes))
+        world = World(
+            restart,
+            "h",
+            master_port=1234,
+            agent_store=False,
+            node_rank=node_rank,
+            nnodes=len(sizes),
+            nproc=nproc,
+            first_rank=first,
+            world_size=sum(sizes),
+        )
         for local_rank in range(nproc):
-            place = detect(contract.worker_variables(world, local_rank, "job", 9)).place
+            place = detect(
+                contract.worker_variables(world, local_rank, job_id="job", max_restarts=9)
+            ).place
             assert isinstance(place, Worker)
             assert (
                 place.topology.node_rank,

@@ -29,7 +29,15 @@ def process(
     addr: str,
     port: int,
 ) -> Worker:
-    return Worker(Topology(nnodes, node, local, addr, port, source), rank, local_rank, world, local)
+    return Worker(
+        Topology(
+            nnodes, node, nproc_per_node=local, master_addr=addr, master_port=port, source=source
+        ),
+        rank,
+        local_rank=local_rank,
+        world_size=world,
+        local_world_size=local,
+    )
 
 
 # -- processes: the page of each is named in the family's own file ---------------------------------------------------------
@@ -195,12 +203,19 @@ SAGEMAKER = {
 NODES: dict[str, tuple[dict[str, str], Topology, tuple[str, ...]]] = {
     "mlp": (
         MLP,
-        Topology(2, 1, 8, "10.0.0.1", 2222, "mlp"),
+        Topology(2, 1, nproc_per_node=8, master_addr="10.0.0.1", master_port=2222, source="mlp"),
         ("MLP_ROLE_INDEX", "MLP_WORKER_NUM", "MLP_WORKER_0_HOST"),
     ),
     "kubeflow": (
         KUBEFLOW,
-        Topology(2, 1, 8, "job-node-0-0.job", 29500, "kubeflow"),
+        Topology(
+            2,
+            1,
+            nproc_per_node=8,
+            master_addr="job-node-0-0.job",
+            master_port=29500,
+            source="kubeflow",
+        ),
         ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"),
     ),
     "kubeflow, other names": (
@@ -210,12 +225,21 @@ NODES: dict[str, tuple[dict[str, str], Topology, tuple[str, ...]]] = {
             "PET_N_PROC_PER_NODE": "8",
             "PET_RDZV_ENDPOINT": "job-node-0-0.job:29400",
         },
-        Topology(2, 1, 8, "job-node-0-0.job", 29400, "kubeflow"),
+        Topology(
+            2,
+            1,
+            nproc_per_node=8,
+            master_addr="job-node-0-0.job",
+            master_port=29400,
+            source="kubeflow",
+        ),
         (),
     ),
     "pytorchjob v1": (
         RANKS,
-        Topology(2, 1, None, "job-master-0", 23456, "nodes"),
+        Topology(
+            2, 1, nproc_per_node=None, master_addr="job-master-0", master_port=23456, source="nodes"
+        ),
         ("WORLD_SIZE", "MASTER_ADDR"),
     ),
     "pytorchjob v1 with PET": (
@@ -227,47 +251,75 @@ NODES: dict[str, tuple[dict[str, str], Topology, tuple[str, ...]]] = {
             "PET_NPROC_PER_NODE": "8",
             "PET_MASTER_ADDR": "job-master-0",
         },
-        Topology(2, 1, 8, "job-master-0", None, "kubeflow"),
+        Topology(
+            2, 1, nproc_per_node=8, master_addr="job-master-0", master_port=None, source="kubeflow"
+        ),
         (),
     ),
     "pai": (
         RANKS | {"NPROC_PER_NODE": "8", "DLC_JOB_ID": "dlc1"},
-        Topology(2, 1, 8, "job-master-0", 23456, "pai"),
+        Topology(
+            2, 1, nproc_per_node=8, master_addr="job-master-0", master_port=23456, source="pai"
+        ),
         ("WORLD_SIZE",),
     ),
     "aihc": (
         RANKS | {"NPROC_PER_NODE": "8", "AIHC_JOB_NAME": "j"},
-        Topology(2, 1, 8, "job-master-0", 23456, "aihc"),
+        Topology(
+            2, 1, nproc_per_node=8, master_addr="job-master-0", master_port=23456, source="aihc"
+        ),
         ("WORLD_SIZE",),
     ),
     "volcano's pytorch plugin": (
         RANKS | VOLCANO | {"VC_MASTER_HOSTS": "job-master-0.job", "VC_TASK_INDEX": "0"},
-        Topology(2, 1, None, "job-master-0", 23456, "volcano"),
+        Topology(
+            2,
+            1,
+            nproc_per_node=None,
+            master_addr="job-master-0",
+            master_port=23456,
+            source="volcano",
+        ),
         (),
     ),
     "volcano": (
         VOLCANO,
-        Topology(2, 1, None, "job-worker-0.job", None, "volcano"),
+        Topology(
+            2,
+            1,
+            nproc_per_node=None,
+            master_addr="job-worker-0.job",
+            master_port=None,
+            source="volcano",
+        ),
         ("VC_WORKER_HOSTS",),
     ),
     "volcano, old names": (
         {"VK_TASK_INDEX": "1", "VC_TRAINER_HOSTS": "t-0.job\nt-1.job", "MASTER_PORT": "1234"},
-        Topology(2, 1, None, "t-0.job", 1234, "volcano"),
+        Topology(
+            2, 1, nproc_per_node=None, master_addr="t-0.job", master_port=1234, source="volcano"
+        ),
         (),
     ),
     "modelarts": (
         MODELARTS,
-        Topology(2, 1, 8, "w-0.job", None, "modelarts"),
+        Topology(
+            2, 1, nproc_per_node=8, master_addr="w-0.job", master_port=None, source="modelarts"
+        ),
         ("VC_TASK_INDEX", "VC_WORKER_HOSTS"),
     ),
     "skypilot": (
         SKYPILOT,
-        Topology(2, 1, 8, "10.0.0.1", None, "skypilot"),
+        Topology(
+            2, 1, nproc_per_node=8, master_addr="10.0.0.1", master_port=None, source="skypilot"
+        ),
         ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
     ),
     "sagemaker": (
         SAGEMAKER,
-        Topology(2, 1, 8, "algo-1", None, "sagemaker"),
+        Topology(
+            2, 1, nproc_per_node=8, master_addr="algo-1", master_port=None, source="sagemaker"
+        ),
         ("SM_HOSTS", "SM_CURRENT_HOST"),
     ),
 }
@@ -529,7 +581,9 @@ def test_a_launcher_inside_of_any_platform_has_the_last_word(name: str) -> None:
 def test_what_is_set_by_hand_comes_before_any_platform(name: str) -> None:
     own = {"CLUSTERJOB_NNODES": "3", "CLUSTERJOB_NODE_RANK": "2", "CLUSTERJOB_MASTER_ADDR": "n0"}
     finding = detect(NODES[name][0] | own)
-    assert finding.place == Topology(3, 2, None, "n0", None, "clusterjob")
+    assert finding.place == Topology(
+        3, 2, nproc_per_node=None, master_addr="n0", master_port=None, source="clusterjob"
+    )
     assert finding.ignored
 
 

@@ -231,8 +231,10 @@ def test_a_disk_that_is_full_once_the_agents_run_ends_them(mount: Mount, work: P
     home = Path(os.environ["CLUSTERJOB_HOME"])
     disk = mount(f"size={2 * PAGE}", home / "records")
     fill(disk, PAGE)
-    settings = jobs.settle({"setup": "sleep 1000"}, "local", work)
-    plan = jobs.plan(jobs.make_spec(Program("script", "script.py"), settings, work), settings)
+    settings = jobs.settle({"setup": "sleep 1000"}, "local", directory=work)
+    plan = jobs.plan(
+        jobs.make_spec(Program("script", "script.py"), settings, directory=work), settings
+    )
     with pytest.raises(RecordError, match="No space left"):
         jobs.submit(plan, "local", detach=True)
     assert files_in(disk) == ["filler"]
@@ -395,10 +397,24 @@ def test_large_verdict_fits_into_what_is_reserved(mount: Mount) -> None:
     (disk / "ends").mkdir()
     ends.reserve(disk, 0)
     fill(disk, 0)
-    many = tuple(Failure(rank, rank, 0, "h", 1, None, "x" * 200) for rank in range(1, 500))
-    failure = Failure(0, 0, 0, "h", 7, None, "m" * 9000, ("l" * 3000,) * 30)
-    ends.write_result(disk, Verdict(JobState.FAILED, 7, "r" * 9000, failure, many))
-    ends.write(disk, 0, {"state": "FAILED", "reason": "x"})
+    many = tuple(
+        Failure(rank, rank, node_rank=0, host="h", exit_code=1, signal=None, message="x" * 200)
+        for rank in range(1, 500)
+    )
+    failure = Failure(
+        0,
+        0,
+        node_rank=0,
+        host="h",
+        exit_code=7,
+        signal=None,
+        message="m" * 9000,
+        last_lines=("l" * 3000,) * 30,
+    )
+    ends.write_result(
+        disk, Verdict(JobState.FAILED, 7, reason="r" * 9000, failure=failure, consequences=many)
+    )
+    ends.write(disk, 0, end={"state": "FAILED", "reason": "x"})
     found = ends.read_result(disk)
     assert found is not None
     assert found.failure is not None
@@ -467,10 +483,18 @@ def test_the_end_of_a_job_that_cannot_be_noted_is_told_all_the_same(
     job_dir = work / "job"
     job_dir.mkdir()
     handle = Handle(
-        "local", "x-222222", {"agents": [], "boot_id": "b", "host": os.uname().nodename}
+        "local", "x-222222", data={"agents": [], "boot_id": "b", "host": os.uname().nodename}
     )
     record = Record(
-        "x-222222", "x", "local", "local", job_dir, 1, "2026-01-01T00:00:00.000Z", {}, handle
+        "x-222222",
+        "x",
+        cluster="local",
+        backend="local",
+        job_dir=job_dir,
+        nodes=1,
+        submitted_at="2026-01-01T00:00:00.000Z",
+        spec={},
+        handle=handle,
     )
     Records().save(record)
     fill(disk, 0)

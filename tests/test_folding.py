@@ -13,7 +13,7 @@ from clusterjob.node.logs.log_files import Line
 
 
 def at(seconds: float, rank: int, text: str) -> Line:
-    return Line(0, rank, "out", text, seconds)
+    return Line(0, rank, stream="out", text=text, seconds=seconds)
 
 
 def shown(lines: list[Line]) -> list[tuple[str, str]]:
@@ -74,18 +74,18 @@ def test_a_clock_that_was_set_back_loses_and_repeats_no_line() -> None:
         itertools.chain(folder.add(lines), folder.flush()), 10
     )  # of what could go on for ever
     assert sorted(found) == [
-        Folded("0", "out", "b"),
-        Folded("1", "out", "a"),
-        Folded("1", "out", "b"),
-        Folded("1", "out", "c"),
+        Folded("0", "out", text="b"),
+        Folded("1", "out", text="a"),
+        Folded("1", "out", text="b"),
+        Folded("1", "out", text="c"),
     ]
 
 
 def test_a_folder_holds_back_two_seconds_and_no_more() -> None:
     folder = Folder()
     assert list(folder.add([at(10, 0, "a"), at(11, 0, "b")])) == []
-    assert list(folder.add([at(12.5, 0, "c")])) == [Folded("0", "out", "a")]
-    assert list(folder.flush()) == [Folded("0", "out", "b"), Folded("0", "out", "c")]
+    assert list(folder.add([at(12.5, 0, "c")])) == [Folded("0", "out", text="a")]
+    assert list(folder.flush()) == [Folded("0", "out", text="b"), Folded("0", "out", text="c")]
 
 
 some_lines = st.lists(

@@ -64,7 +64,7 @@ def test_without_the_variable_all_installed_gpus_are_visible() -> None:
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 8))
 def test_shares_are_disjoint_and_in_order(installed: int, nodes: int, per_node: int) -> None:
     available = [str(index) for index in range(installed)]
-    found = shares(available, nodes, per_node)
+    found = shares(available, nodes, per_node=per_node)
     if installed < nodes * per_node:
         assert found is None
     else:

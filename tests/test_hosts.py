@@ -36,7 +36,7 @@ def test_lists(text: str, wanted: list[str]) -> None:
 
 
 def test_a_list_keeps_its_parts() -> None:
-    assert parse_hosts("me@a:22") == (Host("a", "me", 22),)
+    assert parse_hosts("me@a:22") == (Host("a", "me", port=22),)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_the_host_file_and_the_port_of_an_mpi_task_are_found(tmp_path: Path) -> 
     path = write(tmp_path, "10.0.0.1 slots=8\n10.0.0.2:2200 slots=8\n")
     environ = {"MLP_MPI_HOSTFILE": f'"{path}"', "MLP_SSH_PORT": "'2222'"}
     assert of_platform(environ) == (
-        Host("10.0.0.1", None, 2222, 8),
-        Host("10.0.0.2", None, 2200, 8),
+        Host("10.0.0.1", None, port=2222, slots=8),
+        Host("10.0.0.2", None, port=2200, slots=8),
     )
     assert of_platform({"MLP_MPI_HOSTFILE": str(path)})[0].port is None
     assert of_platform({}) == ()

@@ -52,8 +52,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_plan(work: Path) -> Iterator[MakePlan]:
     def make(text: str = "print('hello')\n", **flags: Any) -> Plan:
         (work / "script.py").write_text(text)
-        settings = jobs.settle(flags, "local", work)
-        return jobs.plan(jobs.make_spec(SCRIPT, settings, work), settings)
+        settings = jobs.settle(flags, "local", directory=work)
+        return jobs.plan(jobs.make_spec(SCRIPT, settings, directory=work), settings)
 
     yield make
     wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
@@ -75,7 +75,7 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 def spec_of(directory: Path, **values: Any) -> JobSpec:
-    return jobs.make_spec(SCRIPT, Settings("local", "local", values), directory)
+    return jobs.make_spec(SCRIPT, Settings("local", "local", values=values), directory=directory)
 
 
 # -- settings and specs --------------------------------------------------------------------------------------------------
@@ -108,11 +108,11 @@ def test_inside_a_job_a_cluster_has_to_be_named(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(PlaceError) as caught:
-        jobs.settle({}, None, work)
+        jobs.settle({}, None, directory=work)
     assert caught.value.exit_code == 2
     assert all(word in caught.value.message for word in words)
     assert "clusterjob launch" in caught.value.hint
-    assert jobs.settle({}, "local", work).backend == "local"
+    assert jobs.settle({}, "local", directory=work).backend == "local"
 
 
 def test_settings_become_a_spec(work: Path) -> None:
@@ -125,7 +125,7 @@ def test_settings_become_a_spec(work: Path) -> None:
     )  # fmt: skip
     assert spec == JobSpec(
         SCRIPT, work, name="n", python="py", env={"A": "b"}, setup=("s",),
-        resources=Resources(2, 4, 3, 5, 6), nproc_per_node=4, max_restarts=7, start="exec",
+        resources=Resources(2, 4, cpus_per_task=3, mem=5, time_limit=6), nproc_per_node=4, max_restarts=7, start="exec",
         launcher="torchrun", require_gpus=True, template=work / "t.j2", options={"x": "y"},
         join_timeout=8.0, heartbeat=0.5, lease=9.0, grace=10.0,
     )  # fmt: skip
@@ -235,7 +235,7 @@ def test_a_job_is_followed_to_its_verdict(make_plan: MakePlan) -> None:
     lines: list[Line] = []
     looks: list[Status] = []
     verdict = jobs.follow(
-        record, lambda batches: lines.extend(chain.from_iterable(batches)), looks.append
+        record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=looks.append
     )
     assert [(line.rank, line.stream, line.text) for line in lines] == [
         (0, "out", "one"),
@@ -247,7 +247,7 @@ def test_a_job_is_followed_to_its_verdict(make_plan: MakePlan) -> None:
     again = jobs.follow(
         Records().find(record.job_id),
         lambda batches: lines.extend(chain.from_iterable(batches)),
-        looks.append,
+        progress=looks.append,
     )
     assert again == verdict, "and again, on another day"
     assert [line.text for line in lines] == ["one", "two"]

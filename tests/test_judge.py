@@ -22,7 +22,17 @@ def failure(
     signal: str | None = None,
     message: str = "m",
 ) -> Failure:
-    return Failure(rank, rank, node, "host", code, signal, message, (), effect)
+    return Failure(
+        rank,
+        rank,
+        node_rank=node,
+        host="host",
+        exit_code=code,
+        signal=signal,
+        message=message,
+        last_lines=(),
+        effect=effect,
+    )
 
 
 def test_nothing_has_failed() -> None:

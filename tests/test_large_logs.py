@@ -31,20 +31,20 @@ def job(tmp_path: Path) -> Path:
     folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True)
     handle = Handle(
-        "local", "x-222222", {"agents": [], "boot_id": "b", "host": os.uname().nodename}
+        "local", "x-222222", data={"agents": [], "boot_id": "b", "host": os.uname().nodename}
     )
     end, at = Verdict(JobState.SUCCEEDED, 0).to_json(), "2026-01-01T00:00:00.000Z"
     Records().save(
         Record(
             "x-222222",
             "x",
-            "local",
-            "local",
-            tmp_path,
-            1,
-            at,
-            {"nproc_per_node": 1},
-            handle,
+            cluster="local",
+            backend="local",
+            job_dir=tmp_path,
+            nodes=1,
+            submitted_at=at,
+            spec={"nproc_per_node": 1},
+            handle=handle,
             end=end,
         )
     )

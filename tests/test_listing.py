@@ -16,7 +16,7 @@ from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import events
 from clusterjob.node.verdict import JobState, Verdict
 
-ENDED = Verdict(JobState.FAILED, 3, "rank 1: boom\nmore").to_json()
+ENDED = Verdict(JobState.FAILED, 3, reason="rank 1: boom\nmore").to_json()
 CACHE = ".ended.json"
 
 
@@ -34,17 +34,19 @@ def listed() -> tuple[list[Row], list[str]]:
 
 
 def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Record:
-    handle = Handle("local", job_id, {"agents": [], "boot_id": "b", "host": os.uname().nodename})
+    handle = Handle(
+        "local", job_id, data={"agents": [], "boot_id": "b", "host": os.uname().nodename}
+    )
     record = Record(
         job_id,
         "x",
-        "local",
-        "local",
-        job_dir,
-        1,
-        f"2026-01-01T00:00:00.{job_id[-3:]}Z",
-        {},
-        handle,
+        cluster="local",
+        backend="local",
+        job_dir=job_dir,
+        nodes=1,
+        submitted_at=f"2026-01-01T00:00:00.{job_id[-3:]}Z",
+        spec={},
+        handle=handle,
         **fields,
     )
     records.save(record)
@@ -108,7 +110,7 @@ def test_elements_of_an_array_are_listed_wherever_their_ends_are(
 
 
 def test_end_that_was_guessed_is_asked_for_again(records: Records, tmp_path: Path) -> None:
-    guess = Verdict(JobState.LOST, 1, "gpu1 is not reached", ended_at=events.now()).to_json()
+    guess = Verdict(JobState.LOST, 1, reason="gpu1 is not reached", ended_at=events.now()).to_json()
     save(records, tmp_path, "job-000007", end=guess, provisional=True)
     assert len(Listing(records).open) == 1
     (tmp_path / "result.json").write_text(json.dumps(Verdict(JobState.SUCCEEDED, 0).to_json()))
@@ -118,7 +120,7 @@ def test_end_that_was_guessed_is_asked_for_again(records: Records, tmp_path: Pat
 
 def test_guess_of_long_ago_is_an_end(records: Records, tmp_path: Path) -> None:
     guess = Verdict(
-        JobState.LOST, 1, "gpu1 is not reached", ended_at="2026-01-01T00:00:00Z"
+        JobState.LOST, 1, reason="gpu1 is not reached", ended_at="2026-01-01T00:00:00Z"
     ).to_json()
     save(records, tmp_path, "job-000007", end=guess, provisional=True)
     assert Listing(records).open == []

@@ -135,12 +135,12 @@ def test_watch_folds_lines_of_all_ranks_and_asks_for_open_lines_once_a_look(
     record = Record(
         "job-000001",
         "x",
-        "local",
-        "local",
-        tmp_path,
-        1,
-        "2026-01-01T00:00:00Z",
-        {"nproc_per_node": 4},
+        cluster="local",
+        backend="local",
+        job_dir=tmp_path,
+        nodes=1,
+        submitted_at="2026-01-01T00:00:00Z",
+        spec={"nproc_per_node": 4},
         end=end,
     )
     asked: list[LogReader] = []

@@ -80,16 +80,18 @@ class Place:
         settings: Settings = jobs.settle(
             {key: value for key, value in flags.items() if value is not None},
             "local",
-            self.directory,
+            directory=self.directory,
         )
-        return jobs.plan(jobs.make_spec(program, settings, self.directory), settings)
+        return jobs.plan(jobs.make_spec(program, settings, directory=self.directory), settings)
 
     def submit(self, text: str, *args: str, **flags: Any) -> Record:
         """Submit a script that is given by its text; as ``clusterjob submit`` does, the job is left
         to itself.
         """
         return jobs.submit(
-            self.plan(Program("script", self.script(text), args), **flags), "local", detach=True
+            self.plan(Program("script", self.script(text), args=args), **flags),
+            "local",
+            detach=True,
         )
 
     def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
@@ -187,7 +189,7 @@ def test_what_was_planned_is_what_is_done(place: Place) -> None:
     """
     place.script("")
     plan = place.plan(
-        Program("script", "script.py", ("a b", "-x")),
+        Program("script", "script.py", args=("a b", "-x")),
         env=["A=1 2"],
         setup="while [ ! -e go ]; do sleep 0.02; done",
     )
@@ -242,7 +244,7 @@ def test_output_is_followed_by_rank_and_stream(place: Place) -> None:
     )
     lines: list[Any] = []
     verdict = jobs.follow(
-        record, lambda batches: lines.extend(chain.from_iterable(batches)), lambda _: None
+        record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=lambda _: None
     )
     assert verdict.state is JobState.SUCCEEDED
     for rank in range(4):
@@ -325,7 +327,7 @@ def test_hostile_names_arguments_and_variables_arrive_as_they_are(
     )
     env = [f"H_{index}={value}" for index, value in enumerate(hostile)]
     plan = there.plan(
-        Program("script", name, tuple(hostile)),
+        Program("script", name, args=tuple(hostile)),
         env=env,
         name="a 'job' \"named\" $(touch pwned) ☃",
         setup="H_SETUP='a b'; export H_SETUP",
@@ -669,7 +671,9 @@ def test_workers_are_started_again_as_often_as_allowed(place: Place) -> None:
     assert (verdict.state, verdict.exit_code, verdict.restarts) == (JobState.SUCCEEDED, 0, 1)
     assert jobs.status(Records().find(record.job_id)).restarts == 1
     lines: list[Any] = []
-    jobs.follow(record, lambda batches: lines.extend(chain.from_iterable(batches)), lambda _: None)
+    jobs.follow(
+        record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=lambda _: None
+    )
     assert [line.text for line in lines if line.rank == 1] == ["attempt 0 2", "attempt 1 2"]
 
 
@@ -927,7 +931,10 @@ def test_a_directory_deleted_after_the_end(place: Place) -> None:
         "its end was noted in the record"
     )
     assert jobs.status(Records().find(unasked.job_id)).state is JobState.LOST
-    assert jobs.follow(Records().find(known.job_id), lambda _: None, lambda _: None).exit_code == 0
+    assert (
+        jobs.follow(Records().find(known.job_id), lambda _: None, progress=lambda _: None).exit_code
+        == 0
+    )
 
 
 def test_a_job_from_before_a_reboot_is_lost(place: Place) -> None:
@@ -988,20 +995,22 @@ def test_a_job_of_another_host_is_neither_judged_nor_said_to_be_cancelled(
     """The record may lie in a home directory that several hosts share."""
     agents = [{"node_rank": 0, "pid": os.getpid(), "ticks": processes.start_ticks(os.getpid())}]
     handle = Handle(
-        "local", "x-222222", {"agents": agents, "boot_id": processes.boot_id(), "host": "elsewhere"}
+        "local",
+        "x-222222",
+        data={"agents": agents, "boot_id": processes.boot_id(), "host": "elsewhere"},
     )
     job_dir = tmp_path / "job"
     job_dir.mkdir()
     record = Record(
         "x-222222",
         "x",
-        "local",
-        "local",
-        job_dir,
-        1,
-        "2026-01-01T00:00:00.000Z",
-        {"grace": 0.1},
-        handle,
+        cluster="local",
+        backend="local",
+        job_dir=job_dir,
+        nodes=1,
+        submitted_at="2026-01-01T00:00:00.000Z",
+        spec={"grace": 0.1},
+        handle=handle,
     )
     Records().save(record)
     status = jobs.status(record)

@@ -49,11 +49,11 @@ def texts(lines: list[Line]) -> list[str]:
 def test_where_logs_lie(tmp_path: Path) -> None:
     directory = log_files.node_directory(tmp_path, 3)
     assert directory == tmp_path / "logs" / "node3"
-    assert log_files.rank_files(directory, 5, 0) == (
+    assert log_files.rank_files(directory, 5, restart=0) == (
         directory / "rank5.out",
         directory / "rank5.err",
     )
-    assert log_files.rank_files(directory, 5, 2) == (
+    assert log_files.rank_files(directory, 5, restart=2) == (
         directory / "rank5.restart2.out",
         directory / "rank5.restart2.err",
     )
@@ -65,13 +65,17 @@ def test_where_logs_lie(tmp_path: Path) -> None:
         directory / "torchrun.restart1.out",
         directory / "torchrun.restart1.err",
     )
-    assert log_files.rank_files(directory, 5, 0, 1) == (
+    assert log_files.rank_files(directory, 5, restart=0, attempt=1) == (
         directory / "rank5.attempt1.out",
         directory / "rank5.attempt1.err",
     )
-    assert log_files.rank_files(directory, 5, 2, 3)[0] == directory / "rank5.attempt3.restart2.out"
     assert (
-        log_files.torchrun_files(directory, 1, 2)[1] == directory / "torchrun.attempt2.restart1.err"
+        log_files.rank_files(directory, 5, restart=2, attempt=3)[0]
+        == directory / "rank5.attempt3.restart2.out"
+    )
+    assert (
+        log_files.torchrun_files(directory, 1, attempt=2)[1]
+        == directory / "torchrun.attempt2.restart1.err"
     )
 
 
@@ -80,7 +84,10 @@ def test_workers_without_an_agent_are_read_as_they_write(tmp_path: Path) -> None
     reader = LogReader(tmp_path)
     node.write("rank1.out", "one\ntw", note=False)
     node.write("rank0.err", "zero\n", note=False)
-    assert reader.read() == [Line(0, 0, "err", "zero"), Line(0, 1, "out", "one")]
+    assert reader.read() == [
+        Line(0, 0, stream="err", text="zero"),
+        Line(0, 1, stream="out", text="one"),
+    ]
     assert reader.read() == []
     node.write("rank1.out", "o\nthree", note=False)
     assert texts(reader.read()) == ["two"]
@@ -100,8 +107,8 @@ def test_lines_of_all_nodes_come_in_the_order_of_time(tmp_path: Path) -> None:
     nodes[1].write("rank1.out", "six\n")
     reader = LogReader(tmp_path)
     assert reader.read() == [
-        Line(0, 0, "out", "one"), Line(1, 1, "err", "two"), Line(0, 0, "err", "three"),
-        Line(0, 0, "out", "four"), Line(0, 0, "out", "five"), Line(1, 1, "out", "six"),
+        Line(0, 0, stream="out", text="one"), Line(1, 1, stream="err", text="two"), Line(0, 0, stream="err", text="three"),
+        Line(0, 0, stream="out", text="four"), Line(0, 0, stream="out", text="five"), Line(1, 1, stream="out", text="six"),
     ]  # fmt: skip
     assert reader.read() == []
     assert reader.finish() == []
@@ -148,7 +155,7 @@ def test_restarts_are_read_after_each_other(tmp_path: Path) -> None:
     node.write("rank0.restart1.out", "second start\n")
     node.write("rank0.restart10.out", "eleventh start\n")
     assert LogReader(tmp_path).read() == [
-        Line(0, 0, "out", f"{word} start") for word in ("first", "second", "eleventh")
+        Line(0, 0, stream="out", text=f"{word} start") for word in ("first", "second", "eleventh")
     ]
 
 
@@ -196,8 +203,8 @@ def test_a_torchrun_s_lines_have_no_rank(tmp_path: Path) -> None:
     node.write("torchrun.err", "W1105 torchrun says\n")
     node.write("torchrun.restart1.out", "again\n")
     assert LogReader(tmp_path).read() == [
-        Line(1, None, "err", "W1105 torchrun says"),
-        Line(1, None, "out", "again"),
+        Line(1, None, stream="err", text="W1105 torchrun says"),
+        Line(1, None, stream="out", text="again"),
     ]
 
 
@@ -394,7 +401,7 @@ def test_last_lines_are_few_and_from_the_end(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 10_000_000 + b"\nlast but one\nlast\n")
     assert last_lines(path, 1) == ("last",)
-    found = last_lines(path, 20, 100)
+    found = last_lines(path, 20, limit=100)
     assert found[-2:] == ("last but one", "last")
     assert sum(map(len, found)) <= 100
     assert last_lines(tmp_path / "nowhere") == ()
@@ -438,34 +445,38 @@ def test_ranges_name_each_number_once(numbers: set[int]) -> None:
 
 
 def test_lines_that_ranks_write_alike_are_one() -> None:
-    lines = [Line(0, rank, "out", "loading") for rank in (0, 1, 2, 5)] + [
-        Line(0, 3, "out", "other")
+    lines = [Line(0, rank, stream="out", text="loading") for rank in (0, 1, 2, 5)] + [
+        Line(0, 3, stream="out", text="other")
     ]
-    assert fold(lines) == [Folded("0-2,5", "out", "loading"), Folded("3", "out", "other")]
+    assert fold(lines) == [Folded("0-2,5", "out", text="loading"), Folded("3", "out", text="other")]
 
 
 def test_streams_are_never_mixed() -> None:
-    assert fold([Line(0, 0, "out", "x"), Line(0, 1, "err", "x")]) == [
-        Folded("0", "out", "x"),
-        Folded("1", "err", "x"),
+    assert fold([Line(0, 0, stream="out", text="x"), Line(0, 1, stream="err", text="x")]) == [
+        Folded("0", "out", text="x"),
+        Folded("1", "err", text="x"),
     ]
 
 
 def test_a_rank_s_own_repetitions_stay() -> None:
-    assert fold([Line(0, 0, "out", "x")] * 3) == [Folded("0", "out", "x")] * 3
+    assert fold([Line(0, 0, stream="out", text="x")] * 3) == [Folded("0", "out", text="x")] * 3
 
 
 def test_torchruns_are_named_by_their_node() -> None:
-    lines = [Line(1, None, "out", "x"), Line(0, None, "out", "x"), Line(0, 4, "out", "x")]
-    assert fold(lines) == [Folded("node0,node1,4", "out", "x")]
+    lines = [
+        Line(1, None, stream="out", text="x"),
+        Line(0, None, stream="out", text="x"),
+        Line(0, 4, stream="out", text="x"),
+    ]
+    assert fold(lines) == [Folded("node0,node1,4", "out", text="x")]
 
 
 def test_ranks_that_drifted_apart_are_told_apart() -> None:
     lines = [
-        Line(0, 0, "out", "a"),
-        Line(0, 1, "out", "b"),
-        Line(0, 0, "out", "b"),
-        Line(0, 1, "out", "a"),
+        Line(0, 0, stream="out", text="a"),
+        Line(0, 1, stream="out", text="b"),
+        Line(0, 0, stream="out", text="b"),
+        Line(0, 1, stream="out", text="a"),
     ]
     shown = fold(lines)
     assert [item.text for item in shown if "0" in item.label.replace("-", "0")][:1] == ["a"]
@@ -523,6 +534,6 @@ def test_folding_keeps_each_rank_s_lines_in_their_order(lines: list[Line]) -> No
     st.integers(1, 20),
 )
 def test_equal_output_of_all_ranks_is_shown_once(said: list[str], ranks: int) -> None:
-    lines = [Line(0, rank, "out", text) for rank in range(ranks) for text in said]
+    lines = [Line(0, rank, stream="out", text=text) for rank in range(ranks) for text in said]
     label = "0" if ranks == 1 else f"0-{ranks - 1}"
-    assert fold(lines) == [Folded(label, "out", text) for text in said]
+    assert fold(lines) == [Folded(label, "out", text=text) for text in said]

@@ -27,7 +27,7 @@ def entry(spec: JobSpec) -> str:
 def make(directory: Path, **fields: object) -> JobSpec:
     (directory / "train.py").write_text("print('trained')\n")
     return JobSpec(
-        Program("script", "train.py", ("--x",)),
+        Program("script", "train.py", args=("--x",)),
         **{"workdir": directory, "python": sys.executable, **fields},
     )  # type: ignore[arg-type]
 

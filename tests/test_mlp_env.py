@@ -44,7 +44,9 @@ def conflict(environ: dict[str, str]) -> str:
 
 def test_the_primary_host_and_the_index_by_rack_come_first() -> None:
     finding = detect(NODE)
-    assert finding.place == Topology(3, 1, 8, "10.0.0.1", 2222, "mlp")
+    assert finding.place == Topology(
+        3, 1, nproc_per_node=8, master_addr="10.0.0.1", master_port=2222, source="mlp"
+    )
     assert finding.evidence == {
         "nnodes": "MLP_WORKER_NUM", "node_rank": "MLP_WORKER_RACK_RANK_INDEX",
         "nproc_per_node": "MLP_WORKER_GPU", "master_addr": "MLP_WORKER_0_PRIMARY_HOST",
@@ -60,7 +62,9 @@ def test_without_them_the_documented_launch_line_s_variables_do() -> None:
         "MLP_WORKER_RACK_RANK_INDEX", "MLP_WORKER_0_PRIMARY_HOST", "MLP_WORKER_ALL_PRIMARY_HOSTS"
     )
     finding = detect(plain)
-    assert finding.place == Topology(3, 2, 8, "192.168.0.1", 2222, "mlp")
+    assert finding.place == Topology(
+        3, 2, nproc_per_node=8, master_addr="192.168.0.1", master_port=2222, source="mlp"
+    )
     assert (finding.evidence["node_rank"], finding.evidence["master_addr"]) == (
         "MLP_ROLE_INDEX",
         "MLP_WORKER_0_HOST",
@@ -183,8 +187,17 @@ def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: P
     by_rack, by_role = NODE, without("MLP_WORKER_RACK_RANK_INDEX")
 
     async def meet() -> str:
-        job = JobIdentity("j", 0, b"secret", [0], False, "MLP_WORKER_RACK_RANK_INDEX")
-        gathering = Gathering(3, parse(["x.py"]), job, EventLog(tmp_path / "events.jsonl"))
+        job = JobIdentity(
+            "j",
+            0,
+            token=b"secret",
+            ports=[0],
+            has_torch=False,
+            counted_by="MLP_WORKER_RACK_RANK_INDEX",
+        )
+        gathering = Gathering(
+            3, parse(["x.py"]), job=job, events=EventLog(tmp_path / "events.jsonl")
+        )
         gathering.join(agent(by_rack, 0), lambda _message: None)
         gathering.join(agent(by_rack, 1), lambda _message: None)
         with pytest.raises(protocol.Refused) as caught:

@@ -39,9 +39,19 @@ def record(job_id: str, directory: Path, **more: Any) -> Record:
     job_dir = directory / job_id
     job_dir.mkdir()
     fields = {
-        "handle": Handle("mlp", "t-1", {"ids": ["t-1"], "account": {}, "at": time.time()})
+        "handle": Handle("mlp", "t-1", data={"ids": ["t-1"], "account": {}, "at": time.time()})
     } | more
-    return Record(job_id, job_id, "mlp", "mlp", job_dir, 1, now(), spec, **fields)
+    return Record(
+        job_id,
+        job_id,
+        cluster="mlp",
+        backend="mlp",
+        job_dir=job_dir,
+        nodes=1,
+        submitted_at=now(),
+        spec=spec,
+        **fields,
+    )
 
 
 def task_id(number: int) -> str:
@@ -78,7 +88,7 @@ def listing(rows: Rows) -> Callable[[Sequence[str]], Answer]:
 
     def answer(words: Sequence[str]) -> Answer:
         if words[0] != "list":
-            return Answer(0, "[]" if words[0] == "instance" else "", "")
+            return Answer(0, "[]" if words[0] == "instance" else "", err="")
         given = dict(zip(words[1::2], words[2::2], strict=True))
         found = [row for row in reversed(rows) if given.get("--name", "") in row["JobName"]]
         begin = int(given["--offset"])
@@ -86,7 +96,7 @@ def listing(rows: Rows) -> Callable[[Sequence[str]], Answer]:
             0,
             "a newer version is there!\n"
             + json.dumps(found[begin : begin + int(given["--limit"])]),
-            "",
+            err="",
         )
 
     return answer
@@ -148,7 +158,9 @@ def test_an_old_account_is_not_read_to_its_end(volc: Any) -> None:
     ],
 )
 def test_both_spellings_of_an_answer_are_read(row: dict[str, Any], volc: Any) -> None:
-    volc(lambda words: Answer(0, json.dumps({"Total": 1, "List": [row, {"strange": True}]}), ""))
+    volc(
+        lambda words: Answer(0, json.dumps({"Total": 1, "List": [row, {"strange": True}]}), err="")
+    )
     (task,) = Volc().tasks(["a"])
     assert (task.id, task.state, task.words) == (task_id(1), JobState.FAILED, "Failed")
     assert (task.started_at, task.ended_at) == (
@@ -165,61 +177,63 @@ def test_both_names_of_a_worker_are_read(name: str, volc: Any) -> None:
             json.dumps(
                 [{"Name": name, "State": "Failed", "ExitCode": "7", "DiagInfo": {"Reason": "x"}}]
             ),
-            "",
+            err="",
         )
     )
-    assert Volc().instances("t") == [Instance("worker_3", 3, "Failed", 7, '{"Reason": "x"}')]
+    assert Volc().instances("t") == [
+        Instance("worker_3", 3, words="Failed", exit_code=7, reason='{"Reason": "x"}')
+    ]
 
 
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
         (
-            Answer(1, "", 'Error: exec: "mlp": executable file not found in $PATH'),
+            Answer(1, "", err='Error: exec: "mlp": executable file not found in $PATH'),
             SubmitError,
             "does not find its sibling mlp",
         ),
         (
-            Answer(1, "", "AccessKeyId or SecretAccessKey is empty"),
+            Answer(1, "", err="AccessKeyId or SecretAccessKey is empty"),
             SubmitError,
             "nobody is logged in",
         ),
         (
-            Answer(1, "AccessDenied: User is not authorized to perform", ""),
+            Answer(1, "AccessDenied: User is not authorized to perform", err=""),
             SubmitError,
             "no permission",
         ),
         (
-            Answer(1, "", "resource queue nowhere is not found"),
+            Answer(1, "", err="resource queue nowhere is not found"),
             SubmitError,
             "does not know the queue",
         ),
         (
-            Answer(1, "", "InvalidParameter: flavor ml.x does not exist"),
+            Answer(1, "", err="InvalidParameter: flavor ml.x does not exist"),
             SubmitError,
             "no such flavor",
         ),
         (
-            Answer(1, "", "dial tcp: lookup open.volcengineapi.com: no such host"),
+            Answer(1, "", err="dial tcp: lookup open.volcengineapi.com: no such host"),
             SubmitError,
             "is not reached",
         ),
         (
-            Answer(1, "", "something new"),
+            Answer(1, "", err="something new"),
             SubmitError,
             "the platform refuses the task: something new",
         ),
         (
-            Answer(1, "", "net/http: request canceled (Client.Timeout exceeded)"),
+            Answer(1, "", err="net/http: request canceled (Client.Timeout exceeded)"),
             SubmitInDoubtError,
             "does not answer",
         ),
         (
-            Answer(-9, "", "volc did not answer", timed_out=True),
+            Answer(-9, "", err="volc did not answer", timed_out=True),
             SubmitInDoubtError,
             "did not answer",
         ),
-        (Answer(0, "fine", ""), SubmitInDoubtError, "printed no task id"),
+        (Answer(0, "fine", err=""), SubmitInDoubtError, "printed no task id"),
     ],
 )
 def test_what_a_submission_says_is_understood(
@@ -239,7 +253,7 @@ def test_what_a_submission_says_is_understood(
     ],
 )
 def test_a_submission_s_id_is_found(out: str, volc: Any) -> None:
-    volc(lambda _: Answer(0, out, ""))
+    volc(lambda _: Answer(0, out, err=""))
     assert Volc().submit(Path("x.yaml")) == "t-20260101000000-abcde"
 
 
@@ -288,21 +302,21 @@ def old(job: Record, *tasks: Task) -> None:
             JobState.FAILED,
             "Failed",
             {},
-            [Instance("worker_1", 1, "Failed", 9, "OOM")],
+            [Instance("worker_1", 1, words="Failed", exit_code=9, reason="OOM")],
             ("FAILED", 9, "node 1 (host worker_1)"),
         ),
         (
             JobState.FAILED,
             "Exception",
             {},
-            [Instance("worker_0", 0, "Exception", None, "NodeLost")],
+            [Instance("worker_0", 0, words="Exception", exit_code=None, reason="NodeLost")],
             ("FAILED", 1, "Exception: NodeLost"),
         ),
         (
             JobState.FAILED,
             "Failed",
             {},
-            [Instance("worker_0", 0, "Killed", 143, "DeadlineExceeded")],
+            [Instance("worker_0", 0, words="Killed", exit_code=143, reason="DeadlineExceeded")],
             ("FAILED", 124, "out of time"),
         ),
         (JobState.CANCELLED, "Killed", {}, [], ("CANCELLED", 143, "not by clusterjob")),
@@ -331,7 +345,7 @@ def test_an_end_without_a_verdict_is_told_by_the_platform_and_not_at_once(
     expected: tuple[str, int, str],
 ) -> None:
     job = record("a", tmp_path, options=options)
-    ended = Task(task_id(1), "a", state, words, started_at=now(), ended_at=now())
+    ended = Task(task_id(1), "a", state=state, words=words, started_at=now(), ended_at=now())
     backend = Fixed([ended], instances)
     first = backend.status([job])["a"]
     assert (first.state, first.verdict) == (JobState.RUNNING, None), "the log may lag"
@@ -383,8 +397,8 @@ def test_workers_that_died_of_the_platform_s_own_signal_have_not_failed(
     ended = Task(
         task_id(1),
         "a",
-        JobState.CANCELLED if words == "Killed" else JobState.FAILED,
-        words,
+        state=JobState.CANCELLED if words == "Killed" else JobState.FAILED,
+        words=words,
         started_at=now(),
         ended_at=now(),
     )
@@ -392,7 +406,9 @@ def test_workers_that_died_of_the_platform_s_own_signal_have_not_failed(
     if wished:
         ends.cancel(job.job_dir)
     found = Fixed(
-        [ended], [Instance("worker_0", 0, words, code)], [f"1 clusterjob-verdict {json.dumps(own)}"]
+        [ended],
+        [Instance("worker_0", 0, words=words, exit_code=code)],
+        [f"1 clusterjob-verdict {json.dumps(own)}"],
     ).status([job])["a"]
     assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == expected
@@ -403,9 +419,11 @@ def test_a_node_that_the_platform_ended_in_its_setup_lines_has_not_failed(
     tmp_path: Path, words: str, state: str
 ) -> None:
     job = record("a", tmp_path)
-    ended = Task(task_id(1), "a", JobState(state), words, started_at=now(), ended_at=now())
+    ended = Task(
+        task_id(1), "a", state=JobState(state), words=words, started_at=now(), ended_at=now()
+    )
     old(job, ended)
-    ended_all = [Instance("worker_0", 0, words, 143)]
+    ended_all = [Instance("worker_0", 0, words=words, exit_code=143)]
     found = Fixed(
         [ended], ended_all, ["clusterjob-refused 143 h: a setup line failed: module load"]
     ).status([job])["a"]
@@ -416,11 +434,12 @@ def test_a_node_that_the_platform_ended_in_its_setup_lines_has_not_failed(
 def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_path: Path) -> None:
     job = record("a", tmp_path, max_restarts=1, options={"retry_interval": "100"})
     ended = [
-        Task(task_id(number), "a", JobState.FAILED, "Failed", started_at=now()) for number in (1, 2)
+        Task(task_id(number), "a", state=JobState.FAILED, words="Failed", started_at=now())
+        for number in (1, 2)
     ]
     verdict = {"state": "FAILED", "exit_code": 5, "reason": "rank 0 failed"}
     line = f"1 clusterjob-verdict {json.dumps({**verdict, 'consequences': []})}"
-    worker = [Instance("worker_0", 0, "Failed", 5)]
+    worker = [Instance("worker_0", 0, words="Failed", exit_code=5)]
     waiting = Fixed(ended[:1], worker, [line]).status([job])["a"]
     assert (waiting.state, waiting.verdict) == (JobState.PENDING, None)
     assert (
@@ -451,11 +470,13 @@ def test_a_preemptible_task_is_copied_and_queued_by_the_platform_in_any_case(
     tmp_path: Path, options: dict[str, str], again: str
 ) -> None:
     job = record("a", tmp_path, options={"preemptible": "true", **options})
-    killed = Task(task_id(1), "a", JobState.CANCELLED, "Killed", started_at=now())
+    killed = Task(task_id(1), "a", state=JobState.CANCELLED, words="Killed", started_at=now())
     line = (
         '1 clusterjob-verdict {"state": "CANCELLED", "exit_code": 143, "reason": "SIGTERM on gpu7"}'
     )
-    found = Fixed([killed], [Instance("worker_0", 0, "Killed", 143)], [line]).status([job])["a"]
+    found = Fixed(
+        [killed], [Instance("worker_0", 0, words="Killed", exit_code=143)], [line]
+    ).status([job])["a"]
     assert (found.state, found.verdict) == (JobState.PENDING, None)
     assert again in found.reason
 
@@ -468,7 +489,7 @@ def test_an_end_is_seen_where_the_disk_takes_no_note(
 
     job, backend = (
         record("a", tmp_path),
-        Fixed([Task(task_id(1), "a", JobState.SUCCEEDED, "Success", started_at=now())]),
+        Fixed([Task(task_id(1), "a", state=JobState.SUCCEEDED, words="Success", started_at=now())]),
     )
     monkeypatch.setattr(attempts.files, "write_json", full)
     assert backend.status([job])["a"].reason.endswith("the rest of its log is awaited")
@@ -481,7 +502,7 @@ def test_an_end_is_seen_where_the_disk_takes_no_note(
 def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:
     job = record("a", tmp_path)
     assert Fixed([]).status([job])["a"].state is JobState.PENDING
-    running = Task(task_id(1), "a", JobState.RUNNING, "Running", started_at=now())
+    running = Task(task_id(1), "a", state=JobState.RUNNING, words="Running", started_at=now())
     assert Fixed([running]).status([job])["a"].state is JobState.RUNNING
     assert Fixed([]).status([job])["a"].state is JobState.UNKNOWN
     path = job.job_dir / "platform.json"
@@ -516,7 +537,7 @@ def test_a_submission_that_was_broken_off_was_cancelled(
     [
         [],
         [
-            Task(task_id(k), name, JobState.RUNNING, "Running")
+            Task(task_id(k), name, state=JobState.RUNNING, words="Running")
             for k, name in enumerate(("a", "a_0"))
         ],
     ],
@@ -551,14 +572,16 @@ def test_what_a_submitter_that_was_killed_has_left_is_removed(
 def test_a_cancelled_job_s_later_attempt_is_cancelled(tmp_path: Path) -> None:
     job = record("a", tmp_path)
     ends.cancel(job.job_dir)
-    backend = Fixed([Task(task_id(2), "a", JobState.PENDING, "Queue")])
+    backend = Fixed([Task(task_id(2), "a", state=JobState.PENDING, words="Queue")])
     assert backend.status([job])["a"].reason == "it is being cancelled"
     assert backend.cancelled == [task_id(2)]
 
 
 def test_a_job_that_is_followed_is_asked_for_no_more_often_than_it_may_be(tmp_path: Path) -> None:
     job = record("a", tmp_path, options={"poll": "1000"})
-    backend = Fixed([Task(task_id(1), "a", JobState.RUNNING, "Running", started_at=now())])
+    backend = Fixed(
+        [Task(task_id(1), "a", state=JobState.RUNNING, words="Running", started_at=now())]
+    )
     for _ in range(50):
         assert backend.status([job])["a"].state is JobState.RUNNING
     assert backend.asked == 1

@@ -39,7 +39,7 @@ def make(directory: Path, **fields: Any) -> JobSpec:
     (directory / "train.py").write_text("print('trained')\n")
     options = GOOD | fields.pop("options", {})
     return JobSpec(
-        Program("script", "train.py", fields.pop("args", ())),
+        Program("script", "train.py", args=fields.pop("args", ())),
         **{"workdir": directory, "python": sys.executable, "options": options, **fields},
     )
 
@@ -293,13 +293,15 @@ def test_secrets_are_filled_in_by_name_and_by_field() -> None:
         }
     )
     environ = {"KEY": "k\n'", "OTHER": "o", "TOKEN_OF_MINE": "t"}
-    full = task.with_secrets(text, options, "tok", environ)
+    full = task.with_secrets(text, options, token="tok", environ=environ)
     assert [entry["Value"] for entry in full["Envs"]] == ["tok", "k\n'", "o"]
     assert full["ImageCredential"] == {"RegistryToken": "t"}
     with pytest.raises(SubmitError, match="OTHER is not set"):
-        task.with_secrets(text, options, "tok", {"KEY": "k"})
+        task.with_secrets(text, options, token="tok", environ={"KEY": "k"})
     with pytest.raises(SubmitError) as refused:
-        task.with_secrets(text, options, "tok", environ | {"TOKEN_OF_MINE": "hush\udcff"})
+        task.with_secrets(
+            text, options, token="tok", environ=environ | {"TOKEN_OF_MINE": "hush\udcff"}
+        )
     assert "ImageCredential.RegistryToken holds bytes that are no UTF-8" in refused.value.message
     assert "hush" not in f"{refused.value.message} {refused.value.hint} {refused.value.__cause__}"
 
@@ -311,8 +313,10 @@ def test_a_profile_s_lists_and_tables_are_options(tmp_path: Path) -> None:
         'storages = [{Type = "Tos", MountPath = "/it\'s", Bucket = "b"}]\nRetryOptions.IntervalSeconds = 9\n'
     )
     (tmp_path / "train.py").write_text("")
-    found = jobs.settle({"gpus_per_node": "8"}, "vemlp", tmp_path)
-    plan = jobs.plan(jobs.make_spec(Program("script", "train.py", ()), found, tmp_path), found)
+    found = jobs.settle({"gpus_per_node": "8"}, "vemlp", directory=tmp_path)
+    plan = jobs.plan(
+        jobs.make_spec(Program("script", "train.py", args=()), found, directory=tmp_path), found
+    )
     fields = planned(plan)
     assert (
         fields["Preemptible"],
@@ -325,8 +329,8 @@ def test_a_profile_s_lists_and_tables_are_options(tmp_path: Path) -> None:
 def test_another_backend_takes_no_list(tmp_path: Path) -> None:
     from clusterjob.backends.slurm import flags
 
-    options: Mapping[str, str] = read_setting("set", {"exclude": ["n1", "n2"]}, "here")
+    options: Mapping[str, str] = read_setting("set", {"exclude": ["n1", "n2"]}, origin="here")
     with pytest.raises(SpecError, match=r"exclude: .* is not a text or a number"):
         flags.options(options)
     with pytest.raises(config.ConfigError, match="neither a text nor a number"):
-        read_setting("set", {"x": [time]}, "here")
+        read_setting("set", {"x": [time]}, origin="here")

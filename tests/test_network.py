@@ -33,7 +33,7 @@ def test_a_host_that_is_none_leads_nowhere(host: str) -> None:
 @pytest.mark.parametrize("host", ["999.1.1.1", "node0..cluster", pytest.param("a" * 70, id="long")])
 def test_nobody_listens_at_a_host_that_is_none(host: str) -> None:
     with pytest.raises(OSError):
-        network.listen_at(host, 0, 16)
+        network.listen_at(host, 0, backlog=16)
 
 
 def test_the_address_towards_elsewhere_is_one_of_this_machine_s() -> None:
@@ -54,7 +54,7 @@ def test_the_interface_of_an_ipv6_address() -> None:
 
 
 def test_a_listener_is_bound_to_the_one_address() -> None:
-    with network.listen_at("127.0.0.1", 0, 16) as listener:
+    with network.listen_at("127.0.0.1", 0, backlog=16) as listener:
         host, port = listener.getsockname()
         assert host == "127.0.0.1"
         with pytest.raises(ConnectionRefusedError):
@@ -66,27 +66,30 @@ def test_a_listener_is_bound_to_the_one_address() -> None:
 def test_a_listener_of_ipv6() -> None:
     if not HAS_IPV6:
         pytest.skip("no IPv6 here")
-    with network.listen_at("::1", 0, 16) as listener:
+    with network.listen_at("::1", 0, backlog=16) as listener:
         assert listener.getsockname()[0] == "::1"
 
 
 def test_an_address_of_another_machine_means_all_of_this_one() -> None:
     """Behind NAT the address by which the others come is not this machine's own."""
     with (
-        network.listen_at("192.0.2.1", 0, 16) as listener,
+        network.listen_at("192.0.2.1", 0, backlog=16) as listener,
         socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5),
     ):
         assert listener.getsockname()[0] == "0.0.0.0"
 
 
 def test_a_taken_port_is_an_error_and_leaks_nothing() -> None:
-    with network.listen_at("127.0.0.1", 0, 16) as listener, pytest.raises(OSError) as caught:
-        network.listen_at("127.0.0.1", listener.getsockname()[1], 16)
+    with (
+        network.listen_at("127.0.0.1", 0, backlog=16) as listener,
+        pytest.raises(OSError) as caught,
+    ):
+        network.listen_at("127.0.0.1", listener.getsockname()[1], backlog=16)
     assert caught.value.errno == errno.EADDRINUSE
 
 
 def test_the_backlog_holds_early_clients() -> None:
-    with network.listen_at("127.0.0.1", 0, 64) as listener:
+    with network.listen_at("127.0.0.1", 0, backlog=64) as listener:
         clients = [socket.create_connection(listener.getsockname(), 5) for _ in range(60)]
         for client in clients:
             client.close()
@@ -110,7 +113,7 @@ def test_node_0_of_several_does_not_take_the_way_to_its_own_name(
     assert network.interface_among(own, 1) == "lo"
     assert network.interface_among(own, 2) == network.interface_towards("198.51.100.1") != "lo"
     assert network.interface_among("127.0.0.1", 2) == "lo"  # a rehearsal on one machine
-    with network.listen_at(own, 0, 1) as listener:
+    with network.listen_at(own, 0, backlog=1) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
 
 

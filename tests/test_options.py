@@ -27,17 +27,17 @@ def test_all_options() -> None:
     ]  # fmt: skip
     options = parse([*words, "train.py", "--lr", "1"])
     assert options == LaunchOptions(
-        Program("script", "train.py", ("--lr", "1")),
+        Program("script", "train.py", args=("--lr", "1")),
         4,
-        2,
-        3,
-        "exec",
-        "torchrun",
-        60.0,
-        30.0,
-        0.5,
-        3.0,
-        7.5,
+        cpus_per_task=2,
+        max_restarts=3,
+        start="exec",
+        launcher="torchrun",
+        time_limit=60.0,
+        join_timeout=30.0,
+        heartbeat=0.5,
+        lease=3.0,
+        grace=7.5,
         lifeline=True,
         echo=False,
         warning=90.0,
@@ -60,19 +60,22 @@ def test_a_value_may_follow_an_equals_sign() -> None:
         (["train.py"], Program("script", "train.py")),
         (
             ["train.py", "--start", "exec", "-m", "--", "x"],
-            Program("script", "train.py", ("--start", "exec", "-m", "--", "x")),
+            Program("script", "train.py", args=("--start", "exec", "-m", "--", "x")),
         ),
         (["--start", "exec", "a b.py"], Program("script", "a b.py")),
-        (["--lifeline", "train.py", "--lifeline"], Program("script", "train.py", ("--lifeline",))),
-        (["-m", "pkg.mod", "-m", "--help"], Program("module", "pkg.mod", ("-m", "--help"))),
+        (
+            ["--lifeline", "train.py", "--lifeline"],
+            Program("script", "train.py", args=("--lifeline",)),
+        ),
+        (["-m", "pkg.mod", "-m", "--help"], Program("module", "pkg.mod", args=("-m", "--help"))),
         (["-m", "-odd"], Program("module", "-odd")),
         (["--", "train.py"], Program("command", "train.py")),
-        (["--", "--", "-m"], Program("command", "--", ("-m",))),
-        (["--", "-m", "x"], Program("command", "-m", ("x",))),
+        (["--", "--", "-m"], Program("command", "--", args=("-m",))),
+        (["--", "-m", "x"], Program("command", "-m", args=("x",))),
         (["./-train.py"], Program("script", "./-train.py")),
         (
             ["--start", "fork", "--", "sh", "-c", "echo $RANK"],
-            Program("command", "sh", ("-c", "echo $RANK")),
+            Program("command", "sh", args=("-c", "echo $RANK")),
         ),
         ([""], Program("script", "")),
     ],
@@ -219,7 +222,7 @@ def test_a_command_line_gives_back_its_options(options: LaunchOptions) -> None:
     program = options.program
     parsed = parse(options.arguments())
     if program.kind == "script" and program.target.startswith("-"):
-        program = Program("script", f"./{program.target}", program.args)
+        program = Program("script", f"./{program.target}", args=program.args)
     assert parsed.program == program
     for name, value in vars(options).items():
         if name != "program":

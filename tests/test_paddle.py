@@ -78,10 +78,10 @@ def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
         for node, size in enumerate(sizes)
     ]
     return World(
-        0, "10.0.0.0", 29500, True, node_rank, len(sizes), sizes[node_rank], sum(sizes[:node_rank]),
-        sum(sizes), gpus, "10.0.0.0:5000",
-        paddle_endpoints.listed([item for node in endpoints for item in node]),
-        ",".join(endpoints[node_rank]),
+        0, "10.0.0.0", master_port=29500, agent_store=True, node_rank=node_rank, nnodes=len(sizes), nproc=sizes[node_rank], first_rank=sum(sizes[:node_rank]),
+        world_size=sum(sizes), gpus=gpus, paddle_master="10.0.0.0:5000",
+        endpoints=paddle_endpoints.listed([item for node in endpoints for item in node]),
+        own_endpoints=",".join(endpoints[node_rank]),
     )  # fmt: skip
 
 
@@ -89,7 +89,9 @@ def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
 def test_every_place_is_the_same_to_torch_and_to_paddle(sizes: list[int]) -> None:
     for node_rank, size in enumerate(sizes):
         for local_rank in range(size):
-            variables = contract.worker_variables(world(node_rank, sizes), local_rank, "job", 0)
+            variables = contract.worker_variables(
+                world(node_rank, sizes), local_rank, job_id="job", max_restarts=0
+            )
             assert variables.keys() <= set(contract.LAUNCH_VARIABLES)
             found, own = detect(variables), paddle_env.detect(variables)
             assert own is not None
@@ -119,11 +121,15 @@ def test_every_place_is_the_same_to_torch_and_to_paddle(sizes: list[int]) -> Non
 
 def test_a_node_with_gpus_names_one_to_each_worker_and_one_without_asks_for_gloo() -> None:
     chosen = [
-        contract.worker_variables(world(0, [4], gpus=2), local, "job", 0)["FLAGS_selected_gpus"]
+        contract.worker_variables(world(0, [4], gpus=2), local, job_id="job", max_restarts=0)[
+            "FLAGS_selected_gpus"
+        ]
         for local in range(4)
     ]
     assert chosen == ["0", "1", "0", "1"]
-    assert "FLAGS_selected_gpus" not in contract.worker_variables(world(0, [4]), 0, "job", 0)
+    assert "FLAGS_selected_gpus" not in contract.worker_variables(
+        world(0, [4]), 0, job_id="job", max_restarts=0
+    )
     assert paddle_endpoints.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
     assert (
         paddle_endpoints.backend_default({}, 2)
@@ -136,7 +142,7 @@ def test_a_list_that_no_environment_could_carry_is_left_out() -> None:
     assert paddle_endpoints.listed(["a:1", "b:2"]) == "a:1,b:2"
     assert len(paddle_endpoints.listed(["10.200.200.200:50000"] * 4500)) > 90_000
     assert paddle_endpoints.listed(["10.200.200.200:50000"] * 6500) == ""
-    variables = contract.worker_variables(world(0, [9000]), 3, "job", 0)
+    variables = contract.worker_variables(world(0, [9000]), 3, job_id="job", max_restarts=0)
     assert "PADDLE_TRAINER_ENDPOINTS" not in variables
     assert (variables["PADDLE_MASTER"], variables["PADDLE_CURRENT_ENDPOINT"]) == (
         "10.0.0.0:5000",

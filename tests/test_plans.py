@@ -25,11 +25,11 @@ def plan_in(job_dir: Path, *files: PlannedFile, commands: tuple[PlannedCommand, 
     return Plan(
         "x-abc234",
         "local",
-        job_dir,
-        JobSpec(Program("command", "true"), Path("/")),
-        files,
-        commands,
-        ("a note",),
+        job_dir=job_dir,
+        spec=JobSpec(Program("command", "true"), Path("/")),
+        files=files,
+        commands=commands,
+        notes=("a note",),
     )
 
 
@@ -91,7 +91,7 @@ def test_a_plan_is_written_as_it_is_shown(tmp_path: Path) -> None:
     job_dir = tmp_path / "deep" / "er" / "job"
     files = (
         PlannedFile(job_dir / "a.txt", b"text\n"),
-        PlannedFile(job_dir / "b.sh", b"#!/bin/sh\n", 0o700),
+        PlannedFile(job_dir / "b.sh", b"#!/bin/sh\n", mode=0o700),
         PlannedFile(job_dir / "c", b"\xff"),
     )
     plan = plan_in(job_dir, *files, commands=(PlannedCommand(("bash", "b c"), {"A": "1 2"}),))

@@ -85,7 +85,7 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
         spec = JobSpec(
             Program("script", "train.py"), work, python=sys.executable, nproc_per_node=2, **fields
         )  # type: ignore[arg-type]
-        values = shared.common_values(spec, "job-abc", job_dir) | {
+        values = shared.common_values(spec, "job-abc", job_dir=job_dir) | {
             "uploaded": True, "workdir": "", "node_zip": "",
             "launch_arguments": spec.launch_options().arguments(),
         }  # fmt: skip
@@ -93,7 +93,7 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
             shared.script_file(job_dir / upload.ENTRY, render("mlp.sh.j2", values)),
             PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(tmp_path)),
         ]
-        staged = upload.stage(spec, job_dir, files)
+        staged = upload.stage(spec, job_dir, files=files)
         hosts = {f"MLP_WORKER_{number}_HOST": machine.address for number, machine in enumerate(two)}
         task = Task(job_dir, [], [])
         made.append(task)
@@ -169,7 +169,7 @@ def test_a_rank_that_fails_is_named_with_its_last_words(submit: Callable[..., Ta
     assert task.wait() == [1, 1], [path.read_text() for path in task.logs]
     task.collect()
     task.collect()
-    verdict = Stream(task.job_dir, 0, 0).verdict
+    verdict = Stream(task.job_dir, 0, attempt=0).verdict
     assert verdict is not None
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
     assert verdict.failure is not None
@@ -228,7 +228,7 @@ def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(
     )  # as the platform does when one of its workers fails
     task.wait()
     task.collect()
-    found = shared.end_without_lead(task.job_dir, None, 0, "nobody knows")
+    found = shared.end_without_lead(task.job_dir, None, restarts=0, otherwise="nobody knows")
     assert (found.state, found.failure is not None and found.failure.node_rank) == (
         JobState.FAILED,
         1,

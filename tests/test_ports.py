@@ -20,8 +20,8 @@ def taken() -> socket.socket:
 def test_every_agent_computes_the_same_ports_below_the_ephemeral_ones(
     job_id: str, attempt: int
 ) -> None:
-    found = ports.candidates(job_id, attempt, None)
-    assert found == ports.candidates(job_id, attempt, None)
+    found = ports.candidates(job_id, attempt, named_port=None)
+    assert found == ports.candidates(job_id, attempt, named_port=None)
     assert len(found) == ports.COUNT
     assert all(1024 < port < 32768 for port in found)
     assert len(set(found)) > ports.COUNT // 2
@@ -29,7 +29,7 @@ def test_every_agent_computes_the_same_ports_below_the_ephemeral_ones(
 
 def test_another_job_or_attempt_looks_elsewhere() -> None:
     found = [
-        ports.candidates(job_id, attempt, None)
+        ports.candidates(job_id, attempt, named_port=None)
         for job_id in ("job-1", "job-2", "job-11")
         for attempt in (0, 1)
     ]
@@ -38,7 +38,7 @@ def test_another_job_or_attempt_looks_elsewhere() -> None:
 
 
 def test_a_named_port_is_the_only_one() -> None:
-    assert ports.candidates("job", 3, 29500) == [29500]
+    assert ports.candidates("job", 3, named_port=29500) == [29500]
 
 
 def test_the_lead_listens_at_the_first_that_is_free() -> None:

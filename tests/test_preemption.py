@@ -697,7 +697,17 @@ def failure(
     effect: bool = False,
     message: str = "m",
 ) -> Failure:
-    return Failure(rank, rank, 0, "h", code, signal_name, message, (), effect)
+    return Failure(
+        rank,
+        rank,
+        node_rank=0,
+        host="h",
+        exit_code=code,
+        signal=signal_name,
+        message=message,
+        last_lines=(),
+        effect=effect,
+    )
 
 
 def test_the_time_that_workers_have() -> None:

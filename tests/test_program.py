@@ -74,9 +74,9 @@ def as_python(
 
 
 def test_the_command_line_of_each_kind() -> None:
-    assert Program("script", "a b.py", ("-x",)).argv("/py") == ["/py", "a b.py", "-x"]
-    assert Program("module", "pkg.mod", ("-x",)).argv("/py") == ["/py", "-m", "pkg.mod", "-x"]
-    assert Program("command", "ls", ("-x",)).argv("/py") == ["ls", "-x"]
+    assert Program("script", "a b.py", args=("-x",)).argv("/py") == ["/py", "a b.py", "-x"]
+    assert Program("module", "pkg.mod", args=("-x",)).argv("/py") == ["/py", "-m", "pkg.mod", "-x"]
+    assert Program("command", "ls", args=("-x",)).argv("/py") == ["ls", "-x"]
     assert [Program(kind, "x").is_python for kind in ("script", "module", "command")] == [
         True,
         True,
@@ -85,15 +85,15 @@ def test_the_command_line_of_each_kind() -> None:
 
 
 def test_how_a_launch_line_names_each_kind() -> None:
-    assert Program("script", "a.py", ("--", "-m")).launch_arguments() == ["a.py", "--", "-m"]
+    assert Program("script", "a.py", args=("--", "-m")).launch_arguments() == ["a.py", "--", "-m"]
     assert Program("script", "-a.py").launch_arguments() == ["./-a.py"]
-    assert Program("module", "a", ("-x",)).launch_arguments() == ["-m", "a", "-x"]
-    assert Program("command", "-a", ("--",)).launch_arguments() == ["--", "-a", "--"]
+    assert Program("module", "a", args=("-x",)).launch_arguments() == ["-m", "a", "-x"]
+    assert Program("command", "-a", args=("--",)).launch_arguments() == ["--", "-a", "--"]
 
 
 @given(st.sampled_from(["script", "module", "command"]), st.text(min_size=1), st.lists(st.text()))
 def test_arguments_are_never_touched(kind: str, target: str, args: list[str]) -> None:
-    program = Program(kind, target, tuple(args))
+    program = Program(kind, target, args=tuple(args))
     assert program.argv("/py")[len(program.argv("/py")) - len(args) :] == args
     assert program.launch_arguments()[len(program.launch_arguments()) - len(args) :] == args
 

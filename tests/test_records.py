@@ -17,20 +17,20 @@ from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.errors import JobNotFound, RecordError
 from clusterjob.node.verdict import JobState, Verdict
 
-END = Verdict(JobState.LOST, 1, "gone").to_json()
-HANDLE = Handle("local", "x", {"agents": [{"pid": 1}], "name": "☃"})
+END = Verdict(JobState.LOST, 1, reason="gone").to_json()
+HANDLE = Handle("local", "x", data={"agents": [{"pid": 1}], "name": "☃"})
 
 
 def record(job_id: str, submitted_at: str = "2026-01-01T00:00:00.000Z", **fields: object) -> Record:
     made = Record(
         job_id,
         "a name ☃",
-        "lab",
-        "local",
-        Path("/jobs") / job_id,
-        2,
-        submitted_at,
-        {"nproc_per_node": 4, "env": {"A": "\udcff"}},
+        cluster="lab",
+        backend="local",
+        job_dir=Path("/jobs") / job_id,
+        nodes=2,
+        submitted_at=submitted_at,
+        spec={"nproc_per_node": 4, "env": {"A": "\udcff"}},
     )
     return replace(made, **fields)
 

@@ -149,7 +149,7 @@ def test_a_path_that_only_the_node_knows_is_read_from_its_variable(
     pieces: list[str], place: str
 ) -> None:
     path = "/0123456789abcdef"
-    words = in_shell([path.join(pieces), path, "none of it"], path, '"$PLACE"')
+    words = in_shell([path.join(pieces), path, "none of it"], path, variable='"$PLACE"')
     script = f"printf '%s\\0' {sh_words(words)} {sh(words[1])}"
     done = subprocess.run(
         ["bash", "-c", script],
@@ -162,7 +162,7 @@ def test_a_path_that_only_the_node_knows_is_read_from_its_variable(
         os.fsencode(place).join(map(os.fsencode, pieces)),
         *map(os.fsencode, (place, "none of it", place)),
     ]
-    assert in_shell({"a": path}, path, "x") == {"a": path}
+    assert in_shell({"a": path}, path, variable="x") == {"a": path}
 
 
 def test_the_filters_give_text_that_may_stand_as_it_is() -> None:
@@ -371,7 +371,7 @@ def test_hostile_values_arrive_byte_for_byte(
     (place / target).write_text("")
     job_dir = recorder.directory / "jobs" / name
     spec = JobSpec(
-        Program("script", target, tuple(args)),
+        Program("script", target, args=tuple(args)),
         place,
         name="job",
         python=str(recorder.python),
@@ -403,7 +403,7 @@ def test_hostile_values_arrive_byte_for_byte(
 def test_hostile_commands_arrive_byte_for_byte(recorder: Recorder, command: list[str]) -> None:
     job_dir = recorder.directory / "jobs" / "command"
     spec = JobSpec(
-        Program("command", command[0], tuple(command[1:])),
+        Program("command", command[0], args=tuple(command[1:])),
         recorder.directory,
         name="job",
         python=str(recorder.python),

@@ -242,7 +242,7 @@ def test_torch_s_own_store_is_known(use_libuv: bool) -> None:
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv
     )
-    with network.connect("127.0.0.1", store.port, 5) as link:
+    with network.connect("127.0.0.1", store.port, patience=5) as link:
         _check_store(link)
     assert store.add("n", 1) == 1
 
@@ -370,7 +370,17 @@ def test_rank_0_serves_the_store_until_all_have_the_group(tmp_path: Path) -> Non
     assert [each.code for each in ended] == [0, 0], ended
 
 
-FIRST = Facts(1, "h0", 1, "boot", 4, "job", "torch 2.13.0 with NCCL 2.27.3", "GPU-0", 0.0)
+FIRST = Facts(
+    1,
+    "h0",
+    pid=1,
+    boot="boot",
+    world_size=4,
+    job="job",
+    versions="torch 2.13.0 with NCCL 2.27.3",
+    gpu="GPU-0",
+    time=0.0,
+)
 OWN = replace(FIRST, rank=3, host="h1", pid=4, gpu="GPU-3")
 
 

@@ -25,7 +25,7 @@ NUMBERS = ("nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "max_res
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_whole_numbers(key: str) -> None:
-    assert [read_setting(key, value, "here") for value in (3, "3", " 3 ", "-3", "007")] == [
+    assert [read_setting(key, value, origin="here") for value in (3, "3", " 3 ", "-3", "007")] == [
         3,
         3,
         3,
@@ -65,13 +65,13 @@ def test_whole_numbers(key: str) -> None:
     ],
 )
 def test_what_each_setting_takes(key: str, value: Any, read: Any) -> None:
-    assert read_setting(key, value, "here") == read
-    assert type(read_setting(key, value, "here")) is type(read) or isinstance(read, Path)
+    assert read_setting(key, value, origin="here") == read
+    assert type(read_setting(key, value, origin="here")) is type(read) or isinstance(read, Path)
 
 
 def test_an_error_begins_with_where_the_value_was_written() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_setting("mem", "12 potatoes", "clusterjob.toml: [defaults] mem")
+        read_setting("mem", "12 potatoes", origin="clusterjob.toml: [defaults] mem")
     assert (
         caught.value.message
         == "clusterjob.toml: [defaults] mem: '12 potatoes' is not a memory size"
@@ -110,7 +110,7 @@ toml = st.recursive(
 @example(value=10**400)
 def test_whatever_a_file_holds_is_a_value_or_an_error_of_ours(key: str, value: Any) -> None:
     try:
-        read_setting(key, value, "here")
+        read_setting(key, value, origin="here")
     except ConfigError as error:
         message = error.message
     else:

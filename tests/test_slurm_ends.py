@@ -48,8 +48,16 @@ def verdict(state: JobState = JobState.FAILED, signal: str | None = None) -> Ver
     return Verdict(
         state,
         code,
-        "said by the agents",
-        Failure(3, 1, 1, "n2", code, signal, "killed" if signal else "boom"),
+        reason="said by the agents",
+        failure=Failure(
+            3,
+            1,
+            node_rank=1,
+            host="n2",
+            exit_code=code,
+            signal=signal,
+            message="killed" if signal else "boom",
+        ),
     )
 
 
@@ -57,8 +65,16 @@ def verdict(state: JobState = JobState.FAILED, signal: str | None = None) -> Ver
 NODE_FAILED = Verdict(
     JobState.FAILED,
     143,
-    "a setup line failed",
-    Failure(None, None, 1, "n2", 143, None, "a setup line failed"),
+    reason="a setup line failed",
+    failure=Failure(
+        None,
+        None,
+        node_rank=1,
+        host="n2",
+        exit_code=143,
+        signal=None,
+        message="a setup line failed",
+    ),
 )
 
 
@@ -70,7 +86,7 @@ def srun_says(
         (job_dir / "logs" / f"node{rank // 2}" / f"rank{rank}.err").write_text(
             (last_words or {}).get(rank, "")
         )
-    return slurm_ends.of_step(job_dir, code, "2026-01-01T00:00:00Z")
+    return slurm_ends.of_step(job_dir, code, started_at="2026-01-01T00:00:00Z")
 
 
 def test_srun_s_success(job_dir: Path) -> None:
@@ -146,7 +162,7 @@ def test_what_a_worker_prints_is_no_word_of_srun_s(job_dir: Path) -> None:
     (job_dir / "logs" / "slurm.out").write_text(
         "srun: error: n1: task 0: Exited with exit code 3\n"
     )
-    assert slurm_ends.of_step(job_dir, 3, None).exit_code == 3
+    assert slurm_ends.of_step(job_dir, 3, started_at=None).exit_code == 3
 
 
 @pytest.mark.parametrize("content", ["", "x", "-1", "1 2", "²"])
@@ -201,14 +217,14 @@ def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
     ("row", "own", "state", "code", "says"),
     [
         (
-            Row("7", "CANCELLED", "None"),
+            Row("7", "CANCELLED", reason="None"),
             verdict(JobState.FAILED, "SIGTERM"),
             JobState.CANCELLED,
             143,
             "Slurm says CANCELLED",
         ),
         (
-            Row("7", "FAILED", "NonZeroExitCode"),
+            Row("7", "FAILED", reason="NonZeroExitCode"),
             verdict(JobState.FAILED, "SIGTERM"),
             JobState.FAILED,
             143,
@@ -225,14 +241,14 @@ def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
         ),
         (Row("7", "FAILED"), NODE_FAILED, JobState.FAILED, 143, "a setup line failed"),
         (
-            Row("7", "TIMEOUT", "TimeLimit"),
+            Row("7", "TIMEOUT", reason="TimeLimit"),
             verdict(JobState.FAILED, "SIGTERM"),
             JobState.FAILED,
             124,
             "the time limit was reached",
         ),
         (
-            Row("7", "TIMEOUT", "TimeLimit"),
+            Row("7", "TIMEOUT", reason="TimeLimit"),
             verdict(JobState.CANCELLED),
             JobState.FAILED,
             124,
@@ -242,7 +258,7 @@ def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
         (Row("7", "NODE_FAIL"), verdict(JobState.LOST), JobState.LOST, 1, "NODE_FAIL"),
         (Row("7", "PREEMPTED"), verdict(JobState.CANCELLED), JobState.PREEMPTED, 75, "preempted"),
         (
-            Row("7", "CANCELLED", "DependencyNeverSatisfied"),
+            Row("7", "CANCELLED", reason="DependencyNeverSatisfied"),
             None,
             JobState.CANCELLED,
             143,
@@ -250,7 +266,7 @@ def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
         ),
         (Row("7", "COMPLETED"), None, JobState.LOST, 1, "nothing in the job's directory says so"),
         (
-            Row("7", "FAILED", "NonZeroExitCode"),
+            Row("7", "FAILED", reason="NonZeroExitCode"),
             None,
             JobState.FAILED,
             1,
@@ -262,7 +278,7 @@ def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
 def test_slurm_s_word_and_the_agents(
     job_dir: Path, row: Row, own: Verdict | None, state: JobState, code: int, says: str
 ) -> None:
-    ended = slurm_ends.of_slurm(row, own, job_dir, None)
+    ended = slurm_ends.of_slurm(row, own, job_dir=job_dir, started_at=None)
     assert (ended.state, ended.exit_code) == (state, code)
     assert says in ended.reason
     if state is JobState.CANCELLED:
@@ -272,14 +288,18 @@ def test_slurm_s_word_and_the_agents(
 def test_a_wish_to_cancel_explains_how_a_worker_took_it(job_dir: Path) -> None:
     """A program may leave with any code when it is told to end."""
     ends.cancel(job_dir)
-    ended = slurm_ends.of_slurm(Row("7", "CANCELLED"), verdict(JobState.FAILED), job_dir, None)
+    ended = slurm_ends.of_slurm(
+        Row("7", "CANCELLED"), verdict(JobState.FAILED), job_dir=job_dir, started_at=None
+    )
     assert (ended.state, ended.exit_code, ended.reason) == (JobState.CANCELLED, 143, "cancelled")
     assert slurm_ends.of_slurm(
-        Row("7", "FAILED"), verdict(JobState.FAILED), job_dir, None
+        Row("7", "FAILED"), verdict(JobState.FAILED), job_dir=job_dir, started_at=None
     ) == verdict(JobState.FAILED)
 
 
 def test_the_last_words_of_the_batch_script_are_shown_where_nothing_else_is(job_dir: Path) -> None:
     (job_dir / "logs" / "slurm.out").write_text("slurmstepd: error: execve(): bash: No such file\n")
-    ended = slurm_ends.of_slurm(Row("7", "FAILED", "NonZeroExitCode"), None, job_dir, None)
+    ended = slurm_ends.of_slurm(
+        Row("7", "FAILED", reason="NonZeroExitCode"), None, job_dir=job_dir, started_at=None
+    )
     assert ended.reason.endswith(": slurmstepd: error: execve(): bash: No such file")

@@ -71,7 +71,9 @@ def conflicts(environ: dict[str, str]) -> str:
 
 def test_one_task_a_node_is_a_node_s_place() -> None:
     finding = detect(one_per_node(1))
-    assert finding.place == Topology(2, 1, None, "n3", None, "slurm")
+    assert finding.place == Topology(
+        2, 1, nproc_per_node=None, master_addr="n3", master_port=None, source="slurm"
+    )
     assert finding.evidence == {
         "nnodes": "SLURM_STEP_NUM_NODES",
         "node_rank": "SLURM_NODEID",
@@ -85,7 +87,9 @@ def test_it_may_say_how_many_workers_a_node_has_and_where_they_meet() -> None:
         "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert detect(one_per_node(0) | own).place == Topology(2, 0, 4, "127.0.0.1", 29500, "slurm")
+    assert detect(one_per_node(0) | own).place == Topology(
+        2, 0, nproc_per_node=4, master_addr="127.0.0.1", master_port=29500, source="slurm"
+    )
 
 
 def test_the_variables_of_our_own_script_leave_the_place_to_the_step() -> None:
@@ -96,7 +100,9 @@ def test_the_variables_of_our_own_script_leave_the_place_to_the_step() -> None:
         "CLUSTERJOB_MASTER_ADDR": "n3-ib",
     }
     finding = detect(one_per_node(1) | own)
-    assert finding.place == Topology(2, 1, None, "n3-ib", None, "slurm")
+    assert finding.place == Topology(
+        2, 1, nproc_per_node=None, master_addr="n3-ib", master_port=None, source="slurm"
+    )
     assert finding.evidence["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
 
 

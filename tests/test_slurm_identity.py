@@ -153,7 +153,7 @@ def change_record(user: User, job_id: str, **changes: Any) -> None:
 
 def test_job_whose_end_was_guessed_is_cancelled_where_slurm_shows_it(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
-    lost = Verdict(JobState.LOST, 1, "a guess", ended_at="2020-01-01T00:00:00Z").to_json()
+    lost = Verdict(JobState.LOST, 1, reason="a guess", ended_at="2020-01-01T00:00:00Z").to_json()
     change_record(user, job_id, end=lost, provisional=True)
     assert "is cancelled" in user("cancel", job_id).stderr
     assert user.slurm.job(user.slurm_id(job_id))["JobState"] == "CANCELLED"
@@ -172,7 +172,7 @@ def test_cancel_spares_another_job_that_got_the_id(user: User) -> None:
         "id": other,
         "data": {**handle["data"], "ids": [other], "at": handle["data"]["at"] - 3600},
     }
-    lost = Verdict(JobState.LOST, 1, "a guess", ended_at="2020-01-01T00:00:00Z").to_json()
+    lost = Verdict(JobState.LOST, 1, reason="a guess", ended_at="2020-01-01T00:00:00Z").to_json()
     change_record(user, job_id, handle=handle, end=lost, provisional=True)
     assert "had ended already" in user("cancel", job_id).stderr
     change_record(user, job_id, end=None, provisional=False)

@@ -439,7 +439,16 @@ def test_other_clusters_have_no_login_host(laptop: Laptop) -> None:
     ],
 )
 def test_a_login_host_that_lies_writes_nothing_else(name: str, tmp_path: Path) -> None:
-    record = Record("x-1", "x", "hpc", "slurm", tmp_path / "x-1", 1, "2026-01-01T00:00:00Z", {})
+    record = Record(
+        "x-1",
+        "x",
+        cluster="hpc",
+        backend="slurm",
+        job_dir=tmp_path / "x-1",
+        nodes=1,
+        submitted_at="2026-01-01T00:00:00Z",
+        spec={},
+    )
     record.job_dir.mkdir()
 
     def lies(op: str, **asked: Any) -> tuple[Any, bytes]:

@@ -192,10 +192,10 @@ def test_failed_elements_whose_code_srun_wrote_cost_no_command_each(user: User) 
 
 def test_node_fail_of_a_slurm_that_names_no_node(tmp_path: Path) -> None:
     named = slurm_ends.of_slurm(
-        Row("7", "NODE_FAIL", failed_node="one of n[2-3]"), None, tmp_path, None
+        Row("7", "NODE_FAIL", failed_node="one of n[2-3]"), None, job_dir=tmp_path, started_at=None
     )
     assert named.reason == "Slurm says NODE_FAIL: a node of the job failed: one of n[2-3]"
-    ended = slurm_ends.of_slurm(Row("7", "NODE_FAIL"), None, tmp_path, None)
+    ended = slurm_ends.of_slurm(Row("7", "NODE_FAIL"), None, job_dir=tmp_path, started_at=None)
     assert (ended.state, ended.reason) == (
         JobState.LOST,
         "Slurm says NODE_FAIL: a node of the job failed",
@@ -235,12 +235,15 @@ def test_accounting_tells_the_signal_and_the_nodes_of_forgotten_jobs(user_accoun
 
 
 def test_sigterm_without_a_killed_shell_is_what_the_agents_say(tmp_path: Path) -> None:
-    own = Verdict(JobState.CANCELLED, 143, "cancelled")
+    own = Verdict(JobState.CANCELLED, 143, reason="cancelled")
     (tmp_path / "ends").mkdir()
     (tmp_path / "ends" / "srun.0").write_text("143\n")
     assert (
         slurm_ends.of_slurm(
-            Row("7", "FAILED", "RaisedSignal:15(Terminated)", signal=15), own, tmp_path, None
+            Row("7", "FAILED", reason="RaisedSignal:15(Terminated)", signal=15),
+            own,
+            job_dir=tmp_path,
+            started_at=None,
         )
         == own
     )

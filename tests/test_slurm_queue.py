@@ -70,19 +70,35 @@ def test_rows() -> None:
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(0))
     assert snapshot.rows == {
         "7": Row(
-            "7", "RUNNING", "", start, "clusterjob:a-222222", "a", "/h/jobs/a-222222", 1795325346.0
+            "7",
+            "RUNNING",
+            reason="",
+            start=start,
+            comment="clusterjob:a-222222",
+            name="a",
+            directory="/h/jobs/a-222222",
+            submitted=1795325346.0,
         ),
         "8_3": Row(
             "8_3",
             "PENDING",
-            "JobHeldUser",
-            "",
-            "clusterjob:b-222222 my own | words|",
-            "b|\n9",
-            "/h/jobs/b-222222",
-            1795325346.0,
+            reason="JobHeldUser",
+            start="",
+            comment="clusterjob:b-222222 my own | words|",
+            name="b|\n9",
+            directory="/h/jobs/b-222222",
+            submitted=1795325346.0,
         ),
-        "8": Row("8", "PENDING", "Resources", "", "(null)", "", "/h/jobs/c-222222", 0.0),
+        "8": Row(
+            "8",
+            "PENDING",
+            reason="Resources",
+            start="",
+            comment="(null)",
+            name="",
+            directory="/h/jobs/c-222222",
+            submitted=0.0,
+        ),
     }
     assert [row.key for row in rows_of(snapshot, "b-222222")] == ["8_3"]
     assert [row.key for row in rows_of(snapshot, "c-222222")] == ["8"]  # its comment was changed

@@ -147,7 +147,7 @@ def test_modules(workdir: Path, target: str) -> None:
 def test_an_empty_command_and_a_nul_byte_are_refused(workdir: Path) -> None:
     assert "empty" in refused(workdir, Program("command", "")).message
     assert "NUL" in refused(workdir, Program("command", "x\0")).message
-    assert "NUL" in refused(workdir, Program("command", "x", ("\0",))).message
+    assert "NUL" in refused(workdir, Program("command", "x", args=("\0",))).message
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_spec_is_frozen_and_plain_data(workdir: Path) -> None:
 def test_the_agent_is_told_what_the_spec_says(workdir: Path) -> None:
     resources = Resources(nodes=2, cpus_per_task=3, time_limit=90)
     spec = JobSpec(
-        Program("script", "train.py", ("--lr", "0.1")), workdir, resources=resources,
+        Program("script", "train.py", args=("--lr", "0.1")), workdir, resources=resources,
         nproc_per_node=4, max_restarts=2, start="exec", launcher="torchrun", join_timeout=9.0,
         heartbeat=0.5, lease=1.5, grace=0.25,
     )  # fmt: skip

@@ -477,9 +477,9 @@ def test_a_profile_says_where_and_how(site: Site) -> None:
         set = {{ ssh_config = "{site.world.config}", need_torch = false, remote_home = "~/elsewhere" }}
         """
     )
-    settings = jobs.settle({}, "lab", site.directory)
+    settings = jobs.settle({}, "lab", directory=site.directory)
     plan = jobs.plan(
-        jobs.make_spec(Program("script", "train.py"), settings, site.directory), settings
+        jobs.make_spec(Program("script", "train.py"), settings, directory=site.directory), settings
     )
     assert [str(host) for host in plan.spec.hosts] == ["gpu1", "gpu2", "root@gpu3:22"]
     record = jobs.submit(plan, "lab", detach=True)
@@ -490,13 +490,14 @@ def test_a_profile_says_where_and_how(site: Site) -> None:
 def test_hosts_are_for_hosts_alone(site: Site) -> None:
     site.script("")
     for backend in ("local", "slurm"):
-        settings = jobs.settle(site.flags(set={}), backend, site.directory)
+        settings = jobs.settle(site.flags(set={}), backend, directory=site.directory)
         settings = replace(
             settings, values={key: value for key, value in settings.values.items() if key != "set"}
         )
         with pytest.raises(SpecError, match=f"the {backend} cluster takes no hosts"):
             jobs.plan(
-                jobs.make_spec(Program("script", "script.py"), settings, site.directory), settings
+                jobs.make_spec(Program("script", "script.py"), settings, directory=site.directory),
+                settings,
             )
 
 

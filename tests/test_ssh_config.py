@@ -61,7 +61,7 @@ def test_an_alias_with_all_that_can_be_said_of_it(tmp_path: Path) -> None:
     assert target.certificates == (tmp_path / "lab-cert.pub",)
     assert target.identities_only
     assert target.agent == str(tmp_path / "agent")
-    assert target.jumps == (Host("bastion", "me", 2200), Host("second"))
+    assert target.jumps == (Host("bastion", "me", port=2200), Host("second"))
     assert target.known_hosts == (tmp_path / "known", tmp_path / "older")
     assert target.system_known_hosts == (Path("/etc/keys"),)
     assert (target.strict, target.key_alias, target.hash_names, target.connect_timeout) == (
@@ -74,7 +74,7 @@ def test_an_alias_with_all_that_can_be_said_of_it(tmp_path: Path) -> None:
 
 def test_what_is_written_at_the_host_wins(tmp_path: Path) -> None:
     target = resolve(
-        Host("gpu1", "other", 99), write(tmp_path, "Host gpu1\n User trainer\n Port 2222\n")
+        Host("gpu1", "other", port=99), write(tmp_path, "Host gpu1\n User trainer\n Port 2222\n")
     )
     assert (str(target.label), target.user, target.port) == ("other@gpu1:99", "other", 99)
 
@@ -115,7 +115,7 @@ def test_nothing_is_nothing(tmp_path: Path) -> None:
 
 def test_a_proxy_command_gets_its_words(tmp_path: Path) -> None:
     target = resolve(
-        Host("a", "me", 7),
+        Host("a", "me", port=7),
         write(tmp_path, "Host a\n HostName a.lab\n ProxyCommand nc %h %p %% %r\n"),
     )
     assert target.proxy_command == "nc a.lab 7 % me"
@@ -144,4 +144,4 @@ def test_without_ssh_the_configuration_is_read_all_the_same(
         (tmp_path / "key",),
     )
     assert target.known_hosts[0] == HOME / ".ssh" / "known_hosts"
-    assert resolve(Host("b", None, 7), config).port == 7
+    assert resolve(Host("b", None, port=7), config).port == 7

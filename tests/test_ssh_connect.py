@@ -37,7 +37,7 @@ def warnings() -> list[str]:
 
 @pytest.fixture
 def pool(world: World, warnings: list[str]) -> Iterator[Pool]:
-    pool = Pool(Reach(10.0, warnings.append, world.config))
+    pool = Pool(Reach(10.0, warnings.append, ssh_config=world.config))
     yield pool
     pool.close()
 
@@ -134,7 +134,7 @@ def test_refused(world: World, pool: Pool) -> None:
 
 def test_timed_out(world: World) -> None:
     world.hosts["gpu1"].run("ip", "route", "add", "blackhole", "10.77.0.100")
-    pool = Pool(Reach(SHORT, lambda _: None, world.config))
+    pool = Pool(Reach(SHORT, lambda _: None, ssh_config=world.config))
     begin = time.monotonic()
     try:
         assert "no answer from 10.77.0.1:22 within 3 s" in refusal(pool, "gpu1").message
@@ -182,7 +182,7 @@ def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
 def test_hosts_that_accept_and_say_nothing_are_given_up(
     world: World, words: bytes, why: str
 ) -> None:
-    pool = Pool(Reach(SHORT, lambda _: None, world.config))
+    pool = Pool(Reach(SHORT, lambda _: None, ssh_config=world.config))
     with listener(words) as port:
         world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
         begin = time.monotonic()
@@ -202,7 +202,7 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
     """A server that is stopped between the handshake and the login: its kernel still takes what is
     sent.
     """
-    pool = Pool(Reach(SHORT, lambda _: None, world.config))
+    pool = Pool(Reach(SHORT, lambda _: None, ssh_config=world.config))
     target = pool.resolve(Host("gpu1"))
     original = connect._verify
 
@@ -224,7 +224,7 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
 
 
 def test_a_command_that_says_nothing_is_given_up(world: World) -> None:
-    pool = Pool(Reach(SHORT, lambda _: None, world.config))
+    pool = Pool(Reach(SHORT, lambda _: None, ssh_config=world.config))
     with pytest.raises(HostError, match="gpu1: a command says nothing for 3 s"):
         pool.connection(Host("gpu1")).run("sleep 9")
     pool.close()
@@ -425,10 +425,12 @@ def test_a_forged_certificate(world: World) -> None:
 
     blob = base64.b64decode(Path(f"{host_key}-cert.pub").read_text().split()[1])
     good = host_certificates.parse(blob)
-    assert host_certificates.objection(good, "gpu2", connect._signed_by) == ""
+    assert host_certificates.objection(good, "gpu2", verify=connect._signed_by) == ""
     assert good.key == base64.b64decode(Path(f"{host_key}.pub").read_text().split()[1])
     forged = host_certificates.parse(blob.replace(b"gpu2", b"gpu1", 1))
-    assert "signature is wrong" in host_certificates.objection(forged, "gpu1", connect._signed_by)
+    assert "signature is wrong" in host_certificates.objection(
+        forged, "gpu1", verify=connect._signed_by
+    )
     for size in range(0, len(blob), 7):
         with pytest.raises(ValueError):
             host_certificates.parse(blob[:size])
@@ -551,7 +553,12 @@ def test_a_host_that_goes_no_further_is_heard_out(
 
     monkeypatch.setattr(paramiko.Channel, "sendall", late)
     session = Session(
-        pool.connection(Host("gpu1")), "no-such-python", (), "~/.clusterjob", b"", 10.0
+        pool.connection(Host("gpu1")),
+        "no-such-python",
+        setup=(),
+        home="~/.clusterjob",
+        node_zip=b"",
+        timeout=10.0,
     )
     with pytest.raises(HostError, match="no Python: there is no interpreter no-such-python"):
         session.ask("look")

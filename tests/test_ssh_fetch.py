@@ -51,7 +51,9 @@ def fetch(
     nodes: tuple[int, ...] | None = (0,),
     agree: bool = False,
 ) -> Any:
-    return jobs.fetch(record, paths or ["runs"], target, nodes, lambda _: agree)
+    return jobs.fetch(
+        record, paths or ["runs"], target=target, nodes=nodes, may_replace=lambda _: agree
+    )
 
 
 def test_results_of_rank_0s_host(record: Record, target: Path) -> None:

@@ -51,7 +51,7 @@ def test_job_that_was_lost_with_node_0_gets_its_verdict_when_the_link_heals(site
 
 def guess_lost(record: Record, at: str) -> None:
     """Note an end that nobody knows, as while all hosts are cut off."""
-    end = Verdict(JobState.LOST, 1, "a guess", ended_at=at).to_json()
+    end = Verdict(JobState.LOST, 1, reason="a guess", ended_at=at).to_json()
     Records().with_end(Records().find(record.job_id), end, provisional=True)
 
 

@@ -76,7 +76,7 @@ def test_a_key_that_is_revoked_is_so_although_it_is_known(tmp_path: Path, key: K
 
 def test_a_host_that_is_known_without_its_port(tmp_path: Path, key: Key, other: Key) -> None:
     files = known(tmp_path, f"gpu1 {key}")
-    names = known_hosts.lookup_names("GPU1", 2222, "")
+    names = known_hosts.lookup_names("GPU1", 2222, alias="")
     assert names == ["[gpu1]:2222", "gpu1"]
     assert files.standing(names, key.blob)[0] is Standing.KNOWN
     assert files.standing(names, other.blob)[0] is Standing.UNKNOWN, (
@@ -105,10 +105,10 @@ def test_recorded_keys_are_found_by_ssh_keygen_and_by_us(
     tmp_path: Path, key: Key, other: Key
 ) -> None:
     path = tmp_path / "ssh" / "known_hosts"
-    known_hosts.record(path, "gpu1", key.kind, key.blob, hashed=False)
+    known_hosts.record(path, "gpu1", kind=key.kind, blob=key.blob, hashed=False)
     with path.open("a") as stream:
         stream.write(f"gpu0 {other}")  # a last line without an end
-    known_hosts.record(path, "[gpu2]:2222", other.kind, other.blob, hashed=True)
+    known_hosts.record(path, "[gpu2]:2222", kind=other.kind, blob=other.blob, hashed=True)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     for name, wanted in (("gpu1", key), ("gpu0", other), ("[gpu2]:2222", other)):
@@ -136,7 +136,7 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path, key: Key, other: 
 
 
 def test_nothing_is_remembered_in_dev_null(key: Key) -> None:
-    known_hosts.record(Path("/dev/null"), "gpu1", key.kind, key.blob, hashed=False)
+    known_hosts.record(Path("/dev/null"), "gpu1", kind=key.kind, blob=key.blob, hashed=False)
     assert not KnownHosts([Path("/dev/null")]).kinds(["gpu1"])
 
 

@@ -212,7 +212,7 @@ class Store:
 
     def land(self, taken: snapshot.Snapshot, job: str) -> list[str]:
         (self.home / "jobs" / job).mkdir(parents=True, exist_ok=True)
-        return code_store.land(self.home, {"job": job}, taken.packed())["missing"]
+        return code_store.land(self.home, {"job": job}, packed=taken.packed())["missing"]
 
     def send(self, taken: snapshot.Snapshot, missing: list[str]) -> list[str]:
         entries = taken.of_digests(set(missing))
@@ -223,7 +223,7 @@ class Store:
             return part
 
         return code_store.receive(
-            self.home, {"files": [(entry.value, entry.size) for entry in entries]}, read
+            self.home, {"files": [(entry.value, entry.size) for entry in entries]}, read=read
         )["wrong"]
 
     def code(self, job: str) -> Path:
@@ -310,5 +310,7 @@ def test_a_copy_that_cannot_be_made_leaves_nothing(host: Store, project: Path) -
     broken = json.loads(zlib.decompress(taken.packed()))
     broken.append(["no/such/folder/file", "file", 0o644, 1, hashlib.sha256(b"a").hexdigest()])
     with pytest.raises(OSError):
-        code_store.land(host.home, {"job": "one"}, zlib.compress(json.dumps(broken).encode()))
+        code_store.land(
+            host.home, {"job": "one"}, packed=zlib.compress(json.dumps(broken).encode())
+        )
     assert list((host.home / "jobs" / "one").iterdir()) == []

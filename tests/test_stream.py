@@ -28,9 +28,9 @@ from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 VERDICT = Verdict(
-    JobState.FAILED, 7, "rank 1: boom\u2603",
-    Failure(1, 1, 0, "host", 7, None, "boom", ("a\udce9", "ValueError: boom")),
-    (Failure(0, 0, 0, "host", 134, "SIGABRT", "x", ("y",)),), started_at="2026-01-01T00:00:00Z",
+    JobState.FAILED, 7, reason="rank 1: boom\u2603",
+    failure=Failure(1, 1, node_rank=0, host="host", exit_code=7, signal=None, message="boom", last_lines=("a\udce9", "ValueError: boom")),
+    consequences=(Failure(0, 0, node_rank=0, host="host", exit_code=134, signal="SIGABRT", message="x", last_lines=("y",)),), started_at="2026-01-01T00:00:00Z",
 )  # fmt: skip
 OURS = [
     "",
@@ -70,7 +70,8 @@ class Printed:
     def output(self, batch: Sequence[tuple[list[int], str, str]]) -> None:
         self._seconds += 0.1
         folded = [
-            Folded(",".join(ranges(who)) or "node0", stream, text) for who, stream, text in batch
+            Folded(",".join(ranges(who)) or "node0", stream, text=text)
+            for who, stream, text in batch
         ]
         self._print(self._writer.output(folded, self._seconds))
         for who, stream, text in batch:
@@ -214,12 +215,12 @@ def test_the_reader_reads_each_rank_s_lines_as_they_were_written(it: Printed) ->
 
 def test_lines_of_several_nodes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
     one, other = log_protocol.Writer(), log_protocol.Writer()
-    first = one.output([Folded("0", "out", "a"), Folded("0", "out", "b")], 10.0) + one.output(
-        [Folded("0", "out", "e")], 12.0
-    )
-    second = other.output([Folded("1", "out", "c"), Folded("1", "err", "d")], 11.0) + other.output(
-        [Folded("1", "out", "f")], 13.0
-    )
+    first = one.output(
+        [Folded("0", "out", text="a"), Folded("0", "out", text="b")], 10.0
+    ) + one.output([Folded("0", "out", text="e")], 12.0)
+    second = other.output(
+        [Folded("1", "out", text="c"), Folded("1", "err", text="d")], 11.0
+    ) + other.output([Folded("1", "out", text="f")], 13.0)
     Stream(tmp_path, 1).take(second.splitlines())
     Stream(tmp_path, 0).take(first.splitlines())
     assert [line.text for line in LogReader(tmp_path).read()] == ["a", "b", "d", "c", "e", "f"]
@@ -284,7 +285,11 @@ def test_the_verdict_is_node_0_s_and_of_its_attempt(tmp_path: Path) -> None:
     it = Printed()
     it.words("over")
     it.end()
-    streams = Stream(tmp_path, 0, 2), Stream(tmp_path, 1, 2), Stream(tmp_path, 0, 1)
+    streams = (
+        Stream(tmp_path, 0, attempt=2),
+        Stream(tmp_path, 1, attempt=2),
+        Stream(tmp_path, 0, attempt=1),
+    )
     for stream in streams[:2]:
         stream.take(it.lines[:1])
         assert stream.verdict is None
@@ -320,9 +325,21 @@ def test_a_verdict_of_many_consequences_comes_back_whole(tmp_path: Path) -> None
     many = Verdict(
         JobState.FAILED,
         1,
-        "r",
-        None,
-        tuple(Failure(rank, 0, 0, "h" * 50, 1, None, "m" * 50, ("x",) * 9) for rank in range(2000)),
+        reason="r",
+        failure=None,
+        consequences=tuple(
+            Failure(
+                rank,
+                0,
+                node_rank=0,
+                host="h" * 50,
+                exit_code=1,
+                signal=None,
+                message="m" * 50,
+                last_lines=("x",) * 9,
+            )
+            for rank in range(2000)
+        ),
     )
     lines = log_protocol.Writer().verdict(many.to_json()).split("\n")[:-1]
     assert max(map(len, lines)) < log_protocol.LONGEST + 100
@@ -337,7 +354,7 @@ def test_attempts_have_files_of_their_own(tmp_path: Path) -> None:
     for attempt in (0, 1):
         it = Printed(attempt)
         it.output([([0], "out", f"of {attempt}")])
-        Stream(tmp_path, 0, attempt).take(it.lines)
+        Stream(tmp_path, 0, attempt=attempt).take(it.lines)
     assert {name: text for name, text in kept(tmp_path).items() if name != "agent.log"} == {
         "rank0.out": "of 0\n",
         "rank0.attempt1.out": "of 1\n",
@@ -348,12 +365,12 @@ def test_attempts_have_files_of_their_own(tmp_path: Path) -> None:
 def test_a_node_that_could_not_start_is_known_by_its_refusal(tmp_path: Path) -> None:
     lines = [
         "installing",
-        log_protocol.refusal(7, "host", "a setup line\nfailed: x").rstrip("\n"),
+        log_protocol.refusal(7, "host", why="a setup line\nfailed: x").rstrip("\n"),
         "clusterjob: a setup line failed: x",
     ]
     for attempt in (0, 1):
         for end in (2, 3, 3):
-            Stream(tmp_path, 1, attempt).take(lines[:end])
+            Stream(tmp_path, 1, attempt=attempt).take(lines[:end])
         (failure,) = ends.refusals(tmp_path, attempt)
         assert (failure.node_rank, failure.host, failure.exit_code, failure.message) == (
             1,

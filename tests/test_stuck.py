@@ -183,15 +183,23 @@ def test_a_handler_of_the_scripts_own_is_left_alone(new_job: NewJob) -> None:
 GAVE_UP = Failure(
     0,
     0,
-    0,
-    "h",
-    1,
-    None,
-    "GangError: waiting for rank 3 (node 1): started, and not yet at init(); gave up after 7 s",
-    (),
+    node_rank=0,
+    host="h",
+    exit_code=1,
+    signal=None,
+    message="GangError: waiting for rank 3 (node 1): started, and not yet at init(); gave up after 7 s",
+    last_lines=(),
     effect=True,
 )
-STUCK = Failure(3, 0, 1, "h", 1, None, "the others gave up waiting for it: it sleeps")
+STUCK = Failure(
+    3,
+    0,
+    node_rank=1,
+    host="h",
+    exit_code=1,
+    signal=None,
+    message="the others gave up waiting for it: it sleeps",
+)
 QUESTION = {"t": "missing", "local_rank": 1, "ranks": [0, 2, 3, 5, 6, 99], "final": False}
 ANSWER = {"t": "where", "final": True, "lines": [], "failures": [STUCK.to_json()]}
 
@@ -218,7 +226,17 @@ def test_the_missing_are_blamed_once_somebody_has_failed_of_it() -> None:
     assert search.answer(1, ANSWER) is None
     assert search.answered
     search.note(
-        Failure(0, 0, 0, "h", 1, None, "ValueError: Connection closed by peer", (), effect=True)
+        Failure(
+            0,
+            0,
+            node_rank=0,
+            host="h",
+            exit_code=1,
+            signal=None,
+            message="ValueError: Connection closed by peer",
+            last_lines=(),
+            effect=True,
+        )
     )
     assert search.causes() == []  # nobody has failed of the roll-call so far
     search.note(GAVE_UP)
@@ -256,9 +274,19 @@ def test_effects_wait_for_the_answer_and_causes_do_not() -> None:
     ],
 )
 def test_the_words_of_those_who_gave_up_are_known(message: str) -> None:
-    assert is_roll_call_end(Failure(0, 0, 0, "h", 1, None, message))
+    assert is_roll_call_end(
+        Failure(0, 0, node_rank=0, host="h", exit_code=1, signal=None, message=message)
+    )
     assert not is_roll_call_end(
-        Failure(0, 0, 0, "h", 1, None, message.replace("GangError", "ValueError"))
+        Failure(
+            0,
+            0,
+            node_rank=0,
+            host="h",
+            exit_code=1,
+            signal=None,
+            message=message.replace("GangError", "ValueError"),
+        )
     )
 
 

@@ -83,7 +83,14 @@ def test_a_node_exists_exactly_when_it_is_possible(
         and (port is None or 1 <= port <= 65535)
     )
     try:
-        Topology(nnodes, node_rank, nproc, "h", port, "test")
+        Topology(
+            nnodes,
+            node_rank,
+            nproc_per_node=nproc,
+            master_addr="h",
+            master_port=port,
+            source="test",
+        )
     except PlaceError:
         assert not possible
     else:
@@ -96,7 +103,13 @@ def test_a_process_exists_exactly_when_it_is_possible(
 ) -> None:
     possible = 0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size
     try:
-        Worker(NODE, rank, local_rank, world_size, local_world_size)
+        Worker(
+            NODE,
+            rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+        )
     except PlaceError:
         assert not possible
     else:

@@ -11,7 +11,17 @@ from clusterjob.node.contract import World
 from clusterjob.node.program import Program
 from clusterjob.node.workers.torchrun import command_line, root_cause
 
-WORLD = World(0, "10.0.0.1", 1234, False, 1, 2, 4, 4, 8)
+WORLD = World(
+    0,
+    "10.0.0.1",
+    master_port=1234,
+    agent_store=False,
+    node_rank=1,
+    nnodes=2,
+    nproc=4,
+    first_rank=4,
+    world_size=8,
+)
 
 # As torch 2.13 writes it, with the times and paths shortened.
 CLOSING = """\
@@ -39,13 +49,13 @@ Root Cause (first observed failure):
 @pytest.mark.parametrize(
     ("program", "end"),
     [
-        (Program("script", "train.py", ("--lr", "1")), ["train.py", "--lr", "1"]),
-        (Program("module", "pkg.train", ("x",)), ["-m", "pkg.train", "x"]),
-        (Program("command", "bash", ("a.sh",)), ["--no-python", "bash", "a.sh"]),
+        (Program("script", "train.py", args=("--lr", "1")), ["train.py", "--lr", "1"]),
+        (Program("module", "pkg.train", args=("x",)), ["-m", "pkg.train", "x"]),
+        (Program("command", "bash", args=("a.sh",)), ["--no-python", "bash", "a.sh"]),
     ],
 )
 def test_torchrun_is_told_the_place_and_the_program(program: Program, end: list[str]) -> None:
-    words = command_line(program, WORLD, "train-abc")
+    words = command_line(program, WORLD, job_id="train-abc")
     assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
     told = dict(zip(words[3 : -len(end) : 2], words[4 : -len(end) : 2], strict=True))
     assert told == {

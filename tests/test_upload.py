@@ -28,8 +28,8 @@ from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.program import Program
 
 FILES = [
-    PlannedFile(Path("/x/entry.sh"), b"echo\n", 0o700),
-    PlannedFile(Path("/x/clusterjob-node.pyz"), b"PK", 0o600),
+    PlannedFile(Path("/x/entry.sh"), b"echo\n", mode=0o700),
+    PlannedFile(Path("/x/clusterjob-node.pyz"), b"PK", mode=0o600),
 ]
 
 
@@ -65,7 +65,7 @@ def test_the_snapshot_s_files_and_ours(work: Path, job_dir: Path) -> None:
     for name in ("a.log", "sub/big", "sub/small", "é ☃\n"):
         (work / name).write_text(name)
     os.utime(work / "train.py", (1e9, 1e9))
-    made = upload.stage(spec_of(work), job_dir, FILES)
+    made = upload.stage(spec_of(work), job_dir, files=FILES)
     assert made.root == job_dir / "upload"
     assert listed(made.root) == [
         f"{OWN}/clusterjob-node.pyz",
@@ -87,7 +87,7 @@ def test_the_snapshot_s_files_and_ours(work: Path, job_dir: Path) -> None:
 
 
 def test_nothing_but_ours_goes_where_the_code_lies_there_already(work: Path, job_dir: Path) -> None:
-    made = upload.stage(spec_of(work, sync=False, login="x"), job_dir, FILES)
+    made = upload.stage(spec_of(work, sync=False, login="x"), job_dir, files=FILES)
     assert listed(made.root) == [f"{OWN}/clusterjob-node.pyz", f"{OWN}/entry.sh", f"{OWN}/kept"]
     assert made.digest == ""
 
@@ -97,7 +97,7 @@ def test_no_link_is_sent(work: Path, job_dir: Path, tmp_path: Path) -> None:
     (work / "loop").symlink_to(".")
     (work / "out").symlink_to(tmp_path / "secret")
     (work / "inside").symlink_to("train.py")
-    made = upload.stage(spec_of(work), job_dir, FILES)
+    made = upload.stage(spec_of(work), job_dir, files=FILES)
     assert not any(path.is_symlink() for path in made.root.rglob("*"))
     assert listed(made.root) == [
         f"{OWN}/clusterjob-node.pyz",
@@ -110,11 +110,11 @@ def test_no_link_is_sent(work: Path, job_dir: Path, tmp_path: Path) -> None:
 def test_a_directory_of_our_name_is_refused(work: Path, job_dir: Path) -> None:
     (work / OWN).mkdir()
     with pytest.raises(SubmitError, match=r"has a 'clusterjob-entry' of its own") as caught:
-        upload.stage(spec_of(work), job_dir, FILES)
+        upload.stage(spec_of(work), job_dir, files=FILES)
     assert "leave it out in .clusterjobignore" in caught.value.hint
     assert not (job_dir / "upload").exists()
     (work / ".clusterjobignore").write_text(f"/{OWN}\n")
-    upload.stage(spec_of(work), job_dir, FILES)
+    upload.stage(spec_of(work), job_dir, files=FILES)
 
 
 @pytest.mark.parametrize("text", ["other", None])
@@ -128,7 +128,7 @@ def test_a_file_that_changes_meanwhile_is_no_part_of_a_job(
         (work / "other.py").write_text(text)
     monkeypatch.setattr(snapshot, "take", lambda *_: taken)
     with pytest.raises(SubmitError, match=r"'other\.py' changed while it was being sent"):
-        upload.stage(spec, job_dir, FILES)
+        upload.stage(spec, job_dir, files=FILES)
     assert not (job_dir / "upload").exists()
 
 
@@ -139,25 +139,25 @@ def test_too_much_is_refused_and_what_a_submitter_left_that_died_is_replaced(
     (job_dir / "upload" / "old").write_text("")
     (work / "data").write_bytes(bytes(2000))
     with pytest.raises(SubmitError, match="more than the"):
-        upload.stage(spec_of(work), job_dir, FILES, limit=1000)
+        upload.stage(spec_of(work), job_dir, files=FILES, limit=1000)
     assert not (job_dir / "upload").exists()
     (job_dir / "upload").mkdir()
     (job_dir / "upload" / "old").write_text("")
-    assert "old" not in listed(upload.stage(spec_of(work), job_dir, FILES).root)
+    assert "old" not in listed(upload.stage(spec_of(work), job_dir, files=FILES).root)
 
 
 def test_a_place_that_cannot_be_written_is_named(work: Path, tmp_path: Path) -> None:
     with pytest.raises(
         SubmitError, match=r"what is to be sent cannot be laid out in .*: No such file or directory"
     ):
-        upload.stage(spec_of(work), tmp_path / "nowhere", FILES)
+        upload.stage(spec_of(work), tmp_path / "nowhere", files=FILES)
 
 
 # -- the entry script ------------------------------------------------------------------------------------------------------
 
 
 def entry(spec: JobSpec, job_dir: Path, **values: object) -> list[PlannedFile]:
-    common = shared.common_values(spec, "job-abc", job_dir) | {
+    common = shared.common_values(spec, "job-abc", job_dir=job_dir) | {
         "uploaded": True,
         "workdir": "",
         "node_zip": "",
@@ -205,7 +205,7 @@ def test_the_entry_script_runs_where_the_code_landed(
 ) -> None:
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, env={"WORD": "it's\n$HOME"}, setup=("echo setting up",))
-    made = upload.stage(spec, job_dir, entry(spec, job_dir))
+    made = upload.stage(spec, job_dir, files=entry(spec, job_dir))
     ran = run(
         ["bash", sent(made.root, weird_path / "code")], work, ALONE | {"CLUSTERJOB_TOKEN": "secret"}
     )
@@ -221,7 +221,7 @@ def test_code_that_lies_there_already_is_run_where_it_lies(
 ) -> None:
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, sync=False)
-    made = upload.stage(spec, job_dir, entry(spec, job_dir, workdir=str(work)))
+    made = upload.stage(spec, job_dir, files=entry(spec, job_dir, workdir=str(work)))
     ran = run(["bash", sent(made.root, tmp_path / "code")], tmp_path, ALONE)
     assert ran.code == 0, ran.err + ran.out
     assert shown(job_dir, ran.out)["at"] == str(work)
@@ -239,7 +239,7 @@ def test_what_an_upload_drops_is_made_again(work: Path, job_dir: Path, tmp_path:
         "subprocess.run(['./-link \\n\\'x\\''], check=True)\n"
     )
     spec = spec_of(work)
-    made = upload.stage(spec, job_dir, entry(spec, job_dir))
+    made = upload.stage(spec, job_dir, files=entry(spec, job_dir))
     path = sent(made.root, tmp_path / "code")
     for _ in range(2):  # nodes may share the place
         ran = run(["bash", path], work, ALONE)
@@ -257,7 +257,7 @@ def test_an_element_gets_its_index_and_its_arguments(
         *entry(spec, job_dir, elements=True, sweep=True),
         PlannedFile(job_dir / "sweep.args", b"--lr=0.1 --word='a b'\n--lr=0.2 '$HOME'\n"),
     ]
-    path = sent(upload.stage(spec, job_dir, files).root, tmp_path / "code")
+    path = sent(upload.stage(spec, job_dir, files=files).root, tmp_path / "code")
     for words, variables in ((["1"], {}), ([], {"CLUSTERJOB_ARRAY_INDEX": "1"})):
         ran = run(["bash", path, *words], work, ALONE | variables)
         assert ran.code == 0, ran.err + ran.out
@@ -308,7 +308,8 @@ def test_a_node_that_cannot_start_says_so_in_its_log(
         [
             "bash",
             sent(
-                upload.stage(spec, job_dir, entry(spec, job_dir, **values)).root, tmp_path / "code"
+                upload.stage(spec, job_dir, files=entry(spec, job_dir, **values)).root,
+                tmp_path / "code",
             ),
         ],
         work,
@@ -328,7 +329,7 @@ def test_an_agent_that_cannot_start_says_so_in_its_log(
     work: Path, job_dir: Path, tmp_path: Path
 ) -> None:
     spec = spec_of(work)
-    path = sent(upload.stage(spec, job_dir, entry(spec, job_dir)).root, tmp_path / "code")
+    path = sent(upload.stage(spec, job_dir, files=entry(spec, job_dir)).root, tmp_path / "code")
     ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"})  # of a half-set environment
     assert ran.code == 2, ran.out
     Stream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])

@@ -19,8 +19,19 @@ from clusterjob.node.verdict import (
     without_library_warnings,
 )
 
-FAILURE = Failure(3, 1, 1, "gpu7", 137, "SIGKILL", "was killed by SIGKILL", ("one", "two"))
-NODE_FAILURE = Failure(None, None, 2, "gpu9", 1, None, "the agent was lost")
+FAILURE = Failure(
+    3,
+    1,
+    node_rank=1,
+    host="gpu7",
+    exit_code=137,
+    signal="SIGKILL",
+    message="was killed by SIGKILL",
+    last_lines=("one", "two"),
+)
+NODE_FAILURE = Failure(
+    None, None, node_rank=2, host="gpu9", exit_code=1, signal=None, message="the agent was lost"
+)
 
 text = st.text(st.characters())
 numbers = st.integers(0, 2**31 - 1)
@@ -62,12 +73,23 @@ def test_a_failure_survives_json(failure: Failure) -> None:
 
 
 def test_the_kind_of_a_failure_survives_json() -> None:
-    failure = Failure(1, 0, 1, "gpu7", 0, None, "it ended first", kind="early_exit")
+    failure = Failure(
+        1,
+        0,
+        node_rank=1,
+        host="gpu7",
+        exit_code=0,
+        signal=None,
+        message="it ended first",
+        kind="early_exit",
+    )
     assert Failure.from_json(json.loads(json.dumps(failure.to_json()))) == failure
 
 
 def test_what_a_newer_writer_adds_is_left_out() -> None:
-    verdict = Verdict(JobState.FAILED, 137, "reason", FAILURE, (NODE_FAILURE,))
+    verdict = Verdict(
+        JobState.FAILED, 137, reason="reason", failure=FAILURE, consequences=(NODE_FAILURE,)
+    )
     data = verdict.to_json() | {"schema": 9, "colour": "red"}
     data["failure"] = data["failure"] | {"colour": "red"}
     assert Verdict.from_json(data) == verdict
@@ -80,7 +102,7 @@ def test_what_an_older_writer_leaves_out_has_a_default() -> None:
 
 
 def test_the_keys_that_others_read() -> None:
-    data = Verdict(JobState.FAILED, 137, "reason", FAILURE).to_json()
+    data = Verdict(JobState.FAILED, 137, reason="reason", failure=FAILURE).to_json()
     assert set(data) >= {
         "schema",
         "state",
@@ -122,7 +144,12 @@ def test_the_text_of_a_failure_names_cause_last_lines_and_consequences() -> None
         dataclasses.replace(effect, rank=2),
     )
     assert Verdict(
-        JobState.FAILED, 137, f"{FAILURE.who}: {FAILURE.message}", FAILURE, others, restarts=3
+        JobState.FAILED,
+        137,
+        reason=f"{FAILURE.who}: {FAILURE.message}",
+        failure=FAILURE,
+        consequences=others,
+        restarts=3,
     ).text().splitlines() == [
         "FAILED after 3 restarts: rank 3 (node 1, local rank 1, host gpu7): was killed by SIGKILL",
         "  the last lines of its stderr:",
@@ -139,14 +166,19 @@ def test_text_of_a_verdict_shows_few_of_many_reasons() -> None:
         dataclasses.replace(FAILURE, rank=rank, message=f"ValueError: {rank}")
         for rank in range(100)
     )
-    lines = Verdict(JobState.FAILED, 137, "boom", FAILURE, others).text().splitlines()
+    lines = (
+        Verdict(JobState.FAILED, 137, reason="boom", failure=FAILURE, consequences=others)
+        .text()
+        .splitlines()
+    )
     assert [line for line in lines if "reason" in line][-1] == "  and 95 more reasons"
     assert len(lines) < 12
 
 
 def test_the_text_of_a_cancelled_job_is_its_reason() -> None:
     assert (
-        Verdict(JobState.CANCELLED, 143, "SIGTERM on gpu7").text() == "CANCELLED: SIGTERM on gpu7"
+        Verdict(JobState.CANCELLED, 143, reason="SIGTERM on gpu7").text()
+        == "CANCELLED: SIGTERM on gpu7"
     )
 
 

@@ -11,7 +11,7 @@ from clusterjob.remote.connect import Reach
 from clusterjob.remote.pool import Pool, for_each
 
 config, names, *command = sys.argv[1:]
-pool = Pool(Reach(60.0, print, Path(config)))
+pool = Pool(Reach(60.0, print, ssh_config=Path(config)))
 
 
 def work(host: Host) -> int:

@@ -81,9 +81,9 @@ class FunctionJob:
         return call.results(
             record.job_dir,
             verdict,
-            world_size,
-            f"job {self.id}",
-            f"clusterjob logs {self.id} shows its output",
+            world_size=world_size,
+            name=f"job {self.id}",
+            hint=f"clusterjob logs {self.id} shows its output",
         )
 
 
@@ -151,14 +151,16 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
                 else "`clusterjob submit --help` lists them, as options",
             )
     flags = {
-        key: read_setting(key, value, f"{key}={value!r}")
+        key: read_setting(key, value, origin=f"{key}={value!r}")
         for key, value in values.items()
         if value is not None
     }
     flags.setdefault(
         "name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>")
     )
-    settings = jobs.settle(flags, cluster, Path.cwd(), Use(sources=tuple(_sources(calls[0][0]))))
+    settings = jobs.settle(
+        flags, cluster, directory=Path.cwd(), use=Use(sources=tuple(_sources(calls[0][0])))
+    )
     if settings.backend in _DISTANT or settings.values.get("login"):
         # Their results would be pickles that other machines have made, read here.
         raise UsageError(
@@ -167,9 +169,11 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
         )
     payloads = [_pickled(*one) for one in calls]
     if many and settings.backend == "local":
-        return [record for payload in payloads for record in _start({}, settings, [payload])]
+        return [
+            record for payload in payloads for record in _start({}, settings, payloads=[payload])
+        ]
     array = {"array": f"0-{len(calls) - 1}{at_once}"} if many else {}
-    return _start(array, settings, payloads)
+    return _start(array, settings, payloads=payloads)
 
 
 def _sources(function: Callable[..., Any]) -> Iterator[Path]:
@@ -185,7 +189,7 @@ def _sources(function: Callable[..., Any]) -> Iterator[Path]:
 
 def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> list[Record]:
     settings = replace(settings, values={**settings.values, **more})
-    spec = jobs.make_spec(_PROGRAM, settings, Path.cwd())
+    spec = jobs.make_spec(_PROGRAM, settings, directory=Path.cwd())
     plan = jobs.plan(spec, settings)
     files = tuple(
         PlannedFile(call.call_file(plan.job_dir, index), payload)

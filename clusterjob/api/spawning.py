@@ -75,22 +75,24 @@ def spawn(
             "a script is started by the command `clusterjob run SCRIPT`",
         )
     environ = _environment(gpus)
-    count = _count(nprocs, gpus, environ)
+    count = _count(nprocs, gpus, environ=environ)
     paths = [os.path.abspath(entry) for entry in sys.path]
     payload = call.pickled(
-        paths, call.PlainCall(function, tuple(args), dict(kwargs or {}), list(sys.argv))
+        paths, call.PlainCall(function, tuple(args), kwargs=dict(kwargs or {}), argv=list(sys.argv))
     )
     job_dir = Path(tempfile.mkdtemp(prefix="clusterjob-spawn-"))
     try:
         call.call_file(job_dir, 0).write_bytes(payload)
-        code = _run(job_dir, count, environ)
+        code = _run(job_dir, count, environ=environ)
         ended = files.read_json(job_dir / "result.json")
         if ended is None:
             said = _last_words(job_dir)
             raise JobFailed(
                 f"the process that starts the workers ended with {code}{': ' if said else ''}{said}"
             )
-        return call.results(job_dir, Verdict.from_json(ended), count, f"spawn of {_name(function)}")
+        return call.results(
+            job_dir, Verdict.from_json(ended), world_size=count, name=f"spawn of {_name(function)}"
+        )
     finally:
         shutil.rmtree(job_dir, ignore_errors=True)
 

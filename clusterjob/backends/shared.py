@@ -115,7 +115,7 @@ def sent_program(spec: JobSpec) -> Program:
             f"the script {program.target!r} lies outside of {spec.workdir}, which is what is sent",
             "--workdir names another",
         )
-    return Program(program.kind, path, program.args)
+    return Program(program.kind, path, args=program.args)
 
 
 def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
@@ -128,7 +128,7 @@ def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
 
 def script_file(path: Path, text: str) -> PlannedFile:
     """Return a rendered script as a file that may be run."""
-    return PlannedFile(path, text.encode(errors="surrogateescape"), 0o700)
+    return PlannedFile(path, text.encode(errors="surrogateescape"), mode=0o700)
 
 
 def sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
@@ -163,7 +163,13 @@ def plannable(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[Findin
 
 def ended(verdict: Verdict) -> Status:
     """Return the status of a job that has ended so."""
-    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts)
+    return Status(
+        verdict.state,
+        verdict.reason,
+        verdict=verdict,
+        started_at=verdict.started_at,
+        restarts=verdict.restarts,
+    )
 
 
 def progress(job_dir: Path) -> tuple[str | None, int, str]:
@@ -206,13 +212,13 @@ def fetch_request(
     return Request(
         record.whole_id,
         CODE if synced else workdir,
-        paths,
-        target,
-        may_replace,
-        limits.files,
-        limits.size,
-        sent_digests(job_dir) if synced and place == Path(workdir).resolve() else {},
-        home() / "fetched" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json",
+        paths=paths,
+        target=target,
+        may_replace=may_replace,
+        max_files=limits.files,
+        max_bytes=limits.size,
+        sent=sent_digests(job_dir) if synced and place == Path(workdir).resolve() else {},
+        notes=home() / "fetched" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json",
     )
 
 
@@ -256,22 +262,25 @@ def end_without_lead(
             if started_at
             else "cancelled before it had started"
         )
-        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, why, **common)
+        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=why, **common)
     for failure in ends.refusals(job_dir):
         return Verdict(
             JobState.FAILED,
             failure.exit_code,
-            f"{failure.who}: {failure.message}",
-            failure,
+            reason=f"{failure.who}: {failure.message}",
+            failure=failure,
             **common,
         )
     for end in ends.written(job_dir):
         if end.get("reason"):
-            return Verdict(JobState.LOST, 1, str(end["reason"]), **common)
+            return Verdict(JobState.LOST, 1, reason=str(end["reason"]), **common)
     if not job_dir.exists() and (isinstance(otherwise, str) or otherwise.state is JobState.LOST):
-        return Verdict(JobState.LOST, 1, f"its directory {job_dir} is gone", **common)
+        return Verdict(JobState.LOST, 1, reason=f"its directory {job_dir} is gone", **common)
     if isinstance(otherwise, Verdict):
         return otherwise
     return Verdict(
-        JobState.LOST, 1, "; ".join(filter(None, (otherwise, files.why_full(job_dir)))), **common
+        JobState.LOST,
+        1,
+        reason="; ".join(filter(None, (otherwise, files.why_full(job_dir)))),
+        **common,
     )

@@ -65,7 +65,7 @@ def show(
         cluster, {"hosts": hosts, "hostfile": hostfile, "python": python, "set": options}
     )
     reports = host_checks.survey(
-        settings, host_checks.named_hosts(settings, os.environ, Path.cwd())
+        settings, host_checks.named_hosts(settings, os.environ, directory=Path.cwd())
     )
     if as_json:
         output.print_json(
@@ -173,10 +173,10 @@ def fetch(
     done = jobs.fetch(
         Records().find(job_id),
         paths or ["."],
-        Path(to),
-        nodes,
-        lambda names: force or _agree(names),
-        limits,
+        target=Path(to),
+        nodes=nodes,
+        may_replace=lambda names: force or _agree(names),
+        limits=limits,
     )
     for one in done:
         output.say(f"{one.host}: {len(one.written)} written, {one.unchanged} unchanged")
@@ -215,5 +215,11 @@ def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:
 
     given = {key: value for key, value in flags.items() if value is not None and value != []}
     return config.resolve(
-        given, cluster, os.environ, Path.cwd(), base.names(), lambda: "ssh", Use()
+        given,
+        cluster,
+        environ=os.environ,
+        directory=Path.cwd(),
+        backends=base.names(),
+        fallback=lambda: "ssh",
+        use=Use(),
     )

@@ -47,7 +47,14 @@ def config(
     from clusterjob.cli import output
     from clusterjob.core.config import resolve
 
-    settings = resolve({}, cluster, os.environ, Path.cwd(), base.names(), base.preferred)
+    settings = resolve(
+        {},
+        cluster,
+        environ=os.environ,
+        directory=Path.cwd(),
+        backends=base.names(),
+        fallback=base.preferred,
+    )
     if as_json:
         output.print_json(output.settings_json(settings))
     else:
@@ -113,7 +120,7 @@ def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
 
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = jobs.settle(flags_given(flags), cluster, directory, Use())
+    settings = jobs.settle(flags_given(flags), cluster, directory=directory, use=Use())
     done = []
     for check in jobs.examine(settings, directory):
         done.append(check)

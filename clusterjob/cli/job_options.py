@@ -271,11 +271,11 @@ class ProgramCommand(TyperCommand):
             word, rest = args[index], tuple(args[index + 2 :])
             if word in ("--", "-m"):
                 kind = "command" if word == "--" else "module"
-                return args[:index], Program(kind, args[index + 1], rest) if index + 1 < len(
+                return args[:index], Program(kind, args[index + 1], args=rest) if index + 1 < len(
                     args
                 ) else None
             if not word.startswith("-"):
-                return args[:index], Program("script", word, tuple(args[index + 1 :]))
+                return args[:index], Program("script", word, args=tuple(args[index + 1 :]))
             index += 2 if word in takes_value else 1
         return args, None
 

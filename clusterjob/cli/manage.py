@@ -144,7 +144,7 @@ def logs(
     from clusterjob.cli import watch
     from clusterjob.core.records import Records
 
-    job = watch.Watch(Records().find(job_id), rank, node, raw=raw)
+    job = watch.Watch(Records().find(job_id), rank, node=node, raw=raw)
     if tail is not None or not follow:
         job.so_far(tail)
     return job.to_the_end() if follow else 0

@@ -206,7 +206,9 @@ class LogPrinter:
                 for line in lines:
                     self._pass_through(line)
             elif self._plain:  # nobody else writes
-                self._print(Folded("", line.stream, line.text, line.ended) for line in lines)
+                self._print(
+                    Folded("", line.stream, text=line.text, ended=line.ended) for line in lines
+                )
             else:
                 self._print(folder.add(lines))
         self._print(folder.flush())

@@ -165,9 +165,12 @@ def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tu
     directory = Path.cwd()
     cluster = flags.pop("cluster")
     settings = jobs.settle(
-        flags_given(flags), cluster, directory, trust.LOOK if dry else trust.Use(program=program)
+        flags_given(flags),
+        cluster,
+        directory=directory,
+        use=trust.LOOK if dry else trust.Use(program=program),
     )
-    spec = jobs.make_spec(program, settings, directory)
+    spec = jobs.make_spec(program, settings, directory=directory)
     return jobs.plan(spec, settings), settings.cluster
 
 

@@ -68,7 +68,9 @@ class Watch:
         code.
         """
         try:
-            verdict = jobs.follow(self._record, self._show, self._progress.update, self._reader)
+            verdict = jobs.follow(
+                self._record, self._show, progress=self._progress.update, reader=self._reader
+            )
         finally:
             self._progress.stop()
             clear_live_lines()

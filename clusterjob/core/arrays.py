@@ -93,7 +93,7 @@ def parse(array: str, sweep: Sequence[str]) -> Array | None:
         tuple(zip(names, combination, strict=True))
         for combination in itertools.product(*(choices for _, choices in axes))
     )
-    return Array(tuple(range(count)), at_once, values)
+    return Array(tuple(range(count)), at_once, values=values)
 
 
 def indices(text: str, origin: str) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ def pieces(array: Array, largest: int) -> list[Piece]:
         share, rest = divmod(array.at_once, len(groups))
         shares = [max(1, share + (number < rest)) for number in range(len(groups))]
     return [
-        Piece(offset, tuple(index - offset for index in group), limit)
+        Piece(offset, tuple(index - offset for index in group), at_once=limit)
         for (offset, group), limit in zip(groups, shares, strict=True)
     ]
 

@@ -105,7 +105,9 @@ def resolve(
         UnknownCluster: no profile and no backend has the name.
     """
     files = find_files(directory)
-    cluster, chosen_at = _choose(cluster, environ, files, fallback or (lambda: backends[0]))
+    cluster, chosen_at = _choose(
+        cluster, environ, files=files, fallback=fallback or (lambda: backends[0])
+    )
     profiles = {name for file in files for name in file.clusters}
     if cluster not in profiles and cluster not in backends:
         raise UnknownCluster(
@@ -115,33 +117,38 @@ def resolve(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     of_project: dict[str, list[Line]] = {}
-    for origin, base, layer, table in _layers(files, cluster, environ, flags, directory):
+    for origin, base, layer, table in _layers(
+        files, cluster, environ=environ, flags=flags, directory=directory
+    ):
         for key, value in layer.items():
-            read = read_setting(key, value, origin(key))
-            read = _below(base, key, read)
+            read = read_setting(key, value, origin=origin(key))
+            read = _below(base, key, value=read)
             if table:
-                _check_named_files(origin(key), key, read)
+                _check_named_files(origin(key), key, value=read)
             if table and key == "set" and "ssh_config" in read:
                 read = read | {"ssh_config": OfProject(read["ssh_config"])}
             merge = SETTINGS[key].merge and key in values
             values[key] = _merged(values[key], read) if merge else read
             origins[key] = f"{origins[key]}; {origin(key)}" if merge else origin(key)
             lines = of_project.setdefault(key, [])
-            lines[:] = [*(lines if merge else ()), *([Line(table, key, value)] if table else ())]
+            lines[:] = [
+                *(lines if merge else ()),
+                *([Line(table, key, value=value)] if table else ()),
+            ]
     backend = cluster
     if cluster in profiles:
-        backend = _backend_of(cluster, files, backends)
-    settings = Settings(cluster, backend, values, origins)
+        backend = _backend_of(cluster, files, backends=backends)
+    settings = Settings(cluster, backend, values=values, origins=origins)
     if files and not files[-1].own:
         held = [
             line for key, lines in of_project.items() if key not in trust.HARMLESS for line in lines
         ]
-        held += _sent_elsewhere(files[-1], settings, chosen_at)
+        held += _sent_elsewhere(files[-1], settings, chosen_at=chosen_at)
         workdirs = [
             directory / values.get("workdir", ""),
             *([directory] if of_project.get("workdir") else ()),
         ]
-        trust.check(files[-1].path, files[-1].data, held, workdirs, use)
+        trust.check(files[-1].path, files[-1].data, lines=held, workdirs=workdirs, use=use)
     return settings
 
 
@@ -188,9 +195,9 @@ def _sent_elsewhere(project: ConfigFile, settings: Settings, chosen_at: str) -> 
     if settings.backend in trust.HERE and "login" not in settings.values:
         return
     if chosen_at == str(project.path):
-        yield Line("", "cluster", settings.cluster)
+        yield Line("", "cluster", value=settings.cluster)
     if backend := project.clusters.get(settings.cluster, {}).get("backend"):
-        yield Line(f"[clusters.{settings.cluster}]", "backend", backend)
+        yield Line(f"[clusters.{settings.cluster}]", "backend", value=backend)
 
 
 def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) -> str:
@@ -392,7 +399,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(file: ConfigFile) -> ConfigFile:
-    _known(file, "", file.data, _TOP_KEYS)
+    _known(file, "", table=file.data, known=_TOP_KEYS)
     cluster = file.data.get("cluster", "")
     if isinstance(cluster, dict) and cluster:
         name = next(iter(cluster))
@@ -402,12 +409,12 @@ def _check(file: ConfigFile) -> ConfigFile:
         )
     if not isinstance(cluster, str):
         raise ConfigError(f"{file.path}: cluster is not a name", 'write cluster = "NAME"')
-    _known(file, "[defaults] ", _table(file, "defaults"), SETTINGS)
+    _known(file, "[defaults] ", table=_table(file, "defaults"), known=SETTINGS)
     for name in _table(file, "clusters"):
         profile = file.clusters[name]
         if not isinstance(profile, dict):
             raise ConfigError(f"{file.path}: [clusters] {name} is not a table")
-        _known(file, f"[clusters.{name}] ", profile, ["backend", *SETTINGS])
+        _known(file, f"[clusters.{name}] ", table=profile, known=["backend", *SETTINGS])
     return file
 
 

@@ -221,7 +221,7 @@ def _host(word: str, text: str) -> Host:
             else f"{_short(word)} cannot be a host",
             _HINT,
         )
-    return Host(name, user or None, port)
+    return Host(name, user or None, port=port)
 
 
 def _port(digits: str, text: str) -> int:

@@ -91,7 +91,15 @@ def settle(
     if cluster is None and not has_hosts and not has_login:
         _refuse_inside_a_job()
     preferred = (lambda: "slurm") if has_login else (lambda: "ssh") if has_hosts else base.preferred
-    settings = config.resolve(flags, cluster, os.environ, directory, base.names(), preferred, use)
+    settings = config.resolve(
+        flags,
+        cluster,
+        environ=os.environ,
+        directory=directory,
+        backends=base.names(),
+        fallback=preferred,
+        use=use,
+    )
     return _with_kept_ssh_config(settings) if use.program is not None or use.sources else settings
 
 
@@ -165,7 +173,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     options = values.pop("set", {}) | {
         key: values.pop(key) for key in NAMED_OPTIONS if key in values
     }
-    chosen = _hosts(values, settings.backend, directory)
+    chosen = _hosts(values, settings.backend, directory=directory)
     slots = max((host.slots or 1 for host in chosen), default=1)
     resources = Resources(
         nodes=values.pop("nodes", len(chosen) or 1), gpus_per_node=gpus_per_node,
@@ -205,7 +213,7 @@ def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts
     platform names.
     """
     text, file = values.pop("hosts", None), values.pop("hostfile", None)
-    found = hosts.named_hosts(text, file, directory)
+    found = hosts.named_hosts(text, file, directory=directory)
     if not found:
         return hosts.of_platform(os.environ) if backend == "ssh" else ()
     if values.keys() & {"nproc_per_node", "gpus_per_node"}:
@@ -260,8 +268,8 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
     _remove_leftovers(records)
     values = job_secrets.packed(plan.spec.secret, os.environ)
     record = Record(
-        plan.job_id, plan.spec.name, cluster, plan.backend, plan.job_dir, plan.spec.resources.nodes,
-        events.now(), plan.spec.to_json(), submitter=processes.ProcessIdentity.of_this_process(),
+        plan.job_id, plan.spec.name, cluster=cluster, backend=plan.backend, job_dir=plan.job_dir, nodes=plan.spec.resources.nodes,
+        submitted_at=events.now(), spec=plan.spec.to_json(), submitter=processes.ProcessIdentity.of_this_process(),
         array=plan.array,
     )  # fmt: skip
     try:
@@ -376,7 +384,7 @@ def examine(settings: config.Settings, directory: Path) -> Iterator[Check]:
         raise ClusterJobError(
             f"the {settings.backend} backend has no checks of its own", "it is another package's"
         )
-    return backend.examine(make_spec(Program("module", "doctor"), settings, directory))
+    return backend.examine(make_spec(Program("module", "doctor"), settings, directory=directory))
 
 
 def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
@@ -482,7 +490,13 @@ def unended() -> list[tuple[Record, Status]]:
 
 
 def _from_end(verdict: Verdict) -> Status:
-    return Status(verdict.state, verdict.reason, verdict, verdict.started_at, verdict.restarts)
+    return Status(
+        verdict.state,
+        verdict.reason,
+        verdict=verdict,
+        started_at=verdict.started_at,
+        restarts=verdict.restarts,
+    )
 
 
 def status(record: Record) -> Status:
@@ -626,4 +640,10 @@ def wait_for_all(wanted: Sequence[Record], news: Callable[[Record, Status], None
 
 def wait(record: Record, progress: Callable[[Status], None] = lambda _: None) -> Verdict:
     """Return the verdict of a job, once it has ended; progress is told how it stands at each look."""
-    return follow(record, lambda _: None, progress, LogReader(record.job_dir, node=-1), logs=False)
+    return follow(
+        record,
+        lambda _: None,
+        progress=progress,
+        reader=LogReader(record.job_dir, node=-1),
+        logs=False,
+    )

@@ -44,11 +44,11 @@ def row_of(record: Record, status: Status) -> Row:
     return Row(
         record.job_id,
         str(status.state),
-        code,
-        str(record.nodes),
-        record.cluster,
-        record.submitted_at,
-        reason,
+        exit_code=code,
+        nodes=str(record.nodes),
+        cluster=record.cluster,
+        submitted_at=record.submitted_at,
+        reason=reason,
     )
 
 
@@ -125,7 +125,7 @@ class Listing:
         if verdict is None or record.may_be_corrected:
             self.open.append(record)
             return False
-        row = row_of(record, Status(verdict.state, verdict.reason, verdict))
+        row = row_of(record, Status(verdict.state, verdict.reason, verdict=verdict))
         self.rows.append(row)
         if record.job_id in self._stamps:
             self._known[record.job_id] = (self._stamps[record.job_id], row)

@@ -142,14 +142,14 @@ def _make(package: Path, sources: list[Path]) -> bytes:
     buffer = io.BytesIO()
     apart: dict[str, str] = {}
     with zipfile.ZipFile(buffer, "w") as archive:
-        _add(archive, "__main__.py", (package / "node" / "zip" / "main.py").read_bytes())
+        _add(archive, "__main__.py", data=(package / "node" / "zip" / "main.py").read_bytes())
         for path in sources:
             inside = path.relative_to(package).as_posix()
             text = bare(path.read_text(encoding="utf-8"))
             if inside == "__init__.py":
                 text += _INSTALL
             if inside in _BARE_FILES:
-                _add(archive, f"clusterjob/{inside}", text.encode())
+                _add(archive, f"clusterjob/{inside}", data=text.encode())
             else:
                 apart[f"clusterjob/{inside}"] = text
         block = bz2.compress(json.dumps(apart).encode())

@@ -203,7 +203,7 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         for file in plan.files:
             if plan.array is not None:
                 private_dirs.make(file.path.parent)  # of an element
-            write_atomic(file.path, file.data, file.mode)
+            write_atomic(file.path, file.data, mode=file.mode)
     except OSError as error:
         shutil.rmtree(plan.job_dir, ignore_errors=True)
         raise RecordError(

@@ -125,7 +125,7 @@ def in_shell(value: Any, path: str, variable: str) -> Any:
         variable: as the shell takes it, such as ``"$SLURM_SUBMIT_DIR"`` with its quotes.
     """
     if isinstance(value, (list, tuple)):
-        return [in_shell(item, path, variable) for item in value]
+        return [in_shell(item, path, variable=variable) for item in value]
     if not isinstance(value, str) or path not in value:
         return value
     return Quoted(variable.join(sh(part) if part else "" for part in value.split(path)))
@@ -215,7 +215,7 @@ def _environment(directory: Path) -> jinja2.Environment:
         def call_binop(
             self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
         ) -> Any:
-            if not _is_small(operator, left, right):
+            if not _is_small(operator, left, right=right):
                 raise jinja2.TemplateRuntimeError(
                     f"the result of {operator} may be longer than {_MOST_TEXT:,} characters"
                 )

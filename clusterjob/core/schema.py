@@ -43,13 +43,13 @@ class Text:
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
         if not isinstance(value, str):
-            raise _refuse(value, where, "a text")
+            raise _refuse(value, where, wanted="a text")
         if len(value) > self.most:
             raise SchemaError(
                 f"{where} is a text of {len(value)} characters, more than {self.most}"
             )
         if self.form and not re.fullmatch(self.form, value, re.ASCII):
-            raise _refuse(value, where, f"of the form {self.form}")
+            raise _refuse(value, where, wanted=f"of the form {self.form}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Integer:
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
         if not isinstance(value, int) or isinstance(value, bool):
-            raise _refuse(value, where, "an integer")
+            raise _refuse(value, where, wanted="an integer")
         if not self.least <= value <= self.most:
             raise SchemaError(
                 f"{where} is {_short(value)}, not {_short(self.least)} to {_short(self.most)}"
@@ -85,7 +85,7 @@ class Number:
             raise _refuse(
                 value,
                 where,
-                "a finite number" if self.most >= 1e300 else f"a number below {self.most:g}",
+                wanted="a finite number" if self.most >= 1e300 else f"a number below {self.most:g}",
             )
 
 
@@ -96,7 +96,7 @@ class Flag:
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
         if not isinstance(value, bool):
-            raise _refuse(value, where, "true or false")
+            raise _refuse(value, where, wanted="true or false")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ListOf:
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
         if not isinstance(value, list):
-            raise _refuse(value, where, "a list")
+            raise _refuse(value, where, wanted="a list")
         if len(value) > self.most:
             raise SchemaError(f"{where} is a list of {len(value)}, more than {self.most}")
         for index, item in enumerate(value):
@@ -137,7 +137,7 @@ class Row:
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
         if not isinstance(value, list) or len(value) != len(self.of):
-            raise _refuse(value, where, f"a list of {len(self.of)}")
+            raise _refuse(value, where, wanted=f"a list of {len(self.of)}")
         for index, (schema, item) in enumerate(zip(self.of, value, strict=True)):
             schema.check(item, f"{where}[{index}]")
 
@@ -152,7 +152,7 @@ class MapOf:
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
         if not isinstance(value, dict):
-            raise _refuse(value, where, "an object")
+            raise _refuse(value, where, wanted="an object")
         if len(value) > self.most:
             raise SchemaError(f"{where} is an object of {len(value)} keys, more than {self.most}")
         for key, item in value.items():
@@ -169,7 +169,7 @@ class Object:
     def check(self, value: Any, where: str) -> None:
         """Check a value; see `Schema`."""
         if not isinstance(value, dict):
-            raise _refuse(value, where, "an object")
+            raise _refuse(value, where, wanted="an object")
         for key, schema in self.required.items():
             if key not in value:
                 raise SchemaError(f"{where} has no {key!r}")

@@ -59,11 +59,11 @@ class Resources:
     gpu_type: str = ""
 
     def __post_init__(self) -> None:
-        _at_least("nodes", self.nodes, 1)
-        _at_least("gpus per node", self.gpus_per_node, 0)
-        _at_least("cpus per task", self.cpus_per_task, 1)
-        _at_least("memory", self.mem, 0)
-        _at_least("time limit", self.time_limit, 1)
+        _at_least("nodes", self.nodes, least=1)
+        _at_least("gpus per node", self.gpus_per_node, least=0)
+        _at_least("cpus per task", self.cpus_per_task, least=1)
+        _at_least("memory", self.mem, least=0)
+        _at_least("time limit", self.time_limit, least=1)
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ class JobSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or default_name(self.program))
         _check_name(self.name)
-        _at_least("nproc per node", self.nproc_per_node, 1)
-        _at_least("max restarts", self.max_restarts, 0)
-        _one_of("start", self.start, START_MODES)
-        _one_of("launcher", self.launcher, (*LAUNCHERS, "srun"))
+        _at_least("nproc per node", self.nproc_per_node, least=1)
+        _at_least("max restarts", self.max_restarts, least=0)
+        _one_of("start", self.start, known=START_MODES)
+        _one_of("launcher", self.launcher, known=(*LAUNCHERS, "srun"))
         for label in ("join_timeout", "heartbeat", "lease", "grace"):
             if not 0 < getattr(self, label) < 1e9:
                 raise SpecError(
@@ -161,7 +161,7 @@ class JobSpec:
         for name, value in self.env.items():
             _check_variable(name, value)
         for secret in self.secret:
-            _check_variable(secret.name, "", "--secret")
+            _check_variable(secret.name, "", flag="--secret")
             if secret.name in self.env or [one.name for one in self.secret].count(secret.name) > 1:
                 raise SpecError(
                     f"{secret.name} has two values",

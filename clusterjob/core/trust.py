@@ -116,7 +116,9 @@ def why_ignored(path: Path) -> str:
 def lines_of(data: Mapping[str, Any]) -> list[Line]:
     """Return all lines of a file that execute something or send a job elsewhere."""
     found = (
-        [Line("", "cluster", data["cluster"])] if data.get("cluster", HERE[0]) not in HERE else []
+        [Line("", "cluster", value=data["cluster"])]
+        if data.get("cluster", HERE[0]) not in HERE
+        else []
     )
     tables = {"[defaults]": data.get("defaults", {})} | {
         f"[clusters.{name}]": table for name, table in data.get("clusters", {}).items()
@@ -124,7 +126,7 @@ def lines_of(data: Mapping[str, Any]) -> list[Line]:
     for table, values in tables.items():
         for key, value in values.items():
             if key not in HARMLESS and not (key == "backend" and value in HERE):
-                found.append(Line(table, key, value))
+                found.append(Line(table, key, value=value))
     return found
 
 
@@ -158,7 +160,7 @@ def check(
     raise Untrusted(
         f"{path} is not trusted, and this command would execute or follow {count}",
         f"`clusterjob trust {path}` shows and trusts it, if you know who wrote it",
-        [line.text() for line in lines],
+        lines=[line.text() for line in lines],
     )
 
 
@@ -265,7 +267,7 @@ def digest(path: Path, data: Mapping[str, Any]) -> str:
 def _ssh_config_of(table: Mapping[str, Any]) -> str | None:
     """Return the ssh configuration that a table names, in each form that ``set`` takes."""
     try:
-        named = read_setting("set", table.get("set", {}), "").get("ssh_config")
+        named = read_setting("set", table.get("set", {}), origin="").get("ssh_config")
     except ConfigError:  # who uses the table is told
         return None
     return named if isinstance(named, str) else None

@@ -58,17 +58,17 @@ def ok(words: str) -> Finding:
 
 def warning(words: str, hint: str) -> Finding:
     """Return that jobs run, and that something is not as it should be."""
-    return Finding(CheckState.WARNING, words, hint)
+    return Finding(CheckState.WARNING, words, hint=hint)
 
 
 def failed(words: str, hint: str) -> Finding:
     """Return that jobs cannot run so."""
-    return Finding(CheckState.FAILED, words, hint)
+    return Finding(CheckState.FAILED, words, hint=hint)
 
 
 def unknown(words: str, hint: str = "") -> Finding:
     """Return that it cannot be told."""
-    return Finding(CheckState.UNKNOWN, words, hint)
+    return Finding(CheckState.UNKNOWN, words, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -98,22 +98,25 @@ def examine(looks: Iterable[Look]) -> Iterator[Check]:
         absent = next((name for name in look.needs if name in missed), None)
         if absent is not None:
             missed.add(look.name)
-            yield Check(look.name, CheckState.UNKNOWN, f"not checked: it needs {absent!r}")
+            yield Check(look.name, CheckState.UNKNOWN, words=f"not checked: it needs {absent!r}")
             continue
         try:
             for found in look.find():
                 if found.state is CheckState.FAILED:
                     missed.add(look.name)
-                yield Check(look.name, found.state, one_line(found.words), found.hint)
+                yield Check(look.name, found.state, words=one_line(found.words), hint=found.hint)
         except ClusterJobError as error:
             missed.add(look.name)
             yield Check(
-                look.name, CheckState.FAILED, one_line(error.message), error.hint or look.hint
+                look.name,
+                CheckState.FAILED,
+                words=one_line(error.message),
+                hint=error.hint or look.hint,
             )
         except OSError as error:
             missed.add(look.name)
             words = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-            yield Check(look.name, CheckState.FAILED, one_line(words), look.hint)
+            yield Check(look.name, CheckState.FAILED, words=one_line(words), hint=look.hint)
 
 
 def one_line(text: str) -> str:

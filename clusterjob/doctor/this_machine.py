@@ -60,7 +60,7 @@ class Machine:
             archive = Path(folder) / node_zip.NAME
             archive.write_bytes(node_zip.node_zip(node_zip.cache_directory()))
             request = {"python": spec.python, "setup": list(spec.setup), "env": dict(spec.env)}
-            self._answer = host_check.facts(str(spec.workdir), request, str(archive))
+            self._answer = host_check.facts(str(spec.workdir), request, node_zip=str(archive))
         yield fitness.interpreter(self._answer)
 
     def _gpus(self) -> Iterator[Finding]:
@@ -69,7 +69,7 @@ class Machine:
             None if resources.gpus_per_node is None else resources.gpus_per_node * resources.nodes
         )
         installed = len(gpus.visible_gpus(os.environ))
-        yield fitness.gpus(installed, self._answer, wanted, required=self._spec.require_gpus)
+        yield fitness.gpus(installed, self._answer, wanted=wanted, required=self._spec.require_gpus)
 
 
 def directory_looks() -> list[Look]:

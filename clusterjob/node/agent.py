@@ -93,12 +93,16 @@ class Agent:
         self._failures = Failures(
             topology.node_rank,
             self._host,
-            self._directory,
-            job.attempt,
-            options.launcher == "torchrun",
+            directory=self._directory,
+            attempt=job.attempt,
+            under_torchrun=options.launcher == "torchrun",
         )
         self._status = WorkerStatus(
-            topology.node_rank, self._host, self._directory, job.attempt, self._failures
+            topology.node_rank,
+            self._host,
+            directory=self._directory,
+            attempt=job.attempt,
+            failures=self._failures,
         )
 
     # -- the story -----------------------------------------------------------------------------------------------------
@@ -111,7 +115,7 @@ class Agent:
         self._starter_end = loop.create_future()
         self._crashes = crashes.Crashes()
         loop.add_reader(self._starter.control, self._hear_starter)
-        self._wishes = Wishes(self._options, self._job_dir, self._job.attempt)
+        self._wishes = Wishes(self._options, self._job_dir, attempt=self._job.attempt)
         self._wishes.listen(self._starter.early)
         if (
             self._keeper is not None and self._topology.node_rank == 0
@@ -234,10 +238,10 @@ class Agent:
             self._lead = Lead(
                 self._topology,
                 self._options,
-                self._job,
-                self._job_dir,
-                self._voice.say,
-                self._crashes.watch,
+                job=self._job,
+                job_dir=self._job_dir,
+                say=self._voice.say,
+                watch=self._crashes.watch,
             )
             self._link = OwnLead(self._lead.gathering, hello)
             # That came while this process was loading: the lead hears them before it starts
@@ -249,10 +253,10 @@ class Agent:
             find_lead(
                 self._topology,
                 self._options,
-                self._job,
-                hello,
-                self._voice.say,
-                self._lead_given_up,
+                job=self._job,
+                hello=hello,
+                say=self._voice.say,
+                given_up=self._lead_given_up,
             )
         )
         either: set[asyncio.Future[Any]] = {finding, self._wishes.cancelled, self._crashes.first}
@@ -298,7 +302,7 @@ class Agent:
             self._node_failed(self._starter.trouble)
             return
         variables = contract.quiet_defaults(
-            os.environ, world.master_addr, world.nnodes
+            os.environ, world.master_addr, nnodes=world.nnodes
         ) | paddle_endpoints.backend_default(os.environ, gpus)
         variables |= {
             contract.JOB_ID: self._job.job_id,
@@ -306,7 +310,7 @@ class Agent:
             contract.ATTEMPT: str(self._job.attempt),
             contract.STORE: contract.store_address(world, self._options.launcher),
             contract.STORE_KEY: contract.store_key(
-                self._job.token, self._job.job_id, self._job.attempt, world.restart
+                self._job.token, self._job.job_id, attempt=self._job.attempt, restart=world.restart
             ),
         }
         self._tell_exec_reason()
@@ -514,8 +518,8 @@ class Agent:
         return Verdict(
             state,
             CANCELLED_EXIT_CODE if cancelled else 1,
-            reason,
-            failure,
+            reason=reason,
+            failure=failure,
             attempt=self._job.attempt,
             ended_at=now(),
         )
@@ -526,7 +530,9 @@ class Agent:
         """
         try:
             ends.write(
-                self._job_dir, self._topology.node_rank, verdict.to_json() | {"host": self._host}
+                self._job_dir,
+                self._topology.node_rank,
+                end=verdict.to_json() | {"host": self._host},
             )
             if self._topology.node_rank == 0 and not ends.has_result(
                 self._job_dir, self._job.attempt

@@ -106,7 +106,7 @@ def worker_variables(
         # Every rank is then a client: plain env:// scripts work unchanged and the store outlives
         # rank 0.
         "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),
-    } | _of_paddle(world, local_rank, rank)
+    } | _of_paddle(world, local_rank, rank=rank)
 
 
 def store_address(world: World, launcher: str) -> str:

@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch(parse(sys.argv[1:] if argv is None else argv), os.environ)
     except ClusterJobError as error:
         if os.environ.get(contract.STREAM) == "1":
-            print(refusal(error.exit_code, network.own_name(), error.message), end="", flush=True)
+            print(
+                refusal(error.exit_code, network.own_name(), why=error.message), end="", flush=True
+            )
         print(f"clusterjob: {sanitize(error.message)}", file=sys.stderr)
         if error.hint:
             print(f"  {sanitize(error.hint)}", file=sys.stderr)
@@ -78,12 +80,12 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         or 1
     )
     os.environ.update(
-        contract.thread_defaults(environ, nproc, options.cpus_per_task)
+        contract.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
         | contract.read_secrets(environ)
     )
     os.environ.pop(contract.SECRETS_FILE, None)  # of this job, not of one that a worker may start
-    job = _identity(environ, topology, finding, insecure=options.insecure_no_token)
-    job_dir, temporary = _job_directory(environ, topology, job.attempt)
+    job = _identity(environ, topology, finding=finding, insecure=options.insecure_no_token)
+    job_dir, temporary = _job_directory(environ, topology, attempt=job.attempt)
     numbered = (
         os.environ.pop(contract.STREAM, "") == "1"
     )  # of this agent, not of one that a worker may start
@@ -99,7 +101,13 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         _serve_as_starter(
             agent_end,
             Starter(
-                starter_end, options, job_dir, job.job_id, job.attempt, topology.node_rank, stdin
+                starter_end,
+                options,
+                job_dir=job_dir,
+                job_id=job.job_id,
+                attempt=job.attempt,
+                node_rank=topology.node_rank,
+                stdin=stdin,
             ),
         )
     _give_away(starter_end, stdin)
@@ -117,7 +125,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
     voice = Voice(reader if options.echo or numbered else None, numbered=numbered)
-    _log_insecurity(voice.say, options, topology, environ)
+    _log_insecurity(voice.say, options, topology=topology, environ=environ)
 
     async def live() -> Verdict:
         verdict = await agent.run()
@@ -138,11 +146,11 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         agent = Agent(
             topology,
             nproc,
-            options,
-            job,
-            job_dir,
-            StarterProcess(starter_pid, agent_end, early),
-            voice,
+            options=options,
+            job=job,
+            job_dir=job_dir,
+            starter_process=StarterProcess(starter_pid, agent_end, early=early),
+            voice=voice,
         )
         verdict = asyncio.run(live())
     finally:
@@ -197,7 +205,17 @@ def find_node(environ: Mapping[str, str]) -> Finding:
             f"this is outside of srun, in an allocation of {nodes} nodes: the others would stay idle",
             "`srun --ntasks-per-node=1 clusterjob launch ...` starts it on each; CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0 means this one",
         )
-    return replace(finding, place=Topology(1, 0, None, "127.0.0.1", None, finding.source))
+    return replace(
+        finding,
+        place=Topology(
+            1,
+            0,
+            nproc_per_node=None,
+            master_addr="127.0.0.1",
+            master_port=None,
+            source=finding.source,
+        ),
+    )
 
 
 def node_of(finding: Finding) -> Topology:
@@ -223,7 +241,7 @@ def _serve_as_starter(agent_end: socket.socket, starter: Starter) -> None:
 
     def on_failure(message: str, exit_code: int) -> None:
         if os.getpid() == own_pid:  # a child that the program forked runs the same code to its end
-            report(report_fd, local_rank, message, exit_code)
+            report(report_fd, local_rank, message=message, exit_code=exit_code)
 
     run_as_main(program, on_failure)
 
@@ -271,10 +289,10 @@ def _identity(
     return JobIdentity(
         job_id,
         attempt,
-        token,
-        ports.candidates(job_id, attempt, topology.master_port),
-        preload.has_torch(),
-        counted_by,
+        token=token,
+        ports=ports.candidates(job_id, attempt, named_port=topology.master_port),
+        has_torch=preload.has_torch(),
+        counted_by=counted_by,
     )
 
 

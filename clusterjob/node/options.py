@@ -112,13 +112,15 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
         if word == "--":
             command = argv[index + 1 :]
             return argv[:index], Program(
-                "command", command[0], tuple(command[1:])
+                "command", command[0], args=tuple(command[1:])
             ) if command else None
         if word == "-m":
             module = argv[index + 1 :]
-            return argv[:index], Program("module", module[0], tuple(module[1:])) if module else None
+            return argv[:index], Program(
+                "module", module[0], args=tuple(module[1:])
+            ) if module else None
         if not word.startswith("-"):
-            return argv[:index], Program("script", word, tuple(argv[index + 1 :]))
+            return argv[:index], Program("script", word, args=tuple(argv[index + 1 :]))
         index += 2 if word in takes_value else 1
     return argv, None
 

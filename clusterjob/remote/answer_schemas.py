@@ -103,7 +103,7 @@ _ANSWERS = {
     "look": Answer(
         Object({"known": Flag(), "alive": Flag(), "files": _FILES, "more": Flag()}),
         poll.MOST_OF_ANSWER,
-        4 << 20,
+        most_line=4 << 20,
     ),
     "looks": Answer(
         Object(
@@ -114,7 +114,7 @@ _ANSWERS = {
             }
         ),
         poll.MOST_OF_ANSWER,
-        16 << 20,
+        most_line=16 << 20,
     ),
     "tree": Answer(Object({"absent": ListOf(_PATH)})),  # and bytes, as many as the asker allows
     "digests": Answer(

@@ -54,7 +54,7 @@ def log_in(
     troubles: list[str] = []
     agent = _agent(target)
     try:
-        for name, key in _keys(target, agent, troubles):
+        for name, key in _keys(target, agent, troubles=troubles):
             try:
                 with bound():
                     left = transport.auth_publickey(target.user, key)
@@ -72,7 +72,7 @@ def log_in(
                     raise HostError(
                         target.label,
                         why,
-                        "IdentitiesOnly yes in the ssh configuration offers fewer",
+                        hint="IdentitiesOnly yes in the ssh configuration offers fewer",
                     ) from error
                 troubles.append(f"{name}: {error}")
                 continue
@@ -90,7 +90,7 @@ def log_in(
     raise HostError(
         target.label,
         "; ".join([what, *troubles]),
-        f"`ssh {target.label}` has to work without a password",
+        hint=f"`ssh {target.label}` has to work without a password",
     )
 
 

@@ -93,7 +93,9 @@ class Connection:
             HostError: the host does not start it, or not in time.
         """
         try:
-            with _bounded(self._transport, self._timeout, self.target.label, "it opens no session"):
+            with _bounded(
+                self._transport, self._timeout, label=self.target.label, what="it opens no session"
+            ):
                 channel = self._transport.open_session(timeout=self._timeout)
                 channel.exec_command(command)
         except (paramiko.SSHException, OSError, EOFError) as error:
@@ -170,24 +172,26 @@ def connect(target: Target, reach: Reach, through: Connection | None = None) -> 
             transport, key = _handshake(
                 target,
                 timeout,
-                through,
-                KnownHosts((*target.known_hosts, *target.system_known_hosts)),
+                through=through,
+                known=KnownHosts((*target.known_hosts, *target.system_known_hosts)),
             )
-            _verify(target, key, reach)
+            _verify(target, key, reach=reach)
             auth.log_in(
                 target,
                 transport,
-                partial(_bounded, transport, timeout, target.label, "it does not answer the login"),
+                bound=partial(
+                    _bounded, transport, timeout, target.label, "it does not answer the login"
+                ),
             )
             transport.set_keepalive(15)
-            return Connection(target, transport, timeout)
+            return Connection(target, transport, timeout=timeout)
         except _DroppedError as error:
             if attempt == _TRIES - 1:
                 why = f"it hung up {_TRIES} times before it said anything"
                 raise HostError(
                     target.label,
                     why,
-                    "too many connections at once (MaxStartups), or something else listens there",
+                    hint="too many connections at once (MaxStartups), or something else listens there",
                 ) from error
             time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter
             pause *= 2
@@ -206,7 +210,9 @@ def host_key(target: Target, reach: Reach, through: Connection | None = None) ->
     """
     known = KnownHosts((*target.known_hosts, *target.system_known_hosts))
     try:
-        transport, key = _handshake(target, target.connect_timeout or reach.timeout, through, known)
+        transport, key = _handshake(
+            target, target.connect_timeout or reach.timeout, through=through, known=known
+        )
     except _DroppedError as error:
         raise HostError(target.label, "it hung up before it said anything") from error
     transport.close()
@@ -219,7 +225,7 @@ def host_key(target: Target, reach: Reach, through: Connection | None = None) ->
 def _handshake(
     target: Target, timeout: float, through: Connection | None, known: KnownHosts
 ) -> tuple[paramiko.Transport, HostKey]:
-    sock = _socket(target, timeout, through)
+    sock = _socket(target, timeout, through=through)
     try:
         transport = Transport(sock)
     except BaseException:
@@ -228,12 +234,15 @@ def _handshake(
     try:
         transport.banner_timeout = timeout
         transport.auth_timeout = timeout
-        names = known_hosts.lookup_names(target.hostname, target.port, target.key_alias)
-        transport.get_security_options().key_types = _key_types(transport, known, names)
+        names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
+        transport.get_security_options().key_types = _key_types(transport, known, names=names)
         done = threading.Event()
         # The wait for the first line has a bound of its own within this one.
         with _bounded(
-            transport, 2 * timeout, target.label, "it accepts TCP and does not finish the handshake"
+            transport,
+            2 * timeout,
+            label=target.label,
+            what="it accepts TCP and does not finish the handshake",
         ):
             transport.start_client(event=done)
             while not done.wait(0.2) and transport.is_active():
@@ -245,7 +254,9 @@ def _handshake(
         if public is None:
             return transport, HostKey(shown.get_name(), shown.asbytes())
         certificate = host_certificates.parse(public.key_blob)
-        return transport, HostKey(certificate.kind, certificate.key, certificate, public.key_blob)
+        return transport, HostKey(
+            certificate.kind, certificate.key, certificate=certificate, shown=public.key_blob
+        )
     except (paramiko.SSHException, OSError, EOFError, ValueError) as error:
         _hang_up(transport)
         text = _text(error)
@@ -274,7 +285,7 @@ def _socket(target: Target, timeout: float, through: Connection | None) -> Any:
         try:
             return through.forward(target.hostname, target.port)
         except HostError as error:
-            raise HostError(target.label, error.why, error.hint) from error
+            raise HostError(target.label, error.why, hint=error.hint) from error
     if target.proxy_command:
         return _CommandSocket(target.proxy_command)
     where = f"{target.hostname}:{target.port}"
@@ -381,15 +392,18 @@ def refuse_revoked(target: Target, key: HostKey) -> None:
         HostError: it is revoked, or such a file cannot be read.
     """
     if key.certificate is None:
-        why = revocation.objection(target.revoked_keys, key.kind, key.blob, ())
+        why = revocation.objection(target.revoked_keys, key.kind, shown=key.blob, related=())
     else:
         kind = f"{key.kind}{host_certificates.SUFFIX}"
         why = revocation.objection(
-            target.revoked_keys, kind, key.shown, (key.blob, key.certificate.authority)
+            target.revoked_keys,
+            kind,
+            shown=key.shown,
+            related=(key.blob, key.certificate.authority),
         )
     if why:
         raise HostError(
-            target.label, why, "RevokedHostKeys of the ssh configuration names the file"
+            target.label, why, hint="RevokedHostKeys of the ssh configuration names the file"
         )
 
 
@@ -401,24 +415,26 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
     """
     refuse_revoked(target, key)
     known = KnownHosts((*target.known_hosts, *target.system_known_hosts))
-    names = known_hosts.lookup_names(target.hostname, target.port, target.key_alias)
+    names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
     if key.certificate is not None:
         authority = key.certificate.authority
         if place := known.revoked(names, authority):
             raise HostError(
                 target.label,
                 f"the authority behind its key is revoked ({place})",
-                "this host is not to be trusted",
+                hint="this host is not to be trusted",
             )
         if known.authority(names, authority):
             why = host_certificates.objection(
-                key.certificate, (target.key_alias or target.hostname).lower(), _signed_by
+                key.certificate, (target.key_alias or target.hostname).lower(), verify=_signed_by
             )
             if why:
                 raise HostError(target.label, f"the certificate of its key does not hold: {why}")
             if place := known.revoked(names, key.blob):
                 raise HostError(
-                    target.label, f"its key is revoked ({place})", "this host is not to be trusted"
+                    target.label,
+                    f"its key is revoked ({place})",
+                    hint="this host is not to be trusted",
                 )
             return
     standing, place = known.standing(names, key.blob)
@@ -427,7 +443,9 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
     shown = f"{key.kind} {fingerprint(key.blob)}"
     if standing is Standing.REVOKED:
         raise HostError(
-            target.label, f"its key {shown} is revoked ({place})", "this host is not to be trusted"
+            target.label,
+            f"its key {shown} is revoked ({place})",
+            hint="this host is not to be trusted",
         )
     trust = f"clusterjob hosts trust {target.label}"
     if target.strict == "no":
@@ -441,7 +459,9 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
     if standing is Standing.CHANGED:
         hint = f"if that is meant: {trust} --replace"
         raise HostError(
-            target.label, f"its key has changed: it shows {shown}, another one is in {place}", hint
+            target.label,
+            f"its key has changed: it shows {shown}, another one is in {place}",
+            hint=hint,
         )
     if target.strict == "accept-new":
         remember(target, key)
@@ -449,7 +469,7 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
     raise HostError(
         target.label,
         f"its key is unknown: {shown}",
-        f"compare it with the host's own, then: {trust}",
+        hint=f"compare it with the host's own, then: {trust}",
     )
 
 
@@ -463,9 +483,9 @@ def remember(target: Target, key: HostKey) -> Path | None:
     if not target.known_hosts:
         return None
     path = target.known_hosts[0]
-    name = known_hosts.lookup_names(target.hostname, target.port, target.key_alias)[0]
+    name = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)[0]
     try:
-        known_hosts.record(path, name, key.kind, key.blob, hashed=target.hash_names)
+        known_hosts.record(path, name, kind=key.kind, blob=key.blob, hashed=target.hash_names)
     except OSError as error:
         raise HostError(
             target.label, f"its key cannot be recorded in {path}: {error.strerror}"

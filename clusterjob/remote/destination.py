@@ -96,7 +96,7 @@ class Destination:
             HostError: that would be outside, or in a directory of version control.
         """
         outside = HostError(
-            self._label, f"it names a file outside of what was asked for: {path[:80]!r}", _HINT
+            self._label, f"it names a file outside of what was asked for: {path[:80]!r}", hint=_HINT
         )
         if not is_plain(path):
             raise outside
@@ -115,7 +115,7 @@ class Destination:
             raise HostError(
                 self._label,
                 f"it names a file in a directory of version control: {path[:80]!r}",
-                _HINT,
+                hint=_HINT,
             )
         return place
 

@@ -111,7 +111,7 @@ class Fetch:
         """
         entries = self._tree()
         try:
-            destination = Destination(self._label, self._request.target, self._request.notes)
+            destination = Destination(self._label, self._request.target, notes=self._request.notes)
             try:
                 self._write(destination, entries)
             finally:
@@ -154,7 +154,7 @@ class Fetch:
             raise HostError(
                 self._label,
                 f"it names more than {request.max_files} files",
-                "--max-files raises the limit",
+                hint="--max-files raises the limit",
             )
         found: dict[str, tuple[str, str, File, str]] = {}
         hidden: dict[str, None] = {}
@@ -166,7 +166,9 @@ class Fetch:
                 or path in found
             ):
                 raise HostError(
-                    self._label, f"it names a file that was not asked for: {path[:80]!r}", _HINT
+                    self._label,
+                    f"it names a file that was not asked for: {path[:80]!r}",
+                    hint=_HINT,
                 )
             if is_version_control(path):
                 hidden[_top_of_version_control(path)] = None
@@ -175,7 +177,7 @@ class Fetch:
                     f"{path}: it would make a repository of git, which is never written"
                 )
             else:
-                found[path] = (path, kind, File(path, mode, size, mtime), link)
+                found[path] = (path, kind, File(path, mode, size=size, mtime=mtime), link)
         self._done.passed_over += [
             f"{path}: a directory of version control, which is never written" for path in hidden
         ]
@@ -187,7 +189,7 @@ class Fetch:
             ENTRY.check(entry, "an entry")
         except (ValueError, RecursionError) as error:
             why = str(error) if isinstance(error, SchemaError) else "no JSON"
-            raise HostError(self._label, f"it answers nonsense: {why}", _HINT) from error
+            raise HostError(self._label, f"it answers nonsense: {why}", hint=_HINT) from error
         path, kind, mode, size, mtime, link = entry
         return path, kind, mode, size, mtime, link
 
@@ -232,7 +234,9 @@ class Fetch:
         total = sum(file.size for file in wanted)
         if total > self._request.max_bytes:
             why = f"{show_size(total)} would be fetched, more than {show_size(self._request.max_bytes)}"
-            raise HostError(self._label, why, "name a part of them, or raise the limit: --max-size")
+            raise HostError(
+                self._label, why, hint="name a part of them, or raise the limit: --max-size"
+            )
         for file, part, found in self._contents(destination, wanted):
             destination.finish(file, part, found)
             self._done.written.append(file.path)
@@ -306,7 +310,7 @@ class Fetch:
                 raise HostError(
                     self._label,
                     f"it answers with {len(answer['digests'])} digests of {len(some)} files",
-                    _HINT,
+                    hint=_HINT,
                 )
             found.update(zip(some, answer["digests"], strict=True))
         return found
@@ -336,7 +340,7 @@ class Fetch:
             length <= most for length, (_, _, most) in zip(lengths, parts, strict=False)
         )
         if not fits or sum(lengths) != len(data):
-            raise HostError(self._label, "it sends other bytes than were asked for", _HINT)
+            raise HostError(self._label, "it sends other bytes than were asked for", hint=_HINT)
         found, position = [], 0
         for length in lengths:
             found.append(data[position : position + length])

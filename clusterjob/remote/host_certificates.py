@@ -100,14 +100,14 @@ def parse(blob: bytes) -> Certificate:
     return Certificate(
         kind,
         key,
-        tuple(principals),
-        valid_after,
-        valid_before,
-        critical,
-        is_host,
-        authority,
-        signed,
-        fields.text(),
+        principals=tuple(principals),
+        valid_after=valid_after,
+        valid_before=valid_before,
+        critical=critical,
+        is_host=is_host,
+        authority=authority,
+        signed=signed,
+        signature=fields.text(),
     )
 
 

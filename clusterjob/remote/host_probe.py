@@ -71,20 +71,20 @@ def survey(visits: Visits, place: Place, *, own: bool = True) -> list[HostReport
             return HostReport(
                 str(host),
                 address,
-                error.why if error.host == str(host) else error.message,
-                error.hint,
+                trouble=error.why if error.host == str(host) else error.message,
+                hint=error.hint,
             )
         # It read its clock between the two: what is ours in between is as good as the same.
         ahead = max(answer["time"] - end, min(0.0, answer["time"] - begin))
         return HostReport(
-            str(host), address, "; ".join(answer["troubles"]), "", answer["python"],
-            answer["torch"], answer["free"], answer["host"], tuple(answer["gpus"]), answer["home"],
-            answer["identity"], answer["reached_at"], ahead,
+            str(host), address, trouble="; ".join(answer["troubles"]), hint="", python=answer["python"],
+            torch=answer["torch"], free=answer["free"], name=answer["host"], gpus=tuple(answer["gpus"]), home=answer["home"],
+            machine=answer["identity"], reached_at=answer["reached_at"], ahead=ahead,
         )  # fmt: skip
 
     outcome = for_each(range(len(place.hosts)), ask)
     failed = {
-        node: HostReport(str(place.hosts[node]), "", error.why, error.hint)
+        node: HostReport(str(place.hosts[node]), "", trouble=error.why, hint=error.hint)
         for node, error in outcome.errors.items()
     }
     return [outcome.results.get(node) or failed[node] for node in range(len(place.hosts))]

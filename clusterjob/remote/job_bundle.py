@@ -59,7 +59,7 @@ class Delivery:
         raise HostError(
             self._session.connection.target.label,
             "its store of files does not keep what it is given",
-            "is its disk sound?",
+            hint="is its disk sound?",
         )
 
     def _send(self, missing: set[str], snapshot: Snapshot) -> None:

@@ -194,7 +194,7 @@ def _entry(line: str, place: str) -> Entry | None:
     # The type is written twice, in words and in the key: a line where the two differ is no key.
     length = int.from_bytes(blob[:4], "big")
     return (
-        Entry(marker, words[0], words[1], blob, place)
+        Entry(marker, words[0], kind=words[1], blob=blob, place=place)
         if blob[4 : 4 + length] == words[1].encode()
         else None
     )

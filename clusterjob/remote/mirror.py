@@ -44,7 +44,7 @@ def contents(
         HostError: there are not as many bytes as it says.
     """
     if sum(file["size"] for file in files) != len(data):
-        raise HostError(label, "it sends other bytes than it announces", _HINT)
+        raise HostError(label, "it sends other bytes than it announces", hint=_HINT)
     position = 0
     for file in files:
         yield file, data[position : position + file["size"]]
@@ -78,25 +78,27 @@ class Volume:
         """
         names, paths = set(known), {file["path"] for file in files}
         if len(paths) < len(files):
-            raise HostError(self._label, "it sends a file twice in one answer", _HINT)
+            raise HostError(self._label, "it sends a file twice in one answer", hint=_HINT)
         come = f"what has come lies in {self._where}"
         if len(names | paths) > MOST_FILES * self._nodes:
             raise HostError(
-                self._label, f"it sends more than {MOST_FILES * self._nodes} files of one job", come
+                self._label,
+                f"it sends more than {MOST_FILES * self._nodes} files of one job",
+                hint=come,
             )
         sent = sum(file["size"] for file in files)
         if sent and sum(size_of(self._where / name) for name in names) + sent > MOST_BYTES:
             raise HostError(
                 self._label,
                 f"it sends more than {show_size(MOST_BYTES)} of one job",
-                f"{come}; the rest is there",
+                hint=f"{come}; the rest is there",
             )
         self._replaced += sum(file["size"] for file in files if "stamp" in file)
         if self._replaced > (most := MOST_REPLACED * self._nodes):
             raise HostError(
                 self._label,
                 f"it sends the ends of one job again and again, more than {show_size(most)}",
-                _HINT,
+                hint=_HINT,
             )
 
 
@@ -115,7 +117,7 @@ def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, m
         HostError: it is not full.
     """
     if any(answer["more"] for answer in answers) and len(data) < most // 2:
-        raise HostError(label, "it says that there is more, and does not send it", _HINT)
+        raise HostError(label, "it says that there is more, and does not send it", hint=_HINT)
 
 
 def keep(
@@ -136,7 +138,9 @@ def keep(
     """
     path = job_dir / file["path"]
     if file["path"] == EVENTS and file.get("offset", 0) + len(content) > MOST_EVENTS:
-        raise HostError(label, f"it sends more than {show_size(MOST_EVENTS)} of {EVENTS}", _HINT)
+        raise HostError(
+            label, f"it sends more than {show_size(MOST_EVENTS)} of {EVENTS}", hint=_HINT
+        )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "stamp" in file:
@@ -188,22 +192,24 @@ class Mirror:
         answer, data = session.ask(
             "look", bulk=logs, job=self._job_id, node=self._node, logs=logs, most=most, have=have
         )
-        check_progress(session.label, [answer], data, most)
+        check_progress(session.label, [answer], data=data, most=most)
         self._volume = self._volume or Volume(session.label, self._job_dir)
         self._volume.check(have, answer["files"])
-        for file, content in contents(session.label, answer["files"], data):
+        for file, content in contents(session.label, answer["files"], data=data):
             name = file["path"]
             if not self._may_send(file, logs=logs):
                 raise HostError(
-                    session.label, f"it sends a file that was not asked for: {name[:80]!r}", _HINT
+                    session.label,
+                    f"it sends a file that was not asked for: {name[:80]!r}",
+                    hint=_HINT,
                 )
             if "offset" in file and file["offset"] != sizes.get(name, 0):
                 raise HostError(
                     session.label,
                     f"it sends a part of a file that was not asked for: {name[:80]!r}",
-                    _HINT,
+                    hint=_HINT,
                 )
-            keep(session.label, self._job_dir, file, content, self._stamps)
+            keep(session.label, self._job_dir, file=file, content=content, stamps=self._stamps)
         look: Look = answer
         return look
 

@@ -75,7 +75,7 @@ class Pool:
         path: tuple[str, ...] = ()
         for jump in target.jumps:
             path = (*path, str(jump))
-            bastion = self._bastion(path, jump, bastion)
+            bastion = self._bastion(path, jump, before=bastion)
         return bastion
 
     def _bastion(self, path: tuple[str, ...], jump: Host, before: Connection | None) -> Connection:
@@ -87,12 +87,12 @@ class Pool:
             target = self.resolve(jump)
             if before is None and target.jumps:
                 before = self.through(target)
-            held[:] = [connect(target, self._reach(), before)]
+            held[:] = [connect(target, self._reach(), through=before)]
             return held[0]
 
     def _connect(self, target: Target) -> Connection:
         with self._limit(target):
-            return connect(target, self._reach(), self.through(target))
+            return connect(target, self._reach(), through=self.through(target))
 
     def _reach(self) -> Reach:
         return replace(self.reach, warn=self._warn_once)

@@ -149,7 +149,9 @@ class Exchange:
                 self.send(piece, deadline)
             longest = None if bulk else seconds + _MORE_TIME * self._timeout
             answer, data = self._receive(
-                op, Deadline(seconds, min(seconds, self._timeout), longest), most_bytes
+                op,
+                Deadline(seconds, min(seconds, self._timeout), total=longest),
+                most_bytes=most_bytes,
             )
         except TimeoutError as error:
             self._stream.close()
@@ -157,7 +159,7 @@ class Exchange:
         except (SchemaError, ValueError, RecursionError) as error:
             self._stream.close()
             why = f": {error}" if isinstance(error, SchemaError) else ""
-            raise HostError(self.label, f"it answers nonsense{why}", _NONSENSE) from error
+            raise HostError(self.label, f"it answers nonsense{why}", hint=_NONSENSE) from error
         except (OSError, EOFError) as error:
             why = self._last_words()
             self._stream.close()

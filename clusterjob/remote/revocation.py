@@ -33,7 +33,7 @@ def objection(paths: Iterable[Path], kind: str, shown: bytes, related: Sequence[
         except OSError as error:
             return f"the file of revoked keys {path} cannot be read: {error.strerror}"
         if content.startswith(_KRL):
-            why = _objection_of_krl(path, kind, shown)
+            why = _objection_of_krl(path, kind, shown=shown)
         else:
             listed = {blob for line in content.splitlines() if (blob := _blob(line))}
             why = f"its key is revoked ({path})" if listed & {shown, *related} else ""

@@ -188,7 +188,7 @@ class Session:
 
     def _begin(self) -> Exchange:
         self._channel = channel = self.connection.execute("exec bash -s")
-        exchange = Exchange(self.label, channel, self._timeout, self._last_words)
+        exchange = Exchange(self.label, channel, timeout=self._timeout, last_words=self._last_words)
         try:
             self._introduce(exchange)
         except (TimeoutError, SchemaError) as error:
@@ -196,7 +196,7 @@ class Session:
             if isinstance(error, TimeoutError):
                 raise HostError(self.label, str(error)) from error
             raise HostError(
-                self.label, "its login prints without an end", "look into .bashrc there"
+                self.label, "its login prints without an end", hint="look into .bashrc there"
             ) from error
         except (OSError, paramiko.SSHException) as error:
             why = self._last_words()
@@ -255,12 +255,12 @@ class Session:
         if word == "old":
             version, _, path = rest.partition(" ")
             why = f"Python too old: {path or self._python} is {version}, 3.10 or newer is needed"
-            return HostError(self.label, why, "--python names another interpreter there")
+            return HostError(self.label, why, hint="--python names another interpreter there")
         if word == "no-python":
             return HostError(
                 self.label,
                 f"no Python: there is no interpreter {self._python}",
-                "--python names another interpreter there",
+                hint="--python names another interpreter there",
             )
         if word == "setup":
             said = self._last_words()

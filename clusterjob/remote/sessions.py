@@ -87,7 +87,12 @@ class Visits:
                 return held
             self._zip = self._zip or self._make_zip()
             made = Session(
-                connection, place.python, place.setup, place.home, self._zip, place.timeout
+                connection,
+                place.python,
+                setup=place.setup,
+                home=place.home,
+                node_zip=self._zip,
+                timeout=place.timeout,
             )
             self._sessions[pool, host, place.home] = made
         return made
@@ -97,7 +102,9 @@ class Visits:
         with self._lock:
             key = (place.ssh_config, place.timeout)
             if key not in self._pools:
-                self._pools[key] = Pool(Reach(place.timeout, self._warn, place.ssh_config))
+                self._pools[key] = Pool(
+                    Reach(place.timeout, self._warn, ssh_config=place.ssh_config)
+                )
             return self._pools[key]
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ def resolve(host: Host, config_file: Path | None = None) -> Target:
         identities=paths("identityfile", split=False),
         certificates=paths("certificatefile", split=False),
         identities_only=one("identitiesonly") in ("yes", "true"),
-        agent=_agent(options.get("identityagent", [""])[0], filled, home),
+        agent=_agent(options.get("identityagent", [""])[0], filled, home=home),
         known_hosts=paths("userknownhostsfile", split=True),
         system_known_hosts=paths("globalknownhostsfile", split=True),
         revoked_keys=paths("revokedhostkeys", split=False),
@@ -140,14 +140,14 @@ def _ask_ssh(host: Host, config_file: Path | None) -> dict[str, list[str]]:
         raise HostError(
             str(host),
             f"`ssh -G` took longer than {_PATIENCE:g} s",
-            "a `Match exec` of the ssh configuration hangs",
+            hint="a `Match exec` of the ssh configuration hangs",
         ) from error
     if asked.returncode:
         said = asked.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
         raise HostError(
             str(host),
             f"ssh refuses its configuration: {said[0]}",
-            f"`ssh -G {host.name}` says more",
+            hint=f"`ssh -G {host.name}` says more",
         )
     options: dict[str, list[str]] = {}
     for line in asked.stdout.decode(errors="replace").splitlines():

@@ -76,5 +76,10 @@ class Options:
             setup: shell lines that may be needed to find it.
         """
         return sessions.Place(
-            hosts, python, tuple(setup), self.remote_home, self.ssh_config, self.connect_timeout
+            hosts,
+            python,
+            setup=tuple(setup),
+            home=self.remote_home,
+            ssh_config=self.ssh_config,
+            timeout=self.connect_timeout,
         )

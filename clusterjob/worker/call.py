@@ -93,7 +93,7 @@ def read_outcome(job_dir: Path, rank: int, attempt: int) -> Outcome | None:
         attempt: which start of the job.
     """
     try:
-        data = _outcome_file(job_dir, rank, attempt).read_bytes()
+        data = _outcome_file(job_dir, rank, attempt=attempt).read_bytes()
     except OSError:
         return None
     try:
@@ -124,11 +124,11 @@ def results(
     """
     if verdict.state is not JobState.SUCCEEDED:
         rank = verdict.failure.rank if verdict.failure is not None else None
-        outcome = read_outcome(job_dir, rank, verdict.attempt) if rank is not None else None
+        outcome = read_outcome(job_dir, rank, attempt=verdict.attempt) if rank is not None else None
         if outcome is not None and outcome.error is not None:
             raise outcome.error from RemoteTraceback(f"rank {rank}:\n{outcome.trace}")
         raise JobFailed(f"{name} {verdict.state}: {verdict.reason}", hint)
-    found = [read_outcome(job_dir, rank, verdict.attempt) for rank in range(world_size)]
+    found = [read_outcome(job_dir, rank, attempt=verdict.attempt) for rank in range(world_size)]
     missing = [str(rank) for rank, outcome in enumerate(found) if outcome is None]
     if missing:
         raise JobFailed(
@@ -150,18 +150,18 @@ def main() -> None:
     base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
     paths, delayed = _load(call_file(base, number))
     if isinstance(delayed, PlainCall):
-        _make(delayed, job_dir, int(os.environ["RANK"]))
+        _make(delayed, job_dir, rank=int(os.environ["RANK"]))
         return
     from clusterjob import bootstrap
 
     with bootstrap.init() as context:
-        _continue_later(context, delayed, paths, call_file(base, number))
-        _make(delayed, job_dir, context.rank)
+        _continue_later(context, delayed, paths=paths, path=call_file(base, number))
+        _make(delayed, job_dir, rank=context.rank)
 
 
 def _make(delayed: Any, job_dir: Path, rank: int) -> None:
     """Make a call and leave what came of it."""
-    outcome_file = _outcome_file(job_dir, rank, contract.read_attempt(os.environ))
+    outcome_file = _outcome_file(job_dir, rank, attempt=contract.read_attempt(os.environ))
     outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         _leave(outcome_file, Outcome(delayed.result()))
@@ -237,9 +237,9 @@ def _leave_error(path: Path, error: BaseException) -> None:
         import cloudpickle
 
         pickle.loads(cloudpickle.dumps(error))  # noqa: S301 - some exceptions can be written and not read
-        _leave(path, Outcome(None, error, trace))
+        _leave(path, Outcome(None, error, trace=trace))
     except Exception:
-        _leave(path, Outcome(None, JobFailed(f"{type(error).__name__}: {error}"), trace))
+        _leave(path, Outcome(None, JobFailed(f"{type(error).__name__}: {error}"), trace=trace))
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ def watch(local_rank: int) -> None:
             report.report(
                 report_fd,
                 local_rank,
-                program.summary(error),
-                130 if kind is KeyboardInterrupt else 1,
+                message=program.summary(error),
+                exit_code=130 if kind is KeyboardInterrupt else 1,
             )
         previous(kind, error, trace)
         if own and not process.is_interactive():

@@ -44,18 +44,18 @@ def make(
     worker: Any = finding.place
     kind, gpus = accelerators()
     check_gpus(worker, gpus, process_group=process_group)
-    backend = choose_backend(backend, gpus, kind)
-    device = torch.device(choose_device(worker.local_rank if worker else 0, gpus, kind))
+    backend = choose_backend(backend, gpus, kind=kind)
+    device = torch.device(choose_device(worker.local_rank if worker else 0, gpus, kind=kind))
     if gpus:
         getattr(torch, kind).set_device(device)
-    context = _context_at(worker, finding.source, device)
+    context = _context_at(worker, finding.source, device=device)
     if process_group or (process_group is None and worker is not None):
         if not torch.distributed.is_available():
             raise UsageError(
                 "this torch was built without torch.distributed: init(process_group=False) does without"
             )
         try:
-            roll = _make_group(worker, backend, timeout, device)
+            roll = _make_group(worker, backend, timeout=timeout, device=device)
         finally:
             ending.watch(context.local_rank)
         if roll is not None and finding.source in rank_assignment.NODES_UNKNOWN:
@@ -91,11 +91,13 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
     # than the launcher.
     if (getattr(worker, "rank", None), getattr(worker, "world_size", None)) == (rank, world_size):
         context = _context_at(
-            worker, finding.source, torch.device(choose_device(worker.local_rank, gpus, kind))
+            worker,
+            finding.source,
+            device=torch.device(choose_device(worker.local_rank, gpus, kind=kind)),
         )
     else:
         context = _context_by_hosts(rank, world_size)
-        context.device = torch.device(choose_device(context.local_rank, gpus, kind))
+        context.device = torch.device(choose_device(context.local_rank, gpus, kind=kind))
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == kind:
         context.device = bound
@@ -148,7 +150,7 @@ def _make_group(
     hook = sys.excepthook
     patience = timeout or rendezvous.DEFAULT_TIMEOUT
     try:
-        place = meeting_store(worker, options, patience)
+        place = meeting_store(worker, options, patience=patience)
         corner, ask = (
             SignedStore(dist.PrefixStore("roll", place.store), place.number),
             process.ask_agents(worker.local_rank),
@@ -156,12 +158,12 @@ def _make_group(
         roll = rendezvous.call(
             corner,
             worker,
-            rendezvous.own_facts(worker, device, backend),
-            patience,
+            own=rendezvous.own_facts(worker, device, backend=backend),
+            timeout=patience,
             started=place.served,
             ask=ask,
         )
-        with Forming(corner, worker, place.number, ask):
+        with Forming(corner, worker, number=place.number, ask=ask):
             dist.init_process_group(
                 store=place.store, rank=worker.rank, world_size=worker.world_size, **options
             )
@@ -212,7 +214,7 @@ def _context_by_hosts(rank: int, world_size: int) -> Context:
     hosts: list[str] = [""] * world_size
     dist.all_gather_object(hosts, own)
     nodes = list(dict.fromkeys(hosts))
-    context = _context_at(None, "process group", torch.device("cpu"))
+    context = _context_at(None, "process group", device=torch.device("cpu"))
     context.rank, context.world_size = rank, world_size
     context.local_rank, context.local_world_size = hosts[:rank].count(own), hosts.count(own)
     context.node_rank, context.nnodes = nodes.index(own), len(nodes)

@@ -143,7 +143,7 @@ class Forming:
 
     def _without(self, store: Any) -> tuple[list[int], list[int]]:
         """Return the ranks that have no group, and those of them that do not answer."""
-        without = rendezvous.absent(store, self._worker, "formed")
+        without = rendezvous.absent(store, self._worker, sign="formed")
         return without, [rank for rank in without if not store.check([f"there{rank}"])]
 
     def _named(self, store: Any, ranks: list[int]) -> list[str]:
@@ -157,5 +157,5 @@ class Forming:
         return rendezvous.gone(
             store,
             silent,
-            "at the roll-call, and no answer while the process group is made: died, or stuck",
+            how="at the roll-call, and no answer while the process group is made: died, or stuck",
         )

@@ -112,7 +112,7 @@ def _announce(local_rank: int, exit_code: int) -> None:
 
     descriptor = process.report_pipe()
     if descriptor is not None:
-        report(descriptor, local_rank, "left to be queued again", exit_code)
+        report(descriptor, local_rank, message="left to be queued again", exit_code=exit_code)
 
 
 def _end_without_the_group(exit_code: int) -> None:

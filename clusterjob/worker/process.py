@@ -44,7 +44,7 @@ def ask_agents(local_rank: int) -> Callable[..., None]:
         if descriptor is not None and missing:
             from clusterjob.node.workers import report
 
-            report.ask(descriptor, local_rank, missing, final=final)
+            report.ask(descriptor, local_rank, missing=missing, final=final)
 
     return ask
 

@@ -152,8 +152,8 @@ def prepare(finding: Finding) -> None:
     if not isinstance(worker, Worker) or finding.source == "clusterjob":
         return
     topology = worker.topology
-    threads = contract.thread_defaults(os.environ, worker.local_world_size, None)
-    quiet = contract.quiet_defaults(os.environ, topology.master_addr, topology.nnodes)
+    threads = contract.thread_defaults(os.environ, worker.local_world_size, cpus_per_task=None)
+    quiet = contract.quiet_defaults(os.environ, topology.master_addr, nnodes=topology.nnodes)
     quiet.pop("PYTHONUNBUFFERED", None)  # it is too late for that
     os.environ.update(quiet | threads)
     torch = sys.modules.get("torch")

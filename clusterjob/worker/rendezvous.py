@@ -128,7 +128,15 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
     job = os.environ.get("CLUSTERJOB_JOB_ID") or os.environ.get(own_name) or ""
     host, boot = socket.gethostname(), processes.boot_id() or ""
     return Facts(
-        worker.rank, host, os.getpid(), boot, worker.world_size, job, versions, gpu, time.time()
+        worker.rank,
+        host,
+        pid=os.getpid(),
+        boot=boot,
+        world_size=worker.world_size,
+        job=job,
+        versions=versions,
+        gpu=gpu,
+        time=time.time(),
     )
 
 
@@ -163,7 +171,7 @@ def call(
             processes hear the same, and whoever does not belong is refused without waiting for
             those who are missing.
     """
-    mine = _Call(store, worker, own, started, ask or _ask_nobody)
+    mine = _Call(store, worker, own=own, started=started, ask=ask or _ask_nobody)
     try:
         first = _enter(mine)
         _await_answer(mine, timeout, oversees=first or worker.rank == 0)
@@ -174,7 +182,7 @@ def call(
                 _tell_clock(
                     store,
                     own,
-                    f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
+                    how=f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
                 )
             return Roll(answer["nodes"])
         if worker.rank == 0:
@@ -210,7 +218,7 @@ def _enter(call: _Call) -> bool:
     if not holder.is_same_process(own):
         refused = f"rank {own.rank} is claimed twice: by {holder.process()} and by {own.process()}"
         hint = "two processes have the same RANK, or two jobs the same MASTER_PORT"
-        _answer(store, refused, hint)
+        _answer(store, refused, hint=hint)
         raise GangError(refused, hint)
     if holder != own:
         return False  # it tries again
@@ -224,13 +232,13 @@ def _enter(call: _Call) -> bool:
                 "LOCAL_RANK and CUDA_VISIBLE_DEVICES choose it",
             )
     if refused:
-        _answer(store, refused, hint)
+        _answer(store, refused, hint=hint)
     if first.time - own.time > _FARTHEST_CLOCK:  # the other way round it may only have come later
         off = f"at least {first.time - own.time:.0f} s"
         if own.rank == 0:
-            _tell_clock(store, first, f"{off} ahead of rank 0's")
+            _tell_clock(store, first, how=f"{off} ahead of rank 0's")
         else:
-            _tell_clock(store, own, f"{off} behind {_whose(first)}")
+            _tell_clock(store, own, how=f"{off} behind {_whose(first)}")
     # Whoever is refused has said so before it is counted: nobody then takes the number for a full
     # house.
     if store.add("count", 1) == own.world_size:
@@ -356,11 +364,13 @@ def _call_again(call: _Call, patience: float) -> None:
     while store.add("repeated", 0) < worker.world_size and not store.check(["go"]):
         waited = time.monotonic() - begin
         if waited > min(due, patience):
-            silent = absent(store, worker, "again")
+            silent = absent(store, worker, sign="again")
             if not silent:
                 return  # the last is between its sign and its count
             call.ask(silent, final=waited > patience)
-            text = gone(store, silent, "at the roll-call before, and no answer now: died, or stuck")
+            text = gone(
+                store, silent, how="at the roll-call before, and no answer now: died, or stuck"
+            )
             if waited > patience:
                 _answer(store, f"{text}; gave up after {waited:.0f} s")
                 return
@@ -417,7 +427,9 @@ def _say_missing(call: _Call, waited: float) -> None:
     for each in map(Facts.of, call.store.multi_get(there)):
         if each.time - now > _FARTHEST_CLOCK:  # it has come before now
             _tell_clock(
-                call.store, each, f"at least {each.time - now:.0f} s ahead of {_whose(call.own)}"
+                call.store,
+                each,
+                how=f"at least {each.time - now:.0f} s ahead of {_whose(call.own)}",
             )
 
 

@@ -47,7 +47,7 @@ def meet(rank: int, timeout: float | None = None) -> int:
         GangError: rank 0 does not come, or is there already.
     """
     prefix = _prefix(next(_rounds))
-    return _listen(prefix) if rank == 0 else _find(prefix, rank, timeout or _PATIENCE)
+    return _listen(prefix) if rank == 0 else _find(prefix, rank, patience=timeout or _PATIENCE)
 
 
 def take_listener(port: int) -> socket.socket | None:

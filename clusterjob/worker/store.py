@@ -95,7 +95,9 @@ def meeting_store(worker: Worker, options: dict[str, Any], patience: float) -> M
     counter, of_rank_0 = (f"clusterjob/next/{rank}" for rank in (worker.rank, 0))
     counted = store.add(counter, 0)
     number = max(counted, store.add(of_rank_0, 0))
-    return Meeting(_corner(store, number), served, number, store, counter, counted)
+    return Meeting(
+        _corner(store, number), served, number=number, whole=store, counter=counter, counted=counted
+    )
 
 
 def _open(worker: Worker, timeout: float) -> Any:
@@ -116,7 +118,7 @@ def _open(worker: Worker, timeout: float) -> Any:
     assert port is not None
     wait = timedelta(seconds=timeout)
     if worker.rank:
-        _await_listener(worker, host, port, timeout)
+        _await_listener(worker, host, port=port, timeout=timeout)
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
     address = os.getpid(), host, port
     if address in _own:
@@ -124,7 +126,7 @@ def _open(worker: Worker, timeout: float) -> Any:
         return _own[address]
     found = siblings.take_listener(port)
     try:
-        listener = found or network.listen_at(host, port, _BACKLOG)
+        listener = found or network.listen_at(host, port, backlog=_BACKLOG)
     except OSError as error:
         why = f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot listen at {where(host, port)}: {error.strerror or error}"
         hint = (
@@ -165,7 +167,7 @@ def another_connection(worker: Worker, number: int) -> Any:
 
     host, port = worker.topology.master_addr, worker.topology.master_port
     assert port is not None
-    with network.connect(host, port, _ANSWER) as link:
+    with network.connect(host, port, patience=_ANSWER) as link:
         _check_store(link)
     wait = timedelta(seconds=_ANSWER)
     if _is_served(worker):
@@ -220,7 +222,7 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
     try:
         while True:
             try:
-                with network.connect(host, port, _ANSWER) as link:
+                with network.connect(host, port, patience=_ANSWER) as link:
                     _check_store(link)
                 return
             except OSError as error:

@@ -65,7 +65,9 @@ def fetch(
     record: Record, target: Path, *paths: str, limits: FetchLimits | None = None
 ) -> jobs.Fetched:
     more = {} if limits is None else {"limits": limits}
-    [done] = jobs.fetch(record, paths or ["."], target, (0,), lambda _: False, **more)
+    [done] = jobs.fetch(
+        record, paths or ["."], target=target, nodes=(0,), may_replace=lambda _: False, **more
+    )
     return done
 
 

@@ -27,14 +27,16 @@ from clusterjob.node.verdict import Failure, JobState, Verdict
 VERDICT = Verdict(
     JobState.FAILED,
     3,
-    "rank 1: boom",
-    Failure(1, 1, 0, "h", 3, None, "boom", ("a", "b")),
-    (Failure(0, 0, 0, "h", 1, None, "x"),),
+    reason="rank 1: boom",
+    failure=Failure(
+        1, 1, node_rank=0, host="h", exit_code=3, signal=None, message="boom", last_lines=("a", "b")
+    ),
+    consequences=(Failure(0, 0, node_rank=0, host="h", exit_code=1, signal=None, message="x"),),
 )
 HANDLE = Handle(
     "local",
     "good-222222",
-    {
+    data={
         "agents": [{"node_rank": 0, "pid": 1, "ticks": 2}],
         "boot_id": "b",
         "host": "h",
@@ -42,8 +44,8 @@ HANDLE = Handle(
     },
 )
 RECORD = Record(
-    "x-222222", "x", "local", "local", Path("/nowhere/x-222222"), 2, "2026-01-01T00:00:00.000Z",
-    {"nproc_per_node": 2, "env": {"A": "b"}}, HANDLE, end=VERDICT.to_json(),
+    "x-222222", "x", cluster="local", backend="local", job_dir=Path("/nowhere/x-222222"), nodes=2, submitted_at="2026-01-01T00:00:00.000Z",
+    spec={"nproc_per_node": 2, "env": {"A": "b"}}, handle=HANDLE, end=VERDICT.to_json(),
     array={"indices": [0, 1], "pieces": [0]}, index=3,
 )  # fmt: skip
 
@@ -75,13 +77,13 @@ def test_a_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object
             Record(
                 "good-222222",
                 "x",
-                "local",
-                "local",
-                tmp_path,
-                1,
-                "2026-01-01T00:00:00.000Z",
-                {},
-                HANDLE,
+                cluster="local",
+                backend="local",
+                job_dir=tmp_path,
+                nodes=1,
+                submitted_at="2026-01-01T00:00:00.000Z",
+                spec={},
+                handle=HANDLE,
             )
         )
     (records.directory / "x-222222.json").write_text(json.dumps(data))
@@ -104,7 +106,15 @@ def test_a_job_directory_of_any_content_gives_a_status(
     (tmp_path / "ends" / "node1.refused").write_bytes(refusal)
     (tmp_path / "ends" / "node².refused").write_bytes(refusal)
     record = Record(
-        "x-222222", "x", "local", "local", tmp_path, 2, "2026-01-01T00:00:00.000Z", {}, HANDLE
+        "x-222222",
+        "x",
+        cluster="local",
+        backend="local",
+        job_dir=tmp_path,
+        nodes=2,
+        submitted_at="2026-01-01T00:00:00.000Z",
+        spec={},
+        handle=HANDLE,
     )
     ((_, status),) = jobs.statuses([record])
     assert status.state.final or status.state in (JobState.PREEMPTED, JobState.UNKNOWN)
@@ -270,32 +280,40 @@ def test_a_broken_record_is_named_and_the_others_are_listed(tmp_path: Path) -> N
         Record(
             "good-222222",
             "x",
-            "local",
-            "local",
-            tmp_path,
-            1,
-            "2026-01-01T00:00:00.000Z",
-            {},
-            HANDLE,
+            cluster="local",
+            backend="local",
+            job_dir=tmp_path,
+            nodes=1,
+            submitted_at="2026-01-01T00:00:00.000Z",
+            spec={},
+            handle=HANDLE,
         )
     )
     records.save(
         Record(
             "gone-222222",
             "x",
-            "local",
-            "of-another-package",
-            tmp_path,
-            1,
-            "2026-01-01T00:00:00.000Z",
-            {},
-            HANDLE,
+            cluster="local",
+            backend="of-another-package",
+            job_dir=tmp_path,
+            nodes=1,
+            submitted_at="2026-01-01T00:00:00.000Z",
+            spec={},
+            handle=HANDLE,
         )
     )
-    bare = Handle("local", "bare-222222", {})
+    bare = Handle("local", "bare-222222", data={})
     records.save(
         Record(
-            "bare-222222", "x", "local", "local", tmp_path, 1, "2026-01-01T00:00:00.000Z", {}, bare
+            "bare-222222",
+            "x",
+            cluster="local",
+            backend="local",
+            job_dir=tmp_path,
+            nodes=1,
+            submitted_at="2026-01-01T00:00:00.000Z",
+            spec={},
+            handle=bare,
         )
     )
     (records.directory / "bad-222222.json").write_text('{"schema": 1, "nodes": "many"}')

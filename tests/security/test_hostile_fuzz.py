@@ -121,7 +121,7 @@ def host(*answers: bytes) -> Iterator[Exchange]:
         for data in answers:
             theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        yield Exchange("gpu1", ours, 20.0)
+        yield Exchange("gpu1", ours, timeout=20.0)
 
 
 def packed(answer: Any, data: bytes) -> bytes:
@@ -191,7 +191,7 @@ def test_mirror_of_any_answer_writes_what_a_host_may_write(
 ) -> None:
     place = fresh(tmp_path)
     with host(packed(answer, data)) as exchange, one_error_of_the_host():
-        Mirror("x-1", place / "here", 0).look(exchange, logs=logs)
+        Mirror("x-1", place / "here", node=0).look(exchange, logs=logs)
     assert {path.name for path in (place / "here").iterdir()} <= {
         "token",
         "events.jsonl",
@@ -207,7 +207,16 @@ def test_mirror_of_a_login_host_of_any_answer_writes_what_it_may_write(
     tmp_path: Path, answer: Any, data: bytes
 ) -> None:
     place = fresh(tmp_path)
-    record = Record("x-1", "x", "hpc", "slurm", place / "here", 1, "2026-01-01T00:00:00Z", {})
+    record = Record(
+        "x-1",
+        "x",
+        cluster="hpc",
+        backend="slurm",
+        job_dir=place / "here",
+        nodes=1,
+        submitted_at="2026-01-01T00:00:00Z",
+        spec={},
+    )
     with host(packed(answer, data)) as exchange, one_error_of_the_host():
         LoginMirror("login1").look(exchange.ask, [(record, True)])
     assert {path.name for path in (place / "here").iterdir()} <= {
@@ -247,13 +256,13 @@ def test_fetch_of_any_tree_writes_below_what_was_asked_for(
     request = Request(
         "x-1",
         "code",
-        ["runs"],
-        place / "here",
-        lambda _: True,
-        10,
-        1000,
-        {},
-        tmp_path / "notes.json",
+        paths=["runs"],
+        target=place / "here",
+        may_replace=lambda _: True,
+        max_files=10,
+        max_bytes=1000,
+        sent={},
+        notes=tmp_path / "notes.json",
     )
     with host(*answers) as exchange, one_error_of_the_host():
         Fetch(exchange, request).run()

@@ -206,10 +206,22 @@ def test_memory_does_not_grow_while_a_host_sends_without_end(site: Site, record:
 def test_events_of_a_host_do_not_grow_beyond_their_bound(tmp_path: Path) -> None:
     """They are read as a whole; the files in which logs grow may be longer."""
     at_bound = mirror.MOST_EVENTS - 1
-    mirror.keep("gpu1", tmp_path, {"path": "events.jsonl", "offset": at_bound}, b"x", {})
+    mirror.keep(
+        "gpu1", tmp_path, file={"path": "events.jsonl", "offset": at_bound}, content=b"x", stamps={}
+    )
     with pytest.raises(HostError, match="more than"):
-        mirror.keep("gpu1", tmp_path, {"path": "events.jsonl", "offset": at_bound + 1}, b"x", {})
+        mirror.keep(
+            "gpu1",
+            tmp_path,
+            file={"path": "events.jsonl", "offset": at_bound + 1},
+            content=b"x",
+            stamps={},
+        )
     assert (tmp_path / "events.jsonl").stat().st_size == mirror.MOST_EVENTS
     mirror.keep(
-        "gpu1", tmp_path, {"path": "logs/node0/rank0.out", "offset": at_bound + 1}, b"x", {}
+        "gpu1",
+        tmp_path,
+        file={"path": "logs/node0/rank0.out", "offset": at_bound + 1},
+        content=b"x",
+        stamps={},
     )

@@ -81,7 +81,7 @@ def record(site: Site) -> Record:
     handle = Handle(
         "slurm",
         "7",
-        {
+        data={
             "ids": ["7"],
             "cluster": None,
             "at": time.time() - 60,
@@ -97,7 +97,15 @@ def record(site: Site) -> Record:
         "workdir": str(site.directory),
     }
     made = Record(
-        job_id, "train", "hpc", "slurm", home() / "jobs" / job_id, 1, events.now(), spec, handle
+        job_id,
+        "train",
+        cluster="hpc",
+        backend="slurm",
+        job_dir=home() / "jobs" / job_id,
+        nodes=1,
+        submitted_at=events.now(),
+        spec=spec,
+        handle=handle,
     )
     made.job_dir.mkdir(parents=True)
     Records().save(made)
@@ -219,16 +227,16 @@ def command(argv):
 def submit(site: Site, record: Record) -> None:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
     settings = jobs.settle(
-        {"login": "gpu1", "set": options, "python": site.python}, None, site.directory
+        {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
     )
-    spec = jobs.make_spec(Program("script", site.script("")), settings, site.directory)
+    spec = jobs.make_spec(Program("script", site.script("")), settings, directory=site.directory)
     jobs.submit(jobs.plan(spec, settings), "hpc", detach=True)
 
 
 def examine(site: Site, record: Record) -> list[str]:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
     settings = jobs.settle(
-        {"login": "gpu1", "set": options, "python": site.python}, None, site.directory
+        {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
     )
     return [str(check) for check in jobs.examine(settings, site.directory)]
 

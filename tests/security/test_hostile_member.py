@@ -101,10 +101,18 @@ def test_words_of_members_count_where_node_0_has_none(
     """Hosts: whether each one's agent is alive."""
     ends_of(tmp_path, states)
     record = Record(
-        "x-1", "x", "ssh", "ssh", tmp_path, 3, "2026-01-01T00:00:00Z", {}, Handle("ssh", "x-1", {})
+        "x-1",
+        "x",
+        cluster="ssh",
+        backend="ssh",
+        job_dir=tmp_path,
+        nodes=3,
+        submitted_at="2026-01-01T00:00:00Z",
+        spec={},
+        handle=Handle("ssh", "x-1", data={}),
     )
     nodes = [
-        status.Node(None, None, HostError("gpu1", "no answer"))
+        status.Node(None, None, error=HostError("gpu1", "no answer"))
         if alive is GONE
         else status.Node(None, {"alive": alive, "known": True, "more": False})
         for alive in hosts

@@ -222,7 +222,7 @@ def test_a_login_without_a_runtime_directory_sees_the_locks_of_one_that_has_one(
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     monkeypatch.setattr(gpus, "_COMMON", str(tmp_path))
-    card = gpus.Card(0, "GPU-test", "H100", 0, 1)
+    card = gpus.Card(0, "GPU-test", name="H100", used=0, total=1)
     first, second = gpus.Reservation("a"), gpus.Reservation("b")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert first.take(card) == ""

@@ -37,7 +37,7 @@ def test_probe_is_answered_beside_idle_connections(
     listener: reachability.Listener, count: int
 ) -> None:
     with idle(listener.port, count):
-        found = reachability.probe(["127.0.0.1"], listener.port, NONCE, 20)
+        found = reachability.probe(["127.0.0.1"], listener.port, nonce=NONCE, timeout=20)
     assert found == {"reached": ["127.0.0.1"], "why": {}}
 
 
@@ -53,7 +53,7 @@ def test_probe_is_answered_when_the_listener_is_out_of_descriptors(
                     while True:
                         held.enter_context(socket.socket())
                 time.sleep(0.1)  # the listener meets EMFILE
-            found = reachability.probe(["127.0.0.1"], listener.port, NONCE, 20)
+            found = reachability.probe(["127.0.0.1"], listener.port, nonce=NONCE, timeout=20)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found["reached"] == ["127.0.0.1"]

@@ -155,7 +155,7 @@ def test_a_file_that_another_user_could_have_written_is_ignored_with_one_line(
         == f"clusterjob: {clone.root / 'clusterjob.toml'} is ignored: {why}"
     )
     assert not clone.executed
-    assert resolve({}, "local", {}, clone.root, BACKENDS).values == {}
+    assert resolve({}, "local", environ={}, directory=clone.root, backends=BACKENDS).values == {}
     done = clone.call("trust", "--yes")
     assert done.returncode == 2
     assert f"is ignored: {why}" in done.stderr
@@ -214,7 +214,12 @@ def test_a_file_that_is_nested_too_deeply_is_an_error_of_one_line(
 
 def test_a_file_of_the_user_in_a_sticky_directory_is_obeyed(clone: Clone) -> None:
     clone.root.chmod(0o1777)
-    assert resolve({}, "local", {}, clone.root, BACKENDS).values["max_restarts"] == 1
+    assert (
+        resolve({}, "local", environ={}, directory=clone.root, backends=BACKENDS).values[
+            "max_restarts"
+        ]
+        == 1
+    )
 
 
 # -- (b) who runs a program of a project trusts it --------------------------------------------------------------------------------
@@ -247,33 +252,42 @@ def test_a_program_of_the_project_runs_without_a_question(
         (Program("module", "nowhere"), True),
         (Program("module", "pkg"), True),
         (Program("module", "installed.of.it"), True),
-        (Program("module", "torch.distributed.run", ("--nproc-per-node", "2", "train.py")), True),
         (
-            Program("module", "torch.distributed.run", ("--nproc-per-node", "2", "../mine.py")),
+            Program("module", "torch.distributed.run", args=("--nproc-per-node", "2", "train.py")),
+            True,
+        ),
+        (
+            Program(
+                "module", "torch.distributed.run", args=("--nproc-per-node", "2", "../mine.py")
+            ),
             False,
         ),
-        (Program("module", "timeit", ("-n1", "pass")), False),
+        (Program("module", "timeit", args=("-n1", "pass")), False),
         (Program("module", "sys"), False),
         (Program("command", "true"), False),
-        (Program("command", "cat", ("README.md",)), False),
-        (Program("command", "sh", ("-c", "./run.sh; true")), False),
-        (Program("command", "torchrun", ("--nproc-per-node", "2", "train.py")), True),
-        (Program("command", "/usr/bin/env", ("python", "pkg/../train.py")), True),
-        (Program("command", "cat", ("run.sh",)), False),
-        (Program("command", "grep", ("foo", "train.py")), False),
-        (Program("command", "python", ("../mine.py", "train.py")), False),
-        (Program("command", "python", ("-c", "pass", "train.py")), False),
+        (Program("command", "cat", args=("README.md",)), False),
+        (Program("command", "sh", args=("-c", "./run.sh; true")), False),
+        (Program("command", "torchrun", args=("--nproc-per-node", "2", "train.py")), True),
+        (Program("command", "/usr/bin/env", args=("python", "pkg/../train.py")), True),
+        (Program("command", "cat", args=("run.sh",)), False),
+        (Program("command", "grep", args=("foo", "train.py")), False),
+        (Program("command", "python", args=("../mine.py", "train.py")), False),
+        (Program("command", "python", args=("-c", "pass", "train.py")), False),
         (
-            Program("command", "torchrun", ("--nproc-per-node", "2", "../mine.py", "train.py")),
+            Program(
+                "command", "torchrun", args=("--nproc-per-node", "2", "../mine.py", "train.py")
+            ),
             False,
         ),
         (
             Program(
-                "command", "python", ("-m", "torch.distributed.run", "--standalone", "train.py")
+                "command",
+                "python",
+                args=("-m", "torch.distributed.run", "--standalone", "train.py"),
             ),
             True,
         ),
-        (Program("command", "accelerate", ("launch", "train.py")), True),
+        (Program("command", "accelerate", args=("launch", "train.py")), True),
     ],
 )
 def test_which_programs_belong_to_a_project(
@@ -286,10 +300,12 @@ def test_which_programs_belong_to_a_project(
     (clone.root.parent / "mine.py").write_text("")
     use = trust.Use(program=program)
     if inside:
-        assert resolve({}, "local", {}, clone.root, BACKENDS, use=use).values["setup"]
+        assert resolve(
+            {}, "local", environ={}, directory=clone.root, backends=BACKENDS, use=use
+        ).values["setup"]
     else:
         with pytest.raises(Untrusted):
-            resolve({}, "local", {}, clone.root, BACKENDS, use=use)
+            resolve({}, "local", environ={}, directory=clone.root, backends=BACKENDS, use=use)
 
 
 @pytest.mark.parametrize(
@@ -307,24 +323,41 @@ def test_a_workdir_of_the_file_makes_no_foreign_program_its_own(
     program = Program(*words)  # type: ignore[arg-type]
     if program.kind == "module":
         assert resolve(
-            {}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program)
+            {},
+            "local",
+            environ={},
+            directory=clone.root,
+            backends=BACKENDS,
+            use=trust.Use(program=program),
         ).values["setup"]
         clone.config("[defaults]\nworkdir = '../mine'\nsetup = ['evil']\n")
     with pytest.raises(Untrusted):
-        resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program))
+        resolve(
+            {},
+            "local",
+            environ={},
+            directory=clone.root,
+            backends=BACKENDS,
+            use=trust.Use(program=program),
+        )
 
 
 @pytest.mark.parametrize(
-    "program", [Program("script", "x.py"), Program("command", "torchrun", ("x.py",))]
+    "program", [Program("script", "x.py"), Program("command", "torchrun", args=("x.py",))]
 )
 def test_a_program_in_the_files_workdir_is_of_the_project(clone: Clone, program: Program) -> None:
     (clone.root / "src").mkdir()
     (clone.root / "src" / "x.py").write_text("")
     clone.config("[defaults]\nworkdir = 'src'\n")
     assert (
-        resolve({}, "local", {}, clone.root, BACKENDS, use=trust.Use(program=program)).values[
-            "workdir"
-        ]
+        resolve(
+            {},
+            "local",
+            environ={},
+            directory=clone.root,
+            backends=BACKENDS,
+            use=trust.Use(program=program),
+        ).values["workdir"]
         == clone.root / "src"
     )
 
@@ -415,10 +448,10 @@ def test_fetch_and_env_take_nothing_from_the_file(clone: Clone) -> None:
 def test_what_executes_or_redirects(clone: Clone, text: str, lines: list[str]) -> None:
     clone.config(text)
     if not lines:
-        resolve({}, None, {}, clone.root, BACKENDS, use=trust.Use())
+        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, use=trust.Use())
         return
     with pytest.raises(Untrusted) as caught:
-        resolve({}, None, {}, clone.root, BACKENDS, use=trust.Use())
+        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, use=trust.Use())
     assert sorted(caught.value.lines) == sorted(lines)
     assert {line.text() for line in trust.lines_of(find_files(clone.root)[-1].data)} >= set(
         lines
@@ -428,9 +461,14 @@ def test_what_executes_or_redirects(clone: Clone, text: str, lines: list[str]) -
 def test_what_a_stronger_layer_replaces_is_not_asked_about(clone: Clone) -> None:
     clone.config("[defaults]\npython = './evil'\n")
     assert (
-        resolve({"python": "python3"}, "local", {}, clone.root, BACKENDS, use=trust.Use()).values[
-            "python"
-        ]
+        resolve(
+            {"python": "python3"},
+            "local",
+            environ={},
+            directory=clone.root,
+            backends=BACKENDS,
+            use=trust.Use(),
+        ).values["python"]
         == "python3"
     )
 
@@ -462,7 +500,9 @@ def test_the_users_own_configuration_needs_no_trust(tmp_path: Path) -> None:
     own.write_text(
         "cluster = 'hpc'\n[defaults]\nsetup = 'true'\n[clusters.hpc]\nbackend = 'ssh'\nhosts = 'a'\n"
     )
-    assert resolve({}, None, {}, tmp_path, BACKENDS, use=trust.Use()).values["setup"] == ("true",)
+    assert resolve(
+        {}, None, environ={}, directory=tmp_path, backends=BACKENDS, use=trust.Use()
+    ).values["setup"] == ("true",)
 
 
 # -- clusterjob trust ---------------------------------------------------------------------------------------------------------------
@@ -526,7 +566,7 @@ def test_file_that_is_read_without_end_is_refused_by_its_name(
         os.truncate(named, 100 << 30)
     path = clone.config(f"[defaults]\n{setting}\n")
     with pytest.raises(ConfigError, match="named is no regular file of at most"):
-        resolve({}, "local", {}, clone.root, BACKENDS)
+        resolve({}, "local", environ={}, directory=clone.root, backends=BACKENDS)
     if not setting.startswith("secret"):  # whose content is no part of what is trusted
         with pytest.raises(
             ConfigError, match=r"cannot be trusted: .*named is no regular file of at most"

@@ -190,7 +190,9 @@ async def say(
     }
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=protocol.LINE_BYTES)
     try:
-        channel = await protocol.greet_lead(reader, writer, job.token.encode(), hello | changes)
+        channel = await protocol.greet_lead(
+            reader, writer, token=job.token.encode(), hello=hello | changes
+        )
         for message in said:
             channel.send(message)
         while (heard := await channel.receive()) is not None:

@@ -236,7 +236,7 @@ def test_env_with_a_name_alone_copies_the_caller_s_value(
 def test_secrets_of_a_profile_are_relative_to_its_file(work: Path) -> None:
     (work / "clusterjob.toml").write_text('[defaults]\nsecret = ["HF_TOKEN=../token-of-mine"]\n')
     (work / "below").mkdir()
-    settings = jobs.settle({}, "local", work / "below")
+    settings = jobs.settle({}, "local", directory=work / "below")
     assert settings.values["secret"] == (Secret("HF_TOKEN", work / "../token-of-mine"),)
 
 

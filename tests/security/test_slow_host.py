@@ -60,6 +60,6 @@ def test_honest_host_behind_a_slow_link_is_waited_for(site: Site, tmp_path: Path
         begin = time.monotonic()
         assert len(lines_of(record)) == 400
         took = time.monotonic() - begin
-        jobs.fetch(record, ["result"], tmp_path, None, lambda _: True)
+        jobs.fetch(record, ["result"], target=tmp_path, nodes=None, may_replace=lambda _: True)
     assert (tmp_path / "result").stat().st_size == 400_000
     assert took > 2 * TIMEOUT, "the link is slow"

@@ -68,8 +68,8 @@ def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conne
     target = Target(
         "gpu1",
         "127.0.0.1",
-        listener.getsockname()[1],
-        "root",
+        port=listener.getsockname()[1],
+        user="root",
         identities=(tmp_path / "user",),
         strict="no",
     )

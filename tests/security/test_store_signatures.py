@@ -94,7 +94,9 @@ class Memory:
 
 
 def test_a_value_cannot_be_moved_to_another_key_or_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(contract.STORE_KEY, contract.store_key(b"secret", "job", 0, 0))
+    monkeypatch.setenv(
+        contract.STORE_KEY, contract.store_key(b"secret", "job", attempt=0, restart=0)
+    )
     memory = Memory()
     store = SignedStore(memory, 0)
     store.set("rank0", "hello")
@@ -104,7 +106,9 @@ def test_a_value_cannot_be_moved_to_another_key_or_group(monkeypatch: pytest.Mon
         store.get("rank1")
     with pytest.raises(GangError):
         SignedStore(memory, 1).get("rank0")
-    monkeypatch.setenv(contract.STORE_KEY, contract.store_key(b"secret", "job", 0, 1))
+    monkeypatch.setenv(
+        contract.STORE_KEY, contract.store_key(b"secret", "job", attempt=0, restart=1)
+    )
     with pytest.raises(GangError):
         SignedStore(memory, 0).get("rank0")
 
@@ -116,7 +120,17 @@ def test_facts_that_no_process_leaves_are_refused_in_one_line(data: bytes) -> No
 
 
 def test_a_host_s_name_is_shown_without_what_moves_the_cursor() -> None:
-    facts = Facts(0, "h\x1b[2J\n" + "x" * 1000, 1, "b", 1, "j", "v", "", time.time())
+    facts = Facts(
+        0,
+        "h\x1b[2J\n" + "x" * 1000,
+        pid=1,
+        boot="b",
+        world_size=1,
+        job="j",
+        versions="v",
+        gpu="",
+        time=time.time(),
+    )
     assert Facts.of(facts.data().encode()).host.startswith("h\\x1b[2J\\n")
     assert len(Facts.of(facts.data().encode()).host) == 300
 
@@ -128,7 +142,7 @@ def test_the_store_of_one_node_is_reached_from_that_machine_alone(
     monkeypatch.setattr(
         network, "addresses_of", lambda host: ["127.0.1.1"] if host == "myself" else [host]
     )
-    with network.listen_at("myself", 0, 1, alone=True) as listener:
+    with network.listen_at("myself", 0, backlog=1, alone=True) as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
-    with network.listen_at("myself", 0, 1) as listener:
+    with network.listen_at("myself", 0, backlog=1) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"

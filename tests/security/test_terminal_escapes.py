@@ -81,31 +81,33 @@ def hostile_job(tmp_path: Path) -> str:
     failure = Failure(
         0,
         0,
-        0,
-        f"host{HOSTILE}",
-        3,
-        None,
-        f"ValueError: {HOSTILE}",
-        (f"Traceback {HOSTILE}", HOSTILE),
+        node_rank=0,
+        host=f"host{HOSTILE}",
+        exit_code=3,
+        signal=None,
+        message=f"ValueError: {HOSTILE}",
+        last_lines=(f"Traceback {HOSTILE}", HOSTILE),
     )
-    verdict = Verdict(JobState.FAILED, 3, f"rank 0 {HOSTILE}", failure)
+    verdict = Verdict(JobState.FAILED, 3, reason=f"rank 0 {HOSTILE}", failure=failure)
     (job_dir / "result.json").write_text(json.dumps(verdict.to_json()))
     (job_dir / "logs" / "node0" / "rank0.out").write_bytes(
         b"\x1b[31mred\x1b[0m " + HOSTILE.encode() + b"\n"
     )
-    handle = Handle("local", "x-222222", {"agents": [], "boot_id": "b", "host": f"host{HOSTILE}"})
+    handle = Handle(
+        "local", "x-222222", data={"agents": [], "boot_id": "b", "host": f"host{HOSTILE}"}
+    )
     cluster, at = f"cluster{HOSTILE}", "2026-01-01T00:00:00.000Z"
     Records().save(
         Record(
             "x-222222",
             f"name{HOSTILE}",
-            cluster,
-            "local",
-            job_dir,
-            1,
-            at,
-            {"nproc_per_node": 2},
-            handle,
+            cluster=cluster,
+            backend="local",
+            job_dir=job_dir,
+            nodes=1,
+            submitted_at=at,
+            spec={"nproc_per_node": 2},
+            handle=handle,
         )
     )
     return "x-222222"

@@ -127,7 +127,7 @@ class Known:
         if not shown:
             return None
         newest = max(shown, key=lambda task: self.tasks.index(task.id))
-        return Seen(newest, self.tasks.index(newest.id), self.tasks[0])
+        return Seen(newest, self.tasks.index(newest.id), first=self.tasks[0])
 
     def note_collected(self, task_id: str) -> None:
         """Note that an attempt's logs are here, if they are whole."""
@@ -217,8 +217,8 @@ def refused(job_dir: Path, seen: Seen) -> Verdict | None:
         return Verdict(
             JobState.FAILED,
             failure.exit_code,
-            f"{failure.who}: {failure.message}",
-            failure,
+            reason=f"{failure.who}: {failure.message}",
+            failure=failure,
             attempt=seen.attempt,
             **_times(seen.task),
         )
@@ -252,13 +252,17 @@ def verdict(
         return replace(own, restarts=seen.attempt)
     if wished:
         return Verdict(
-            JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled", restarts=seen.attempt, **common
+            JobState.CANCELLED,
+            CANCELLED_EXIT_CODE,
+            reason="cancelled",
+            restarts=seen.attempt,
+            **common,
         )
     if any(_DEADLINE.search(reason) for reason in reasons):
         return Verdict(
             JobState.FAILED,
             TIMEOUT_EXIT_CODE,
-            f"out of time: {says}",
+            reason=f"out of time: {says}",
             restarts=seen.attempt,
             **common,
         )
@@ -266,20 +270,20 @@ def verdict(
         return Verdict(
             JobState.PREEMPTED,
             PREEMPTED_EXIT_CODE,
-            f"its machines were taken away: {says}",
+            reason=f"its machines were taken away: {says}",
             restarts=seen.attempt,
             **common,
         )
     if task.state is JobState.CANCELLED:
         why = f"ended on the platform, and not by clusterjob: {says}"
         return Verdict(
-            JobState.CANCELLED, CANCELLED_EXIT_CODE, why, restarts=seen.attempt, **common
+            JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=why, restarts=seen.attempt, **common
         )
     if task.state is JobState.SUCCEEDED and own is None:
         return Verdict(
             JobState.SUCCEEDED,
             0,
-            "the platform says so, and its log holds no verdict",
+            reason="the platform says so, and its log holds no verdict",
             restarts=seen.attempt,
             **common,
         )
@@ -287,7 +291,14 @@ def verdict(
     text = f"{failed.who}: {failed.message}" if failed is not None else says
     code = failed.exit_code if failed is not None else 1
     note = " (its log holds no verdict)" if own is None else ""
-    return Verdict(JobState.FAILED, code, f"{text}{note}", failed, restarts=seen.attempt, **common)
+    return Verdict(
+        JobState.FAILED,
+        code,
+        reason=f"{text}{note}",
+        failure=failed,
+        restarts=seen.attempt,
+        **common,
+    )
 
 
 def _tells_less(own: Verdict, task: Task, *, wished: bool) -> bool:
@@ -330,11 +341,11 @@ def _failed(instances: Sequence[Instance]) -> Failure | None:
     return Failure(
         None,
         None,
-        worst.node_rank,
-        worst.name,
-        code,
-        None,
-        f"the platform says {worst.words}: {worst.reason or f'exit code {code}'}",
+        node_rank=worst.node_rank,
+        host=worst.name,
+        exit_code=code,
+        signal=None,
+        message=f"the platform says {worst.words}: {worst.reason or f'exit code {code}'}",
     )
 
 

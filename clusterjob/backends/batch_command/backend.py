@@ -121,8 +121,8 @@ class PlatformBackend(ABC):
         try:
             for name, data in tasks:
                 begin = time.monotonic()
-                files.write_atomic(path, data, 0o600)
-                ids.append(_submit_once(platform, path, name, at))
+                files.write_atomic(path, data, mode=0o600)
+                ids.append(_submit_once(platform, path, name=name, since=at))
                 if len(ids) < len(tasks):
                     time.sleep(max(0.0, begin + 1 / rate - time.monotonic()))
         except OSError as error:
@@ -154,7 +154,7 @@ class PlatformBackend(ABC):
         return Handle(
             self.NAME,
             names[0],
-            {"ids": names, "account": dict(self.account_of(plan.spec.options)), "at": at},
+            data={"ids": names, "account": dict(self.account_of(plan.spec.options)), "at": at},
         )
 
     def detach(self, handle: Handle) -> None:  # noqa: B027 - there is nothing to do, for any platform
@@ -187,7 +187,9 @@ class PlatformBackend(ABC):
                 platform: Platform = platform,
                 detailed: set[str] = detailed,
             ) -> Status:
-                return self._standing(record, look, platform, detailed=record.job_id in detailed)
+                return self._standing(
+                    record, look, platform=platform, detailed=record.job_id in detailed
+                )
 
             statuses = _all_at_once(stand, group)
             found |= {record.job_id: status for record, status in zip(group, statuses, strict=True)}
@@ -224,7 +226,7 @@ class PlatformBackend(ABC):
                 by_name.setdefault(task.name, []).append(task)
         except ClusterJobError as error:
             trouble, by_name = error.message, dict(look.tasks)
-        self._looks[account] = look = _Look(time.monotonic(), names, by_name, trouble)
+        self._looks[account] = look = _Look(time.monotonic(), names, tasks=by_name, trouble=trouble)
         return look, True
 
     def _standing(
@@ -234,7 +236,7 @@ class PlatformBackend(ABC):
         known = Known.of(record.job_dir)
         seen = known.meet(look.tasks.get(record.job_id, []))
         if look.trouble or seen is None:
-            return self._unseen(record, known, seen, look.trouble)
+            return self._unseen(record, known, seen=seen, trouble=look.trouble)
         wished = attempts.wished_to_end(record)
         handle = None
         if record.handle is None and not attempts.being_submitted(record):
@@ -262,7 +264,7 @@ class PlatformBackend(ABC):
                 return Status(
                     state, reason if state is JobState.PENDING or wished else "", **common
                 )
-            verdict = self._verdict(record, known, seen, platform, wished=wished)
+            verdict = self._verdict(record, known, seen=seen, platform=platform, wished=wished)
         except ClusterJobError as error:
             return Status(JobState.UNKNOWN, error.message, **common)
         retries = self.retries(record.spec)
@@ -282,7 +284,12 @@ class PlatformBackend(ABC):
                 **common,
             )
         return Status(
-            verdict.state, verdict.reason, verdict, verdict.started_at, seen.attempt, handle
+            verdict.state,
+            verdict.reason,
+            verdict=verdict,
+            started_at=verdict.started_at,
+            restarts=seen.attempt,
+            handle=handle,
         )
 
     def _unseen(self, record: Record, known: Known, seen: Seen | None, trouble: str) -> Status:
@@ -310,7 +317,9 @@ class PlatformBackend(ABC):
                 record
             )  # an element's own wish, where all of its array was to end
         return shared.ended(
-            shared.end_without_lead(record.job_dir, None, max(0, len(known.tasks) - 1), why)
+            shared.end_without_lead(
+                record.job_dir, None, restarts=max(0, len(known.tasks) - 1), otherwise=why
+            )
         )
 
     def _adopted(self, record: Record, seen: Seen) -> Handle:
@@ -321,7 +330,7 @@ class PlatformBackend(ABC):
             "account": dict(self._account(record)),
             "at": attempts.submitted_at(record),
         }
-        return Handle(self.NAME, first if record.index is None else record.job_id, data)
+        return Handle(self.NAME, first if record.index is None else record.job_id, data=data)
 
     @staticmethod
     def _why_it_waits(platform: Platform, seen: Seen) -> str:
@@ -334,7 +343,7 @@ class PlatformBackend(ABC):
         self, record: Record, known: Known, seen: Seen, platform: Platform, *, wished: bool
     ) -> Verdict | None:
         """Return how an attempt has ended; None while its log may still tell."""
-        stream = Stream(record.job_dir, 0, seen.attempt)
+        stream = Stream(record.job_dir, 0, attempt=seen.attempt)
         ran = seen.task.id in known.started
         instances = platform.instances(seen.task.id) if ran else []
         if ran and stream.verdict is None:
@@ -342,9 +351,9 @@ class PlatformBackend(ABC):
                 self._collect_nodes(
                     record,
                     platform,
-                    seen.task.id,
-                    seen.attempt,
-                    [each for each in instances if each.node_rank == 0],
+                    task_id=seen.task.id,
+                    attempt=seen.attempt,
+                    instances=[each for each in instances if each.node_rank == 0],
                 )
         own = stream.verdict
         # Agents that were stopped by the platform know of no failure: it may be that of a node
@@ -354,14 +363,16 @@ class PlatformBackend(ABC):
                 self._collect_nodes(
                     record,
                     platform,
-                    seen.task.id,
-                    seen.attempt,
-                    [each for each in instances if each.node_rank != 0],
+                    task_id=seen.task.id,
+                    attempt=seen.attempt,
+                    instances=[each for each in instances if each.node_rank != 0],
                 )
             own = attempts.refused(record.job_dir, seen) or own
             if own is None and not known.log_is_whole(seen):
                 return None
-        return attempts.verdict(seen, own, instances, self.retries(record.spec), wished=wished)
+        return attempts.verdict(
+            seen, own, instances=instances, retries=self.retries(record.spec), wished=wished
+        )
 
     # -- logs ----------------------------------------------------------------------------------------------------------------
 
@@ -390,7 +401,11 @@ class PlatformBackend(ABC):
             for attempt, task_id in enumerate(known.tasks):
                 if task_id in known.started and task_id not in known.collected:
                     self._collect_nodes(
-                        record, platform, task_id, attempt, platform.instances(task_id)
+                        record,
+                        platform,
+                        task_id=task_id,
+                        attempt=attempt,
+                        instances=platform.instances(task_id),
                     )
                     known.note_collected(task_id)
         except ClusterJobError:
@@ -408,7 +423,7 @@ class PlatformBackend(ABC):
     ) -> None:
         def collect(instance: Instance) -> None:
             stream, key = (
-                Stream(record.job_dir, instance.node_rank, attempt),
+                Stream(record.job_dir, instance.node_rank, attempt=attempt),
                 (task_id, instance.node_rank),
             )
             count = self._lines.get(key, _LINES)

@@ -75,11 +75,11 @@ def run(argv: Sequence[str], more: Mapping[str, str | None], patience: float = P
             _kill(process)
             out, err = process.communicate()
             why = f"{os.path.basename(argv[0])} did not answer within {patience:g} s"
-            return Answer(process.returncode, _ESCAPES.sub("", out), why, timed_out=True)
+            return Answer(process.returncode, _ESCAPES.sub("", out), err=why, timed_out=True)
         except BaseException:
             _kill(process)  # it might go on with what nobody wants any more
             raise
-    return Answer(process.returncode, _ESCAPES.sub("", out), _ESCAPES.sub("", err))
+    return Answer(process.returncode, _ESCAPES.sub("", out), err=_ESCAPES.sub("", err))
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

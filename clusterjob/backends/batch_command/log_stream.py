@@ -116,7 +116,7 @@ class Stream:
                 taken = _Taken.from_json(state["attempts"].get(str(self._attempt)))
                 pages = _Pages(self._directory, state["sizes"])
                 before = taken.to_json()
-                self._sort(lines, taken, pages)
+                self._sort(lines, taken, pages=pages)
                 if taken.to_json() != before:
                     pages.write()
                     state["attempts"][str(self._attempt)] = taken.to_json()
@@ -137,17 +137,17 @@ class Stream:
             ),
             len(items),
         )
-        begin = _after_what_is_known(items, first, taken)
+        begin = _after_what_is_known(items, first, taken=taken)
         for index, (line, item) in enumerate(items):
             if item is None:
                 if index >= begin:
-                    self._put_bare(line, taken, pages)
+                    self._put_bare(line, taken, pages=pages)
             elif item.number >= taken.next:
-                self._note_gap(item.number, taken, pages)
+                self._note_gap(item.number, taken, pages=pages)
                 taken.advance(item.number)
-                self._put(item, taken, pages)
+                self._put(item, taken, pages=pages)
             elif taken.was_missing(item.number):
-                self._put(item, taken, pages)
+                self._put(item, taken, pages=pages)
         pages.note(taken.seconds)
 
     def _put(self, item: Numbered, taken: _Taken, pages: _Pages) -> None:
@@ -169,8 +169,8 @@ class Stream:
     def _file_names(self, label: str, kind: str) -> list[str]:
         if (label, kind) not in self._names:
             pairs = [
-                log_files.torchrun_files(self._directory, 0, self._attempt) if rank is None
-                else log_files.rank_files(self._directory, rank, 0, self._attempt)
+                log_files.torchrun_files(self._directory, 0, attempt=self._attempt) if rank is None
+                else log_files.rank_files(self._directory, rank, restart=0, attempt=self._attempt)
                 for rank in log_protocol.ranks(label)
             ]  # fmt: skip
             names = {pair[kind == "err"].name: None for pair in pairs}

@@ -82,7 +82,11 @@ def stage(
             _code(spec.workdir, limit, include_secrets=spec.include_secrets) if spec.sync else None
         )
         sizes = (
-            [_copy(taken.root, root, entry) for entry in taken.entries if entry.kind != "link"]
+            [
+                _copy(taken.root, root, entry=entry)
+                for entry in taken.entries
+                if entry.kind != "link"
+            ]
             if taken is not None
             else []
         )
@@ -103,12 +107,12 @@ def stage(
         raise
     total = sum(sizes) + sum(len(data) for data, _ in goods.values())
     count = (taken.files if taken is not None else 0) + len(goods)
-    return Upload(root, count, total, taken.digest if taken is not None else "")
+    return Upload(root, count, size=total, digest=taken.digest if taken is not None else "")
 
 
 def _code(workdir: Path, limit: int, *, include_secrets: bool) -> Snapshot:
     """Return what is sent of the working directory."""
-    taken = snapshot.take(workdir, limit, include_secrets)
+    taken = snapshot.take(workdir, limit, include_secrets=include_secrets)
     if any(PurePosixPath(entry.path).parts[0] == OWN for entry in taken.entries):
         raise SubmitError(
             f"{workdir} has a {OWN!r} of its own, which is where ours is sent",

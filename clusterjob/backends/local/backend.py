@@ -71,7 +71,9 @@ class LocalBackend:
         shared.refuse_queue(spec, NAME)
         spec = replace(spec, nproc_open=False)
         job_id, job_dir = shared.new_directory(spec.name)
-        script = render(spec.template or f"{_SCRIPT}.j2", self._values(spec, job_id, job_dir))
+        script = render(
+            spec.template or f"{_SCRIPT}.j2", self._values(spec, job_id, job_dir=job_dir)
+        )
         devices, notes = _devices(spec)
         return Plan(
             job_id=job_id,
@@ -86,7 +88,7 @@ class LocalBackend:
                 PlannedCommand(
                     ("bash", str(job_dir / _SCRIPT)),
                     {"CLUSTERJOB_NODE_RANK": str(node_rank)} | devices[node_rank],
-                    node_rank,
+                    node_rank=node_rank,
                 )
                 for node_rank in range(spec.resources.nodes)
             ),
@@ -95,7 +97,7 @@ class LocalBackend:
 
     def _values(self, spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
         return {
-            **shared.common_values(spec, job_id, job_dir),
+            **shared.common_values(spec, job_id, job_dir=job_dir),
             "master_addr": _MASTER_ADDR,
             "lifeline": True,
             "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
@@ -116,8 +118,8 @@ class LocalBackend:
                 pid, lifeline = _start(
                     command,
                     folder / "agent.log",
-                    {secret.name for secret in plan.spec.secret},
-                    None if command.node_rank else self.stdin,
+                    hidden={secret.name for secret in plan.spec.secret},
+                    stdin=None if command.node_rank else self.stdin,
                 )
                 lifelines.append(lifeline)
                 agents.append(
@@ -136,7 +138,7 @@ class LocalBackend:
             "host": socket.gethostname(),
             "job_dir": str(plan.job_dir),
         }
-        return Handle(NAME, plan.job_id, {"agents": agents, **here})
+        return Handle(NAME, plan.job_id, data={"agents": agents, **here})
 
     def detach(self, handle: Handle) -> None:
         """Let the job live on without this process.
@@ -240,7 +242,7 @@ def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
     if per_node == 0:
         return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, notes
     available = gpus.visible_gpus(os.environ)
-    shares = gpus.shares(available, nodes, per_node)
+    shares = gpus.shares(available, nodes, per_node=per_node)
     if shares is not None:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares], notes
     short = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
@@ -334,10 +336,14 @@ def _status(record: Record) -> Status:
         )
     if alive:
         state = JobState.RUNNING if started_at else JobState.PENDING
-        return Status(state, waiting, None, started_at, restarts)
+        return Status(state, waiting, verdict=None, started_at=started_at, restarts=restarts)
     if _is_elsewhere(record):
         return Status(
-            JobState.UNKNOWN, f"it runs on {_host(record)}: ask there", None, started_at, restarts
+            JobState.UNKNOWN,
+            f"it runs on {_host(record)}: ask there",
+            verdict=None,
+            started_at=started_at,
+            restarts=restarts,
         )
     if record.handle is None and record.submitter is not None and record.submitter.alive():
         return Status(JobState.PENDING, "it is being submitted")
@@ -345,4 +351,6 @@ def _status(record: Record) -> Status:
         why = "the command that submitted it died before the job had started"
     else:
         why = "its agents ended without a verdict: they were killed, or the machine was restarted"
-    return shared.ended(shared.end_without_lead(record.job_dir, started_at, restarts, why))
+    return shared.ended(
+        shared.end_without_lead(record.job_dir, started_at, restarts=restarts, otherwise=why)
+    )

@@ -76,7 +76,7 @@ class MlpBackend(PlatformBackend):
         entry = f"{upload.OWN}/{upload.ENTRY}"
         tasks = {
             _task_file(job_dir, index): task.fields(
-                spec, job_id, str(job_dir / upload.DIRECTORY), entry, index
+                spec, job_id, upload=str(job_dir / upload.DIRECTORY), entry=entry, index=index
             )
             for index in (array.indices if array else (None,))
         }
@@ -88,10 +88,17 @@ class MlpBackend(PlatformBackend):
             for path, fields in tasks.items()
         ]
         if array is not None and array.values:
-            files.append(shared.sweep_file(spec, array, job_dir))
+            files.append(shared.sweep_file(spec, array, job_dir=job_dir))
         script = render(
             spec.template or f"{_SCRIPT}.j2",
-            _values(spec, job_id, job_dir, array, uploaded=not missing, left_open=left_open),
+            _values(
+                spec,
+                job_id,
+                job_dir=job_dir,
+                array=array,
+                uploaded=not missing,
+                left_open=left_open,
+            ),
         )
         return Plan(
             job_id=job_id,
@@ -117,7 +124,11 @@ class MlpBackend(PlatformBackend):
         account = dict(self.account_of(spec.options))
         job = engine.Look("job", lambda: shared.plannable(self.plan, spec))
         return engine.examine(
-            [job, *directory_looks(), *AccountOnPlatform(spec, Volc(account), account).looks()]
+            [
+                job,
+                *directory_looks(),
+                *AccountOnPlatform(spec, Volc(account), account=account).looks(),
+            ]
         )
 
     # -- submitting ----------------------------------------------------------------------------------------------------
@@ -131,7 +142,7 @@ class MlpBackend(PlatformBackend):
         """
         options, given = task.Options.of(plan.spec.options), plan.spec.options
         if not plan.commands:
-            missing = task.missing(task.fields(plan.spec, plan.job_id, "", ""))
+            missing = task.missing(task.fields(plan.spec, plan.job_id, upload="", entry=""))
             raise SubmitError(
                 f"the platform takes no task without {' and '.join(missing)}",
                 f"{task.how_to_name(missing, given)}; `clusterjob render --cluster {NAME} ...` prints {_SCRIPT} for a task that is made "
@@ -146,9 +157,9 @@ class MlpBackend(PlatformBackend):
             fields = task.with_secrets(
                 text,
                 given,
-                token,
-                os.environ,
-                {secret.name: secret.value(os.environ) for secret in plan.spec.secret},
+                token=token,
+                environ=os.environ,
+                more={secret.name: secret.value(os.environ) for secret in plan.spec.secret},
             )
             full = render("mlp-task.yaml.j2", {"job_id": plan.job_id, "task": fields})
             confs.append((fields["TaskName"], full.encode()))
@@ -160,7 +171,10 @@ class MlpBackend(PlatformBackend):
         goods = [file for file in plan.files if file.path.name in (node_zip.NAME, shared.SWEEP)]
         script = planned[plan.job_dir / _SCRIPT]
         sent = upload.stage(
-            plan.spec, plan.job_dir, [*goods, replace(script, path=Path(upload.ENTRY))], limit
+            plan.spec,
+            plan.job_dir,
+            files=[*goods, replace(script, path=Path(upload.ENTRY))],
+            limit=limit,
         )
         try:
             platform = Volc(
@@ -168,7 +182,11 @@ class MlpBackend(PlatformBackend):
                 options.number("submit_timeout", SUBMIT_PATIENCE, 1e-3),
             )
             return self.submit_tasks(
-                plan, platform, confs, ".yaml", options.number("submit_rate", _RATE, 1e-3)
+                plan,
+                platform,
+                tasks=confs,
+                suffix=".yaml",
+                rate=options.number("submit_rate", _RATE, 1e-3),
             )
         finally:
             sent.remove()
@@ -198,7 +216,7 @@ class MlpBackend(PlatformBackend):
         policies = retry.get("PolicySets") or []
         return Retries(
             int(retry.get("MaxRetryTimes", 0)), float(retry.get("IntervalSeconds", 0)),
-            "Failed" in policies, "InstanceReclaimed" in policies, preemptible,
+            failures="Failed" in policies, reclaims="InstanceReclaimed" in policies, preemptible=preemptible,
         )  # fmt: skip
 
     def poll(self, options: Mapping[str, str]) -> float:
@@ -263,7 +281,7 @@ def _values(
     if left_open:
         launch = replace(launch, nproc_per_node=None)
     workdir: str = spec.options.get("workdir", "" if uploaded and spec.sync else str(spec.workdir))
-    return shared.common_values(spec, job_id, job_dir) | {
+    return shared.common_values(spec, job_id, job_dir=job_dir) | {
         "workdir": workdir,
         "node_zip": str(job_dir / node_zip.NAME),
         "launch_arguments": launch.arguments(),

@@ -62,14 +62,14 @@ class Account:
         return [
             Look("PyYAML", _yaml),
             Look("command", _command),
-            Look("version", self._version, ("command",)),
+            Look("version", self._version, needs=("command",)),
             Look("credentials", self._credentials),
             Look("region", self._show_region),
-            Look("list", self._list, ("command", "credentials", "region"), _DOCS),
-            Look("fields", self._fields, reads),
-            Look("instances", self._instances, reads, _DOCS),
-            Look("logs", self._logs, ("instances",), _DOCS),
-            Look("flags", self._flags, ("command",)),
+            Look("list", self._list, needs=("command", "credentials", "region"), hint=_DOCS),
+            Look("fields", self._fields, needs=reads),
+            Look("instances", self._instances, needs=reads, hint=_DOCS),
+            Look("logs", self._logs, needs=("instances",), hint=_DOCS),
+            Look("flags", self._flags, needs=("command",)),
             Look("task", self._task),
             Look("GPUs", self._gpus),
             Look("secrets", self._secrets),
@@ -269,7 +269,7 @@ class Account:
     # -- what the job says ---------------------------------------------------------------------------------------------
 
     def _task(self) -> Iterator[Finding]:
-        fields = task.fields(self._spec, "doctor", "", "")
+        fields = task.fields(self._spec, "doctor", upload="", entry="")
         missing = task.missing(fields)
         if missing:
             hint = task.how_to_name(missing, self._spec.options)

@@ -256,7 +256,7 @@ class Volc:
         if shutil.which(COMMAND) is None:
             raise _missing()
         try:
-            return run([COMMAND, "ml_task", *words], self._account, patience)
+            return run([COMMAND, "ml_task", *words], self._account, patience=patience)
         except OSError as error:
             raise SubmitError(f"{COMMAND} cannot be run: {error.strerror}", _INSTALL) from error
 

@@ -251,17 +251,17 @@ def fields(
         **_queue(values),
         "TaskRoleSpecs": [role],
         **_limits(spec, options),
-        "Envs": _environment(spec, options, index),
+        "Envs": _environment(spec, options, index=index),
     }
     retry = retry_options(spec.options, spec.max_restarts, requeue=spec.requeue)
     for path, value in options.fields.items():
         if path == "Envs":
             task["Envs"] += value
         elif path.partition(".")[0] != "RetryOptions":
-            _set(task, path, value)
+            _set(task, path, value=value)
     for path in options.secrets:
         if "." in path:
-            _set(task, path, None)
+            _set(task, path, value=None)
     if retry:
         task["RetryOptions"] = retry
     if task["Framework"] not in ("PyTorchDDP", "Custom"):
@@ -397,7 +397,7 @@ def retry_options(
     holder = {"RetryOptions": found}
     for path, value in read.fields.items():
         if path.partition(".")[0] == "RetryOptions":
-            _set(holder, path, value)
+            _set(holder, path, value=value)
     return holder["RetryOptions"]
 
 
@@ -471,7 +471,7 @@ def with_secrets(
             entry["Value"] = values[entry["Name"]]
     for target, value in values.items():
         if "." in target:
-            _set(task, target, value)
+            _set(task, target, value=value)
     return task
 
 
@@ -487,7 +487,7 @@ def _set(task: dict[str, Any], path: str, value: Any) -> None:
             )
     if isinstance(value, dict) and isinstance(place.get(last), dict):
         for name, item in value.items():
-            _set(place[last], str(name), item)
+            _set(place[last], str(name), value=item)
     else:
         place[last] = value
 

@@ -86,7 +86,7 @@ class SlurmBackend:
         return Handle(
             NAME,
             ids[0],
-            {
+            data={
                 "ids": ids,
                 "cluster": cluster,
                 "conf": os.environ.get("SLURM_CONF"),
@@ -105,14 +105,16 @@ class SlurmBackend:
             _preflight(client, plan)
             data["code"] = host.send_code(plan)
             asked = True
-            ids, cluster = _submit_pieces(plan, client, host)
+            ids, cluster = _submit_pieces(plan, client, host=host)
         except SubmitInDoubtError:
             raise
         except BaseException as error:
             if not asked or isinstance(error, SubmitError):
                 host.remove(plan.job_id)
             raise
-        return Handle(NAME, ids[0], {"ids": ids, "cluster": cluster, "at": time.time(), **data})
+        return Handle(
+            NAME, ids[0], data={"ids": ids, "cluster": cluster, "at": time.time(), **data}
+        )
 
     def detach(self, handle: Handle) -> None:
         """Nothing to let go: a job of Slurm's needs nobody."""
@@ -145,7 +147,7 @@ class SlurmBackend:
     def _at(self, place: Cluster) -> tuple[Client, Queue, Accounting]:
         if place not in self._clients:
             shell = self._host(place.login) if place.login is not None else None
-            client = Client(place.conf, place.cluster, shell)
+            client = Client(place.conf, place.cluster, shell=shell)
             self._clients[place] = (client, Queue(client, home() / "slurm"), Accounting(client))
         return self._clients[place]
 
@@ -176,16 +178,16 @@ class SlurmBackend:
         forgotten: dict[str, tuple[Record, Handle]] = {}
         wholes: dict[str, Record] = {}
         for record in records:
-            handle = record.handle or status.adopt(record, snapshot, wholes)
+            handle = record.handle or status.adopt(record, snapshot, wholes=wholes)
             if handle is None:
                 found[record.job_id] = status.unseen(record, snapshot)
                 continue
             row = snapshot.rows.get(handle.id)
-            if row is not None and status.is_of(row, record, handle):
+            if row is not None and status.is_of(row, record, handle=handle):
                 if status.needs_explanation(record, row):
                     row = explained(client, row)
                 found[record.job_id] = status.with_trouble(
-                    status.from_row(record, handle, row), snapshot
+                    status.from_row(record, handle, row=row), snapshot
                 )
             elif snapshot.taken_at < handle.data["at"] + status.SETTLING:
                 found[record.job_id] = status.not_yet(record, snapshot)
@@ -205,7 +207,9 @@ class SlurmBackend:
                 found[record.job_id] = (
                     status.not_yet(record, snapshot)
                     if rows is None
-                    else status.forgotten(record, handle, rows.get(key), snapshot)
+                    else status.forgotten(
+                        record, handle, accounted=rows.get(key), snapshot=snapshot
+                    )
                 )
         return found
 
@@ -216,7 +220,8 @@ class SlurmBackend:
         keys = [
             record.handle.id
             for record in records
-            if record.handle is not None and status.is_active(snapshot, record, record.handle)
+            if record.handle is not None
+            and status.is_active(snapshot, record, handle=record.handle)
         ]
         if keys and (answer := _scancel(client, keys)) is not None and answer.silent:
             return
@@ -226,9 +231,9 @@ class SlurmBackend:
     def _may_run(self, record: Record) -> bool:
         """Return whether a job whose end is guessed may run: Slurm shows it, or does not answer."""
         snapshot = self._at(status.cluster_of(record))[1].look(urgent=True)
-        handle = record.handle or status.adopt(record, snapshot, {})
+        handle = record.handle or status.adopt(record, snapshot, wholes={})
         return bool(snapshot.trouble) or (
-            handle is not None and status.is_active(snapshot, record, handle)
+            handle is not None and status.is_active(snapshot, record, handle=handle)
         )
 
     # -- cancelling ----------------------------------------------------------------------------------------------------
@@ -261,7 +266,9 @@ class SlurmBackend:
         login = status.cluster_of(record).login
         if login is None:
             raise shared.nothing_to_fetch(record)
-        request = shared.fetch_request(record, paths, target, may_replace, limits)
+        request = shared.fetch_request(
+            record, paths, target=target, may_replace=may_replace, limits=limits
+        )
         return [self._host(login).fetch(request)]
 
     def interrupt(self, record: Record) -> bool:
@@ -308,8 +315,8 @@ class SlurmBackend:
         for record in records:
             place = status.cluster_of(record)
             snapshot = self._at(place)[1].look(urgent=True)
-            handle = record.handle or status.adopt(record, snapshot, wholes)
-            if handle is not None and not status.is_of_another(snapshot, record, handle):
+            handle = record.handle or status.adopt(record, snapshot, wholes=wholes)
+            if handle is not None and not status.is_of_another(snapshot, record, handle=handle):
                 wanted.setdefault(place, {})[handle.id] = record
         for place, keys in wanted.items():
             answer = _scancel(self._at(place)[0], list(keys))
@@ -333,7 +340,7 @@ class SlurmBackend:
 
 
 def _preflight(client: Client, plan: Plan) -> None:
-    submit.check_time(client, plan.spec, submit.preflight(client, plan.commands[0].argv))
+    submit.check_time(client, plan.spec, preflight=submit.preflight(client, plan.commands[0].argv))
 
 
 def _submit_pieces(
@@ -348,7 +355,7 @@ def _submit_pieces(
     cluster: str | None = None
     for command in plan.commands:
         try:
-            job, cluster = submit.submit(client, command.argv, plan.job_id, ids)
+            job, cluster = submit.submit(client, command.argv, job=plan.job_id, known=ids)
         except SubmitError:
             if ids:
                 Client(cluster=cluster, shell=host).run(["scancel", *ids])

@@ -99,14 +99,14 @@ class SlurmCluster:
         return [
             *directory_looks(),
             *login,
-            Look("commands", self._commands, there),
-            Look("controller", self._controller, commands),
-            Look("version", self._version, controller),
-            Look("partitions", self._show_partitions, controller),
-            Look("GPUs", self._gpus, ("partitions",)),
-            Look("accounting", self._accounting, controller),
-            Look("nodes", self._nodes, there),
-            Look("job", self._job, controller),
+            Look("commands", self._commands, needs=there),
+            Look("controller", self._controller, needs=commands),
+            Look("version", self._version, needs=controller),
+            Look("partitions", self._show_partitions, needs=controller),
+            Look("GPUs", self._gpus, needs=("partitions",)),
+            Look("accounting", self._accounting, needs=controller),
+            Look("nodes", self._nodes, needs=there),
+            Look("job", self._job, needs=controller),
         ]
 
     # -- whether anybody answers ---------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class SlurmCluster:
         yield Finding(
             space.state,
             space.words,
-            space.hint and "--set remote_home=DIR names another place there",
+            hint=space.hint and "--set remote_home=DIR names another place there",
         )
 
     def _commands(self) -> Iterator[Finding]:
@@ -316,7 +316,7 @@ class SlurmCluster:
         plan = planning.plan(self._spec)
         with _script_of(plan, local=self._client.is_local) as argv:
             answer = submit.preflight(self._client, argv)
-        submit.check_time(self._client, self._spec, answer)
+        submit.check_time(self._client, self._spec, preflight=answer)
         if answer.code != 0:
             yield warning(f"sbatch --test-only: {answer.words}", "the job would be taken, and wait")
         else:
@@ -349,7 +349,10 @@ def _partitions(text: str) -> dict[str, _Partition]:
             continue
         name, availability, limit, count, state, gres = cells
         partition = found.setdefault(
-            name.rstrip("*"), _Partition(name.rstrip("*"), name.endswith("*"), availability, limit)
+            name.rstrip("*"),
+            _Partition(
+                name.rstrip("*"), name.endswith("*"), availability=availability, limit=limit
+            ),
         )
         if int(count):
             partition.nodes[state] = partition.nodes.get(state, 0) + int(count)

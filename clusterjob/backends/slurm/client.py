@@ -227,12 +227,12 @@ class Client:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return Answer(-9, "", f"{argv[0]}: timed out after {patience:g} s")
+            return Answer(-9, "", err=f"{argv[0]}: timed out after {patience:g} s")
         except BaseException:
             process.kill()
             process.communicate()
             raise
-        return Answer(process.returncode, out, err)
+        return Answer(process.returncode, out, err=err)
 
 
 def hint(words: str) -> str:

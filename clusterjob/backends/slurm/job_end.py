@@ -111,7 +111,7 @@ def of_step(job_dir: Path, code: int, started_at: str | None) -> Verdict:
         return Verdict(JobState.SUCCEEDED, 0, **common)
     failures = _failed_tasks(job_dir, code)
     if not failures:
-        return Verdict(JobState.FAILED, code, f"srun ended with exit code {code}", **common)
+        return Verdict(JobState.FAILED, code, reason=f"srun ended with exit code {code}", **common)
     # srun's own code is the highest of all tasks, guilty or not. Of those that it names the guilty
     # one is the first whose last words do not only say that another is gone, best one that had
     # ended before srun killed the rest.
@@ -120,7 +120,12 @@ def of_step(job_dir: Path, code: int, started_at: str | None) -> Verdict:
     )
     others = tuple(replace(failure, last_lines=()) for failure in failures if failure is not root)
     return Verdict(
-        JobState.FAILED, root.exit_code, f"{root.who}: {root.message}", root, others, **common
+        JobState.FAILED,
+        root.exit_code,
+        reason=f"{root.who}: {root.message}",
+        failure=root,
+        consequences=others,
+        **common,
     )
 
 
@@ -142,7 +147,7 @@ def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
     found: list[Failure] = []
     for path in sorted((job_dir / "logs").glob("slurm*.out")):
         ended_by_srun = False
-        for line in last_lines(path, 10_000, 1 << 20):
+        for line in last_lines(path, 10_000, limit=1 << 20):
             ended_by_srun |= "Terminating StepId" in line or "Force Terminated" in line
             match = _TASKS_ENDED.fullmatch(line)
             if match is not None:
@@ -154,9 +159,9 @@ def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
                     _task(
                         job_dir,
                         rank,
-                        match["host"],
-                        match["how"],
-                        code,
+                        host=match["host"],
+                        how=match["how"],
+                        code=code,
                         ended_by_srun=ended_by_srun,
                     )
                     for rank in ranks
@@ -176,7 +181,17 @@ def _task(
     exception = last_exception(lines)
     if exception is not None and exited:
         message = f"{exception} ({message})"
-    return Failure(rank, local_rank, node_rank, host, own, signal, message, lines, effect)
+    return Failure(
+        rank,
+        local_rank,
+        node_rank=node_rank,
+        host=host,
+        exit_code=own,
+        signal=signal,
+        message=message,
+        last_lines=lines,
+        effect=effect,
+    )
 
 
 _SIGNALS = (
@@ -196,7 +211,7 @@ def _rank_lines(job_dir: Path, rank: int) -> tuple[int, int | None, tuple[str, .
     for folder in sorted((job_dir / "logs").glob("node*")):
         number = folder.name.removeprefix("node")
         err = (
-            rank_files(node_directory(job_dir, int(number)), rank, 0)[1]
+            rank_files(node_directory(job_dir, int(number)), rank, restart=0)[1]
             if number.isdigit()
             else folder
         )
@@ -221,26 +236,29 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         return Verdict(
             JobState.FAILED,
             TIMEOUT_EXIT_CODE,
-            "the time limit was reached: Slurm ended the job",
+            reason="the time limit was reached: Slurm ended the job",
             **common,
         )
     if row.state == "OUT_OF_MEMORY":
         return Verdict(
             JobState.FAILED,
             _OOM_EXIT_CODE,
-            "the job ran out of the memory that it asked for: Slurm ended it",
+            reason="the job ran out of the memory that it asked for: Slurm ended it",
             **common,
         )
     if row.state in _LOST:
         which = f": {row.failed_node}" if row.failed_node else ""
         return Verdict(
-            JobState.LOST, 1, f"Slurm says {row.state}: a node of the job failed{which}", **common
+            JobState.LOST,
+            1,
+            reason=f"Slurm says {row.state}: a node of the job failed{which}",
+            **common,
         )
     if row.state == "PREEMPTED":
         return Verdict(
             JobState.PREEMPTED,
             PREEMPTED_EXIT_CODE,
-            "Slurm preempted the job and did not queue it again",
+            reason="Slurm preempted the job and did not queue it again",
             **common,
         )
     if (
@@ -271,22 +289,24 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         killed = (
             f"the job's batch shell was killed by {signal_name(row.signal)}: Slurm says FAILED{why}"
         )
-        return Verdict(JobState.FAILED, 128 + row.signal, killed, **common)
+        return Verdict(JobState.FAILED, 128 + row.signal, reason=killed, **common)
     if own is not None and not (
         own.state is JobState.PREEMPTED and row.state == "CANCELLED"
     ):  # which a SIGTERM looks like to agents
         return own
     if row.state == "CANCELLED":
         return Verdict(
-            JobState.CANCELLED, CANCELLED_EXIT_CODE, f"Slurm says CANCELLED{why}", **common
+            JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=f"Slurm says CANCELLED{why}", **common
         )
     if row.state == "COMPLETED":
         return Verdict(
             JobState.LOST,
             1,
-            "Slurm says COMPLETED, but nothing in the job's directory says so: is the disk full?",
+            reason="Slurm says COMPLETED, but nothing in the job's directory says so: is the disk full?",
             **common,
         )
     words = last_lines(job_dir / "logs" / "slurm.out", 3)
     said = f": {'; '.join(words)}" if words else ""
-    return Verdict(JobState.FAILED, code or 1, f"Slurm says {row.state}{why}{said}", **common)
+    return Verdict(
+        JobState.FAILED, code or 1, reason=f"Slurm says {row.state}{why}{said}", **common
+    )

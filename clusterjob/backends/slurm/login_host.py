@@ -64,7 +64,7 @@ class Login:
         Raises:
             SpecError: it is no host, or one of its options makes no sense.
         """
-        return cls.named(spec.login, spec.options, spec.setup)
+        return cls.named(spec.login, spec.options, setup=spec.setup)
 
     @classmethod
     def named(cls, text: str, given: Mapping[str, str], setup: Sequence[str]) -> Login:
@@ -86,7 +86,12 @@ class Login:
         # setup lines, any that is new enough is taken before those are run; so there is always one,
         # which does nothing.
         place = Place(
-            found, "python3", (":", *setup), set_.remote_home, set_.ssh_config, set_.connect_timeout
+            found,
+            "python3",
+            setup=(":", *setup),
+            home=set_.remote_home,
+            ssh_config=set_.ssh_config,
+            timeout=set_.connect_timeout,
         )
         return cls(found[0], set_.remote_home, set_.ssh_config, place)
 
@@ -169,7 +174,7 @@ class LoginHost:
         Raises:
             SubmitError: it is not installed there.
         """
-        return Errand(self, argv, more, "")
+        return Errand(self, argv, more=more, job_id="")
 
     def within(self, job_id: str) -> Within:
         """Return this host as a shell whose commands run in a job's directory."""
@@ -267,7 +272,7 @@ class LoginHost:
             *((file.path.name, file.mode, file.data) for file in plan.files),
             *plans.carried_elsewhere(plan.job_dir),
         ]
-        Delivery(self.session(), plan.job_id, 0, lambda *_: None).put(files)
+        Delivery(self.session(), plan.job_id, node=0, progress=lambda *_: None).put(files)
         return {"directory": directory, "ahead": answer["time"] - time.time()}
 
     def send_code(self, plan: Plan) -> dict[str, Any] | None:
@@ -282,10 +287,12 @@ class LoginHost:
         if not spec.sync:
             return None
         code = snapshot.take(
-            spec.workdir, ssh_options.Options.of(spec.options).sync_limit, spec.include_secrets
+            spec.workdir,
+            ssh_options.Options.of(spec.options).sync_limit,
+            include_secrets=spec.include_secrets,
         )
         with Sending([self.label]) as progress:
-            Delivery(self.session(), plan.job_id, 0, partial(progress, 0)).land(code)
+            Delivery(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).land(code)
         code.keep(plan.job_dir)
         git = snapshot.keep_git(spec.workdir, plan.job_dir)
         return {"digest": code.digest, "files": code.files, "bytes": code.size, "git": git}
@@ -317,7 +324,7 @@ class Within:
 
     def start(self, argv: Sequence[str], more: Mapping[str, str]) -> Errand:
         """As the host's."""
-        return Errand(self.host, argv, more, self.job_id)
+        return Errand(self.host, argv, more=more, job_id=self.job_id)
 
 
 class Errand:

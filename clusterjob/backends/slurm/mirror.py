@@ -72,11 +72,13 @@ class Mirror:
                     self._label,
                     f"it answers for {len(found)} jobs where {len(chunk)} are asked for",
                 )
-            check_progress(self._label, found, data, most)
-            parts = contents(self._label, [file for one in found for file in one["files"]], data)
+            check_progress(self._label, found, data=data, most=most)
+            parts = contents(
+                self._label, [file for one in found for file in one["files"]], data=data
+            )
             for (record, logs), had, one in zip(chunk, have, found, strict=True):
                 volume = self._volumes.setdefault(
-                    record.job_id, Volume(self._label, record.job_dir, record.nodes)
+                    record.job_id, Volume(self._label, record.job_dir, nodes=record.nodes)
                 )
                 volume.check(had, one["files"])
                 for file, content in itertools.islice(parts, len(one["files"])):
@@ -126,7 +128,7 @@ class Mirror:
             raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
         stamps = self._stamps[record.job_id]
         if not file.get("gone"):
-            keep(self._label, record.job_dir, file, content, stamps)
+            keep(self._label, record.job_dir, file=file, content=content, stamps=stamps)
             return
         try:
             (record.job_dir / name).unlink(missing_ok=True)

@@ -72,11 +72,11 @@ def plan(spec: JobSpec) -> Plan:
         common.append(f"--signal=B:USR1@{spec.signal_before}")
     files = [*shared.common_files(spec, job_dir)]
     if array is not None and array.values:
-        files.append(shared.sweep_file(spec, array, job_dir))
+        files.append(shared.sweep_file(spec, array, job_dir=job_dir))
     values = (
-        _values(spec, job_id, job_dir, array)
+        _values(spec, job_id, job_dir=job_dir, array=array)
         if login is None
-        else _values_there(spec, job_id, array)
+        else _values_there(spec, job_id, array=array)
     )
     files.append(
         shared.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values))
@@ -223,9 +223,9 @@ def _values(
     )
     warning = spec.signal_before is not None or spec.requeue
     launch = [] if spec.launcher == "srun" else _launch(spec, program)
-    container = containers.choose(spec, job_dir, workdir)
+    container = containers.choose(spec, job_dir, workdir=workdir)
     return {
-        **shared.common_values(spec, job_id, job_dir),
+        **shared.common_values(spec, job_id, job_dir=job_dir),
         "workdir": str(workdir),
         "script": str(job_dir / _SCRIPT),
         "launcher": spec.launcher,
@@ -245,9 +245,12 @@ def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, 
     run in, which Slurm tells the job.
     """
     place = Path(f"/{secrets.token_hex(16)}")
-    values = _values(spec, job_id, place, array, place / CODE if spec.sync else None)
+    values = _values(
+        spec, job_id, job_dir=place, array=array, workdir=place / CODE if spec.sync else None
+    )
     return {
-        key: in_shell(value, str(place), '"$SLURM_SUBMIT_DIR"') for key, value in values.items()
+        key: in_shell(value, str(place), variable='"$SLURM_SUBMIT_DIR"')
+        for key, value in values.items()
     }
 
 

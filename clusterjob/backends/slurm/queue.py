@@ -235,7 +235,7 @@ class Queue:
             return
         self._asking = None
         atexit.unregister(self.close)
-        answer = Answer(process.returncode, out, err)
+        answer = Answer(process.returncode, out, err=err)
         if answer.code == 0:
             self._note(begin, {"taken_at": begin, "rows": split(answer.out, mark), "trouble": ""})
         else:
@@ -368,7 +368,7 @@ def _snapshot(stored: dict[str, Any]) -> Snapshot:
         return Snapshot(
             float(stored.get("taken_at", 0.0)),
             {row.key: row for row in rows},
-            str(stored.get("trouble", "")),
+            trouble=str(stored.get("trouble", "")),
         )
     except (TypeError, ValueError):
         return Snapshot()
@@ -396,12 +396,12 @@ def _row(
     return Row(
         key,
         state,
-        reason,
-        _local_time(start),
-        comment,
-        name,
-        directory,
-        float(submitted) if _is_number(submitted) else 0.0,
+        reason=reason,
+        start=_local_time(start),
+        comment=comment,
+        name=name,
+        directory=directory,
+        submitted=float(submitted) if _is_number(submitted) else 0.0,
     )
 
 
@@ -479,7 +479,7 @@ class Accounting:
                 words, {"SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}, _FIRST_PATIENCE
             )
         except ClusterJobError:
-            answer = Answer(127, "", "")
+            answer = Answer(127, "", err="")
         if answer.code == UNREACHED:
             return None
         if answer.code != 0:

@@ -50,7 +50,7 @@ def cluster_of(record: Record) -> Cluster:
         from clusterjob.backends.slurm.login_host import of_record
 
         login = of_record(record)
-    return Cluster(data.get("conf"), data.get("cluster"), login)
+    return Cluster(data.get("conf"), data.get("cluster"), login=login)
 
 
 def by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Record]]:
@@ -69,7 +69,7 @@ def by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Rec
 def unreached(record: Record, why: str) -> Status:
     """Return the status of a job whose login host does not answer."""
     started_at, restarts, _ = shared.progress(record.job_dir)
-    return Status(JobState.UNKNOWN, why, None, started_at, restarts)
+    return Status(JobState.UNKNOWN, why, verdict=None, started_at=started_at, restarts=restarts)
 
 
 def is_of(row: Row, record: Record, handle: Handle) -> bool:
@@ -88,7 +88,7 @@ def is_of(row: Row, record: Record, handle: Handle) -> bool:
 def is_active(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
     """Return whether Slurm shows this very job, and it waits or runs."""
     row = snapshot.rows.get(handle.id)
-    return row is not None and row.active and is_of(row, record, handle)
+    return row is not None and row.active and is_of(row, record, handle=handle)
 
 
 def is_of_another(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
@@ -96,7 +96,7 @@ def is_of_another(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
     its place.
     """
     row = snapshot.rows.get(handle.id)
-    return row is not None and not is_of(row, record, handle)
+    return row is not None and not is_of(row, record, handle=handle)
 
 
 def adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Handle | None:
@@ -124,7 +124,7 @@ def _adopted(record: Record, snapshot: Snapshot) -> Record:
     login = cluster_of(record).login
     more = {"login": login.to_json()} if login is not None else {}
     data = {"ids": bases, "cluster": None, "conf": None, "at": _epoch(record.submitted_at), **more}
-    return replace(record, handle=Handle(NAME, bases[0], data))
+    return replace(record, handle=Handle(NAME, bases[0], data=data))
 
 
 def has_news(record: Record) -> bool:
@@ -143,7 +143,7 @@ def told(record: Record) -> Verdict | None:
     """
     if _started_by_srun(record):
         return (
-            slurm_ends.of_step(record.job_dir, 0, None)
+            slurm_ends.of_step(record.job_dir, 0, started_at=None)
             if slurm_ends.step_code(record.job_dir) == 0
             else None
         )
@@ -161,18 +161,20 @@ def unseen(record: Record, snapshot: Snapshot) -> Status:
         _epoch(record.submitted_at) + _UNSEEN, _epoch(started_at) + SETTLING if started_at else 0.0
     )
     if started_at is not None and snapshot.taken_at < newest:
-        return Status(JobState.RUNNING, "", None, started_at, restarts)
+        return Status(JobState.RUNNING, "", verdict=None, started_at=started_at, restarts=restarts)
     if _runs_unseen(record, snapshot):
-        return Status(JobState.UNKNOWN, _UNSEEN_ALIVE, None, started_at, restarts)
+        return Status(
+            JobState.UNKNOWN, _UNSEEN_ALIVE, verdict=None, started_at=started_at, restarts=restarts
+        )
     if _ran(record, started_at):
-        return _with_handle(_from_directory(record, started_at, restarts), None)
+        return _with_handle(_from_directory(record, started_at, restarts=restarts), None)
     if snapshot.taken_at < newest:
         return Status(
             JobState.UNKNOWN,
             "Slurm does not show it (yet): it was not known whether it had been taken",
         )
     why = "the command that submitted it died before Slurm had taken the job"
-    return shared.ended(shared.end_without_lead(record.job_dir, None, 0, why))
+    return shared.ended(shared.end_without_lead(record.job_dir, None, restarts=0, otherwise=why))
 
 
 def _ran(record: Record, started_at: str | None) -> bool:
@@ -190,7 +192,7 @@ def not_yet(record: Record, snapshot: Snapshot) -> Status:
     started_at, restarts, waiting = shared.progress(record.job_dir)
     trouble = _unanswered(snapshot) if snapshot.trouble else ""
     state = JobState.RUNNING if started_at else JobState.UNKNOWN if trouble else JobState.PENDING
-    return Status(state, trouble or waiting, None, started_at, restarts)
+    return Status(state, trouble or waiting, verdict=None, started_at=started_at, restarts=restarts)
 
 
 def from_row(record: Record, handle: Handle, row: Row) -> Status:
@@ -203,16 +205,21 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
         )
         if wished:
             return Status(
-                JobState.PENDING, "it is being cancelled", None, started_at, restarts, handle
+                JobState.PENDING,
+                "it is being cancelled",
+                verdict=None,
+                started_at=started_at,
+                restarts=restarts,
+                handle=handle,
             )
         when = f"; expected to start at {row.start}" if row.start else ""
         return Status(
             JobState.PENDING,
             f"{again}{row.reason or 'queued'}{when}",
-            None,
-            started_at,
-            restarts,
-            handle,
+            verdict=None,
+            started_at=started_at,
+            restarts=restarts,
+            handle=handle,
         )
     # Slurm marks a job before it signals it: while it says RUNNING, nobody has cancelled what has
     # failed.
@@ -225,14 +232,23 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
     ):
         return _with_handle(own, handle)
     if row.active:
-        return Status(JobState.RUNNING, waiting, None, started_at, restarts, handle)
+        return Status(
+            JobState.RUNNING,
+            waiting,
+            verdict=None,
+            started_at=started_at,
+            restarts=restarts,
+            handle=handle,
+        )
     if own is None:
         code = slurm_ends.step_code(record.job_dir)
         if code is not None and _started_by_srun(record) and row.state in ("COMPLETED", "FAILED"):
-            own = slurm_ends.of_step(record.job_dir, code, started_at)
-    verdict = slurm_ends.of_slurm(row, own, record.job_dir, started_at)
+            own = slurm_ends.of_step(record.job_dir, code, started_at=started_at)
+    verdict = slurm_ends.of_slurm(row, own, job_dir=record.job_dir, started_at=started_at)
     if own is None and (wished or not slurm_ends.explains(row)):
-        verdict = shared.end_without_lead(record.job_dir, started_at, restarts, verdict)
+        verdict = shared.end_without_lead(
+            record.job_dir, started_at, restarts=restarts, otherwise=verdict
+        )
     return _with_handle(verdict, handle)
 
 
@@ -264,10 +280,10 @@ def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
     return Status(
         verdict.state,
         verdict.reason,
-        verdict,
-        verdict.started_at,
-        verdict.restarts,
-        handle,
+        verdict=verdict,
+        started_at=verdict.started_at,
+        restarts=verdict.restarts,
+        handle=handle,
         provisional=lost,
     )
 
@@ -325,21 +341,23 @@ def forgotten(record: Record, handle: Handle, accounted: Row | None, snapshot: S
     what accounting has.
     """
     if accounted is not None:
-        return from_row(record, handle, accounted)
+        return from_row(record, handle, row=accounted)
     started_at, restarts, _ = shared.progress(record.job_dir)
     if _runs_unseen(record, snapshot):
-        return Status(JobState.UNKNOWN, _UNSEEN_ALIVE, None, started_at, restarts)
-    return _with_handle(_from_directory(record, started_at, restarts), handle)
+        return Status(
+            JobState.UNKNOWN, _UNSEEN_ALIVE, verdict=None, started_at=started_at, restarts=restarts
+        )
+    return _with_handle(_from_directory(record, started_at, restarts=restarts), handle)
 
 
 def _from_directory(record: Record, started_at: str | None, restarts: int) -> Verdict:
     own = slurm_ends.verdict_of(record.job_dir)
     code = slurm_ends.step_code(record.job_dir)
     if own is None and code is not None and _started_by_srun(record):
-        own = slurm_ends.of_step(record.job_dir, code, started_at)
+        own = slurm_ends.of_step(record.job_dir, code, started_at=started_at)
     if own is None:
         why = "Slurm does not know it any more, and it left no verdict: it was killed, or lost by Slurm"
-        own = shared.end_without_lead(record.job_dir, started_at, restarts, why)
+        own = shared.end_without_lead(record.job_dir, started_at, restarts=restarts, otherwise=why)
     return own
 
 

@@ -76,7 +76,9 @@ class SshBackend:
         spec, options = plan.spec, Options.of(plan.spec.options)
         place = options.ssh.place(spec.hosts, spec.python, spec.setup)
         code = (
-            snapshot.take(spec.workdir, options.ssh.sync_limit, spec.include_secrets)
+            snapshot.take(
+                spec.workdir, options.ssh.sync_limit, include_secrets=spec.include_secrets
+            )
             if spec.sync
             else None
         )
@@ -109,14 +111,19 @@ class SshBackend:
             }
         with Sending([str(host) for host in spec.hosts]) as progress:
             submission = Submission(
-                self._visits(), place, goods, progress, _warn, partial(ends.cancelled, plan.job_dir)
+                self._visits(),
+                place,
+                goods=goods,
+                progress=progress,
+                warn=_warn,
+                unwanted=partial(ends.cancelled, plan.job_dir),
             )
             try:
                 data["address"] = submission.run()
             except BaseException:
                 ends.cancel(plan.job_dir)  # for whoever asks after a job that was broken off here
                 raise
-        return Handle(NAME, plan.job_id, data)
+        return Handle(NAME, plan.job_id, data=data)
 
     def detach(self, handle: Handle) -> None:
         """Do nothing: the agents never needed this process."""
@@ -242,7 +249,9 @@ class SshBackend:
 
         def work(node: int) -> Fetched:
             folder = target if len(asked) == 1 else target / f"node{node}"
-            request = shared.fetch_request(record, paths, folder, one_at_a_time, limits)
+            request = shared.fetch_request(
+                record, paths, target=folder, may_replace=one_at_a_time, limits=limits
+            )
             return Fetch(self._visits().session(place, node), request).run()
 
         outcome = for_each(asked, work)
@@ -263,7 +272,7 @@ class SshBackend:
         hosts = Hosts(
             self._visits(),
             options.ssh.place(spec.hosts, spec.python, spec.setup),
-            spec,
+            spec=spec,
             need_torch=options.need_torch,
         )
         job = engine.Look("job", lambda: shared.plannable(self.plan, spec))
@@ -298,7 +307,7 @@ class SshBackend:
                 hosts = tuple(Host(**host) for host in record.spec["hosts"])
                 place = options.place(hosts, str(record.spec["python"]), record.spec["setup"])
             nodes = [
-                Node(Mirror(record.job_id, record.job_dir, node))
+                Node(Mirror(record.job_id, record.job_dir, node=node))
                 for node in range(len(place.hosts))
             ]
             self._jobs[record.job_id] = Job(place, nodes)

@@ -168,7 +168,7 @@ class Hosts:
         return fitness.gpus(
             len(report.gpus),
             answer,
-            wanted,
+            wanted=wanted,
             required=self._spec.require_gpus or bool(self._spec.gpus),
         )
 
@@ -221,7 +221,10 @@ class Hosts:
         place = replace(self._place, hosts=tuple(self._place.hosts[node] for node in nodes))
         try:
             address = meet(
-                self._visits, place, candidate_ports.candidates("doctor", 0), lead.reached_at
+                self._visits,
+                place,
+                ports=candidate_ports.candidates("doctor", 0),
+                likely=lead.reached_at,
             )
         except HostError as error:
             yield failed(error.message, error.hint)

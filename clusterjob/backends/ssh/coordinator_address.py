@@ -58,11 +58,13 @@ def meet(
                     or "it has no address"
                 )
                 hint = f"port {heard['port']} and those above have to be open between the hosts"
-                raise HostError(str(place.hosts[node]), f"it cannot reach {tried} at {why}", hint)
+                raise HostError(
+                    str(place.hosts[node]), f"it cannot reach {tried} at {why}", hint=hint
+                )
             found: dict[str, Any] = answer
             return found
 
-        outcome = for_each(range(1, len(place.hosts)), work, stop)
+        outcome = for_each(range(1, len(place.hosts)), work, stop=stop)
     finally:
         lead.ask("hush")
     if outcome.errors:

@@ -46,7 +46,7 @@ def named_hosts(
     """
     values = settings.values
     found = hosts.named_hosts(
-        values.get("hosts"), values.get("hostfile"), directory
+        values.get("hosts"), values.get("hostfile"), directory=directory
     ) or hosts.of_platform(environ)
     if not found:
         raise SpecError(
@@ -95,10 +95,10 @@ def trust(
     from clusterjob.remote.pool import Pool
 
     place = _place(settings, (host,))
-    pool = Pool(connect.Reach(place.timeout, _warn, place.ssh_config))
+    pool = Pool(connect.Reach(place.timeout, _warn, ssh_config=place.ssh_config))
     try:
         target = pool.resolve(host)
-        key = connect.host_key(target, pool.reach, pool.through(target))
+        key = connect.host_key(target, pool.reach, through=pool.through(target))
     finally:
         pool.close()
     connect.refuse_revoked(target, key)
@@ -109,9 +109,9 @@ def trust(
         raise HostError(
             str(host),
             f"its key is {key.kind} {shown}, not {expected}",
-            "this may be another machine: do not trust it",
+            hint="this may be another machine: do not trust it",
         )
-    names = known_hosts.lookup_names(target.hostname, target.port, target.key_alias)
+    names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
     standing, place_of_it = KnownHosts((*target.known_hosts, *target.system_known_hosts)).standing(
         names, key.blob
     )
@@ -119,19 +119,23 @@ def trust(
         raise HostError(
             str(host),
             f"its key {key.kind} {shown} is revoked ({place_of_it})",
-            "this host is not to be trusted",
+            hint="this host is not to be trusted",
         )
     if standing is Standing.CHANGED and not replace:
         why = f"its key is {key.kind} {shown}, and another one is known ({place_of_it})"
-        raise HostError(str(host), why, "--replace puts this one in its place, if that is meant")
+        raise HostError(
+            str(host), why, hint="--replace puts this one in its place, if that is meant"
+        )
     if standing is Standing.KNOWN:
-        return Trusted(str(host), key.kind, shown, place_of_it.rpartition(":")[0], news=False)
+        return Trusted(
+            str(host), key.kind, fingerprint=shown, path=place_of_it.rpartition(":")[0], news=False
+        )
     if expected is None and not compared:
         why = f"its key is {key.kind} {shown}, and without a terminal nobody compares it with the host's own"
         raise HostError(
             str(host),
             why,
-            f"`clusterjob hosts trust {host} --fingerprint SHA256:...` with what the host's owner says",
+            hint=f"`clusterjob hosts trust {host} --fingerprint SHA256:...` with what the host's owner says",
         )
     if standing is Standing.CHANGED:
         for file in target.known_hosts:
@@ -140,7 +144,9 @@ def trust(
             except OSError as error:
                 raise HostError(str(host), f"{file} cannot be written: {error.strerror}") from error
     path = connect.remember(target, key)
-    return Trusted(str(host), key.kind, shown, str(path) if path else None, news=True)
+    return Trusted(
+        str(host), key.kind, fingerprint=shown, path=str(path) if path else None, news=True
+    )
 
 
 def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:

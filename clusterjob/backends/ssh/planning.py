@@ -68,7 +68,7 @@ def plan(spec: JobSpec) -> Plan:
     """
     spec, options = settled(spec), Options.of(spec.options)
     job_id, job_dir = shared.new_directory(spec.name)
-    script = render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir))
+    script = render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir=job_dir))
     remote = f"{options.ssh.remote_home}/jobs/{job_id}"
     notes = ["--mem is not enforced on bare hosts"] if spec.resources.mem is not None else []
     return Plan(
@@ -79,7 +79,9 @@ def plan(spec: JobSpec) -> Plan:
         files=(*shared.common_files(spec, job_dir), shared.script_file(job_dir / SCRIPT, script)),
         commands=tuple(
             PlannedCommand(
-                ("ssh", str(host), "bash", f"{remote}/{SCRIPT}"), _environment(spec, node), node
+                ("ssh", str(host), "bash", f"{remote}/{SCRIPT}"),
+                _environment(spec, node),
+                node_rank=node,
             )
             for node, host in enumerate(spec.hosts)
         ),
@@ -93,7 +95,7 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     if _uneven(spec):
         options = replace(options, nproc_per_node=None)
     return {
-        **shared.common_values(spec, job_id, job_dir),
+        **shared.common_values(spec, job_id, job_dir=job_dir),
         "token_file": plans.token_file(Path()).name,
         "workdir": CODE if spec.sync else str(spec.workdir),
         "launch_arguments": options.arguments(),

@@ -53,7 +53,13 @@ def status(record: Record, job: Job) -> Status:
         record.handle is None and record.submitter is not None and record.submitter.alive()
     )
     if being_submitted:
-        return Status(JobState.PENDING, "it is being submitted", None, started_at, restarts)
+        return Status(
+            JobState.PENDING,
+            "it is being submitted",
+            verdict=None,
+            started_at=started_at,
+            restarts=restarts,
+        )
     written = ends.written(job_dir)
     own = _verdict_in([end for end in written if end["node_rank"] == 0])
     if own is not None:
@@ -63,7 +69,11 @@ def status(record: Record, job: Job) -> Status:
     if reached and alive[0]:
         state = JobState.RUNNING if started_at else JobState.PENDING
         return Status(
-            state, "; ".join([*errors, *([waiting] if waiting else [])]), None, started_at, restarts
+            state,
+            "; ".join([*errors, *([waiting] if waiting else [])]),
+            verdict=None,
+            started_at=started_at,
+            restarts=restarts,
         )
     told_others = _verdict_in(written)
     if told_others is not None and not any(alive[1:]):
@@ -76,9 +86,9 @@ def status(record: Record, job: Job) -> Status:
         return Status(
             JobState.UNKNOWN,
             "; ".join(errors) or "its hosts have not answered yet",
-            None,
-            started_at,
-            restarts,
+            verdict=None,
+            started_at=started_at,
+            restarts=restarts,
         )
     if lead.error is not None:
         others = next(
@@ -86,13 +96,17 @@ def status(record: Record, job: Job) -> Status:
             "they ended without a verdict",
         )
         text = f"{lead.error.message}; the other nodes have ended: {others}"
-        verdict = shared.end_without_lead(job_dir, started_at, restarts, text)
+        verdict = shared.end_without_lead(job_dir, started_at, restarts=restarts, otherwise=text)
         return _until_reached(
             replace(verdict, reason=text) if verdict.state is JobState.LOST else verdict
         )
     if any(alive):
         return Status(
-            JobState.RUNNING, "node 0 has ended; the others are ending", None, started_at, restarts
+            JobState.RUNNING,
+            "node 0 has ended; the others are ending",
+            verdict=None,
+            started_at=started_at,
+            restarts=restarts,
         )
     if record.handle is None:
         why = "the command that submitted it died before the job had started"
@@ -100,7 +114,7 @@ def status(record: Record, job: Job) -> Status:
         why = "its directory is gone from its hosts"
     else:
         why = "its agents ended without a verdict: they were killed, or the hosts were restarted"
-    verdict = shared.end_without_lead(job_dir, started_at, restarts, why)
+    verdict = shared.end_without_lead(job_dir, started_at, restarts=restarts, otherwise=why)
     return _guessed(verdict) if errors else shared.ended(verdict)
 
 

@@ -159,21 +159,21 @@ class Submission:
             found: dict[str, Any] = answer
             return found
 
-        outcome = for_each(self._nodes, work, self._stop)
+        outcome = for_each(self._nodes, work, stop=self._stop)
         first: dict[str, int] = {}
         for node, answer in outcome.results.items():
             other = first.setdefault(answer["identity"], node)
             if other != node:
                 why = f"it is the same machine as {self._place.hosts[other]}"
                 outcome.errors[node] = HostError(
-                    str(self._place.hosts[node]), why, "a host can be one node of a job alone"
+                    str(self._place.hosts[node]), why, hint="a host can be one node of a job alone"
                 )
         if self._goods.gpus_per_node:
             fit = [node for node in self._nodes if node not in outcome.errors]
             reserved = for_each(
                 fit,
                 lambda node: self._reserve(node, self._visits.session(self._place, node)),
-                self._stop,
+                stop=self._stop,
             )
             outcome.errors |= reserved.errors
         self._insist(outcome)
@@ -195,7 +195,7 @@ class Submission:
                 if goods.gpus
                 else "without --require-gpus the workers run on the CPU, as a rehearsal"
             )
-            raise HostError(session.connection.target.label, answer["short"], hint)
+            raise HostError(session.connection.target.label, answer["short"], hint=hint)
         else:
             self._devices[node] = ""
             self._warn(
@@ -204,7 +204,9 @@ class Submission:
 
     def _send(self, node: int, session: Session) -> None:
         goods = self._goods
-        delivery = Delivery(session, goods.job_id, node, partial(self._progress, node))
+        delivery = Delivery(
+            session, goods.job_id, node=node, progress=partial(self._progress, node)
+        )
         delivery.put(goods.files)
         if goods.snapshot is not None:
             delivery.land(goods.snapshot)
@@ -227,7 +229,13 @@ class Submission:
         """
         if len(self._nodes) == 1:
             return LOOPBACK
-        return meet(self._visits, self._place, self._goods.ports, self._reached_at, self._stop)
+        return meet(
+            self._visits,
+            self._place,
+            ports=self._goods.ports,
+            likely=self._reached_at,
+            stop=self._stop,
+        )
 
     def _start(self, node: int, session: Session, address: str) -> None:
         goods = self._goods
@@ -269,7 +277,7 @@ class Submission:
             for_each(
                 self._nodes,
                 lambda node: work(node, self._visits.session(self._place, node)),
-                self._stop,
+                stop=self._stop,
             )
         )
 

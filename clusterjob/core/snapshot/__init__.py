@@ -191,7 +191,7 @@ def take(root: Path, limit: int = LIMIT, include_secrets: bool = False) -> Snaps
     """
     found = listed(root, include_secrets=include_secrets)
     if found.size > limit:
-        raise _too_large(root, found.entries, limit)
+        raise _too_large(root, found.entries, limit=limit)
     if found.secrets:
         logging.getLogger("clusterjob").warning("clusterjob: %s", found.left_out())
     try:
@@ -212,7 +212,9 @@ def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
     secrets: list[str] | None = None if include_secrets else []
     try:
         entries = tuple(
-            itertools.islice(_walk(root, "", _rules_above(root), secrets), MOST_ENTRIES + 1)
+            itertools.islice(
+                _walk(root, "", rules=_rules_above(root), secrets=secrets), MOST_ENTRIES + 1
+            )
         )
     except OSError as error:
         raise _unreadable(error) from error
@@ -221,7 +223,7 @@ def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
             f"{root} holds more than {MOST_ENTRIES:,} files",
             f"leave data out in {OWN_IGNORE}, or name another --workdir",
         )
-    return Snapshot(root, entries, tuple(secrets or ()))
+    return Snapshot(root, entries, secrets=tuple(secrets or ()))
 
 
 def _unreadable(error: OSError) -> SubmitError:
@@ -274,12 +276,12 @@ def _walk(
             continue
         mode = stat.S_IMODE(status.st_mode) & 0o777
         if is_directory:
-            yield Entry(path, "dir", mode, 0, "")
-            yield from _walk(root, f"{path}/", rules, secrets)
+            yield Entry(path, "dir", mode=mode, size=0, value="")
+            yield from _walk(root, f"{path}/", rules=rules, secrets=secrets)
         elif stat.S_ISLNK(status.st_mode):
-            yield Entry(path, "link", 0, 0, os.readlink(item.path))
+            yield Entry(path, "link", mode=0, size=0, value=os.readlink(item.path))
         elif is_regular:
-            yield Entry(path, "file", mode, status.st_size, "")
+            yield Entry(path, "file", mode=mode, size=status.st_size, value="")
 
 
 def _left_out(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
@@ -301,7 +303,7 @@ def _hashed(root: Path, entry: Entry) -> Entry:
 
 def _rules_of(directory: Path, base: str, prefix: str = "") -> list[_Rules]:
     paths = (directory / ".gitignore", directory / OWN_IGNORE)
-    return [_Rules(_patterns_in(path), base, prefix) for path in paths if path.is_file()]
+    return [_Rules(_patterns_in(path), base, prefix=prefix) for path in paths if path.is_file()]
 
 
 def _patterns_in(path: Path) -> Patterns:
@@ -331,7 +333,7 @@ def _rules_above(root: Path) -> list[_Rules]:
         found.append(_Rules(_patterns_in(exclude), prefix=prefix))
     for depth in range(len(below)):
         found += _rules_of(
-            top.joinpath(*below[:depth]), "", "".join(f"{name}/" for name in below[depth:])
+            top.joinpath(*below[:depth]), "", prefix="".join(f"{name}/" for name in below[depth:])
         )
     return found
 

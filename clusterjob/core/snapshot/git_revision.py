@@ -57,7 +57,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
     )
     with tempfile.TemporaryDirectory(prefix="clusterjob-git-") as folder:
         try:
-            _make_empty(Path(folder), revision, object_format, Path(git_dir))
+            _make_empty(Path(folder), revision, object_format=object_format, git_dir=Path(git_dir))
         except OSError:
             return {"revision": revision, "branch": branch, "changed": [], "diff": b""}
         more = {

@@ -115,7 +115,9 @@ def _pattern(line: bytes) -> Pattern | None:
         expression is None
     ):  # a bracket or a backslash at its end: git takes such a line for one that matches nothing
         return None
-    return Pattern(re.compile(expression, re.DOTALL), includes, directories, names)
+    return Pattern(
+        re.compile(expression, re.DOTALL), includes, directories=directories, names=names
+    )
 
 
 def _is_escaped(line: bytes, at: int) -> bool:

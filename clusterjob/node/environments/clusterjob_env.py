@@ -31,10 +31,10 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
             Topology(
                 nnodes,
                 node_rank,
-                nproc_per_node,
-                master_addr or "127.0.0.1",
-                master_port,
-                reading.source,
+                nproc_per_node=nproc_per_node,
+                master_addr=master_addr or "127.0.0.1",
+                master_port=master_port,
+                source=reading.source,
             )
         )
     except PlaceError as error:

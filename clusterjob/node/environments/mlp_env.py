@@ -36,9 +36,9 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nnodes = reading.number("nnodes", f"MLP_{role}_NUM")
     node_rank = _index(reading, role)
     nproc_per_node = reading.number("nproc_per_node", f"MLP_{role}_GPU", required=False)
-    master = _master(reading, role, nnodes)
+    master = _master(reading, role, nnodes=nnodes)
     _refuse_other_kinds(reading, role)
-    _check_hosts(reading, role, nnodes)
+    _check_hosts(reading, role, nnodes=nnodes)
     return placing.node(
         reading, nnodes=nnodes, node_rank=node_rank, nproc_per_node=nproc_per_node, master=master
     )

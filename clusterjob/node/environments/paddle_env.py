@@ -39,7 +39,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     node_rank = None
     if hosts and rank is not None and rank < len(hosts):
         on_this = [index for index, host in enumerate(hosts) if host == hosts[rank]]
-        _check_own(reading, endpoints[rank], rank)
+        _check_own(reading, endpoints[rank], rank=rank)
         if local_rank is None and local_world_size is None:
             local_rank, local_world_size = on_this.index(rank), len(on_this)
             reading.evidence |= dict.fromkeys(

@@ -54,10 +54,17 @@ def node(
         addr = OWN_ADDRESS
     if nnodes is None or node_rank is None or addr is None or reading.conflicts:
         return reading.finding(None)
-    refuse_own_address(reading, addr, nnodes)
+    refuse_own_address(reading, addr, nnodes=nnodes)
     try:
         return reading.finding(
-            Topology(nnodes, node_rank, nproc_per_node or None, addr, master.port, reading.source)
+            Topology(
+                nnodes,
+                node_rank,
+                nproc_per_node=nproc_per_node or None,
+                master_addr=addr,
+                master_port=master.port,
+                source=reading.source,
+            )
         )
     except PlaceError as error:
         return reading.refuse(error)
@@ -99,12 +106,25 @@ def worker(
     size = max(1, local_world_size)
     nnodes = max(1, -(-world_size // size)) if nnodes is None else nnodes
     node_rank = min(rank // size, nnodes - 1) if node_rank is None else node_rank
-    refuse_own_address(reading, master.addr, nnodes)
+    refuse_own_address(reading, master.addr, nnodes=nnodes)
     try:
         topology = Topology(
-            nnodes, node_rank, local_world_size, master.addr, master.port, reading.source
+            nnodes,
+            node_rank,
+            nproc_per_node=local_world_size,
+            master_addr=master.addr,
+            master_port=master.port,
+            source=reading.source,
         )
-        return reading.finding(Worker(topology, rank, local_rank, world_size, local_world_size))
+        return reading.finding(
+            Worker(
+                topology,
+                rank,
+                local_rank=local_rank,
+                world_size=world_size,
+                local_world_size=local_world_size,
+            )
+        )
     except PlaceError as error:
         return reading.refuse(error)
 

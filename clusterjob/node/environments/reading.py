@@ -132,7 +132,7 @@ class Reading:
         cannot be one is a conflict.
         """
         value = self.text(field_name, variable, required=required)
-        return None if value is None else self.as_host(field_name, variable, value)
+        return None if value is None else self.as_host(field_name, variable, text=value)
 
     def as_host(self, field_name: str, variable: str, text: str) -> str | None:
         """Return a part of a variable's value as a host's name or address; what cannot be one is a

@@ -77,4 +77,4 @@ def nodes(reading: Reading, *, required: bool = False) -> Nodes:
     if count is not None and count != len(listed):
         reading.conflicts.append(f"SM_HOST_COUNT={count}, but SM_HOSTS lists {len(listed)}")
     reading.evidence["nnodes"] = "SM_HOSTS"
-    return Nodes(listed, listed.index(own), len(listed))
+    return Nodes(listed, listed.index(own), nnodes=len(listed))

@@ -83,12 +83,14 @@ def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
     node = Topology(
         topology.nnodes,
         topology.node_rank,
-        topology.nproc_per_node,
-        topology.master_addr,
-        port,
-        topology.source,
+        nproc_per_node=topology.nproc_per_node,
+        master_addr=topology.master_addr,
+        master_port=port,
+        source=topology.source,
     )
-    return Worker(node, topology.node_rank, 0, topology.nnodes, 1)
+    return Worker(
+        node, topology.node_rank, local_rank=0, world_size=topology.nnodes, local_world_size=1
+    )
 
 
 def meeting_port(environ: Mapping[str, str]) -> int:
@@ -149,7 +151,14 @@ def _place(reading: Reading) -> Finding:
             for name in ("rank", "local_rank", "world_size", "local_world_size"):
                 reading.evidence.pop(name, None)
             return reading.finding(
-                Topology(nnodes, node_rank, nproc_per_node, master_addr, master_port, SOURCE)
+                Topology(
+                    nnodes,
+                    node_rank,
+                    nproc_per_node=nproc_per_node,
+                    master_addr=master_addr,
+                    master_port=master_port,
+                    source=SOURCE,
+                )
             )
         if nproc_per_node is not None:
             reading.evidence.pop("nproc_per_node")
@@ -157,13 +166,33 @@ def _place(reading: Reading) -> Finding:
                 Ignored("CLUSTERJOB_NPROC_PER_NODE", "srun starts the processes itself")
             )
         Topology(
-            nnodes, node_rank, None, master_addr, master_port, SOURCE
+            nnodes,
+            node_rank,
+            nproc_per_node=None,
+            master_addr=master_addr,
+            master_port=master_port,
+            source=SOURCE,
         )  # so that an impossible node is named first
         if master_port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
             master_port = meeting_port(environ)  # without a job's id every job would meet there
-        node = Topology(nnodes, node_rank, tasks[node_rank], master_addr, master_port, SOURCE)
+        node = Topology(
+            nnodes,
+            node_rank,
+            nproc_per_node=tasks[node_rank],
+            master_addr=master_addr,
+            master_port=master_port,
+            source=SOURCE,
+        )
         # The rank is the task's own: under a cyclic distribution no arithmetic over nodes gives it.
-        return reading.finding(Worker(node, rank, local_rank, world_size, tasks[node_rank]))
+        return reading.finding(
+            Worker(
+                node,
+                rank,
+                local_rank=local_rank,
+                world_size=world_size,
+                local_world_size=tasks[node_rank],
+            )
+        )
     except PlaceError as error:
         return reading.refuse(error)
 

@@ -58,7 +58,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     worker = slurm_env.as_worker(place, environ) if isinstance(place, Topology) else place
     worker = replace(worker, topology=slurm_addresses.settle(worker.topology, environ))
     own = _torch_variables(worker)
-    quiet = contract.quiet_defaults(environ, own["MASTER_ADDR"], worker.topology.nnodes)
+    quiet = contract.quiet_defaults(environ, own["MASTER_ADDR"], nnodes=worker.topology.nnodes)
     # In these two words the address is ours, and `slurm_env` takes it as it is.
     ours = {
         "CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"],

@@ -128,7 +128,7 @@ def expand_hostlist(text: str) -> list[str]:
         raise PlaceError(f"the host list is {len(text)} characters long")
     names: list[str] = []
     for item in _split_hostlist(text):
-        names += _expand_name(item, text, _MOST_NAMES - len(names))
+        names += _expand_name(item, text, most=_MOST_NAMES - len(names))
     return names
 
 
@@ -154,7 +154,9 @@ def _expand_name(item: str, text: str, most: int) -> list[str]:
     for bracket in brackets:
         numbers, _, rest = bracket.partition("]")
         _checked(rest, text)
-        endings = [number + rest for number in _expand_numbers(numbers, text, most // len(names))]
+        endings = [
+            number + rest for number in _expand_numbers(numbers, text, most=most // len(names))
+        ]
         if len(names[0]) + len(endings[0]) > _LONGEST_NAME:
             raise _no_hostlist(text, f"a name is longer than {_LONGEST_NAME} characters")
         names = [name + ending for name in names for ending in endings]

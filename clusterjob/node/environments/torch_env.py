@@ -77,12 +77,25 @@ def read(environ: Mapping[str, str]) -> Finding:
     if node_rank is None:
         node_rank = rank // max(1, local_world_size)
     if reading.source not in _MET:
-        placing.refuse_own_address(reading, master_addr, nnodes)
+        placing.refuse_own_address(reading, master_addr, nnodes=nnodes)
     try:
         topology = Topology(
-            nnodes, node_rank, local_world_size, master_addr, master_port, reading.source
+            nnodes,
+            node_rank,
+            nproc_per_node=local_world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            source=reading.source,
         )
-        return reading.finding(Worker(topology, rank, local_rank, world_size, local_world_size))
+        return reading.finding(
+            Worker(
+                topology,
+                rank,
+                local_rank=local_rank,
+                world_size=world_size,
+                local_world_size=local_world_size,
+            )
+        )
     except PlaceError as error:
         return reading.refuse(error)
 

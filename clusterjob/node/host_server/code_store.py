@@ -59,7 +59,7 @@ def land(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any]:
                 target.chmod(mode | 0o700)
             elif kind == "link":
                 os.symlink(value, target)
-            elif not _copy(_blob(home, value), target, mode, value):
+            elif not _copy(_blob(home, value), target, mode=mode, digest=value):
                 missing.add(value)
         if missing:
             shutil.rmtree(part, ignore_errors=True)

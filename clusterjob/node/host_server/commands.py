@@ -91,7 +91,7 @@ class Commands:
             os.close(err)
             return {"absent": error.strerror or str(error)}, b""
         self._count += 1
-        self._running[self._count] = _Command(process, name, out, err)
+        self._running[self._count] = _Command(process, name, out=out, err=err)
         return self._reap(self._count, float(request["patience"]))
 
     def _reap(self, number: int, patience: float) -> tuple[dict[str, Any], bytes]:

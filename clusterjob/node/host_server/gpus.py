@@ -92,7 +92,9 @@ def _by_library(pynvml: Any, index: int) -> Card:
         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     )
     uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
-    return Card(index, uuid, name, int(memory.used), int(memory.total), running)
+    return Card(
+        index, uuid, name=name, used=int(memory.used), total=int(memory.total), processes=running
+    )
 
 
 def _by_command() -> list[Card]:
@@ -110,10 +112,10 @@ def _by_command() -> list[Card]:
                 Card(
                     int(row[0]),
                     row[1],
-                    ", ".join(row[4:]),
-                    used,
-                    total,
-                    tuple(apps.get(row[1], ())),
+                    name=", ".join(row[4:]),
+                    used=used,
+                    total=total,
+                    processes=tuple(apps.get(row[1], ())),
                 )
             )
     return cards

@@ -105,7 +105,7 @@ def interpreter(job_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
             absolute), ``torch``.
     """
     directory = str(job_dir / request["workdir"])
-    answer = _ask(directory, request["python"], request["setup"], _QUESTION)
+    answer = _ask(directory, request["python"], setup=request["setup"], question=_QUESTION)
     found = answer.said("fit")
     if found is None:
         return {"troubles": [answer.trouble]}
@@ -137,7 +137,12 @@ def facts(directory: str, request: dict[str, Any], node_zip: str) -> dict[str, A
     exports = [f"export {name}={shlex.quote(value)}" for name, value in request["env"].items()]
     path = f'export PYTHONPATH={shlex.quote(node_zip)}"${{PYTHONPATH:+:$PYTHONPATH}}" OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"'
     answer = _ask(
-        directory, request["python"], request["setup"], _QUESTION_OF_FACTS, exports, [path]
+        directory,
+        request["python"],
+        setup=request["setup"],
+        question=_QUESTION_OF_FACTS,
+        before=exports,
+        after=[path],
     )
     found, told = answer.said("fit"), answer.said("facts")
     if found is None:
@@ -195,9 +200,11 @@ def _ask(
             timeout=_SETUP_PATIENCE, check=False, env=work_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return _Answer({}, f"its setup lines take longer than {_SETUP_PATIENCE:g} s", None, "")
+        return _Answer(
+            {}, f"its setup lines take longer than {_SETUP_PATIENCE:g} s", failed_at=None, end=""
+        )
     except OSError as error:
-        return _Answer({}, f"bash cannot be run: {error.strerror}", None, "")
+        return _Answer({}, f"bash cannot be run: {error.strerror}", failed_at=None, end="")
     said = (asked.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
     words: dict[str, Any] = {}
     failed_at = None
@@ -213,7 +220,9 @@ def _ask(
             trouble = f"there is no interpreter {python}"
     code = asked.returncode
     end = "" if code == 0 else f"signal {-code}" if code < 0 else f"exit code {code}"
-    return _Answer(words, trouble, failed_at, end + (f": {said}" if said and code else ""))
+    return _Answer(
+        words, trouble, failed_at=failed_at, end=end + (f": {said}" if said and code else "")
+    )
 
 
 def _misfit(

@@ -50,7 +50,7 @@ def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]
     alive = (
         agent_of(job_dir, node) is not None
     )  # before its files are read: what is dead by now has written its end
-    answer = News(job_dir, have, bytearray(), int(request["most"]))
+    answer = News(job_dir, have, data=bytearray(), most=int(request["most"]))
     if request["logs"]:
         answer.node_logs(node_directory(job_dir, node))
     if node == 0:

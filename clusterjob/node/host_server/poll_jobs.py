@@ -32,10 +32,10 @@ def looks(home: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         if not JOB.fullmatch(asked["job"]):
             raise ValueError(f"{asked['job']!r} is no job")
         job_dir = home / "jobs" / asked["job"]
-        news = News(job_dir, asked["have"], data, int(request["most"]))
+        news = News(job_dir, asked["have"], data=data, most=int(request["most"]))
         known = job_dir.is_dir()
         if known:
-            _look(job_dir, news, asked["logs"])
+            _look(job_dir, news, logs=asked["logs"])
         answers.append({"known": known, "files": news.files, "more": news.more})
     return {"jobs": answers}, bytes(data)
 

@@ -48,7 +48,10 @@ class Work:
             return _up(job_dir, node)
         if request["op"] == "cancel":
             return _cancel(
-                job_dir, node, float(request["grace"]), interrupt=request.get("interrupt") is True
+                job_dir,
+                node,
+                grace=float(request["grace"]),
+                interrupt=request.get("interrupt") is True,
             )
         if request["op"] == "remove":
             if (reserved := self._reserved.pop(request["job"], None)) is not None:
@@ -74,7 +77,7 @@ class Work:
         for made in (self._home, job_dir.parent, job_dir, job_dir / "logs"):
             made.chmod(0o700)  # they may be older, and of a generous umask
         for name, mode, size in request["files"]:
-            files.write_atomic(job_dir / name, read(size), mode)
+            files.write_atomic(job_dir / name, read(size), mode=mode)
         return {}
 
     def _wish(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class Work:
         try:
             if not wanted:
                 return {"devices": gpus.share(count, os.environ), "short": ""}
-            reserved = gpus.pick(job_id, wanted, count, os.environ)
+            reserved = gpus.pick(job_id, wanted, count=count, environ=os.environ)
         except gpus.TooFewError as error:
             return {"devices": None, "short": str(error)}
         self._reserved[job_id] = reserved

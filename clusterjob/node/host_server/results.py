@@ -34,7 +34,7 @@ def tree(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         if os.path.commonpath([path, root]) != str(root) or not os.path.lexists(path):
             absent.append(text)
         else:
-            _walk(str(root), path, entries, int(request["most"]))
+            _walk(str(root), path, entries=entries, most=int(request["most"]))
     return {"absent": absent}, b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
@@ -50,7 +50,7 @@ def _walk(
         if name != ".":
             entries.append((name, "dir", mode, 0, 0, ""))
         for child in sorted(os.listdir(path)):
-            _walk(root, os.path.join(path, child), entries, most)
+            _walk(root, os.path.join(path, child), entries=entries, most=most)
     elif stat.S_ISLNK(status.st_mode):
         entries.append((name, "link", 0, 0, 0, os.readlink(path)))
     elif stat.S_ISREG(status.st_mode):

@@ -87,14 +87,14 @@ class Visit:
             return host_check.interpreter(self.home / "jobs" / request["job"], request), b""
         if op == "facts":
             return host_check.facts(
-                os.path.expanduser(request["workdir"]), request, sys.path[0]
+                os.path.expanduser(request["workdir"]), request, node_zip=sys.path[0]
             ), b""  # the zip that this runs from
         if op == "put":
             return self._work.put(request, body.read), b""
         if op == "land":
-            return code_store.land(self.home, request, body.read()), b""
+            return code_store.land(self.home, request, packed=body.read()), b""
         if op == "blobs":
-            return code_store.receive(self.home, request, body.read), b""
+            return code_store.receive(self.home, request, read=body.read), b""
         return self._work.answer(request), b""
 
     def _read(self, op: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
@@ -111,7 +111,10 @@ class Visit:
     def _meet(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
         if op == "probe":
             return reachability.probe(
-                request["addresses"], request["port"], request["nonce"], request["patience"]
+                request["addresses"],
+                request["port"],
+                nonce=request["nonce"],
+                timeout=request["patience"],
             )
         if op == "listen":
             self._listener = reachability.Listener(request["ports"], request["nonce"])

@@ -294,12 +294,12 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
                 Failure(
                     None,
                     None,
-                    int(number),
-                    host[:_SHORT_TEXT],
-                    exit_code,
-                    None,
-                    why[:_SHORT_TEXT],
-                    last,
+                    node_rank=int(number),
+                    host=host[:_SHORT_TEXT],
+                    exit_code=exit_code,
+                    signal=None,
+                    message=why[:_SHORT_TEXT],
+                    last_lines=last,
                 )
             )
     return sorted(found, key=lambda failure: failure.node_rank)

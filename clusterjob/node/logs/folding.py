@@ -153,19 +153,19 @@ class Folder:
             places = self._places[line.stream]
             known = places[line.text]
             if isinstance(known, dict) and len(known) > 1:
-                yield from self._together(writer, line, known)
+                yield from self._together(writer, line, places=known)
                 continue
             if isinstance(known, tuple) or _drop_first(known, writer):
                 del places[line.text]
             writer.lines.popleft()
             writer.shown += 1
-            yield Folded(writer.label, line.stream, line.text, line.ended)
+            yield Folded(writer.label, line.stream, text=line.text, ended=line.ended)
 
     def _together(self, writer: _Writer, line: Line, places: _Often) -> Iterator[Folded]:
         """Yield a line that others may write, too, after what these have written before."""
         until = line.seconds + WINDOW
         for other, place in sorted(
-            self._others(writer, places, until), key=lambda pair: pair[0].key
+            self._others(writer, places, until=until), key=lambda pair: pair[0].key
         ):
             while other.shown + 1 < place:
                 yield self._show(other.lines[0], until)
@@ -183,7 +183,7 @@ class Folder:
                 continue
             *before, same = itertools.islice(other.lines, ahead + 1)
             if same.seconds <= until and not any(
-                self._comes(writer, each, until) for each in before
+                self._comes(writer, each, until=until) for each in before
             ):
                 found.append((other, place))
         return found
@@ -211,7 +211,10 @@ class Folder:
             if _drop_first(places, each):
                 del by_text[line.text]
         return Folded(
-            _label(tuple([each.key for each in same])), line.stream, line.text, line.ended
+            _label(tuple([each.key for each in same])),
+            line.stream,
+            text=line.text,
+            ended=line.ended,
         )
 
 
@@ -259,7 +262,7 @@ _source = operator.attrgetter("node_rank", "rank", "stream")
 
 
 def _key(node_rank: int, rank: int | None, stream: str) -> _Key:
-    return _Key(node_rank, -1, stream) if rank is None else _Key(-1, rank, stream)
+    return _Key(node_rank, -1, stream=stream) if rank is None else _Key(-1, rank, stream=stream)
 
 
 @functools.lru_cache(maxsize=256)

@@ -43,12 +43,12 @@ def node_directory(job_dir: Path, node_rank: int) -> Path:
 
 def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tuple[Path, Path]:
     """Return one worker's files for stdout and stderr."""
-    return _files(directory, f"rank{rank}", restart, attempt)
+    return _files(directory, f"rank{rank}", restart=restart, attempt=attempt)
 
 
 def torchrun_files(directory: Path, restart: int, attempt: int = 0) -> tuple[Path, Path]:
     """Return the files of one node's torchrun, which mixes its workers' output itself."""
-    return _files(directory, "torchrun", restart, attempt)
+    return _files(directory, "torchrun", restart=restart, attempt=attempt)
 
 
 def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path, Path]:
@@ -219,11 +219,13 @@ class _File:
         if not self.raw and b"\r" in whole:
             texts = [_standing(text) for text in texts]
         node_rank, rank, stream = self.node_rank, self.rank, self.stream
-        return [Line(node_rank, rank, stream, text, seconds) for text in texts]
+        return [Line(node_rank, rank, stream=stream, text=text, seconds=seconds) for text in texts]
 
     def _line(self, part: bytes, seconds: float, *, ended: bool = True) -> Line:
         text = part.decode(errors="surrogateescape") if self.raw else _shown(part)
-        return Line(self.node_rank, self.rank, self.stream, text, seconds, ended)
+        return Line(
+            self.node_rank, self.rank, stream=self.stream, text=text, seconds=seconds, ended=ended
+        )
 
 
 def _open_regular(path: Path) -> BinaryIO:
@@ -343,8 +345,8 @@ class LogReader:
             Line(
                 file.node_rank,
                 file.rank,
-                file.stream,
-                _shown(file.rest[-_LONGEST_OPEN:]),
+                stream=file.stream,
+                text=_shown(file.rest[-_LONGEST_OPEN:]),
                 ended=False,
             )
             for _, (_, file) in sorted(newest.items())
@@ -356,13 +358,15 @@ class LogReader:
         starts.
         """
         path = node_directory(self._logs.parent, node_rank) / "timeline"
-        timeline = self._timelines.setdefault(node_rank, _File(node_rank, None, "out", path))
+        timeline = self._timelines.setdefault(
+            node_rank, _File(node_rank, None, stream="out", path=path)
+        )
         lines = (line for piece in timeline.lines_up_to(None) for line in piece)
         matches = (
             match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None
         )  # a full disk may cut a line short
         notes = (
-            _Note(float(match[1]), node_rank, _by_start(match[2]), int(match[3]))
+            _Note(float(match[1]), node_rank, order=_by_start(match[2]), size=int(match[3]))
             for match in matches
         )
         for _, together in itertools.groupby(notes, key=lambda note: note.seconds):
@@ -381,7 +385,7 @@ class LogReader:
                 file = self._file(node_rank, name)
                 size = _size(directory / name) if file is not None else 0
                 if file is not None and size > file.offset:
-                    found.append(_Note(time.time(), node_rank, _by_start(name), size))
+                    found.append(_Note(time.time(), node_rank, order=_by_start(name), size=size))
         return sorted(found)
 
     def _nodes(self) -> list[int]:
@@ -409,7 +413,8 @@ class LogReader:
             return None
         path = node_directory(self._logs.parent, node_rank) / name
         return self._files.setdefault(
-            (node_rank, name), _File(node_rank, rank, match["stream"], path, self._raw)
+            (node_rank, name),
+            _File(node_rank, rank, stream=match["stream"], path=path, raw=self._raw),
         )
 
 

@@ -121,10 +121,10 @@ def parse(line: str) -> Numbered | None:
     return Numbered(
         int(match["number"]),
         kind,
-        match["label"] or "",
-        match["text"] or "",
-        bool(match["more"]),
-        seconds,
+        label=match["label"] or "",
+        text=match["text"] or "",
+        more=bool(match["more"]),
+        seconds=seconds,
     )
 
 

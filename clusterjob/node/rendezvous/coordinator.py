@@ -89,7 +89,7 @@ class Lead:
         self._say = say
         self._watch = watch
         self._events = EventLog(job_dir / "events.jsonl")
-        self.gathering = Gathering(topology.nnodes, options, job, self._events)
+        self.gathering = Gathering(topology.nnodes, options, job=job, events=self._events)
         self._inbox = self.gathering.inbox
         self._peers = self.gathering.peers
         self._started_at: str | None = None
@@ -102,7 +102,7 @@ class Lead:
         )  # ... that have not said that nothing of this round runs any more
         self._restarts = 0
         self._judge = Judge()
-        self._check = Check(0, self._judge, self.gathering, options)
+        self._check = Check(0, self._judge, gathering=self.gathering, options=options)
         self._notice = Notice(options.warning, options.grace)
         self._search = missing_ranks.Search()
         self._stragglers = Stragglers()
@@ -141,7 +141,7 @@ class Lead:
                 Verdict(
                     JobState.FAILED,
                     1,
-                    f"node 0 broke: {type(error).__name__}: {error}",
+                    reason=f"node 0 broke: {type(error).__name__}: {error}",
                     attempt=self._job.attempt,
                     ended_at=now(),
                 )
@@ -218,7 +218,15 @@ class Lead:
         if waited > self._options.join_timeout:
             text = f"{names} of {self._topology.nnodes} never joined within {self._options.join_timeout:g} s"
             return self._failed(
-                Failure(None, None, missing[0], "unknown", 1, None, f"{text}: never heard of")
+                Failure(
+                    None,
+                    None,
+                    node_rank=missing[0],
+                    host="unknown",
+                    exit_code=1,
+                    signal=None,
+                    message=f"{text}: never heard of",
+                )
             )
         self._say(f"waiting for {names} of {self._topology.nnodes}, {waited:.0f} s so far")
         self._events.add("waiting", missing=missing, seconds=round(waited, 1))
@@ -249,7 +257,9 @@ class Lead:
 
     def _start_round(self) -> None:
         self._judge = Judge()
-        self._check = Check(self._restarts, self._judge, self.gathering, self._options)
+        self._check = Check(
+            self._restarts, self._judge, gathering=self.gathering, options=self._options
+        )
         self._notice.begin_round()
         self._unstarted, self._undone, self._unstopped = (
             set(self._peers),
@@ -259,7 +269,9 @@ class Lead:
         peers = [self._peers[rank] for rank in sorted(self._peers)]
         serve = self._options.launcher == "agent" and self._job.has_torch
         candidates = (
-            [0] if serve else ports.of_workers(self._job.job_id, self._job.attempt, self._restarts)
+            [0]
+            if serve
+            else ports.of_workers(self._job.job_id, self._job.attempt, restart=self._restarts)
         )
         store = ports.listen(
             self._topology.master_addr, candidates, alone=self._topology.nnodes == 1
@@ -283,8 +295,8 @@ class Lead:
             else ""
         )
         for peer, first_rank in zip(peers, first_ranks, strict=False):
-            world = World(self._restarts, self._topology.master_addr, port, serve, peer.node_rank, len(peers), peer.nproc,
-                          first_rank, world_size, paddle_master=peers[0].endpoints[-1] if held else "",
+            world = World(self._restarts, self._topology.master_addr, master_port=port, agent_store=serve, node_rank=peer.node_rank, nnodes=len(peers), nproc=peer.nproc,
+                          first_rank=first_rank, world_size=world_size, paddle_master=peers[0].endpoints[-1] if held else "",
                           endpoints=endpoints if peer.wants_endpoints else "",
                           own_endpoints=",".join(peer.endpoints[: peer.nproc]))  # fmt: skip
             peer.send(
@@ -392,7 +404,7 @@ class Lead:
             self._hear_where(node_rank, message)
         elif kind in ("succeeded", "running", "done", "stopped"):
             if self._started_at is not None:  # before the first round no agent has workers
-                self._note_progress(kind, peer, message)
+                self._note_progress(kind, peer, message=message)
         elif kind == "checked" and message["restart"] == self._restarts:
             self._check.answer(node_rank, message)
         elif kind == "exec":
@@ -400,7 +412,10 @@ class Lead:
         elif kind in ("cancel", "interrupt"):
             number = signal.SIGINT if kind == "interrupt" else signal.SIGTERM
             return Outcome(
-                JobState.CANCELLED, CANCELLED_EXIT_CODE, sanitize(message["why"]), signal=number
+                JobState.CANCELLED,
+                CANCELLED_EXIT_CODE,
+                reason=sanitize(message["why"]),
+                signal=number,
             )
         elif kind == "warned":
             self._warn(sanitize(message["why"]))
@@ -445,7 +460,13 @@ class Lead:
         self._events.add("lost", node_rank=peer.node_rank, host=peer.host, why=message["why"])
         agent, why = f"the agent on {peer.host} (pid {peer.pid})", message["why"]
         failure = Failure(
-            None, None, peer.node_rank, peer.host, 1, None, f"{agent} was lost: {why}"
+            None,
+            None,
+            node_rank=peer.node_rank,
+            host=peer.host,
+            exit_code=1,
+            signal=None,
+            message=f"{agent} was lost: {why}",
         )
         if message["t"] == "gave_up":
             failure = replace(
@@ -458,11 +479,11 @@ class Lead:
                 failure = Failure(
                     None,
                     None,
-                    0,
-                    own.host,
-                    1,
-                    None,
-                    f"{text}, and node {peer.node_rank} gave it up",
+                    node_rank=0,
+                    host=own.host,
+                    exit_code=1,
+                    signal=None,
+                    message=f"{text}, and node {peer.node_rank} gave it up",
                 )
         if self._notice.why and self._root() is None:
             return self._preempted(failure.message)  # whoever warned has taken the node
@@ -540,17 +561,20 @@ class Lead:
 
     def _failed(self, failure: Failure) -> Outcome:
         return Outcome(
-            JobState.FAILED, failure.exit_code or 1, f"{failure.who}: {failure.message}", failure
+            JobState.FAILED,
+            failure.exit_code or 1,
+            reason=f"{failure.who}: {failure.message}",
+            failure=failure,
         )
 
     def _preempted(self, how: str) -> Outcome:
-        return Outcome(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, f"{self._notice.why}: {how}")
+        return Outcome(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, reason=f"{self._notice.why}: {how}")
 
     def _out_of_time(self) -> Outcome:
         return Outcome(
             JobState.FAILED,
             TIMEOUT_EXIT_CODE,
-            f"the time limit of {self._options.time_limit:g} s was reached",
+            reason=f"the time limit of {self._options.time_limit:g} s was reached",
         )
 
     def _give_verdict(self, outcome: Outcome) -> Verdict:
@@ -568,9 +592,9 @@ class Lead:
             replace(item, last_lines=(), message=item.message[:_LONGEST_MESSAGE]) for item in others
         )
         verdict = Verdict(
-            outcome.state, outcome.exit_code, outcome.reason, outcome.failure,
-            consequences if outcome.failure else (), self._restarts, self._job.attempt,
-            self._started_at, now(),
+            outcome.state, outcome.exit_code, reason=outcome.reason, failure=outcome.failure,
+            consequences=consequences if outcome.failure else (), restarts=self._restarts, attempt=self._job.attempt,
+            started_at=self._started_at, ended_at=now(),
         )  # fmt: skip
         try:
             ends.write_result(self._job_dir, verdict)

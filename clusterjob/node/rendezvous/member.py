@@ -161,7 +161,9 @@ async def find_lead(
                 if found and time.monotonic() - begin > options.join_timeout:
                     break  # where packets are dropped each try takes its time
                 try:
-                    return await _try(topology.master_addr, port, options, job, hello)
+                    return await _try(
+                        topology.master_addr, port, options=options, job=job, hello=hello
+                    )
                 except (OSError, asyncio.TimeoutError, protocol.Stranger) as error:
                     found.setdefault(_why(error), []).append(port)
                     nameless, silent = (
@@ -199,7 +201,9 @@ async def _try(
             if address == addresses[-1]:
                 raise
     try:
-        return RemoteLead(await protocol.greet_lead(reader, writer, job.token, hello), options)
+        return RemoteLead(
+            await protocol.greet_lead(reader, writer, token=job.token, hello=hello), options
+        )
     except BaseException:
         writer.close()
         raise

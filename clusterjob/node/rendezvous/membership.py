@@ -87,7 +87,9 @@ class Gathering:
             port=listener.getsockname()[1],
             bound=listener.getsockname()[0],
         )
-        self._acceptor = Acceptor(listener, self._converse, self._most_waiting, self._note_stranger)
+        self._acceptor = Acceptor(
+            listener, self._converse, most_waiting=self._most_waiting, dropped=self._note_stranger
+        )
         self.tasks = [
             asyncio.create_task(self._acceptor.serve()),
             asyncio.create_task(self._beat()),
@@ -158,17 +160,27 @@ class Gathering:
             problem = f"node_rank {node_rank} is claimed twice: by {first.host} (pid {first.pid}) and by {host} (pid {pid})"
         if problem:
             if len(self.refusals) < _MOST_STRANGERS:
-                self.refusals.append(Failure(None, None, node_rank, host, 1, None, problem))
+                self.refusals.append(
+                    Failure(
+                        None,
+                        None,
+                        node_rank=node_rank,
+                        host=host,
+                        exit_code=1,
+                        signal=None,
+                        message=problem,
+                    )
+                )
             raise protocol.Refused(problem)
         self.peers[node_rank] = Peer(
             node_rank,
             host,
-            pid,
-            own.nproc,
-            send,
-            time.monotonic(),
-            own.endpoints,
-            own.wants_endpoints,
+            pid=pid,
+            nproc=own.nproc,
+            send=send,
+            heard_at=time.monotonic(),
+            endpoints=own.endpoints,
+            wants_endpoints=own.wants_endpoints,
         )
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=own.nproc)
         self.inbox.put_nowait((node_rank, {"t": "joined"}))
@@ -183,7 +195,7 @@ class Gathering:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             channel, hello = await protocol.greet_member(
-                reader, writer, self._job.token, self._job.job_id
+                reader, writer, token=self._job.token, job=self._job.job_id
             )
         except (GangError, OSError, asyncio.TimeoutError) as error:
             self._note_stranger(str(writer.get_extra_info("peername")), str(error) or "silent")

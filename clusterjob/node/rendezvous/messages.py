@@ -71,9 +71,9 @@ def read_hello(message: Message) -> Hello:
     if not all(_text(name, _LONGEST_NAME) for name in names.values()):
         raise MalformedMessageError("its host is no name")
     return Hello(
-        message["node_rank"], sanitize(names["host"]), message["pid"], message["attempt"],
-        message["nnodes"], nproc, sanitize(names["counted_by"]), tuple(map(sanitize, endpoints)),
-        message.get("wants_endpoints") is True,
+        message["node_rank"], sanitize(names["host"]), pid=message["pid"], attempt=message["attempt"],
+        nnodes=message["nnodes"], nproc=nproc, counted_by=sanitize(names["counted_by"]), endpoints=tuple(map(sanitize, endpoints)),
+        wants_endpoints=message.get("wants_endpoints") is True,
     )  # fmt: skip
 
 

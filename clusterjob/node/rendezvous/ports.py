@@ -55,7 +55,7 @@ def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> so
     taken = []
     for port in ports:
         try:
-            return network.listen_at(master_addr, port, _BACKLOG, alone=alone)
+            return network.listen_at(master_addr, port, backlog=_BACKLOG, alone=alone)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise GangError(

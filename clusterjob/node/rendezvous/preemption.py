@@ -105,7 +105,7 @@ class Notice:
             if (suspect.failure.node_rank, suspect.failure.local_rank) == key
         ]
         if leaves and not known:
-            self._suspects.append(_Suspect(failure, at, exited))
+            self._suspects.append(_Suspect(failure, at, exited=exited))
         for suspect in known:
             suspect.exited |= exited
         return leaves or bool(known)

@@ -122,7 +122,12 @@ async def greet_lead(
         session = _sign(token, b"session", nonce.encode(), _bytes(challenge.get("nonce")))
         if not hmac.compare_digest(_bytes(challenge.get("proof")), _sign(session, b"lead")):
             raise Stranger("it does not know the job's token")
-        channel = Channel(reader, writer, _sign(session, b"to lead"), _sign(session, b"from lead"))
+        channel = Channel(
+            reader,
+            writer,
+            send_key=_sign(session, b"to lead"),
+            receive_key=_sign(session, b"from lead"),
+        )
         channel.send(hello)
         return channel, await channel.receive()
 
@@ -152,7 +157,12 @@ async def greet_member(
         nonce = secrets.token_hex(16)
         session = _sign(token, b"session", _bytes(opening.get("nonce")), nonce.encode())
         _write(writer, {"nonce": nonce, "proof": _sign(session, b"lead").decode()})
-        channel = Channel(reader, writer, _sign(session, b"from lead"), _sign(session, b"to lead"))
+        channel = Channel(
+            reader,
+            writer,
+            send_key=_sign(session, b"from lead"),
+            receive_key=_sign(session, b"to lead"),
+        )
         return channel, await channel.receive()  # its signature is the agent's proof
 
     channel, hello = await asyncio.wait_for(talk(), HANDSHAKE_SECONDS)

@@ -61,7 +61,9 @@ class Judge:
             failure: the rank, without words.
             at: when it ended, by the lead's monotonic clock.
         """
-        self._exits.setdefault((failure.node_rank, failure.local_rank), _Trouble(at, failure, True))
+        self._exits.setdefault(
+            (failure.node_rank, failure.local_rank), _Trouble(at, failure, exited=True)
+        )
 
     def hear(self, failure: Failure, at: float, *, exited: bool) -> None:
         """Take in a failure.
@@ -76,7 +78,7 @@ class Judge:
         known = self._troubles.get(key)
         if known is None:
             if at < self._stopped_at:
-                self._troubles[key] = _Trouble(at, failure, exited)
+                self._troubles[key] = _Trouble(at, failure, exited=exited)
             return
         if exited and not known.exited:
             known.failure = _completed(known.failure, failure, by_us=at >= self._stopped_at)
@@ -143,7 +145,7 @@ class Judge:
             return None
         before = effects[0].at - exits[0].at
         return early_exits.failure(
-            [each.failure for each in exits], before, [each.failure for each in effects]
+            [each.failure for each in exits], before, effects=[each.failure for each in effects]
         )
 
     def _ranked(self) -> list[_Trouble]:

@@ -147,7 +147,7 @@ def is_old(path: Path) -> bool:
 
 def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
     """Write a value as JSON, atomically."""
-    write_atomic(path, json_bytes(value), mode)
+    write_atomic(path, json_bytes(value), mode=mode)
 
 
 def json_bytes(value: Any) -> bytes:

@@ -146,7 +146,7 @@ def address_towards(host: str) -> str | None:
         host: a name or an address.
     """
     try:
-        family, kind, protocol, _, address = _resolve(host, 9, socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = _resolve(host, 9, kind=socket.SOCK_DGRAM)
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
@@ -182,7 +182,7 @@ def interface_towards(host: str) -> str | None:
 def is_own(host: str) -> bool:
     """Return whether a name or an address is one of this machine's."""
     try:
-        family, kind, _, _, address = _resolve(host, 0, socket.SOCK_DGRAM)
+        family, kind, _, _, address = _resolve(host, 0, kind=socket.SOCK_DGRAM)
         with socket.socket(family, kind) as probe:
             probe.bind(address)
     except OSError:
@@ -231,7 +231,7 @@ def why_unresolvable(host: str) -> str:
     resolves here.
     """
     try:
-        _resolve(host, 9, socket.SOCK_STREAM)
+        _resolve(host, 9, kind=socket.SOCK_STREAM)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -251,7 +251,7 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
     Raises:
         OSError: the port is taken (EADDRINUSE), or the name does not resolve.
     """
-    family, _, _, _, address = _resolve(host, port, socket.SOCK_STREAM)
+    family, _, _, _, address = _resolve(host, port, kind=socket.SOCK_STREAM)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -117,7 +117,7 @@ def _changed_by(statement: ast.stmt, environ: Mapping[str, str]) -> Iterator[str
         and isinstance(statement.value, ast.Call)
         and isinstance(statement.value.func, ast.Attribute)
     ):
-        yield from _changed_by_call(statement.value, statement.value.func, environ)
+        yield from _changed_by_call(statement.value, statement.value.func, environ=environ)
 
 
 def _changed_by_call(

@@ -241,17 +241,17 @@ class Starter:
         self._asking.forget()
         directory = log_files.node_directory(self._job_dir, world.node_rank)
         if descriptors:
-            self._store = self._start_store(world, descriptors[0], directory)
+            self._store = self._start_store(world, descriptors[0], directory=directory)
         own = [self._control.fileno(), self._wake_read, self._wake_write]
         variables = variables | hook_directory.variables(os.environ, self._hook)
         if self._options.warning is not None:
             self._warning = WarningPipe(warned=self._warned)
             variables = variables | {contract.WARNING_FD: self._warning.name}
             own.append(self._warning.write_end)
-        for start in self._starts(world, variables, directory):
+        for start in self._starts(world, variables, directory=directory):
             try:
                 pid = worker_process.start(
-                    start, (self._report_read, self._report_write), own, self._stdin
+                    start, (self._report_read, self._report_write), close=own, stdin=self._stdin
                 )
             except OSError as error:
                 self._tell(
@@ -279,14 +279,14 @@ class Starter:
         self, world: World, variables: dict[str, str], directory: Path
     ) -> list[worker_process.WorkerStart]:
         if self._options.launcher == "torchrun":
-            out, err = log_files.torchrun_files(directory, world.restart, self._attempt)
+            out, err = log_files.torchrun_files(directory, world.restart, attempt=self._attempt)
             return [
                 worker_process.WorkerStart(
                     0,
                     variables,
-                    torchrun.command_line(self._options.program, world, self._job_id),
-                    out,
-                    err,
+                    argv=torchrun.command_line(self._options.program, world, job_id=self._job_id),
+                    out=out,
+                    err=err,
                 )
             ]
         argv = None if self._fork else self._options.program.argv(sys.executable)
@@ -295,11 +295,14 @@ class Starter:
                 local_rank,
                 variables
                 | contract.worker_variables(
-                    world, local_rank, self._job_id, self._options.max_restarts
+                    world, local_rank, job_id=self._job_id, max_restarts=self._options.max_restarts
                 ),
                 argv,
                 *log_files.rank_files(
-                    directory, world.first_rank + local_rank, world.restart, self._attempt
+                    directory,
+                    world.first_rank + local_rank,
+                    restart=world.restart,
+                    attempt=self._attempt,
                 ),
             )
             for local_rank in range(world.nproc)
@@ -331,7 +334,7 @@ class Starter:
             os.dup2(log, 2)
             os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
             processes.raise_open_files()
-            preload.serve_store(world.master_addr, world.master_port, listener)
+            preload.serve_store(world.master_addr, world.master_port, listener_fd=listener)
         except (
             ImportError
         ) as error:  # a torch that is broken: a worker that wants it will show the error whole
@@ -472,7 +475,7 @@ class Starter:
                     "attempt": self._attempt,
                     "time": now(),
                 }
-                ends.write(self._job_dir, self._node_rank, end)
+                ends.write(self._job_dir, self._node_rank, end=end)
         except OSError:
             pass
 

@@ -51,7 +51,16 @@ class Sighting:
             if self.stack
             else tuple(last_lines)
         )
-        return Failure(self.rank, self.local_rank, node_rank, host, 1, None, message, shown)
+        return Failure(
+            self.rank,
+            self.local_rank,
+            node_rank=node_rank,
+            host=host,
+            exit_code=1,
+            signal=None,
+            message=message,
+            last_lines=shown,
+        )
 
 
 def wanted(report: Mapping[str, Any]) -> dict[str, Any] | None:

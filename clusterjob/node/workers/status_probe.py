@@ -63,7 +63,7 @@ class Asking:
         self._note = note
         self._final = final
         self._asked = [
-            _Asked(rank, pid, begun[pid], stacks.Question(pid))
+            _Asked(rank, pid, begun=begun[pid], question=stacks.Question(pid))
             for pid, rank in live.items()
             if rank in local_ranks
         ]
@@ -126,7 +126,7 @@ class Asking:
             asked.question.asked,
             stacks.in_words(frames) if frames else stacks.kernel_words(asked.pid),
         )
-        if stacks.has_come_to(lines, "bootstrap.py", "init") or (asks and not forked):
+        if stacks.has_come_to(lines, "bootstrap.py", name="init") or (asks and not forked):
             how = "is inside bootstrap.init()"
         elif lines or not (asks or forked):
             how = "has not come to bootstrap.init()"

@@ -70,11 +70,11 @@ def keep_groups(module: Any) -> None:
     @functools.wraps(rendezvous)
     def rendezvous_apart(*args: Any, **options: Any) -> Any:
         for store, rank, world_size in rendezvous(*args, **options):
-            yield _apart(store, rank, world_size), rank, world_size
+            yield _apart(store, rank, world_size=world_size), rank, world_size
 
-    _replace(module, "destroy_process_group", destroy_process_group)
+    _replace(module, "destroy_process_group", function=destroy_process_group)
     for name in ("init_process_group", "new_group"):
-        _replace(module, name, _freeing(module, getattr(module, name)))
+        _replace(module, name, function=_freeing(module, getattr(module, name)))
     module.rendezvous = rendezvous_apart
     atexit.register(_end, module)
     os.register_at_fork(after_in_child=functools.partial(_inherit, module))

@@ -74,9 +74,9 @@ def root_cause(stderr: Path) -> RootCause | None:
     return RootCause(
         int(match["rank"]),
         int(match["local_rank"]),
-        128 - code if code < 0 else code,
-        signal_name,
-        words[-20:],
+        exit_code=128 - code if code < 0 else code,
+        signal=signal_name,
+        last_lines=words[-20:],
     )
 
 

@@ -33,7 +33,7 @@ _CHILD_KILLED = re.compile(
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:
-    return without_library_warnings(log_files.last_lines(path, _MOST_LINES, _MOST_BYTES))[
+    return without_library_warnings(log_files.last_lines(path, _MOST_LINES, limit=_MOST_BYTES))[
         -_SHOWN_LINES:
     ]
 
@@ -64,7 +64,15 @@ class Failures:
 
     def of_node(self, why: str) -> Failure:
         """Return the failure of the node itself."""
-        return Failure(None, None, self.node_rank, self.host, 1, None, why)
+        return Failure(
+            None,
+            None,
+            node_rank=self.node_rank,
+            host=self.host,
+            exit_code=1,
+            signal=None,
+            message=why,
+        )
 
     def of_worker(
         self, world: World, local_rank: int, code: int, signal_name: str | None, message: str
@@ -79,10 +87,12 @@ class Failures:
             message: what is known of it by now.
         """
         if self.under_torchrun:
-            return self._of_torchrun(world, code, signal_name, message)
+            return self._of_torchrun(world, code, signal_name=signal_name, message=message)
         rank = world.first_rank + local_rank
         last = _last_lines(
-            log_files.rank_files(self.directory, rank, world.restart, self.attempt)[1]
+            log_files.rank_files(self.directory, rank, restart=world.restart, attempt=self.attempt)[
+                1
+            ]
         )
         # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always
         # its own.
@@ -96,7 +106,15 @@ class Failures:
             message += _NO_NCCL_HINT
         message += self._of_memory(signal_name, "\n".join((message, *last)))
         return Failure(
-            rank, local_rank, self.node_rank, self.host, code, signal_name, message, last, effect
+            rank,
+            local_rank,
+            node_rank=self.node_rank,
+            host=self.host,
+            exit_code=code,
+            signal=signal_name,
+            message=message,
+            last_lines=last,
+            effect=effect,
         )
 
     def _of_memory(self, signal_name: str | None, words: str) -> str:
@@ -111,18 +129,18 @@ class Failures:
     def _of_torchrun(
         self, world: World, code: int, signal_name: str | None, message: str
     ) -> Failure:
-        stderr = log_files.torchrun_files(self.directory, world.restart, self.attempt)[1]
+        stderr = log_files.torchrun_files(self.directory, world.restart, attempt=self.attempt)[1]
         cause = torchrun.root_cause(stderr)
         if cause is None:
             return Failure(
                 None,
                 None,
-                self.node_rank,
-                self.host,
-                code,
-                signal_name,
-                f"torchrun {message}",
-                log_files.last_lines(stderr),
+                node_rank=self.node_rank,
+                host=self.host,
+                exit_code=code,
+                signal=signal_name,
+                message=f"torchrun {message}",
+                last_lines=log_files.last_lines(stderr),
             )
         effect = cause.signal in (None, "SIGABRT") and is_peer_loss("\n".join(cause.last_lines))
         words = how(cause.exit_code, cause.signal)
@@ -130,11 +148,11 @@ class Failures:
         return Failure(
             cause.rank,
             cause.local_rank,
-            self.node_rank,
-            self.host,
-            cause.exit_code,
-            cause.signal,
-            words,
-            cause.last_lines,
-            effect,
+            node_rank=self.node_rank,
+            host=self.host,
+            exit_code=cause.exit_code,
+            signal=cause.signal,
+            message=words,
+            last_lines=cause.last_lines,
+            effect=effect,
         )

@@ -71,7 +71,7 @@ def start(
     try:
         processes.die_with_parent(starter)
         _reset_signals()
-        _wire(out, err, stdin, [report_pipe[0], *close], reads=worker.local_rank == 0)
+        _wire(out, err, stdin=stdin, close=[report_pipe[0], *close], reads=worker.local_rank == 0)
         os.environ.update(worker.variables)
         # The pid says whose descriptor this is: a child of the worker inherits the variable and not
         # the pipe.
@@ -85,9 +85,14 @@ def start(
                 number, signal.SIG_DFL
             )  # Python ignores them, and an ignored signal stays so over exec
         os.set_inheritable(report_pipe[1], True)
-        _exec(worker.argv, report_pipe[1], worker.local_rank)
+        _exec(worker.argv, report_pipe[1], local_rank=worker.local_rank)
     except BaseException as error:
-        report(report_pipe[1], worker.local_rank, f"cannot start: {error}", _NOT_STARTED)
+        report(
+            report_pipe[1],
+            worker.local_rank,
+            message=f"cannot start: {error}",
+            exit_code=_NOT_STARTED,
+        )
     os._exit(_NOT_STARTED)
 
 
@@ -97,7 +102,7 @@ def _exec(argv: list[str], report_fd: int, local_rank: int) -> None:
     except OSError as error:
         message = f"cannot start {argv[0]}: {error.strerror}"
         print(f"clusterjob: {message}", file=sys.stderr, flush=True)
-        report(report_fd, local_rank, message, _NOT_STARTED)
+        report(report_fd, local_rank, message=message, exit_code=_NOT_STARTED)
 
 
 def _open_log(path: Path) -> int:

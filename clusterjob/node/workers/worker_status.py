@@ -72,13 +72,13 @@ class WorkerStatus:
             started: whether this node's workers were started.
         """
         found = [
-            self.sighting(rank, None, "was not started: its node imports torch so far")
+            self.sighting(rank, None, text="was not started: its node imports torch so far")
             for rank in wanted
             if not started
         ]
         ended = [rank for rank in wanted if rank in self.ended]
         return found + [
-            self.sighting(rank, None, f"{self.ended[rank]} and never came to the roll-call")
+            self.sighting(rank, None, text=f"{self.ended[rank]} and never came to the roll-call")
             for rank in ended
         ]
 
@@ -87,7 +87,9 @@ class WorkerStatus:
     ) -> Sighting:
         """Return what is known of one worker."""
         assert self.world is not None
-        return Sighting(self.world.first_rank + local_rank, local_rank, pid, text, tuple(stack))
+        return Sighting(
+            self.world.first_rank + local_rank, local_rank, pid=pid, text=text, stack=tuple(stack)
+        )
 
     def where(self, found: Sequence[Sighting], *, final: bool) -> dict[str, Any]:
         """Return the message that says where workers are.
@@ -100,7 +102,9 @@ class WorkerStatus:
         failures = []
         for each in found if final else ():
             last = log_files.last_lines(
-                log_files.rank_files(self.directory, each.rank, self.world.restart, self.attempt)[1]
+                log_files.rank_files(
+                    self.directory, each.rank, restart=self.world.restart, attempt=self.attempt
+                )[1]
             )
             failures.append(each.failure(self.node_rank, self.host, last).to_json())
         lines = [each.line(self.node_rank, self.host) for each in found]
@@ -117,6 +121,8 @@ class WorkerStatus:
         if self.world is not None:
             rank = self.world.first_rank + local_rank
             log_files.append(
-                log_files.rank_files(self.directory, rank, self.world.restart, self.attempt)[1],
+                log_files.rank_files(
+                    self.directory, rank, restart=self.world.restart, attempt=self.attempt
+                )[1],
                 lines,
             )
