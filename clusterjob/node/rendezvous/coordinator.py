@@ -295,10 +295,20 @@ class Lead:
             else ""
         )
         for peer, first_rank in zip(peers, first_ranks, strict=False):
-            world = World(self._restarts, self._topology.master_addr, master_port=port, agent_store=serve, node_rank=peer.node_rank, nnodes=len(peers), nproc=peer.nproc,
-                          first_rank=first_rank, world_size=world_size, paddle_master=peers[0].endpoints[-1] if held else "",
-                          endpoints=endpoints if peer.wants_endpoints else "",
-                          own_endpoints=",".join(peer.endpoints[: peer.nproc]))  # fmt: skip
+            world = World(
+                self._restarts,
+                self._topology.master_addr,
+                master_port=port,
+                agent_store=serve,
+                node_rank=peer.node_rank,
+                nnodes=len(peers),
+                nproc=peer.nproc,
+                first_rank=first_rank,
+                world_size=world_size,
+                paddle_master=peers[0].endpoints[-1] if held else "",
+                endpoints=endpoints if peer.wants_endpoints else "",
+                own_endpoints=",".join(peer.endpoints[: peer.nproc]),
+            )
             peer.send(
                 {"t": "start", "world": asdict(world)}
                 | ({"store": store} if serve and peer.node_rank == 0 else {})
