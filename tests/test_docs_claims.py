@@ -4,6 +4,7 @@ and every command that they show.
 
 from __future__ import annotations
 
+import html
 import re
 import shlex
 from dataclasses import replace
@@ -51,9 +52,7 @@ def test_help_and_page_name_every_choice(name: str) -> None:
 
 
 def test_every_backend_is_named_where_backends_are_listed() -> None:
-    exists = section(
-        (ROOT / "README.md").read_text(encoding="utf-8"), "What exists, what is planned"
-    )
+    exists = section((ROOT / "README.md").read_text(encoding="utf-8"), "Documentation")
     for name in BUILTIN:
         assert f"`{name}`" in exists
         assert f"`{name}`" in row("cli.md", "Options of a job", "--cluster")
@@ -181,3 +180,31 @@ def test_every_command_that_a_page_shows_has_the_options_that_it_is_shown_with()
         if (wrong := wrong_option(line))
     ] == []
     assert wrong_option("run --nodez 2 train.py") == "--nodez"
+
+
+@pytest.mark.parametrize(("page", "most"), [("README.md", 160), ("docs/architecture.md", 350)])
+def test_page_that_everybody_reads_stays_short(page: str, most: int) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_picture_of_the_readme_shows_the_failing_rank_and_loads_nothing() -> None:
+    pictures = re.findall(
+        r"docs/images/[\w-]+\.svg", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
+    assert len(pictures) == 2
+    for picture in pictures:
+        text = html.unescape((ROOT / picture).read_text(encoding="utf-8")).replace("\xa0", " ")
+        assert "FAILED: rank 2 (node 1, local rank 0, host " in text
+        assert re.findall(r"url\((?!#)|href=", text) == []
+
+
+def commands_of(page: str) -> list[str]:
+    """Return the lines of a page that are commands, without their comments."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = re.findall(r"^(?:    |\$ )((?:clusterjob|make|pip|git) .*)$", text, re.MULTILINE)
+    return [line.partition("  #")[0].strip() for line in lines]
+
+
+def test_chinese_readme_shows_the_commands_of_the_english_one() -> None:
+    assert len(commands_of("README.md")) > 8
+    assert commands_of("README.zh-CN.md") == commands_of("README.md")
