@@ -18,7 +18,7 @@ from clusterjob.node.system import processes
 
 # Small programs that use the functions in a process of their own; each says "up PID..." when it is
 # ready.
-PRELUDE = "import os, signal, sys, time\nfrom clusterjob.node import processes\n"
+PRELUDE = "import os, signal, sys, time\nfrom clusterjob.node.system import processes\n"
 
 
 class Child:

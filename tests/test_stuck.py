@@ -305,7 +305,7 @@ def test_a_question_that_is_none_is_refused(ranks: object) -> None:
 def child(directory: Path, text: str) -> subprocess.Popen[bytes]:
     path = directory / "child.py"
     path.write_text(
-        "import pathlib, os, signal, sys, time\nfrom clusterjob.node import stacks\n"
+        "import pathlib, os, signal, sys, time\nfrom clusterjob.node.workers import stacks\n"
         + textwrap.dedent(text)
     )
     process = subprocess.Popen([sys.executable, "-S", str(path)], cwd=directory)
