@@ -19,9 +19,9 @@ from procs import (
     MARKER,
     Job,
     alive,
+    all_pids,
     below,
     command_line,
-    identity,
     jobs_in,
     kill_one_by_one,
     listening_sockets,
@@ -86,7 +86,7 @@ def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory, _cache: Path) ->
     """Give the test an environment that names no job and no configuration; fail it if it changes
     the environment or leaks.
     """
-    before = {identity(pid) for pid in below(os.getpid())}
+    before = set(all_pids())
     threads = set(threading.enumerate())
     listening = listening_sockets(os.getpid())
     directory = os.getcwd()
@@ -132,16 +132,23 @@ def _environment() -> dict[str, str]:
 
 
 def _leaks(
-    marker: str, before: set[tuple[int, str]], threads: set[threading.Thread], listening: set[str]
+    marker: str, before: set[int], threads: set[threading.Thread], listening: set[str]
 ) -> list[str]:
-    """Return a line for everything that outlives the test and its settling time; leaked processes
-    are killed then.
+    """Return a line for everything that outlives the test and its settling time.
+
+    Leaked processes are killed then.
+
+    Args:
+        marker: stands in the environment of all that the test started.
+        before: the processes of this machine when the test began.
+        threads: the threads of this process when the test began.
+        listening: the addresses on which this process listened when the test began.
     """
     end = time.monotonic() + SETTLING
     while True:
-        pids = sorted(
-            set(marked(marker)) | {pid for pid in below(os.getpid()) if identity(pid) not in before}
-        )
+        # Most tests start no process: then there is nothing to read.
+        new = set(all_pids()) - before
+        pids = sorted({*marked(marker, new), *new.intersection(below(os.getpid()))}) if new else []
         others = [thread for thread in threading.enumerate() if thread not in threads]
         sockets = listening_sockets(os.getpid()) - listening
         if not (pids or others or sockets):

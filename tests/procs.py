@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,13 +111,16 @@ def below(pid: int) -> list[int]:
     return [candidate for candidate in found if alive(candidate)]
 
 
-def marked(marker: str) -> list[int]:
-    """Return every live process of this machine that was started with this marker in its
-    environment, wherever it went since.
+def marked(marker: str, among: Iterable[int] | None = None) -> list[int]:
+    """Return every live process that was started with this marker in its environment.
+
+    Args:
+        marker: the value of `MARKER`.
+        among: the processes to look at; default: all of this machine.
     """
     wanted = f"{MARKER}={marker}".encode()
     found = []
-    for pid in all_pids():
+    for pid in all_pids() if among is None else among:
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
@@ -163,6 +166,8 @@ def listening_sockets(pid: int) -> set[str]:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             owned.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    if not any(link.startswith("socket:") for link in owned):
+        return set()  # the kernel takes milliseconds to write its tables
     found = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
