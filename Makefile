@@ -1,4 +1,4 @@
-# Few verbs: demo, test, test-slow, slurm, lint, bench, clean. Each sets up what it needs; run again, each is quick.
+# Few verbs: demo, test, test-unit, test-slow, slurm, lint, bench, clean. Each sets up what it needs; run again, each is quick.
 # A fresh machine needs Python >= 3.10 and make; the rest is installed into .venv, and Slurm for the tests from Debian's packages.
 
 BIN := .venv/bin
@@ -6,13 +6,16 @@ READY := .venv/ready
 # Two processes take the tests from both ends: most of them wait for others most of the time.
 TWO := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-slow slurm mpi sshd paddle lint bench clean
+.PHONY: demo test test-unit test-slow slurm mpi sshd paddle lint bench clean
 
 demo: $(READY)  ## train a small CNN on two "nodes" of this machine, two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
 test: lint slurm mpi sshd  ## everything but the slow fault and scale runs
 	$(BIN)/python -m pytest -m "not slow" $(TWO)
+
+test-unit: $(READY)  ## a minute, without root and daemons
+	$(BIN)/python -m pytest tests/unit $(TWO)
 
 test-slow: $(READY) slurm mpi sshd paddle
 	$(BIN)/python -m pytest -m slow $(TWO)

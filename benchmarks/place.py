@@ -19,10 +19,10 @@ from pathlib import Path
 
 from measuring import WORKERS, Failed, Row, command, compare, environment, finish, run
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from test_families import EVERY  # the documented variables of every platform
-from test_rollcall import SIMULATED
+from test_rank_rendezvous import SIMULATED
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World

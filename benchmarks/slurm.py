@@ -1,7 +1,7 @@
 """What clusterjob adds to Slurm and what it saves there, on a real Slurm of four nodes on this
 machine.
 
-The tests' own Slurm is started for it (tests/slurm_cluster.py; tools/slurm.sh installs what that
+The tests' own Slurm is started for it (tests/support/slurm_cluster.py; tools/slurm.sh installs what that
 needs) and stopped at the end. Ends with exit code 1 when a target is missed. See
 benchmarks/README.md.
 """
@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from measuring import PATIENCE, WORKERS, Failed, Row, command, compare, environment, finish, run
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from slurm_cluster import ClusterError, SlurmCluster
 
 PARTS = ("submit", "start", "status", "death", "sweep")

@@ -2,7 +2,7 @@
 and beside itself.
 
 The hosts are sshd servers on this machine, each in a network namespace of its own
-(`tests/sshworld.py`; needs root). The sides of a comparison take turns. Ends with exit code 1 when
+(`tests/support/sshworld.py`; needs root). The sides of a comparison take turns. Ends with exit code 1 when
 a target is missed. See benchmarks/README.md.
 """
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from sshworld import World, missing, world_in
 from start import WORKERS, Failed, command, environment, run

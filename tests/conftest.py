@@ -58,6 +58,43 @@ settings.register_profile("clusterjob", deadline=None)
 settings.load_profile("clusterjob")
 
 
+# What a test needs shows in its fixtures; a test that needs a daemon in another way has the marker.
+_NEEDS = {
+    "slurm": {"_slurm_none", "_slurm_dbd", "_slurm_either"},
+    "ssh": {"_hosts"},
+    "root": {"_hosts", "full_disk"},
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fail-on-skip",
+        action="store_true",
+        help="fail each test that is skipped: CI installs everything that tests need",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        for marker, needed in _NEEDS.items():
+            if fixtures & needed:
+                item.add_marker(marker)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if (
+        report.skipped
+        and item.config.getoption("--fail-on-skip")
+        and not hasattr(report, "wasxfail")
+    ):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"not expected under --fail-on-skip: {reason}"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _signals_of_a_terminal() -> None:
     """Undo what a shell does to a job in the background: processes inherit signals that are

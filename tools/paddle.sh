@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv-paddle with PaddlePaddle's CPU wheel, which wants an environment of its own beside torch: tests/test_paddle.py uses it.
+# Makes .venv-paddle with PaddlePaddle's CPU wheel, which wants an environment of its own beside torch: tests/platforms/test_paddle.py uses it.
 # Use: tools/paddle.sh   (PYTHON names another interpreter than the one of .venv)
 # Where the registry has no wheel for this Python, .venv-paddle/why-not says so, and the tests that need it are skipped with that reason.
 set -eu

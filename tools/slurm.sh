@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs what the tests' own Slurm needs: Debian's slurm-wlm, munge, slurmdbd and MariaDB, where they are missing.
-# No daemon of the distribution is started, now or at the next boot: the tests start their own (tests/slurm_cluster.py).
+# No daemon of the distribution is started, now or at the next boot: the tests start their own (tests/support/slurm_cluster.py).
 # Use: tools/slurm.sh
 set -eu
 PATH=$PATH:/usr/sbin:/sbin

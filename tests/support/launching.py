@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0  # seconds; many times what any of these runs needs
 
 LAUNCHERS: dict[str, tuple[str, ...]] = {

@@ -1,7 +1,7 @@
 """A real Slurm of four nodes with eight GPUs each on this machine, for the tests and, from the
 command line, for development.
 
-    python tests/slurm_cluster.py --dir D [--accounting]
+    python tests/support/slurm_cluster.py --dir D [--accounting]
 
 starts one, prints what a client has to export and stops it at the end of its standard input, at
 SIGTERM or at SIGINT.

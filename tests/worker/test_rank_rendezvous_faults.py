@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launching import MARGIN, finish, free_port, gave_up_after, script, so_far, start
 from namespaces import Machine, machines, why_not
-from test_rollcall import HOST, last, place
+from test_rank_rendezvous import HOST, last, place
 
 # The process of rank 1 is told to be off by a line of its own; the rest is what any script does.
 INIT = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launching import Run, finish, run, script, start
 from namespaces import Machine, machines, why_not
-from test_rollcall import HOST, last, place
+from test_rank_rendezvous import HOST, last, place
 
 from clusterjob.node.system import network
 

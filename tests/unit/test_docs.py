@@ -29,7 +29,7 @@ from clusterjob.node.options import parse
 from clusterjob.node.program import Program
 from clusterjob.worker.context import Context
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     [

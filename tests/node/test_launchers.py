@@ -64,6 +64,7 @@ ROOT_MPI = {
 }
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("given", [False, True], ids=["nothing said", "master given"])
 def test_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
     extra = ROOT_MPI | (
@@ -78,6 +79,7 @@ def test_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
     check(tmp_path, 3, "openmpi")
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "inside a shell"])
 def test_mpiexec_of_mpich(tmp_path: Path, wrapped: bool) -> None:
     path = script(tmp_path, TRAIN)
@@ -91,6 +93,7 @@ def test_mpiexec_of_mpich(tmp_path: Path, wrapped: bool) -> None:
     check(tmp_path, 3, "hydra")
 
 
+@pytest.mark.mpi
 def test_two_starts_of_mpich_at_once_do_not_meet(tmp_path: Path) -> None:
     """Hydra names no job: what tells two of them apart is the process behind PMI_FD."""
     code = "from clusterjob.node.environments import detect, look; import os; print(detect(look(os.environ)).place.topology.master_port)"
@@ -169,6 +172,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     check(tmp_path, 2, "torchrun")
 
 
+@pytest.mark.mpi
 def test_accelerate_launch_through_mpirun(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     needs("mpirun")

@@ -191,7 +191,7 @@ def test_a_job_that_submits_a_job(user: User) -> None:
         import os, subprocess
         if os.environ["RANK"] == "0":
             environ = os.environ | {{"CLUSTERJOB_HOME": {str(user.home)!r}, "CLUSTERJOB_PYTHON": {str(user.python)!r}}}
-            environ["PYTHONPATH"] = {str(Path(__file__).resolve().parent.parent)!r}
+            environ["PYTHONPATH"] = {str(Path(__file__).resolve().parents[2])!r}
             command = {[*CLUSTERJOB, "submit", "--cluster", "slurm", "--nodes", "1", "--nproc-per-node", "3", "inner.py"]!r}
             print("inner", subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.strip())
             refused = subprocess.run({[*CLUSTERJOB, "submit", "inner.py"]!r}, env=environ, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """Scripts, commands and detected environments are the recorded ones; a change shows as a difference
 of these files.
 
-`python tests/test_golden.py` records them anew, in tests/golden/. The inputs stand there too.
+`python tests/unit/test_golden.py` records them anew, in tests/golden/. The inputs stand there too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 
 from clusterjob.cli import main
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 ENVIRONMENTS = GOLDEN / "environments.json"
 RENDERED = GOLDEN / "rendered"
 SCRIPT = ("train.py", "--lr", "0.1", 'it\'s "$HOME" é')

@@ -28,7 +28,7 @@ from pathlib import Path
 import pytest
 from procs import MARKER, alive, command_line, wait_until
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _CLONE_NEWNET = 0x40000000
 _NETNS = Path("/run/netns")

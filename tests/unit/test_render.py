@@ -30,7 +30,7 @@ from clusterjob.errors import SpecError, TemplateError
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
 
-GOLDEN = Path(__file__).parent / "golden" / "node.sh"
+GOLDEN = Path(__file__).parents[1] / "golden" / "node.sh"
 HOSTILE = (
     "'",
     '"',
@@ -304,7 +304,7 @@ def test_all_our_templates_are_there() -> None:
 
 def test_the_script_of_a_node_is_the_golden_one() -> None:
     assert render("node.sh.j2", VALUES) == GOLDEN.read_text(), (
-        f"where this is meant, `python tests/{Path(__file__).name}` writes it"
+        f"where this is meant, `python tests/unit/{Path(__file__).name}` writes it"
     )
     subprocess.run(["bash", "-n", str(GOLDEN)], check=True, timeout=PATIENCE)
 

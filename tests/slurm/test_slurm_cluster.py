@@ -104,7 +104,7 @@ def test_a_cluster_ends_with_whoever_has_started_it(how: signal.Signals, tmp_pat
     directory = tmp_path / "c"
     command = [
         sys.executable,
-        str(Path(__file__).with_name("slurm_cluster.py")),
+        str(Path(__file__).parents[1] / "support" / "slurm_cluster.py"),
         "--dir",
         str(directory),
     ]
