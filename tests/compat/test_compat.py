@@ -77,7 +77,7 @@ def test_torchrun_does_what_is_recorded_of_it(tmp_path: Path, case: Case) -> Non
         and (seen.code is None or "SIGABRT" in seen.err)
     ):
         pytest.skip(
-            "torchrun hung or aborted three times at the end of this script: torch's own deadlock (docs/torchrun.md)"
+            "torchrun hung or aborted three times at the end of this script: torch's own deadlock (docs/scripts.md)"
         )
     assert seen.code == recorded["code"], (seen.err, seen.ranks_err)
     if seen.code == 0:

@@ -1,4 +1,4 @@
-"""Every way of docs/ways.md trains: the examples are run as the page says, and what they claim is
+"""Every way of docs/scripts.md trains: the examples are run as the page says, and what they claim is
 computed here once more.
 """
 
@@ -247,7 +247,7 @@ def test_a_resnet_learns_from_a_folder_of_images(
 
 
 def test_the_page_names_every_example_and_no_other() -> None:
-    page = (ROOT / "docs" / "ways.md").read_text()
+    page = (ROOT / "docs" / "scripts.md").read_text()
     named = set(re.findall(r"\.\./examples/([\w/]+\.py)", page))
     other = {"classify_images/resnet.py", "classify_images/images.py"}  # parts of one that is named
     other |= {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import typer
 from launching import run
 
@@ -71,27 +72,22 @@ def options_of(command: Any) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_and_option_is_in_the_page_of_the_command_line(name: str) -> None:
-    page = read("cli.md")
-    own = section(page, f"`clusterjob {name}`")
-    assert own, f"docs/cli.md has no section for {name}"
-    described = flags_in(own) | (
-        flags_in(section(page, "Options of a job")) if name in WITH_JOB_OPTIONS else set()
-    )
-    assert options_of(COMMANDS[name]) - {"-h", "--help"} <= described
+def test_reference_is_what_the_options_and_docstrings_generate() -> None:
+    page = read("reference.md")
+    assert reference.filled(page) == page, "`.venv/bin/python tools/reference.py` writes it"
+    for name in COMMANDS:
+        assert section(page, f"`clusterjob {name}`"), f"there is no section for {name}"
 
 
-def test_no_option_of_a_job_is_made_up() -> None:
-    assert flags_in(section(read("cli.md"), "Options of a job")) - flags_in(
-        section(read("cli.md"), "`clusterjob launch`")
-    ) <= {flag for name in WITH_JOB_OPTIONS for flag in options_of(COMMANDS[name])}
-
-
-def test_the_options_of_the_command_itself_are_described() -> None:
-    assert options_of(typer.main.get_command(app)) <= flags_in(
-        read("cli.md").partition("## Exit codes")[0]
-    )
+def test_reference_has_every_option_key_and_variable() -> None:
+    page = read("reference.md")
+    offered = {flag for command in COMMANDS.values() for flag in options_of(command)}
+    assert offered - {"-h", "--help"} <= flags_in(page)
+    assert len(offered) > 50
+    rows = section(page, "Options of a job").splitlines()
+    for key, setting in SETTINGS.items():
+        row = next((row for row in rows if f"| `{key}` |" in row), "")
+        assert (f"CLUSTERJOB_{key.upper()}" in row) == (not setting.merge), key
 
 
 def test_every_option_of_launch_is_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,18 +95,7 @@ def test_every_option_of_launch_is_described(capsys: pytest.CaptureFixture[str])
         parse(["--help"])
     offered = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     assert len(offered) > 10
-    assert offered <= flags_in(section(read("cli.md"), "`clusterjob launch`")) | {"--help"}
-
-
-def test_every_setting_is_described_with_its_option_and_its_variable() -> None:
-    rows = section(read("configuration.md"), "Settings").splitlines()
-    flags = {flag for name in WITH_JOB_OPTIONS for flag in options_of(COMMANDS[name])}
-    for key, setting in SETTINGS.items():
-        row = next((row for row in rows if row.startswith(f"| `{key}` |")), None)
-        assert row is not None, f"docs/configuration.md does not have the setting {key}"
-        flag = f"--{key.replace('_', '-')}"
-        assert (f"`{flag}`" in row) == (flag in flags), f"{key}: the option {flag}"
-        assert (f"CLUSTERJOB_{key.upper()}" in row) == (not setting.merge), f"{key}: its variable"
+    assert offered <= flags_in(section(read("reference.md"), "`clusterjob launch`")) | {"--help"}
 
 
 def test_every_variable_of_ours_is_described() -> None:
@@ -121,7 +106,7 @@ def test_every_variable_of_ours_is_described() -> None:
         *re.findall(r"export (CLUSTERJOB_\w+)", scripts),
     }
     assert named - {"CLUSTERJOB_KEY"} <= set(
-        re.findall(r"CLUSTERJOB_[A-Z_]+[A-Z]", read("configuration.md"))
+        re.findall(r"CLUSTERJOB_[A-Z_]+[A-Z]", read("reference.md"))
     )
 
 
@@ -148,7 +133,7 @@ def test_every_variable_of_a_template_is_described(
     before = len(given)
     ssh.SshBackend().plan(replace(spec, hosts=(Host("gpu1"),)))
     assert len(given) == before, "it gives what all backends do"
-    rows = re.findall(r"^\| `(\w+)` \|", section(read("templates.md"), "Variables"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", section(read("backends.md"), "Variables"), re.MULTILINE)
     assert sorted(rows) == sorted(given)
 
 
@@ -159,7 +144,7 @@ def test_every_argument_of_init_and_all_of_a_context_is_described() -> None:
         "backend",
     }
     wanted = {*inspect.signature(bootstrap.init).parameters} | members - for_bootstrap_alone
-    assert wanted <= set(re.findall(r"`(\w+)[`(]", read("bootstrap.md")))
+    assert wanted <= set(re.findall(r"`(\w+)[`(]", read("scripts.md")))
 
 
 def test_the_tree_is_that_of_the_package() -> None:

@@ -22,7 +22,7 @@ from clusterjob.core.options import SETTINGS
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import UsageError
 from clusterjob.node import verdict
-from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
+from clusterjob.node.options import LAUNCHERS, START_MODES
 from clusterjob.node.options import parse as parse_launch
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import Failure, JobState, Verdict
@@ -34,32 +34,21 @@ def help_of(name: str, option: str) -> str:
     return str(next(param.help for param in COMMANDS[name].params if option in param.opts))
 
 
-def row(page: str, title: str, first: str) -> str:
-    """Return the row of a table whose first cell begins so."""
-    rows = [
-        line for line in section(read(page), title).splitlines() if line.startswith(f"| `{first}")
-    ]
-    assert len(rows) == 1, f"{page}, {title}: {first}"
-    return rows[0]
-
-
 @pytest.mark.parametrize("name", ["submit", "run", "render", "doctor"])
-def test_help_and_page_name_every_choice(name: str) -> None:
+def test_help_names_every_choice(name: str) -> None:
     for option, choices in (("--launcher", (*LAUNCHERS, "srun")), ("--start", START_MODES)):
         for choice in choices:
             assert re.search(rf"\b{choice}\b", help_of(name, option)), f"{name} {option}: {choice}"
-            assert f"`{choice}`" in row("cli.md", "Options of a job", option)
 
 
 def test_every_backend_is_named_where_backends_are_listed() -> None:
     exists = section((ROOT / "README.md").read_text(encoding="utf-8"), "Documentation")
     for name in BUILTIN:
         assert f"`{name}`" in exists
-        assert f"`{name}`" in row("cli.md", "Options of a job", "--cluster")
 
 
 def test_only_a_local_job_ends_with_the_command_that_runs_it(tmp_path: Path) -> None:
-    """As the help of run and docs/cli.md say: the lifeline is what ends it."""
+    """As the help of run says: the lifeline is what ends it."""
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
     for name in BUILTIN:
         plan = base.load(name).plan(replace(spec, hosts=(Host("gpu1"),)) if name == "ssh" else spec)
@@ -67,18 +56,8 @@ def test_only_a_local_job_ends_with_the_command_that_runs_it(tmp_path: Path) -> 
     assert "a job of the local cluster ends too; any other goes on" in str(COMMANDS["run"].help)
 
 
-def test_defaults_of_a_node_are_those_of_the_code() -> None:
-    for option in ("join-timeout", "heartbeat", "lease", "grace", "max-restarts"):
-        default = getattr(LaunchOptions, option.replace("-", "_"))
-        assert f"default {default:g}" in row("cli.md", "`clusterjob launch`", f"--{option}")
-    for option in ("join-timeout", "grace", "max-restarts"):
-        assert f"default {getattr(JobSpec, option.replace('-', '_')):g}" in row(
-            "cli.md", "Options of a job", f"--{option}"
-        )
-
-
 def test_states_exit_codes_and_keys_are_those_of_the_code() -> None:
-    page = read("cli.md")
+    page = read("reference.md")
     assert set(re.findall(r"^\| ([A-Z]+) \|", section(page, "States"), re.MULTILINE)) == {
         str(state) for state in JobState
     }
@@ -103,17 +82,11 @@ def test_states_exit_codes_and_keys_are_those_of_the_code() -> None:
 def test_settings_that_need_trust_are_those_that_the_page_names() -> None:
     sentence = re.search(
         r"need no trust: all settings but (.*?), and a `cluster`",
-        read("configuration.md"),
+        read("reference.md"),
         re.DOTALL,
     )
     assert sentence is not None
     assert set(re.findall(r"`(\w+)`", sentence[1])) == set(SETTINGS) - trust.HARMLESS
-
-
-def test_contents_of_the_page_of_the_command_line_name_every_command() -> None:
-    contents = re.search(r"^Contents: .*?\n\n", read("cli.md"), re.MULTILINE | re.DOTALL)
-    assert contents is not None
-    assert set(COMMANDS) <= set(re.findall(r"\[(\w+)\]", contents[0]))
 
 
 def shown_commands() -> list[tuple[str, str]]:
@@ -208,3 +181,23 @@ def commands_of(page: str) -> list[str]:
 def test_chinese_readme_shows_the_commands_of_the_english_one() -> None:
     assert len(commands_of("README.md")) > 8
     assert commands_of("README.zh-CN.md") == commands_of("README.md")
+
+
+def test_chinese_quick_start_shows_commands_of_the_english_page() -> None:
+    shown = commands_of("docs/mlp.zh-CN.md")
+    english = (ROOT / "docs" / "mlp.md").read_text(encoding="utf-8")
+    assert len(shown) > 1
+    assert [line for line in shown if line not in english] == []
+    blocks = re.findall(r"^```toml\n.*?^```$", english, re.MULTILINE | re.DOTALL)
+    chinese = (ROOT / "docs" / "mlp.zh-CN.md").read_text(encoding="utf-8")
+    assert all(block in chinese for block in blocks)
+
+
+def test_pages_hold_fifteen_thousand_words_at_most() -> None:
+    words = [
+        word
+        for page in (ROOT / "docs").glob("*.md")
+        for word in page.read_text(encoding="utf-8").split()
+        if re.search(r"\w", word)
+    ]
+    assert len(words) <= 15_000

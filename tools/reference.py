@@ -1,0 +1,112 @@
+"""Fill the generated parts of docs/reference.md from the commands, the settings and `launch`.
+
+Run it from the root of the source tree: `.venv/bin/python tools/reference.py`. A test fails when the
+page differs from what this writes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from clusterjob.cli import app
+from clusterjob.core.options import SETTINGS
+from clusterjob.node import options as node_options
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+# `launch` is read by the node half's own parser.
+_OF_A_JOB = {
+    param.name for param in COMMANDS["submit"].params if param.name in {
+        param.name for param in COMMANDS["render"].params
+    }
+} - {"as_json"}  # fmt: skip
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+def _flags(param: Any) -> str:
+    value = "" if getattr(param, "is_flag", False) else f" {param.metavar or ''}".rstrip()
+    return ", ".join(f"`{flag}{value}`" for flag in (*param.opts, *param.secondary_opts))
+
+
+def _own(command: Any) -> list[Any]:
+    return [
+        param
+        for param in command.params
+        if param.param_type_name == "option"
+        and param.name not in _OF_A_JOB
+        and param.name != "help"
+    ]
+
+
+def commands() -> str:
+    """Return a section for each command: usage, what it does, its own options."""
+    parts = []
+    for name, command in COMMANDS.items():
+        if name == "launch":
+            continue
+        described = re.sub(r"[ \t]*\n[ \t]*", "\n", (command.help or "").strip())
+        takes_job = sum(param.name in _OF_A_JOB for param in command.params) > 10
+        lines = [f"### `clusterjob {name}`", "", described]
+        if takes_job:
+            lines += ["", "It takes the [options of a job](#options-of-a-job)."]
+        for sub in (command, *getattr(command, "commands", {}).values()):
+            if own := _own(sub):
+                title = "option" if sub is command else f"option of `{name} {sub.name}`"
+                lines += ["", f"| {title} | meaning |", "| --- | --- |"]
+                lines += [f"| {_flags(param)} | {_cell(param.help)} |" for param in own]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def job_options() -> str:
+    """Return the table of a job's options: flag, key in a file, variable, meaning."""
+    lines = ["| option | key | variable | meaning |", "| --- | --- | --- | --- |"]
+    by_flag = {flag: param for param in COMMANDS["submit"].params for flag in param.opts}
+    cluster = by_flag["--cluster"]
+    lines.append(f"| {_flags(cluster)} | `cluster` | CLUSTERJOB_CLUSTER | {_cell(cluster.help)} |")
+    for key, setting in SETTINGS.items():
+        param = by_flag.get(f"--{key.replace('_', '-')}")
+        variable = "" if setting.merge else f"CLUSTERJOB_{key.upper()}"
+        described = _cell(param.help) if param else f"See `{key.replace('_', '-')}` of `launch`."
+        flags = _flags(param) if param else ""
+        lines.append(f"| {flags} | `{key}` | {variable} | {described} |")
+    return "\n".join(lines)
+
+
+def launch() -> str:
+    """Return the table of the options of `clusterjob launch`."""
+    lines = ["| option | meaning |", "| --- | --- |"]
+    for action in node_options._parser()._actions:
+        if action.option_strings and action.dest != "help":
+            value = f" {action.metavar}" if action.metavar else ""
+            if action.choices:
+                value = f" {{{','.join(action.choices)}}}"
+            flags = ", ".join(f"`{flag}{value}`" for flag in action.option_strings)
+            lines.append(f"| {flags} | {_cell(action.help)} |")
+    return "\n".join(lines)
+
+
+PARTS = {"commands": commands, "job options": job_options, "launch": launch}
+
+
+def filled(text: str) -> str:
+    """Return the page with its generated parts written anew."""
+    for name, make in PARTS.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        before, found, rest = text.partition(begin)
+        _old, found_end, after = rest.partition(end)
+        assert found, f"docs/reference.md has no line {begin}"
+        assert found_end, f"docs/reference.md has no line {end}"
+        text = f"{before}{begin}\n\n{make()}\n\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
