@@ -81,7 +81,7 @@ def test_states_exit_codes_and_keys_are_those_of_the_code() -> None:
 
 def test_settings_that_need_trust_are_those_that_the_page_names() -> None:
     sentence = re.search(
-        r"need no trust: all settings but (.*?), and a `cluster`",
+        r"need no trust: all settings but (.*?),\s+and a `cluster`",
         read("reference.md"),
         re.DOTALL,
     )
