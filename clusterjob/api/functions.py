@@ -202,6 +202,9 @@ def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> lis
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     from submitit.core.utils import DelayedSubmission
 
-    # Modules that lie beside the submitting script are found there by the workers too.
-    paths = [os.path.abspath(entry) for entry in sys.path[:1]]
+    # Workers must find the modules beside the submitting script, and those in directories that it
+    # added to sys.path. The interpreter's own directories differ between hosts and stay behind.
+    own = tuple(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix})
+    entries = (os.path.abspath(entry) for entry in sys.path)
+    paths = [entry for entry in entries if not entry.startswith(own)]
     return call.pickled(paths, DelayedSubmission(function, *args, **kwargs))

@@ -159,7 +159,7 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
 
     Args:
         template: the name of one of ours, or the path of the user's own.
-        values: what the template may name; docs/templates.md lists them.
+        values: what the template may name; docs/backends.md lists them.
 
     Raises:
         TemplateError: it cannot be read, is broken, names something undefined, or writes a value

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import Run, finish, run, script, start
+from launching import HOST, Run, finish, last_message, rank_variables, run, script, start
 from namespaces import Machine, machines, why_not
-from test_rank_rendezvous import HOST, last, place
 
 from clusterjob.node.system import network
 
@@ -72,13 +71,13 @@ def without_options(directory: Path, extra: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_says_so_within_seconds(machine: Machine, tmp_path: Path, rank: int) -> None:
     environ = without_options(
-        tmp_path, place(rank, 2, 29500, 1) | {"MASTER_ADDR": "master.example"}
+        tmp_path, rank_variables(rank, 2, 29500, 1) | {"MASTER_ADDR": "master.example"}
     )
     ended = run(there(machine, tmp_path, sys.executable, script(tmp_path, INIT)), tmp_path, environ)
     assert ended.code == 1
     assert float(ended.out) < 15.0, ended  # 60 and more by the resolver's own patience
-    assert "master.example:29500: " + SAID in last(ended.err)
-    assert HOST in last(ended.err)
+    assert "master.example:29500: " + SAID in last_message(ended.err)
+    assert HOST in last_message(ended.err)
     assert not [line for line in ended.err.splitlines() if "c10d" in line]
 
 

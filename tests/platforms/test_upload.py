@@ -126,7 +126,7 @@ def test_a_file_that_changes_meanwhile_is_no_part_of_a_job(
     (work / "other.py").unlink()
     if text is not None:
         (work / "other.py").write_text(text)
-    monkeypatch.setattr(snapshot, "take", lambda *_: taken)
+    monkeypatch.setattr(snapshot, "take", lambda *_, **__: taken)
     with pytest.raises(SubmitError, match=r"'other\.py' changed while it was being sent"):
         upload.stage(spec, job_dir, files=FILES)
     assert not (job_dir / "upload").exists()

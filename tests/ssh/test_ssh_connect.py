@@ -206,8 +206,8 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
     target = pool.resolve(Host("gpu1"))
     original = connect._verify
 
-    def freeze(*arguments: object) -> None:
-        original(*arguments)  # type: ignore[arg-type]
+    def freeze(*arguments: object, **options: object) -> None:
+        original(*arguments, **options)  # type: ignore[arg-type]
         for pid in world.hosts["gpu1"].pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+HOST = socket.gethostname()
 PATIENCE = 120.0  # seconds; many times what any of these runs needs
 
 LAUNCHERS: dict[str, tuple[str, ...]] = {
@@ -209,3 +210,15 @@ def script(directory: Path, text: str, name: str = "train.py") -> Path:
 def told(directory: Path, nproc: int) -> list[dict[str, Any]]:
     """Return what each rank has written to rank<N>.json."""
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def rank_variables(rank: int, world: int, port: int, local: int | None = None) -> dict[str, str]:
+    size = {"LOCAL_WORLD_SIZE": str(world if local is None else local)}
+    return size | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank % int(size["LOCAL_WORLD_SIZE"])),
+        "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def last_message(err: str) -> str:
+    return [line for line in err.strip().splitlines() if not line.startswith("hint: ")][-1]

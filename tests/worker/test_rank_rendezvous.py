@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 from launching import (
+    HOST,
     MARGIN,
     PATIENCE,
     environment,
     finish,
     free_port,
     gave_up_after,
+    last_message,
+    rank_variables,
     run,
     script,
     so_far,
@@ -44,15 +47,6 @@ INIT = """
     with bootstrap.init(timeout=TIMEOUT) as ctx:
         print("met", ctx.rank, flush=True)
 """
-HOST = socket.gethostname()
-
-
-def place(rank: int, world: int, port: int, local: int | None = None) -> dict[str, str]:
-    size = {"LOCAL_WORLD_SIZE": str(world if local is None else local)}
-    return size | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank % int(size["LOCAL_WORLD_SIZE"])),
-        "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
 
 
 def processes(
@@ -72,14 +66,10 @@ def open_gate(directory: Path, gate: str, *ranks: int) -> None:
     (directory / gate).touch()
 
 
-def last(err: str) -> str:
-    return [line for line in err.strip().splitlines() if not line.startswith("hint: ")][-1]
-
-
 def test_whoever_is_missing_is_named_while_the_others_wait(tmp_path: Path) -> None:
     port = free_port()
     first, third = processes(
-        tmp_path, 7, [place(rank, 3, port) | {"GATE": "gate"} for rank in (0, 2)]
+        tmp_path, 7, [rank_variables(rank, 3, port) | {"GATE": "gate"} for rank in (0, 2)]
     )
     open_gate(tmp_path, "gate", 0, 2)
     assert first.stderr is not None
@@ -93,8 +83,8 @@ def test_whoever_is_missing_is_named_while_the_others_wait(tmp_path: Path) -> No
     ended = [finish(first), finish(third)]
     assert [each.code for each in ended] == [1, 1]
     for each in ended:
-        assert "GangError: waiting for rank 1" in last(each.err)
-        assert 7 <= gave_up_after(last(each.err)) <= 7 + MARGIN
+        assert "GangError: waiting for rank 1" in last_message(each.err)
+        assert 7 <= gave_up_after(last_message(each.err)) <= 7 + MARGIN
         assert "socket.cpp" not in each.err  # as torch's own wait would write at every time-out
     assert first.pid != third.pid
     assert ended[1].err.count("clusterjob: ") == 0  # one line a job, not one a rank
@@ -114,22 +104,29 @@ def test_whoever_does_not_belong_is_refused_without_waiting_for_the_missing(
     tmp_path: Path, fault: dict[str, str], words: str
 ) -> None:
     port = free_port()
-    places = [place(rank, 3, port) | {"CLUSTERJOB_JOB_ID": "mine"} for rank in (0, 1)]
+    places = [rank_variables(rank, 3, port) | {"CLUSTERJOB_JOB_ID": "mine"} for rank in (0, 1)]
     started = processes(tmp_path, 600, [places[0], places[1] | fault])  # rank 2 never comes
     ended = [finish(process) for process in started]
     named = words.format(*(f"{HOST} (pid {process.pid})" for process in started))
-    assert [last(each.err).endswith(f"GangError: {named}") for each in ended] == [True, True], ended
+    assert [last_message(each.err).endswith(f"GangError: {named}") for each in ended] == [
+        True,
+        True,
+    ], ended
 
 
 def test_two_processes_of_one_rank_are_both_named(tmp_path: Path) -> None:
     port = free_port()
-    started = processes(tmp_path, 60, [place(1, 3, port), place(1, 3, port), place(0, 3, port)])
+    started = processes(
+        tmp_path,
+        60,
+        [rank_variables(1, 3, port), rank_variables(1, 3, port), rank_variables(0, 3, port)],
+    )
     ended = [finish(process) for process in started]
     assert [each.code for each in ended].count(
         1
     ) >= 2  # the first of the two may still wait for rank 0's answer
     pids = {str(started[0].pid), str(started[1].pid)}
-    refused = [last(each.err) for each in ended if "is claimed twice" in each.err]
+    refused = [last_message(each.err) for each in ended if "is claimed twice" in each.err]
     assert len(refused) >= 2
     for line in refused:
         assert "rank 1 is claimed twice: by" in line
@@ -143,11 +140,13 @@ def test_two_jobs_at_one_port_do_not_become_one(tmp_path: Path) -> None:
     one, other = ({"CLUSTERJOB_JOB_ID": name} for name in ("mine", "yours"))
     ended = [
         finish(process)
-        for process in processes(tmp_path, 60, [place(0, 2, port) | one, place(1, 2, port) | other])
+        for process in processes(
+            tmp_path, 60, [rank_variables(0, 2, port) | one, rank_variables(1, 2, port) | other]
+        )
     ]
     for each in ended:
         assert each.code == 1
-        assert "is of job yours, rank 0 on" in last(each.err)
+        assert "is of job yours, rank 0 on" in last_message(each.err)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="a traceback shows no notes")
@@ -158,7 +157,7 @@ def test_a_traceback_ends_with_what_to_do(tmp_path: Path) -> None:
             for each in processes(
                 tmp_path,
                 60,
-                [place(0, 2, taken.getsockname()[1]), {"RANK": "0", "LOCAL_RANK": "0"}],
+                [rank_variables(0, 2, taken.getsockname()[1]), {"RANK": "0", "LOCAL_RANK": "0"}],
             )
         ]
     assert [each.err.splitlines()[-1] for each in ended] == [
@@ -170,10 +169,10 @@ def test_a_traceback_ends_with_what_to_do(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        [process] = processes(tmp_path, 60, [place(0, 2, port)])
+        [process] = processes(tmp_path, 60, [rank_variables(0, 2, port)])
         ended = finish(process)
     assert ended.code == 1
-    assert last(ended.err).endswith(
+    assert last_message(ended.err).endswith(
         f"(pid {process.pid}) cannot listen at 127.0.0.1:{port}: Address already in use"
     )
     assert "TCPStore" not in ended.err
@@ -185,11 +184,11 @@ def test_a_master_that_does_not_resolve_is_one_line_within_seconds(
 ) -> None:
     begin = time.monotonic()
     [process] = processes(
-        tmp_path, 600, [place(rank, 2, 29500, 1) | {"MASTER_ADDR": "no-such-host.invalid"}]
+        tmp_path, 600, [rank_variables(rank, 2, 29500, 1) | {"MASTER_ADDR": "no-such-host.invalid"}]
     )
     ended = finish(process)
     assert ended.code == 1
-    assert "no-such-host.invalid:29500: " in last(ended.err)
+    assert "no-such-host.invalid:29500: " in last_message(ended.err)
     assert time.monotonic() - begin < 60  # 600 were allowed
 
 
@@ -198,7 +197,7 @@ def test_a_master_to_which_no_way_leads_is_one_line_within_seconds(tmp_path: Pat
     if why:
         pytest.skip(why)
     with machines(1) as [machine]:
-        environ = place(1, 2, 29500, 1) | {"MASTER_ADDR": "198.51.100.7"}
+        environ = rank_variables(1, 2, 29500, 1) | {"MASTER_ADDR": "198.51.100.7"}
         ended = run(
             machine.command(sys.executable, script(tmp_path, INIT.replace("TIMEOUT", "600"))),
             tmp_path,
@@ -207,7 +206,7 @@ def test_a_master_to_which_no_way_leads_is_one_line_within_seconds(tmp_path: Pat
     assert ended.code == 1
     assert (
         f"rank 1 on {HOST} cannot reach rank 0 at 198.51.100.7:29500: Network is unreachable; gave up after"
-        in last(ended.err)
+        in last_message(ended.err)
     )
 
 
@@ -216,7 +215,7 @@ def test_a_port_at_which_something_else_answers_is_one_line(tmp_path: Path, says
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         taken.settimeout(0.2)
-        [process] = processes(tmp_path, 600, [place(1, 2, port)])
+        [process] = processes(tmp_path, 600, [rank_variables(1, 2, port)])
         while process.poll() is None:
             with contextlib.suppress(OSError):  # nobody comes, or has read enough
                 link, _ = taken.accept()
@@ -228,7 +227,9 @@ def test_a_port_at_which_something_else_answers_is_one_line(tmp_path: Path, says
         ended = finish(process)
     assert ended.code == 1
     words = f"something listens there that is not torch's store: it answers {says[:4]!r}"
-    assert f"cannot reach rank 0 at 127.0.0.1:{port}: {words}; gave up after" in last(ended.err)
+    assert f"cannot reach rank 0 at 127.0.0.1:{port}: {words}; gave up after" in last_message(
+        ended.err
+    )
     assert "frame #" not in ended.err
 
 
@@ -252,7 +253,7 @@ def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> Non
     port = free_port()
     # Rank 0, which is local rank 0, never comes.
     waiting = processes(
-        tmp_path, 6, [place(rank, 4, port) | {"GATE": "gate"} for rank in (1, 2, 3)]
+        tmp_path, 6, [rank_variables(rank, 4, port) | {"GATE": "gate"} for rank in (1, 2, 3)]
     )
     open_gate(tmp_path, "gate", 1, 2, 3)
     ended = [finish(process) for process in waiting]
@@ -264,9 +265,9 @@ def test_a_node_without_its_first_process_speaks_and_once(tmp_path: Path) -> Non
     for each in ended:
         assert (
             f"cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; gave up after "
-            in last(each.err)
+            in last_message(each.err)
         )
-        assert 6 <= gave_up_after(last(each.err)) <= 6 + MARGIN
+        assert 6 <= gave_up_after(last_message(each.err)) <= 6 + MARGIN
 
 
 @pytest.mark.slow
@@ -277,7 +278,9 @@ def test_who_was_there_and_is_gone_when_the_last_comes_is_named(
     port = free_port()
     gates = ("first", "first", "third")
     first, gone, third = processes(
-        tmp_path, 12, [place(rank, 3, port) | {"GATE": gate} for rank, gate in enumerate(gates)]
+        tmp_path,
+        12,
+        [rank_variables(rank, 3, port) | {"GATE": gate} for rank, gate in enumerate(gates)],
     )
     try:
         open_gate(tmp_path, "first", 0, 1)
@@ -294,7 +297,7 @@ def test_who_was_there_and_is_gone_when_the_last_comes_is_named(
     words = f"waiting for rank 1 on {HOST} (pid {gone.pid}): at the roll-call before, and no answer now: died, or stuck; "
     [told] = [line for line in ended[0].err.splitlines() if line.startswith(f"clusterjob: {words}")]
     assert 4 <= so_far(told) <= 4 + MARGIN
-    assert [f"GangError: {words}gave up after " in last(each.err) for each in ended] == [
+    assert [f"GangError: {words}gave up after " in last_message(each.err) for each in ended] == [
         True,
         True,
     ], ended
@@ -331,13 +334,13 @@ def test_who_was_the_only_one_there_and_is_gone_when_rank_0_comes_is_named(tmp_p
 
 def test_a_rank_0_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     port = free_port()
-    [second] = processes(tmp_path, 90, [place(1, 2, port) | {"LOCAL_RANK": "0"}])
+    [second] = processes(tmp_path, 90, [rank_variables(1, 2, port) | {"LOCAL_RANK": "0"}])
     assert second.stderr is not None
     line = second.stderr.readline()
     assert line.startswith(
         f"clusterjob: rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; "
     )
-    [first] = processes(tmp_path, 90, [place(0, 2, port)])
+    [first] = processes(tmp_path, 90, [rank_variables(0, 2, port)])
     assert [finish(first).code, finish(second).code] == [0, 0]
 
 
@@ -364,7 +367,8 @@ def test_rank_0_serves_the_store_until_all_have_the_group(tmp_path: Path) -> Non
     ended = [
         finish(process)
         for process in [
-            start([sys.executable, path], tmp_path, place(rank, 2, port)) for rank in (0, 1)
+            start([sys.executable, path], tmp_path, rank_variables(rank, 2, port))
+            for rank in (0, 1)
         ]
     ]
     assert [each.code for each in ended] == [0, 0], ended

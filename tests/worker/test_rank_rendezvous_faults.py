@@ -12,9 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import MARGIN, finish, free_port, gave_up_after, script, so_far, start
+from launching import (
+    HOST,
+    MARGIN,
+    finish,
+    free_port,
+    gave_up_after,
+    last_message,
+    rank_variables,
+    script,
+    so_far,
+    start,
+)
 from namespaces import Machine, machines, why_not
-from test_rank_rendezvous import HOST, last, place
 
 # The process of rank 1 is told to be off by a line of its own; the rest is what any script does.
 INIT = """
@@ -38,7 +48,9 @@ def test_a_clock_that_is_far_off_is_named_once_and_the_job_goes_on(
     path = script(tmp_path, INIT)
     with machines(1) as [machine]:
         # Two processes of a node, of which the one that is off is not the first.
-        environs = [place(rank, 2, 29500) | {"MASTER_ADDR": machine.address} for rank in (0, 1)]
+        environs = [
+            rank_variables(rank, 2, 29500) | {"MASTER_ADDR": machine.address} for rank in (0, 1)
+        ]
         environs[1]["FAULT"] = f"real = time.time; time.time = lambda: real() + {ahead}"
         started = [
             start(machine.command(sys.executable, path), tmp_path, environ) for environ in environs
@@ -59,7 +71,7 @@ def test_a_clock_that_is_far_off_is_named_while_somebody_is_missing(
 ) -> None:
     path, port = script(tmp_path, INIT.replace("timeout=60", "timeout=600")), free_port()
     fault = {"FAULT": f"real = time.time; time.time = lambda: real() + {ahead}"}
-    first, second, _ = (place(rank, 3, port) for rank in range(3))  # the third never comes
+    first, second, _ = (rank_variables(rank, 3, port) for rank in range(3))  # the third never comes
     started = [start([sys.executable, path], tmp_path, first)]
     try:
         if ahead < 0:  # one that is behind is told from one that came early if it comes later
@@ -88,13 +100,14 @@ def test_another_version_of_torch_is_named_to_both_at_once(tmp_path: Path) -> No
     path, port = script(tmp_path, INIT), free_port()
     fault = {"FAULT": "import torch; torch.__version__ = '1.0.0'"}
     started = [
-        start([sys.executable, path], tmp_path, place(rank, 2, port) | fault) for rank in (0, 1)
+        start([sys.executable, path], tmp_path, rank_variables(rank, 2, port) | fault)
+        for rank in (0, 1)
     ]
     ended = [finish(process) for process in started]
     assert time.monotonic() - begin < 50  # 60 were allowed
     for each in ended:
         assert each.code == 1
-        line = last(each.err)
+        line = last_message(each.err)
         assert (
             f"rank 1 on {HOST} (pid {started[1].pid}) has torch 1.0.0, rank 0 on {HOST} (pid {started[0].pid}) has torch "
             in line
@@ -130,7 +143,7 @@ def beside_a_swallower() -> Iterator[Machine]:
 
 def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
     with beside_a_swallower() as machine:
-        environ = place(1, 2, 29500, 1) | {"MASTER_ADDR": "10.77.0.9"}
+        environ = rank_variables(1, 2, 29500, 1) | {"MASTER_ADDR": "10.77.0.9"}
         path = script(tmp_path, INIT.replace("timeout=60", "timeout=7"))
         process = start(machine.command(sys.executable, path), tmp_path, environ)
         assert process.stderr is not None
@@ -140,7 +153,7 @@ def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: 
     assert "cannot reach rank 0 at 10.77.0.9:29500: timed out; " in line
     assert so_far(line) <= 4 + MARGIN
     assert ended.code == 1
-    assert "gave up after" in last(ended.err)
+    assert "gave up after" in last_message(ended.err)
 
 
 @pytest.mark.slow
@@ -179,7 +192,8 @@ def test_a_rank_that_has_died_is_named_to_those_who_wait(tmp_path: Path) -> None
     path, port = script(tmp_path, INIT.replace("timeout=60", "timeout=7")), free_port()
     fault = {"FAULT": "os._exit(9)"}
     first, second = (
-        start([sys.executable, path], tmp_path, place(rank, 2, port) | fault) for rank in (0, 1)
+        start([sys.executable, path], tmp_path, rank_variables(rank, 2, port) | fault)
+        for rank in (0, 1)
     )
     ended = [finish(first), finish(second)]
     assert [each.code for each in ended] == [1, 9]
@@ -189,4 +203,4 @@ def test_a_rank_that_has_died_is_named_to_those_who_wait(tmp_path: Path) -> None
         if line.startswith(f"clusterjob: waiting for rank 1 (node 0, {HOST}): not heard of")
     ]
     assert len(said) == 1  # not again within 30 s
-    assert 7 <= gave_up_after(last(ended[0].err)) <= 7 + MARGIN
+    assert 7 <= gave_up_after(last_message(ended[0].err)) <= 7 + MARGIN
