@@ -73,7 +73,7 @@ def show(
         )
     else:
         output.print_hosts(reports)
-    return 1 if any(report.trouble for report in reports) else 0
+    return 1 if any(report.error for report in reports) else 0
 
 
 @_app.command("trust")

@@ -164,7 +164,7 @@ def print_hosts(reports: Sequence[HostReport]) -> None:
         free = "" if report.free is None else show_size(report.free)
         gpus = str(len(report.gpus)) if report.python else ""
         rows.append(
-            (report.host, report.address, report.python, torch, free, gpus, report.trouble or "fit")
+            (report.host, report.address, report.python, torch, free, gpus, report.error or "fit")
         )
     print_table(rows)
 

@@ -24,13 +24,13 @@ Answer = Mapping[str, Any]
 
 def interpreter(answer: Answer) -> Finding:
     """Judge the interpreter that the job's script will find, after its setup lines."""
-    if answer["trouble"]:
+    if answer["unfit"]:
         hint = (
             "the setup line has to work on its own"
             if answer["setup"]
             else "--python names another interpreter"
         )
-        return failed(answer["trouble"], hint)
+        return failed(answer["unfit"], hint)
     return ok(f"{answer['executable']}, Python {'.'.join(map(str, answer['version']))}")
 
 
@@ -130,7 +130,7 @@ def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) 
         )
     else:
         why, hint = (
-            answer["facts"]["trouble"] or "it gives no reason",
+            answer["facts"]["driver_error"] or "it gives no reason",
             "`nvidia-smi` shows the driver's version, and which cards it has",
         )
     judge = failed if wanted else warning

@@ -1,5 +1,6 @@
-"""What a host may answer to each question: its schema, and the bytes that may follow. A host is not
-trusted with more.
+"""Schema and size limit of a host's answer to each request.
+
+A host is not trusted: an answer that is larger or of another form is refused.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from clusterjob.core.schema import (
 )
 from clusterjob.node.host_server import commands, poll, results
 
-MOST_LINE = 1 << 20  # bytes of an answer's line, where the question allows no more
-MOST_FILES = 10_000  # files of one node that an answer may name
-MOST_ERROR = 2000  # characters of an error's text that are kept
+MAX_LINE = 1 << 20  # bytes of an answer's JSON line, unless its request allows more
+MAX_FILES = 10_000  # files of one node that an answer may name
+MAX_ERROR = 2000  # characters of an error message that are kept
 
 _TEXT = Text(10_000)
 _TEXTS = ListOf(_TEXT, 1000)
@@ -33,28 +34,28 @@ _VERSION = ListOf(Integer(0, 1 << 20), 5)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the answer to a question may be.
+class AnswerSchema:
+    """Form and size limits of one answer.
 
     Attributes:
-        schema: of its object.
-        most_bytes: that may follow its line.
-        most_line: bytes of the line.
+        schema: schema of its JSON object.
+        max_bytes: maximum number of bytes after the JSON line.
+        max_line: maximum number of bytes of the JSON line.
     """
 
     schema: Schema
-    most_bytes: int = 0
-    most_line: int = MOST_LINE
+    max_bytes: int = 0
+    max_line: int = MAX_LINE
 
 
 _FILE = Object(
-    {"path": _PATH, "size": Integer(0, poll.MOST_OF_ANSWER)},
+    {"path": _PATH, "size": Integer(0, poll.MAX_ANSWER)},
     {"offset": Integer(), "stamp": Text(200), "gone": Flag()},
 )
-_FILES = ListOf(_FILE, MOST_FILES)
+_FILES = ListOf(_FILE, MAX_FILES)
 _CHECK = Object(
     {
-        "troubles": _TEXTS,
+        "errors": _TEXTS,
         "identity": _TEXT,
         "reached_at": _TEXT,
         "host": _TEXT,
@@ -68,11 +69,11 @@ _CHECK = Object(
 )
 _FACTS = Object(
     {"torch": _TEXT, "broken": _TEXT, "fork": _TEXT, "seconds": Number()},
-    {"cuda": _TEXT, "gpus": _COUNT, "trouble": _TEXT, "backends": _TEXTS},
+    {"cuda": _TEXT, "gpus": _COUNT, "driver_error": _TEXT, "backends": _TEXTS},
 )
 _INTERPRETER = Object(
     {
-        "trouble": _TEXT,
+        "unfit": _TEXT,
         "setup": Flag(),
         "version": Nullable(_VERSION),
         "executable": _TEXT,
@@ -80,7 +81,7 @@ _INTERPRETER = Object(
         "died": _TEXT,
     }
 )
-_COMMAND = Answer(
+_COMMAND = AnswerSchema(
     Object(
         optional={
             "number": Integer(),
@@ -89,23 +90,23 @@ _COMMAND = Answer(
             "absent": _TEXT,
         }
     ),
-    2 * commands.MOST,
+    2 * commands.MAX_OUTPUT,
 )
 _ANSWERS = {
-    "check": Answer(_CHECK),
-    "fit": Answer(Object({"troubles": _TEXTS})),
-    "facts": Answer(_INTERPRETER),
-    "land": Answer(Object({"missing": ListOf(_DIGEST, 100_000)}), most_line=8 << 20),
-    "blobs": Answer(Object({"wrong": ListOf(_DIGEST, 100_000)}), most_line=8 << 20),
-    "reserve": Answer(Object({"devices": Nullable(_TEXT), "short": _TEXT})),
-    "up": Answer(Object({"up": Flag()}, {"why": _TEXT})),
-    "cancel": Answer(Object({"running": Flag()})),
-    "look": Answer(
+    "check": AnswerSchema(_CHECK),
+    "fit": AnswerSchema(Object({"errors": _TEXTS})),
+    "facts": AnswerSchema(_INTERPRETER),
+    "land": AnswerSchema(Object({"missing": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
+    "blobs": AnswerSchema(Object({"wrong": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
+    "reserve": AnswerSchema(Object({"devices": Nullable(_TEXT), "short": _TEXT})),
+    "up": AnswerSchema(Object({"up": Flag()}, {"why": _TEXT})),
+    "cancel": AnswerSchema(Object({"running": Flag()})),
+    "look": AnswerSchema(
         Object({"known": Flag(), "alive": Flag(), "files": _FILES, "more": Flag()}),
-        poll.MOST_OF_ANSWER,
-        most_line=4 << 20,
+        poll.MAX_ANSWER,
+        max_line=4 << 20,
     ),
-    "looks": Answer(
+    "looks": AnswerSchema(
         Object(
             {
                 "jobs": ListOf(
@@ -113,33 +114,35 @@ _ANSWERS = {
                 )
             }
         ),
-        poll.MOST_OF_ANSWER,
-        most_line=16 << 20,
+        poll.MAX_ANSWER,
+        max_line=16 << 20,
     ),
-    "tree": Answer(Object({"absent": ListOf(_PATH)})),  # and bytes, as many as the asker allows
-    "digests": Answer(
-        Object({"digests": ListOf(Text(64, "([0-9a-f]{64})?"), results.MOST_DIGESTS)})
+    # The request says how many bytes may follow.
+    "tree": AnswerSchema(Object({"absent": ListOf(_PATH)})),
+    "digests": AnswerSchema(
+        Object({"digests": ListOf(Text(64, "([0-9a-f]{64})?"), results.MAX_DIGESTS)})
     ),
-    "get": Answer(
-        Object({"lengths": ListOf(Integer(0, results.MOST), results.MOST_PARTS)}), results.MOST
+    "get": AnswerSchema(
+        Object({"lengths": ListOf(Integer(0, results.MAX_BYTES), results.MAX_PARTS)}),
+        results.MAX_BYTES,
     ),
-    "listen": Answer(
+    "listen": AnswerSchema(
         Object({"port": Integer(1, 65535), "addresses": ListOf(Text(64, r"[0-9A-Fa-f:.]+"), 1000)})
     ),
-    "probe": Answer(Object({"reached": ListOf(Text(64), 1000), "why": MapOf(_TEXT, 1000)})),
+    "probe": AnswerSchema(Object({"reached": ListOf(Text(64), 1000), "why": MapOf(_TEXT, 1000)})),
     "run": _COMMAND,
     "reap": _COMMAND,
 }
-NOTHING = Answer(
-    Object()
-)  # to questions that are only obeyed: put, start, remove, wish, hush, drop
-MOST_ENTRY = 400  # bytes of one of a tree, on the average
-ENTRY = Row(
-    (_PATH, Text(4, "file|dir|link"), Integer(0, 0o777), Integer(), Integer(), _PATH)
-)  # of a tree
-HEADER = Object({"size": Integer()}, {"error": Text(1 << 20)})  # of every answer
+# The answer to requests that return nothing: put, start, remove, request_stop, stop_listening, drop.
+_EMPTY = AnswerSchema(Object())
+# Average bytes of a tree's entry, which limits the answer to "tree".
+TREE_ENTRY_BYTES = 400
+# One entry of a tree: path, kind, mode, size, modification time in ns, target of a link.
+TREE_ENTRY = Row((_PATH, Text(4, "file|dir|link"), Integer(0, 0o777), Integer(), Integer(), _PATH))
+# Fields of every answer.
+HEADER = Object({"size": Integer()}, {"error": Text(1 << 20)})
 
 
-def answer_to(op: str) -> Answer:
-    """Return what the answer to a question may be."""
-    return _ANSWERS.get(op, NOTHING)
+def answer_schema(op: str) -> AnswerSchema:
+    """Return the schema of the answer to a request."""
+    return _ANSWERS.get(op, _EMPTY)

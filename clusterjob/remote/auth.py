@@ -1,5 +1,6 @@
-"""Logging in with keys as ssh does: the agent's, the files', and their certificates. Nothing is
-asked at a prompt.
+"""Public key authentication as ssh does it: keys of the agent, of files, and certificates.
+
+It never prompts for a password or a passphrase.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from clusterjob.remote.ssh_config import Target
 
 
 class _Agent(AgentSSH):
-    """The agent at a socket: ssh's IdentityAgent, or SSH_AUTH_SOCK."""
+    """The ssh agent at a socket (IdentityAgent or SSH_AUTH_SOCK)."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -26,14 +27,14 @@ class _Agent(AgentSSH):
         try:
             self._socket.settimeout(10)
             self._socket.connect(path)
-            # As paramiko's own Agent does.
+            # paramiko's own Agent does the same.
             self._connect(self._socket)  # type: ignore[attr-defined]
         except BaseException:
             self._socket.close()
             raise
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
 
@@ -43,12 +44,12 @@ def log_in(
     """Log in on a connection whose host key is trusted.
 
     Args:
-        target: as whom, and with which keys.
+        target: gives the user name and the keys to try.
         transport: the connection.
-        bound: limits the time of one try.
+        bound: returns a context manager that limits the time of one try.
 
     Raises:
-        HostError: the host lets nobody in with any of the keys.
+        HostError: the host accepts none of the keys.
     """
     tried: list[str] = []
     troubles: list[str] = []
@@ -106,8 +107,9 @@ def _agent(target: Target) -> _Agent | None:
 def _keys(
     target: Target, agent: _Agent | None, troubles: list[str]
 ) -> Iterator[tuple[str, paramiko.PKey]]:
-    """Yield keys in ssh's order: the agent's that are configured too, the agent's others, then
-    those of files.
+    """Yield (name, key) in ssh's order.
+
+    First the agent's keys that are also configured, then its other keys, then those of files.
     """
     held = {key.asbytes(): key for key in agent.get_keys()} if agent is not None else {}
     configured = {blob for path in target.identities if (blob := _public(path))}
@@ -137,7 +139,7 @@ def _keys(
 
 
 def _public(path: Path) -> bytes | None:
-    """Return the public half of a key file, from the file beside it; None if that is not there."""
+    """Return the public key from the .pub file beside a key file; None if there is none."""
     try:
         return paramiko.pkey.PublicBlob.from_file(f"{path}.pub").key_blob
     except (OSError, ValueError, IndexError):
@@ -149,12 +151,11 @@ def _load(path: Path, troubles: list[str]) -> paramiko.PKey | None:
         return paramiko.PKey.from_path(path)
     except paramiko.PasswordRequiredException:
         troubles.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
-    except TypeError:  # what the library below says of the same
+    except TypeError:  # cryptography raises this for a missing passphrase
         troubles.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
     except (OSError, ValueError, paramiko.SSHException) as error:
         troubles.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
-    except (
-        Exception
-    ) as error:  # UnknownKeyType, and what cryptography raises for a type that it does not know
+    except Exception as error:
+        # UnknownKeyType, or any error that cryptography raises for a key type it does not know.
         troubles.append(f"{path} cannot be used: {type(error).__name__}")
     return None

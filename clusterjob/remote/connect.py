@@ -1,8 +1,7 @@
-"""One connection to one host: reached, verified and logged in within bounded time, or one line that
-says why not.
+"""One SSH connection: connect, verify the host key and log in, each with a timeout.
 
-Every phase has its own bound. A host that accepts TCP and then says nothing would else hold its
-caller for ever; OpenSSH itself waits more than a minute for one.
+Without a timeout for each phase, a host that accepts TCP and then sends nothing would block its
+caller forever; OpenSSH itself waits more than a minute for one. Each failure is a one-line error.
 """
 
 from __future__ import annotations
@@ -29,31 +28,29 @@ from clusterjob.remote.known_hosts import KnownHosts, Standing, fingerprint
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import Transport
 
-# paramiko prints a traceback for each connection that is refused, unless somebody listens to its
-# logger.
+# Without a handler, paramiko prints a traceback for each refused connection.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 logging.getLogger("paramiko").propagate = False
 
 DEFAULT_TIMEOUT = 10.0  # seconds for each phase
-_TRIES = 6  # where a server drops connections because too many come at once (MaxStartups)
-_FIRST_PAUSE = 0.15  # seconds before the second try; doubled, and jittered, for each one after
-_DEAD_PEER = (
-    8000  # milliseconds without an acknowledgement after which the kernel gives a connection up
-)
+_TRIES = 6  # for a server that drops connections because of MaxStartups
+_FIRST_PAUSE = 0.15  # seconds before the second try; doubled, with jitter, for each later one
+# Milliseconds without an acknowledgement after which the kernel closes a connection.
+_TCP_USER_TIMEOUT = 8000
 
 
 class _DroppedError(Exception):
-    """The server hung up before it said anything: it has too many at once."""
+    """The server closed the connection before it sent anything: it has too many at once."""
 
 
 @dataclass(frozen=True)
-class Reach:
-    """How hosts are reached.
+class ConnectOptions:
+    """Options of all connections of one pool.
 
     Attributes:
-        timeout: seconds for each phase of a connection, where the ssh configuration says nothing.
-        warn: told a line that the user should see.
-        ssh_config: a configuration in the place of the user's.
+        timeout: seconds for each phase of a connection, unless ConnectTimeout is configured.
+        warn: called with each line that the user should see.
+        ssh_config: a configuration file that replaces the user's.
     """
 
     timeout: float = DEFAULT_TIMEOUT
@@ -63,8 +60,13 @@ class Reach:
 
 @dataclass(frozen=True)
 class HostKey:
-    """The key that a host has shown: its type, its bytes, and its certificate, if it has one, also
-    as bytes.
+    """The key that a host presents.
+
+    Attributes:
+        kind: its type.
+        blob: its bytes.
+        certificate: its certificate; None if it has none.
+        shown: the bytes of the certificate.
     """
 
     kind: str
@@ -74,7 +76,7 @@ class HostKey:
 
 
 class Connection:
-    """A connection on which one is logged in."""
+    """A verified connection that is logged in."""
 
     def __init__(self, target: Target, transport: paramiko.Transport, timeout: float) -> None:
         self.target = target
@@ -83,14 +85,14 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether it still stands, as far as is known."""
+        """Whether the connection is open, as far as paramiko knows."""
         return self._transport.is_active()
 
     def execute(self, command: str) -> paramiko.Channel:
-        """Start a command and return its channel, without a terminal.
+        """Start a command without a terminal and return its channel.
 
         Raises:
-            HostError: the host does not start it, or not in time.
+            HostError: the host does not start it in time.
         """
         try:
             with _bounded(
@@ -111,7 +113,7 @@ class Connection:
             data: its stdin.
 
         Raises:
-            HostError: the host does not start it, or says nothing for too long.
+            HostError: the host does not start it, or it prints nothing for the timeout.
         """
         channel = self.execute(command)
         try:
@@ -125,16 +127,16 @@ class Connection:
             return channel.recv_exit_status(), bytes(out), bytes(err)
         except (TimeoutError, OSError) as error:
             raise HostError(
-                self.target.label, f"a command says nothing for {self._timeout:g} s"
+                self.target.label, f"a command prints nothing for {self._timeout:g} s"
             ) from error
         finally:
             channel.close()
 
     def forward(self, hostname: str, port: int) -> paramiko.Channel:
-        """Return a channel through this host to another.
+        """Return a channel through this host to another (direct-tcpip).
 
         Raises:
-            HostError: this host cannot reach it, or not in time.
+            HostError: this host cannot options the other one in time.
         """
         try:
             return self._transport.open_channel(
@@ -149,22 +151,24 @@ class Connection:
             ) from error
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._transport.close()
 
 
-def connect(target: Target, reach: Reach, through: Connection | None = None) -> Connection:
+def connect(
+    target: Target, options: ConnectOptions, through: Connection | None = None
+) -> Connection:
     """Return a connection to a host, verified and logged in.
 
     Args:
-        target: where, and as whom.
-        reach: how.
-        through: the bastion's connection, if there is one on the way.
+        target: the host's address, user and keys.
+        options: timeout and warnings.
+        through: the connection to the bastion; None for a direct connection.
 
     Raises:
-        HostError: one line that says why not; nothing was sent to a host whose key is not trusted.
+        HostError: the host cannot be used. A host whose key is not trusted gets no credentials.
     """
-    timeout = target.connect_timeout or reach.timeout
+    timeout = target.connect_timeout or options.timeout
     pause = _FIRST_PAUSE
     for attempt in range(_TRIES):
         transport = None
@@ -175,7 +179,7 @@ def connect(target: Target, reach: Reach, through: Connection | None = None) -> 
                 through=through,
                 known=KnownHosts((*target.known_hosts, *target.system_known_hosts)),
             )
-            _verify(target, key, reach=reach)
+            _verify(target, key, options=options)
             auth.log_in(
                 target,
                 transport,
@@ -187,11 +191,10 @@ def connect(target: Target, reach: Reach, through: Connection | None = None) -> 
             return Connection(target, transport, timeout=timeout)
         except _DroppedError as error:
             if attempt == _TRIES - 1:
-                why = f"it hung up {_TRIES} times before it said anything"
                 raise HostError(
                     target.label,
-                    why,
-                    hint="too many connections at once (MaxStartups), or something else listens there",
+                    f"it closed the connection {_TRIES} times before it sent anything",
+                    hint="too many connections at once (MaxStartups), or the port is not sshd's",
                 ) from error
             time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter
             pause *= 2
@@ -202,24 +205,21 @@ def connect(target: Target, reach: Reach, through: Connection | None = None) -> 
     raise AssertionError
 
 
-def host_key(target: Target, reach: Reach, through: Connection | None = None) -> HostKey:
-    """Return the key that a host shows, trusted or not; nothing is sent to it but the handshake.
+def host_key(target: Target, options: ConnectOptions, through: Connection | None = None) -> HostKey:
+    """Return the key that a host presents, trusted or not, without logging in.
 
     Raises:
-        HostError: it is not reached.
+        HostError: the host is not reached.
     """
     known = KnownHosts((*target.known_hosts, *target.system_known_hosts))
     try:
         transport, key = _handshake(
-            target, target.connect_timeout or reach.timeout, through=through, known=known
+            target, target.connect_timeout or options.timeout, through=through, known=known
         )
     except _DroppedError as error:
-        raise HostError(target.label, "it hung up before it said anything") from error
+        raise HostError(target.label, "it closed the connection before it sent anything") from error
     transport.close()
     return key
-
-
-# -- the phases ------------------------------------------------------------------------------------------------------------
 
 
 def _handshake(
@@ -237,12 +237,12 @@ def _handshake(
         names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
         transport.get_security_options().key_types = _key_types(transport, known, names=names)
         done = threading.Event()
-        # The wait for the first line has a bound of its own within this one.
+        # Twice the timeout: paramiko bounds the wait for the banner by banner_timeout.
         with _bounded(
             transport,
             2 * timeout,
             label=target.label,
-            what="it accepts TCP and does not finish the handshake",
+            what="it accepts TCP and does not complete the SSH handshake",
         ):
             transport.start_client(event=done)
             while not done.wait(0.2) and transport.is_active():
@@ -264,7 +264,7 @@ def _handshake(
             raise
         if "banner" in text and isinstance(error.__context__, TimeoutError):
             raise HostError(
-                target.label, f"it accepts TCP and says nothing for {timeout:g} s"
+                target.label, f"it accepts TCP and sends nothing for {timeout:g} s"
             ) from error
         if "banner" in text or isinstance(error, (EOFError, ConnectionError)):
             raise _DroppedError from error
@@ -275,7 +275,7 @@ def _handshake(
 
 
 def _hang_up(transport: paramiko.Transport) -> None:
-    # Ends paramiko's timer for it, which else lives on for 15 s.
+    # Stop paramiko's handshake timer, which otherwise runs on for 15 s.
     transport.packetizer.complete_handshake()
     transport.close()
 
@@ -300,12 +300,12 @@ def _socket(target: Target, timeout: float, through: Connection | None) -> Any:
     except (OSError, UnicodeError) as error:
         raise HostError(target.label, f"{_text(error).lower()} ({where})") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT)
     return sock
 
 
 class _CommandSocket:
-    """A command whose stdin and stdout are the connection, with what paramiko uses of a socket."""
+    """Socket-like object over the stdin and stdout of a command (ProxyCommand)."""
 
     def __init__(self, command: str) -> None:
         self._socket, theirs = socket.socketpair()
@@ -340,8 +340,12 @@ class _CommandSocket:
 def _bounded(
     transport: paramiko.Transport, seconds: float, label: str, what: str
 ) -> Iterator[None]:
-    """Close the connection if a phase takes too long: paramiko itself waits for some answers
-    without an end.
+    """Close the connection if a phase takes too long.
+
+    paramiko waits for some answers without a timeout.
+
+    Raises:
+        HostError: the phase took longer than `seconds`.
     """
     expired = threading.Event()
 
@@ -367,8 +371,10 @@ def _bounded(
 def _key_types(
     transport: paramiko.Transport, known: KnownHosts, names: list[str]
 ) -> tuple[str, ...]:
-    """Return the types of host key to ask for: those that are known first, certificates where an
-    authority is.
+    """Return the host key types to request.
+
+    Certificates come first if known_hosts has an authority for the host, then the types of known
+    keys, then the others.
     """
     plain = [
         kind
@@ -386,10 +392,10 @@ def _key_types(
 
 
 def refuse_revoked(target: Target, key: HostKey) -> None:
-    """Refuse a host key that a file of RevokedHostKeys revokes.
+    """Refuse a host key that RevokedHostKeys revokes.
 
     Raises:
-        HostError: it is revoked, or such a file cannot be read.
+        HostError: it is revoked, or a file of RevokedHostKeys cannot be read.
     """
     if key.certificate is None:
         why = revocation.objection(target.revoked_keys, key.kind, shown=key.blob, related=())
@@ -407,8 +413,8 @@ def refuse_revoked(target: Target, key: HostKey) -> None:
         )
 
 
-def _verify(target: Target, key: HostKey, reach: Reach) -> None:
-    """Trust a host's key, or say why not.
+def _verify(target: Target, key: HostKey, options: ConnectOptions) -> None:
+    """Check a host key against RevokedHostKeys, known_hosts and StrictHostKeyChecking.
 
     Raises:
         HostError: it is not trusted.
@@ -421,7 +427,7 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
         if place := known.revoked(names, authority):
             raise HostError(
                 target.label,
-                f"the authority behind its key is revoked ({place})",
+                f"the authority that signed its key is revoked ({place})",
                 hint="this host is not to be trusted",
             )
         if known.authority(names, authority):
@@ -429,7 +435,7 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
                 key.certificate, (target.key_alias or target.hostname).lower(), verify=_signed_by
             )
             if why:
-                raise HostError(target.label, f"the certificate of its key does not hold: {why}")
+                raise HostError(target.label, f"the certificate of its key is not valid: {why}")
             if place := known.revoked(names, key.blob):
                 raise HostError(
                     target.label,
@@ -450,18 +456,17 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
     trust = f"clusterjob hosts trust {target.label}"
     if target.strict == "no":
         what = "is unknown" if standing is Standing.UNKNOWN else f"differs from the one in {place}"
-        reach.warn(
-            f"{target.label}: its key {shown} {what}; used all the same, as StrictHostKeyChecking is `no`"
+        options.warn(
+            f"{target.label}: its key {shown} {what}; used because StrictHostKeyChecking is `no`"
         )
         if standing is Standing.UNKNOWN:
             remember(target, key)
         return
     if standing is Standing.CHANGED:
-        hint = f"if that is meant: {trust} --replace"
         raise HostError(
             target.label,
             f"its key has changed: it shows {shown}, another one is in {place}",
-            hint=hint,
+            hint=f"if the change is intended: {trust} --replace",
         )
     if target.strict == "accept-new":
         remember(target, key)
@@ -474,11 +479,13 @@ def _verify(target: Target, key: HostKey, reach: Reach) -> None:
 
 
 def remember(target: Target, key: HostKey) -> Path | None:
-    """Record a host's key in the user's first file; return that, None where nothing is to be
-    remembered.
+    """Record a host key in the user's first known_hosts file.
+
+    Returns:
+        The file; None if UserKnownHostsFile is `none`.
 
     Raises:
-        HostError: it cannot be written.
+        HostError: the file cannot be written.
     """
     if not target.known_hosts:
         return None

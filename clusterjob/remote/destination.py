@@ -1,8 +1,8 @@
-"""The directory that results are written to: nothing lands outside of it, nor in a directory of
-version control.
+"""The directory that fetched results are written to.
 
-A link keeps inside for ever: ``..`` stands only at its beginning, and what follows are directories,
-or links that keep inside.
+Nothing is written outside of it, nor into a version control directory or a git repository. A link
+stays inside it: ``..`` is allowed only at the beginning of its target, and each later part is a
+directory or another link that stays inside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from clusterjob.errors import HostError
 from clusterjob.node.system import files, private_dirs
 
 _VERSION_CONTROL = frozenset({".bzr", ".git", ".hg", ".jj", ".svn"})
-# Git obeys the configuration of any directory with such a file and objects: setup.c,
+# Git obeys the configuration of any directory that holds HEAD and objects: setup.c,
 # is_git_directory.
 _HEAD = "HEAD"
 _HINT = "this host is not to be trusted"
@@ -28,7 +28,7 @@ _HINT = "this host is not to be trusted"
 
 @dataclass(frozen=True)
 class File:
-    """A file as a host describes it: path, permission bits, bytes, modification time in ns."""
+    """A file on a host: path, permission bits, size in bytes, modification time in ns."""
 
     path: str
     mode: int
@@ -37,21 +37,17 @@ class File:
 
 
 def is_version_control(path: str) -> bool:
-    """Return whether a part of a path is a directory of version control: what lies there may run as
-    a hook.
-    """
+    """Return whether a part of a path is a version control directory, whose hooks may run."""
     return any(part.casefold() in _VERSION_CONTROL for part in path.split("/"))
 
 
 def is_head(path: str) -> bool:
-    """Return whether a file of this path may make its directory a repository of git."""
+    """Return whether a file of this path may make its directory a git repository."""
     return posixpath.basename(path).casefold() == _HEAD.casefold()
 
 
 def is_plain(path: str) -> bool:
-    """Return whether a host's path is relative, in its shortest form, and can be a file's name
-    here.
-    """
+    """Return whether a host's path is relative, normalized and a valid file name here."""
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
@@ -66,15 +62,15 @@ def is_plain(path: str) -> bool:
 
 
 class Destination:
-    """A directory here.
+    """A local directory that receives one host's results.
 
     Args:
         label: the host, for errors.
-        target: the directory, which is made.
-        notes: the file that says what was fetched into it before: by path, the digest of each file.
+        target: the directory, which is created.
+        notes: JSON file with the digest of each file that earlier fetches wrote, by path.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
 
     def __init__(self, label: str, target: Path, notes: Path) -> None:
@@ -90,10 +86,10 @@ class Destination:
         self._mask = _umask()
 
     def place(self, path: str) -> Path:
-        """Return where a host's path is written.
+        """Return the local path for a host's path.
 
         Raises:
-            HostError: that would be outside, or in a directory of version control.
+            HostError: it would be outside, or in a version control directory or repository.
         """
         outside = HostError(
             self._label, f"it names a file outside of what was asked for: {path[:80]!r}", hint=_HINT
@@ -103,7 +99,7 @@ class Destination:
         place = self._root / path
         try:
             above = place.parent.resolve()
-        except RuntimeError as error:  # a ring of links
+        except RuntimeError as error:  # a loop of links
             raise outside from error
         if not above.is_relative_to(self._root):
             raise outside
@@ -114,25 +110,21 @@ class Destination:
         ):
             raise HostError(
                 self._label,
-                f"it names a file in a directory of version control: {path[:80]!r}",
+                f"it names a file in a version control directory: {path[:80]!r}",
                 hint=_HINT,
             )
         return place
 
     def repository_of(self, folder: str) -> str:
-        """Return the directory here that may be a repository of git: a host's directory or one
-        above it; empty if there is none.
-        """
+        """Return the git repository that holds a host's directory; empty if there is none."""
         try:
             found = self._repository_with((self._root / folder).resolve())
-        except RuntimeError:  # a ring of links, which `place` refuses
+        except RuntimeError:  # a loop of links, which `local_path` refuses
             return ""
         return "" if found is None else os.path.relpath(found, self._root)
 
     def _repository_with(self, folder: Path) -> Path | None:
-        """Return the directory that may be a repository: this one, or one above it inside of the
-        target.
-        """
+        """Return the git repository that is or holds `folder`, inside of the target."""
         while folder.is_relative_to(self._root):
             if folder not in self._repositories:
                 head = folder / _HEAD
@@ -143,16 +135,17 @@ class Destination:
         return None
 
     def was_fetched(self, path: str, digest: str) -> bool:
-        """Return whether a file here is as it was fetched last: nobody has changed it."""
+        """Return whether a local file is unchanged since the last fetch."""
         return self._noted.get(path) == digest
 
     def note(self, path: str, digest: str) -> None:
-        """Note that a file here is as the host had it."""
+        """Record that a local file has the host's content."""
         self._new[path] = digest
 
     def save_notes(self) -> None:
-        """Write down what was noted; a full disk costs the notes alone, and a question at the next
-        fetch.
+        """Save the recorded digests.
+
+        Errors are ignored: without them the next fetch only asks before it replaces a file.
         """
         if not self._new:
             return
@@ -163,25 +156,27 @@ class Destination:
             pass
 
     def directory(self, path: str) -> None:
-        """Make a directory.
+        """Create a directory.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         self.place(path).mkdir(parents=True, exist_ok=True)
 
     def begin(self, file: File) -> tuple[int, Path]:
-        """Return (descriptor, path) of a temporary file beside the place of a file."""
+        """Return (descriptor, path) of a temporary file in the directory of a file."""
         place = self.place(file.path)
         place.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=".clusterjob-", dir=place.parent)
         return handle, Path(name)
 
     def finish(self, file: File, part: Path, digest: str) -> None:
-        """Put a temporary file into its place. The host's clock may not date it into the future.
+        """Rename a temporary file to its final path.
+
+        A modification time in the future, by this machine's clock, becomes the current time.
 
         Raises:
-            OSError: it cannot be put there; nothing is left of it.
+            OSError: it cannot be renamed; the temporary file is removed.
         """
         try:
             part.chmod(file.mode & 0o777 & ~self._mask)
@@ -194,10 +189,13 @@ class Destination:
         self.note(file.path, digest)
 
     def link(self, path: str, link: str) -> str:
-        """Make a link, or leave the same one; return why it is not taken, empty if it is.
+        """Create a link, or keep an identical one.
+
+        Returns:
+            Why the link is refused; empty if it is accepted.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         place = self.place(path)
         if why := self._objection(place, link):
@@ -205,29 +203,31 @@ class Destination:
         if place.is_symlink() and os.readlink(place) == link:
             return ""
         if os.path.lexists(place):
-            return "there is something else of that name here"
+            return "another file of that name exists here"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(link)
         self._made.append(place)
         return ""
 
     def remove_links(self) -> None:
-        """Remove the links that this fetch has made; a link of the user's stays."""
+        """Remove the links that this fetch created; the user's own links stay."""
         for place in reversed(self._made):
             with contextlib.suppress(OSError):
                 place.unlink()
 
     def check_link(self, path: str) -> str:
-        """Look at a link again when all are made; remove it, and return why, if it leads elsewhere
-        after all.
+        """Check a link again after all links are created; remove it if it points outside.
+
+        Returns:
+            Why it was removed; empty if it stays.
         """
         place = self.place(path)
         try:
             why = self._objection(place, os.readlink(place)) if place.is_symlink() else ""
             if not why and not place.resolve().is_relative_to(self._root):
-                why = f"a link to {os.readlink(place)}, which is elsewhere"
-        except (RuntimeError, OSError):  # a ring of links
-            why = "a link that leads to itself"
+                why = f"a link to {os.readlink(place)}, which is outside"
+        except (RuntimeError, OSError):  # a loop of links
+            why = "a link that points to itself"
         if why:
             place.unlink(missing_ok=True)
         return why
@@ -237,21 +237,24 @@ class Destination:
         while names and names[0] in ("..", "."):
             names.pop(0)
         try:
-            leads = Path(os.path.normpath(place.parent.resolve() / link))
+            target = Path(os.path.normpath(place.parent.resolve() / link))
             os.fsencode(link)
         except (ValueError, RuntimeError):
-            return "a link that cannot be made here"
-        if not link or os.path.isabs(link) or ".." in names or not leads.is_relative_to(self._root):
-            return f"a link to {link}, which is elsewhere"
-        return (
-            f"a link to {link}, in a directory of version control"
-            if is_version_control(link)
-            else ""
-        )
+            return "a link that cannot be created here"
+        if (
+            not link
+            or os.path.isabs(link)
+            or ".." in names
+            or not target.is_relative_to(self._root)
+        ):
+            return f"a link to {link}, which is outside"
+        if is_version_control(link):
+            return f"a link to {link}, in a version control directory"
+        return ""
 
 
 def digest(path: Path) -> str:
-    """Return the digest (SHA-256) of a file here."""
+    """Return the SHA-256 digest of a local file."""
     found = hashlib.sha256()
     with path.open("rb") as stream:
         while data := stream.read(1 << 20):
@@ -260,7 +263,7 @@ def digest(path: Path) -> str:
 
 
 def _umask() -> int:
-    """Return this process's umask without setting it, which would be felt by other threads."""
+    """Return the umask of this process without setting it, which would affect other threads."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

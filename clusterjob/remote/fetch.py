@@ -1,8 +1,6 @@
-"""Results from a host: only what was asked for and has changed, and never over what has changed
-here.
+"""Fetch results from a host: only requested files that changed, and no local change is overwritten.
 
-A host is believed in what its files hold, not in where they are to be written, nor in when they
-were.
+The host is trusted with the content of its files, not with their paths or modification times.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.core.schema import SchemaError
 from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
-from clusterjob.node.host_server.results import MOST, MOST_DIGESTS, MOST_PARTS
-from clusterjob.remote.answer_schemas import ENTRY, MOST_ENTRY
+from clusterjob.node.host_server.results import MAX_BYTES, MAX_DIGESTS, MAX_PARTS
+from clusterjob.remote.answer_schemas import TREE_ENTRY, TREE_ENTRY_BYTES
 from clusterjob.remote.destination import (
     Destination,
     File,
@@ -35,20 +33,20 @@ if TYPE_CHECKING:
     from clusterjob.remote.session import Session
 
 _SLOW = 300.0  # seconds for digests of large files
-_TREE_MARGIN = 1 << 16  # bytes for the entries of few files, which may be long
+_TREE_MARGIN = 1 << 16  # bytes for a tree of few files, whose paths may be long
 _HINT = "this host is not to be trusted"
 
 
 @dataclass
 class Fetched:
-    """What came of fetching from one host.
+    """Result of fetching from one host.
 
     Attributes:
-        host: as it was written.
+        host: the host as the user wrote it.
         written: paths that were written, relative to the target.
-        unchanged: how many files were here already, or are on the host as they were sent.
-        kept: paths that have changed here, or were sent with the code, and were left as they are.
-        passed_over: paths that were not taken, with why.
+        unchanged: number of files that are the same here, or on the host as they were sent.
+        kept: paths that were not replaced because they changed here or were sent with the code.
+        passed_over: paths that were skipped, each with the reason.
     """
 
     host: str
@@ -60,19 +58,18 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be fetched.
+    """What to fetch, and where to write it.
 
     Attributes:
         job_id: the job.
-        workdir: its working directory there: relative to the job's directory, or absolute.
-        paths: files and directories in it.
-        target: where to.
-        may_replace: asked whether files that have changed here may be replaced: all of them, or
-            none.
-        max_files, max_bytes: how much may come.
-        sent: where the target is the directory that the code was sent from: the digest of each
-            file, by path.
-        notes: the file that says what was fetched into the target before.
+        workdir: its working directory on the host: absolute, or relative to the job's directory.
+        paths: files and directories in the working directory.
+        target: the local directory to write to.
+        may_replace: asked whether these files, which changed here, may all be replaced.
+        max_files, max_bytes: limits of one fetch.
+        sent: digest of each file that was sent, by path, if the target is the directory that the
+            code was sent from.
+        notes: JSON file with the digest of each file that earlier fetches wrote to the target.
     """
 
     job_id: str
@@ -87,11 +84,11 @@ class Request:
 
 
 class Fetch:
-    """Fetching from one host.
+    """Fetch from one host.
 
     Args:
-        session: with the host.
-        request: what is to be fetched.
+        session: the session with the host.
+        request: what to fetch.
     """
 
     def __init__(self, session: Session | Exchange, request: Request) -> None:
@@ -102,12 +99,12 @@ class Fetch:
         self._done = Fetched(self._label)
 
     def run(self) -> Fetched:
-        """Fetch what lies at the paths.
+        """Fetch the requested paths.
 
         Raises:
-            HostError: the host does not answer, there is nothing at one of the paths, or it sends
-                what was not asked for.
-            ClusterJobError: it cannot be written here.
+            HostError: the host does not answer, a path does not exist there, or it sends something
+                that was not requested.
+            ClusterJobError: a file cannot be written here.
         """
         entries = self._tree()
         try:
@@ -122,11 +119,12 @@ class Fetch:
             ) from error
         return self._done
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- list ----------------------------------------------------------------------------------
 
     def _tree(self) -> list[tuple[str, str, File, str]]:
-        """Return what lies at the paths: (path, kind, file, target of a link), without what is
-        never taken.
+        """Return the entries at the paths, without those that are never fetched.
+
+        Each entry is (path, kind, file, target of a link).
         """
         request = self._request
         asked = {text: self._normal(text) for text in request.paths}
@@ -134,14 +132,14 @@ class Fetch:
         rows: list[bytes] = []
         if not absent:
             paths = list(dict.fromkeys(asked.values()))
-            most = _TREE_MARGIN + request.max_files * MOST_ENTRY
+            most = _TREE_MARGIN + request.max_files * TREE_ENTRY_BYTES
             answer, data = self._session.ask(
                 "tree",
                 bulk=True,
                 paths=paths,
                 most=request.max_files,
                 timeout=_SLOW,
-                most_bytes=most,
+                max_bytes=most,
                 **self._where,
             )
             absent = [text for text, path in asked.items() if path in answer["absent"]]
@@ -174,44 +172,47 @@ class Fetch:
                 hidden[_top_of_version_control(path)] = None
             elif is_head(path) and kind != "dir":
                 self._done.passed_over.append(
-                    f"{path}: it would make a repository of git, which is never written"
+                    f"{path}: it would create a git repository, which is never written"
                 )
             else:
                 found[path] = (path, kind, File(path, mode, size=size, mtime=mtime), link)
         self._done.passed_over += [
-            f"{path}: a directory of version control, which is never written" for path in hidden
+            f"{path}: a version control directory, which is never written" for path in hidden
         ]
         return list(found.values())
 
     def _entry(self, row: bytes) -> tuple[str, str, int, int, int, str]:
         try:
             entry = json.loads(row)
-            ENTRY.check(entry, "an entry")
+            TREE_ENTRY.check(entry, "an entry")
         except (ValueError, RecursionError) as error:
-            why = str(error) if isinstance(error, SchemaError) else "no JSON"
-            raise HostError(self._label, f"it answers nonsense: {why}", hint=_HINT) from error
+            why = str(error) if isinstance(error, SchemaError) else "not JSON"
+            raise HostError(
+                self._label, f"it sends a malformed answer: {why}", hint=_HINT
+            ) from error
         path, kind, mode, size, mtime, link = entry
         return path, kind, mode, size, mtime, link
 
     def _normal(self, text: str) -> str:
-        """Return a path relative to the working directory, in its shortest form."""
+        """Return a path normalized and relative to the working directory."""
         workdir = self._request.workdir
         if text.startswith("/") and workdir.startswith("/"):
             return posixpath.relpath(text, workdir)
         return posixpath.normpath(text)
 
-    # -- what is brought -----------------------------------------------------------------------------------------------
+    # -- transfer ------------------------------------------------------------------------------
 
     def _write(self, destination: Destination, entries: list[tuple[str, str, File, str]]) -> None:
-        """Make directories, then files, then links: no file is written through a link of the
-        host's.
+        """Write directories, then files, then links.
+
+        In this order no file is written through a link that the host sent.
         """
         fresh: list[File] = []
         differing: list[File] = []
         folders = dict.fromkeys(posixpath.dirname(path) for path, *_ in entries)
         own = {folder: found for folder in folders if (found := destination.repository_of(folder))}
         self._done.passed_over += [
-            f"{each}: a repository of git, which is never written"
+            f"{each}: a git repository, which is never written"
             for each in dict.fromkeys(own.values())
         ]
         entries = [entry for entry in entries if posixpath.dirname(entry[0]) not in own]
@@ -220,7 +221,7 @@ class Fetch:
             if kind == "dir":
                 destination.directory(path)
             elif kind == "file" and (place.is_symlink() or place.is_dir()):
-                self._done.passed_over.append(f"{path}: there is something else of that name here")
+                self._done.passed_over.append(f"{path}: another file of that name exists here")
             elif kind == "file" and not place.exists():
                 fresh.append(file)
             elif kind == "file" and (place.stat().st_size, place.stat().st_mtime_ns) == (
@@ -233,9 +234,11 @@ class Fetch:
         wanted = fresh + self._decided(destination, differing)
         total = sum(file.size for file in wanted)
         if total > self._request.max_bytes:
-            why = f"{show_size(total)} would be fetched, more than {show_size(self._request.max_bytes)}"
+            limit = show_size(self._request.max_bytes)
             raise HostError(
-                self._label, why, hint="name a part of them, or raise the limit: --max-size"
+                self._label,
+                f"{show_size(total)} would be fetched, more than {limit}",
+                hint="name a part of them, or raise the limit: --max-size",
             )
         for file, part, found in self._contents(destination, wanted):
             destination.finish(file, part, found)
@@ -243,7 +246,7 @@ class Fetch:
         links = {path: link for path, kind, _, link in entries if kind == "link"}
         try:
             self._make_links(destination, links)
-        except BaseException:  # unchecked, they may lead elsewhere
+        except BaseException:  # unchecked links may point outside of the destination
             destination.remove_links()
             raise
 
@@ -264,11 +267,11 @@ class Fetch:
         self._done.unchanged += sum(same for _, same in made)
 
     def _decided(self, destination: Destination, files: list[File]) -> list[File]:
-        """Return those that are to be replaced, of files that are here and differ in size or time.
+        """Return which existing files to replace, of those that differ in size or time.
 
-        What fetch itself wrote and nobody changed is replaced. All else was made or changed here,
-        or is code that may be run here: code that was sent is never replaced without asking, also
-        where an earlier fetch noted it.
+        A file that an earlier fetch wrote and that is unchanged since is replaced. Any other file
+        was created or changed here, or is code that may run here: the user is asked. Code that was
+        sent is never replaced without asking, even if an earlier fetch wrote it.
         """
         sent = self._request.sent
         here = {file.path: digest(destination.place(file.path)) for file in files}
@@ -301,8 +304,8 @@ class Fetch:
 
     def _digests(self, paths: list[str]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for begin in range(0, len(paths), MOST_DIGESTS):
-            some = paths[begin : begin + MOST_DIGESTS]
+        for begin in range(0, len(paths), MAX_DIGESTS):
+            some = paths[begin : begin + MAX_DIGESTS]
             answer, _ = self._session.ask(
                 "digests", bulk=True, paths=some, timeout=_SLOW, **self._where
             )
@@ -318,29 +321,27 @@ class Fetch:
     def _contents(
         self, destination: Destination, files: list[File]
     ) -> Iterator[tuple[File, Path, str]]:
-        """Yield each file with a temporary one beside its place that holds its content, and its
-        digest.
-        """
+        """Yield (file, temporary file with its content, digest) of each file."""
         batch: list[File] = []
         for file in files:
-            if file.size > MOST // 4:
+            if file.size > MAX_BYTES // 4:
                 yield file, *self._large(destination, file)
             else:
                 batch.append(file)
-                if sum(item.size for item in batch) > MOST // 2 or len(batch) == MOST_PARTS:
+                if sum(item.size for item in batch) > MAX_BYTES // 2 or len(batch) == MAX_PARTS:
                     yield from self._small(destination, batch)
                     batch = []
         yield from self._small(destination, batch)
 
     def _get(self, parts: list[tuple[str, int, int]]) -> list[bytes]:
-        """Return parts of files: (path, offset, length) of each; less where one has become shorter."""
+        """Return the bytes of each (path, offset, length); fewer if the file became shorter."""
         answer, data = self._session.ask("get", bulk=True, parts=parts, **self._where)
         lengths = answer["lengths"]
         fits = len(lengths) == len(parts) and all(
             length <= most for length, (_, _, most) in zip(lengths, parts, strict=False)
         )
         if not fits or sum(lengths) != len(data):
-            raise HostError(self._label, "it sends other bytes than were asked for", hint=_HINT)
+            raise HostError(self._label, "it sends bytes that were not asked for", hint=_HINT)
         found, position = [], 0
         for length in lengths:
             found.append(data[position : position + length])
@@ -361,11 +362,12 @@ class Fetch:
         def pieces() -> Iterator[bytes]:
             offset = 0
             while offset < file.size:
-                wanted = min(MOST, file.size - offset)
+                wanted = min(MAX_BYTES, file.size - offset)
                 [data] = self._get([(file.path, offset, wanted)])
                 yield data
                 if len(data) < wanted:
-                    return  # it has become shorter meanwhile; a byte per answer holds nobody up
+                    # The file became shorter, or the host sends one byte per answer: stop.
+                    return
                 offset += len(data)
 
         return self._part(destination, file, pieces())

@@ -1,4 +1,4 @@
-"""Host certificates: what an authority says of a host's key, and whether that holds.
+"""OpenSSH host certificates: parse and validate.
 
 Source: PROTOCOL.certkeys of OpenSSH.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 SUFFIX = "-cert-v01@openssh.com"
 _HOST = 2
-# How many fields of the key itself stand between the nonce and the serial number.
+# Number of the key's own fields, between the nonce and the serial number.
 _KEY_FIELDS = {
     "ssh-ed25519": 1,
     "ecdsa-sha2-nistp256": 2,
@@ -26,14 +26,14 @@ class Certificate:
     """A host certificate.
 
     Attributes:
-        kind: the type of the host's own key.
-        key: that key as it travels without a certificate.
-        principals: the names that it is good for; none for any.
+        kind: the type of the host's key.
+        key: the host's key in wire format, without the certificate.
+        principals: the host names that it is valid for; empty for any.
         valid_after, valid_before: seconds since 1970.
-        critical: whether it holds conditions that have to be understood; a host's may hold none.
-        is_host: whether it is a host's, not a user's.
+        critical: whether it has critical options; none are defined for hosts.
+        is_host: whether it is a host certificate, not a user certificate.
         authority: the key of the authority that signed it.
-        signed, signature: what was signed, and the signature.
+        signed, signature: the signed bytes, and the signature.
     """
 
     kind: str
@@ -69,10 +69,10 @@ class _Fields:
 
 
 def parse(blob: bytes) -> Certificate:
-    """Return a certificate from its bytes.
+    """Parse a certificate.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are not a certificate.
     """
     fields = _Fields(blob)
     kind = fields.text().decode(errors="replace").removesuffix(SUFFIX)
@@ -114,21 +114,21 @@ def parse(blob: bytes) -> Certificate:
 def objection(
     certificate: Certificate, host: str, verify: Callable[[bytes, bytes, bytes], bool]
 ) -> str:
-    """Return why a certificate does not vouch for a host; empty if it does.
+    """Return why a certificate is not valid for a host; empty if it is valid.
 
     Args:
-        certificate: what the host has shown; that its authority is trusted has been seen already.
+        certificate: the certificate that the host presents, signed by a trusted authority.
         host: the host's name, without a port.
-        verify: whether (authority's key, signature, data) belong together.
+        verify: returns whether (authority's key, signature, data) is a valid signature.
     """
     if not certificate.is_host:
-        return "it is a user's certificate"
+        return "it is a user certificate"
     if certificate.critical:
-        return "it holds conditions that are not understood"
+        return "it has critical options, which are not supported"
     if not certificate.valid_after <= time.time() < certificate.valid_before:
         return "it is not valid now"
     if certificate.principals and host not in certificate.principals:
-        return f"it is good for {', '.join(certificate.principals[:5])}"
+        return f"it is valid for {', '.join(certificate.principals[:5])}"
     if not verify(certificate.authority, certificate.signature, certificate.signed):
         return "its signature is wrong"
     return ""

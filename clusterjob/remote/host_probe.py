@@ -1,6 +1,4 @@
-"""What hosts answer before there is a job: reached and trusted, fit or not, and which machine each
-is.
-"""
+"""Check hosts before a job: reachable, trusted, fit for a job, and which machine each one is."""
 
 from __future__ import annotations
 
@@ -14,28 +12,27 @@ from clusterjob.remote.sessions import Place, Visits
 
 @dataclass(frozen=True)
 class HostReport:
-    """What is known of a host once it was asked.
+    """Result of one host's check.
 
     Attributes:
-        host: as it was written.
-        address: user, address and port that ssh's configuration makes of it; empty if that cannot
-            be told.
-        trouble: why it is unfit, one line; empty if it is fit.
-        hint: what can be done about it.
+        host: the host as the user wrote it.
+        address: user@address:port from the ssh configuration; empty if that cannot be read.
+        error: why the host is unfit, one line; empty if it is fit.
+        hint: what to do about the error.
         python, torch: the interpreter's version, and whether it finds torch.
-        free: bytes that are free where jobs lie.
-        name: the host's own name for itself.
-        gpus: its cards, as text.
-        home: where all of ours lies there; empty if it did not answer.
-        machine: what tells it from other machines, whatever it is called.
-        reached_at: its address at which it was reached.
-        ahead: seconds that its clock is ahead of ours at the least; 0 where the answer came too
+        free: free bytes on the disk of clusterjob's directory.
+        name: the host's node name (uname).
+        gpus: one text for each GPU.
+        home: clusterjob's directory there; empty if the host did not answer.
+        machine: identity of the machine, the same under each of its names.
+        reached_at: the host's address of this connection.
+        ahead: minimum seconds that its clock is ahead of the local one; 0 if the answer came too
             slowly to tell.
     """
 
     host: str
     address: str = ""
-    trouble: str = ""
+    error: str = ""
     hint: str = ""
     python: str = ""
     torch: bool | None = None
@@ -49,12 +46,12 @@ class HostReport:
 
 
 def survey(visits: Visits, place: Place, *, own: bool = True) -> list[HostReport]:
-    """Ask hosts, all at once, whether they are fit for jobs.
+    """Check in parallel whether hosts are fit for jobs.
 
     Args:
-        visits: the sessions.
-        place: the hosts, and how they are reached.
-        own: whether the interpreter of the visit is the job's, so that it has to find torch.
+        visits: the sessions with the hosts.
+        place: the hosts.
+        own: whether the session runs in the job's interpreter, which must then find torch.
     """
 
     def ask(node: int) -> HostReport:
@@ -71,20 +68,29 @@ def survey(visits: Visits, place: Place, *, own: bool = True) -> list[HostReport
             return HostReport(
                 str(host),
                 address,
-                trouble=error.why if error.host == str(host) else error.message,
+                error=error.why if error.host == str(host) else error.message,
                 hint=error.hint,
             )
-        # It read its clock between the two: what is ours in between is as good as the same.
+        # The host read its clock between begin and end: any time between them counts as equal.
         ahead = max(answer["time"] - end, min(0.0, answer["time"] - begin))
         return HostReport(
-            str(host), address, trouble="; ".join(answer["troubles"]), hint="", python=answer["python"],
-            torch=answer["torch"], free=answer["free"], name=answer["host"], gpus=tuple(answer["gpus"]), home=answer["home"],
-            machine=answer["identity"], reached_at=answer["reached_at"], ahead=ahead,
-        )  # fmt: skip
+            str(host),
+            address,
+            error="; ".join(answer["errors"]),
+            python=answer["python"],
+            torch=answer["torch"],
+            free=answer["free"],
+            name=answer["host"],
+            gpus=tuple(answer["gpus"]),
+            home=answer["home"],
+            machine=answer["identity"],
+            reached_at=answer["reached_at"],
+            ahead=ahead,
+        )
 
     outcome = for_each(range(len(place.hosts)), ask)
     failed = {
-        node: HostReport(str(place.hosts[node]), "", trouble=error.why, hint=error.hint)
+        node: HostReport(str(place.hosts[node]), "", error=error.why, hint=error.hint)
         for node, error in outcome.errors.items()
     }
     return [outcome.results.get(node) or failed[node] for node in range(len(place.hosts))]

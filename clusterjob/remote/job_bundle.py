@@ -1,4 +1,4 @@
-"""A job's files and its code brought to one host: what the host has of them already is not sent."""
+"""Send a job's files and its code to one host; content that the host already has is not sent."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from clusterjob.core.snapshot import Entry, Snapshot, changed
 from clusterjob.errors import HostError
 from clusterjob.remote.session import Session
 
-_SLOW = 600.0  # seconds for answers that may take long: a large copy on a slow disk
-_BATCH = 32 << 20  # bytes that are sent between two answers
+_SLOW = 600.0  # seconds for slow requests: a large copy on a slow disk
+_BATCH = 32 << 20  # bytes of files in one request
 
 
-class Delivery:
-    """What is brought to one host of a job.
+class JobBundle:
+    """The files and the code of a job on one host.
 
     Args:
-        session: with the host.
+        session: the session with the host.
         job_id: the job.
-        node: which of its nodes the host is.
-        progress: told (bytes sent, bytes to be sent) as code is sent.
+        node: the host's node number in the job.
+        progress: called with (bytes sent, total bytes) while code is sent.
     """
 
     def __init__(
@@ -32,34 +32,34 @@ class Delivery:
         self._progress = progress
 
     def put(self, files: Sequence[tuple[str, int, bytes]]) -> None:
-        """Make the job's directory there.
+        """Create the job's directory on the host, with its files.
 
         Args:
-            files: (name, mode, content) of what belongs in it.
+            files: (name, mode, content) of each file.
 
         Raises:
-            HostError: it cannot be written, or the host does not answer.
+            HostError: a file cannot be written, or the host does not answer.
         """
         listed = [(name, mode, len(data)) for name, mode, data in files]
         self._ask("put", files=listed, body=b"".join(data for _, _, data in files))
 
     def land(self, snapshot: Snapshot) -> None:
-        """Have the code in the job's directory there, as a whole.
+        """Install the complete code in the job's directory on the host.
 
         Raises:
-            HostError: it cannot be written, or the host does not answer.
-            SubmitError: a file changed while it was sent.
+            HostError: a file cannot be written, or the host does not answer.
+            SubmitError: a local file changed while it was sent.
         """
         packed = snapshot.packed()
-        for _ in range(3):  # a file of the store that turns out to be damaged is sent once more
+        for _ in range(3):  # a file that turns out to be damaged in the store is sent again
             answer = self._ask("land", bulk=True, body=packed, timeout=_SLOW)
             if not answer["missing"]:
                 return
             self._send(set(answer["missing"]), snapshot)
         raise HostError(
             self._session.connection.target.label,
-            "its store of files does not keep what it is given",
-            hint="is its disk sound?",
+            "files in its code store are damaged again after they were sent",
+            hint="check its disk",
         )
 
     def _send(self, missing: set[str], snapshot: Snapshot) -> None:

@@ -1,8 +1,6 @@
-"""Which host keys are known: the known_hosts files of the user and of the system, read line by line
-as ssh reads them.
+"""Read and write known_hosts files as ssh does.
 
-A line that makes no sense is passed over, as ssh does; @revoked and @cert-authority lines mean what
-they say.
+A malformed line is ignored, as in ssh; @revoked and @cert-authority lines are obeyed.
 Source: sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT".
 """
 
@@ -28,7 +26,7 @@ _MARKERS = ("@cert-authority", "@revoked")
 
 
 class Standing(Enum):
-    """What the files say of a key."""
+    """Status of a host key in the known_hosts files."""
 
     KNOWN = "known"
     UNKNOWN = "unknown"
@@ -38,7 +36,7 @@ class Standing(Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a file."""
+    """One line of a known_hosts file; `location` is its file and line number."""
 
     marker: str
     patterns: str
@@ -47,7 +45,7 @@ class Entry:
     place: str
 
     def names(self, host: str) -> bool:
-        """Return whether the line is of a host, by the name under which its key is looked up."""
+        """Return whether the line applies to a host name as `lookup_names` gives it."""
         found = False
         for pattern in self.patterns.split(","):
             if pattern.startswith("|1|"):
@@ -61,7 +59,7 @@ class Entry:
 
 
 def _matches(pattern: str, host: str) -> bool:
-    # fnmatch knows brackets, ssh does not: they are part of a name such as [gpu1]:2222.
+    # Brackets are special to fnmatch, not to ssh, where a name may be [gpu1]:2222.
     escaped = pattern.lower().replace("[", "[[]")
     return fnmatch.fnmatchcase(host, escaped)
 
@@ -75,10 +73,10 @@ def _is_hash_of(pattern: str, host: str) -> bool:
 
 
 class KnownHosts:
-    """The keys that the files hold.
+    """The keys in known_hosts files.
 
     Args:
-        paths: the files, the user's before the system's; those that are not there are passed over.
+        paths: the files, the user's before the system's; missing files are ignored.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -86,19 +84,17 @@ class KnownHosts:
         self._found: dict[str, list[Entry]] = {}
 
     def _of(self, name: str) -> list[Entry]:
-        """Return the lines of a host. Each file is gone through once a name: hashed names make that
-        slow.
-        """
+        """Return the lines of a host, cached by name: hashed names make the search slow."""
         if name not in self._found:
             self._found[name] = [entry for entry in self._entries if entry.names(name)]
         return self._found[name]
 
     def standing(self, names: Sequence[str], blob: bytes) -> tuple[Standing, str]:
-        """Return what is known of a key that a host has shown, and the place where that is written.
+        """Return a host key's status and the line that determines it.
 
         Args:
-            names: the names under which it may be known, the best first; see `lookup_names`.
-            blob: the key as it travels.
+            names: the names to look up, the preferred one first; see `lookup_names`.
+            blob: the key in wire format.
         """
         if place := self.revoked(names, blob):
             return Standing.REVOKED, place
@@ -109,14 +105,14 @@ class KnownHosts:
                     continue
                 if entry.blob == blob:
                     return Standing.KNOWN, entry.place
-                # A host may have keys of several types; another one of the same type is a change.
-                # So is any other key, since the types that are known are asked for first.
+                # A host may have keys of several types. A key of another type is a change too,
+                # because the handshake requests the known types first.
                 if name == names[0]:
                     other = other or entry.place
         return (Standing.CHANGED, other) if other else (Standing.UNKNOWN, "")
 
     def revoked(self, names: Sequence[str], blob: bytes) -> str:
-        """Return where a key, or an authority's, is revoked for the host; empty if it is not."""
+        """Return the line that revokes a key or an authority for the host; empty if none."""
         return next(
             (
                 e.place
@@ -128,7 +124,7 @@ class KnownHosts:
         )
 
     def authority(self, names: Sequence[str], blob: bytes) -> bool:
-        """Return whether an authority may vouch for the host."""
+        """Return whether an authority may sign the host's certificate."""
         return any(
             e.marker == "@cert-authority" and e.blob == blob
             for name in names
@@ -136,16 +132,16 @@ class KnownHosts:
         )
 
     def has_authority(self, names: Sequence[str]) -> bool:
-        """Return whether any authority may vouch for the host."""
+        """Return whether any authority may sign the host's certificate."""
         return any(e.marker == "@cert-authority" for name in names for e in self._of(name))
 
     def kinds(self, names: Sequence[str]) -> list[str]:
-        """Return the types of key that are known of the host."""
+        """Return the types of the host's known keys."""
         return [e.kind for name in names for e in self._of(name) if not e.marker]
 
 
 def lookup_names(hostname: str, port: int, alias: str) -> list[str]:
-    """Return the names under which a host's key is looked up, the one to record it under first."""
+    """Return the names to look up a host's key by; a new key is recorded under the first."""
     name = (alias or hostname).lower()
     return [name] if port == 22 or alias else [f"[{name}]:{port}", name]
 
@@ -155,15 +151,12 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
-_files: dict[
-    Path, tuple[tuple[int, int, int], list[Entry]]
-] = {}  # by path: which state of the file, and its lines
+# Parsed files by path, with (inode, modification time, size) to notice changes.
+_files: dict[Path, tuple[tuple[int, int, int], list[Entry]]] = {}
 
 
 def _read(path: Path) -> list[Entry]:
-    """Return the lines of a file, which is read again when it has changed: many hosts look into the
-    same one at once.
-    """
+    """Return the lines of a file, cached until it changes: many hosts use it at once."""
     try:
         status = path.stat()
         state = (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -191,7 +184,7 @@ def _entry(line: str, place: str) -> Entry | None:
         blob = base64.b64decode(words[2], validate=True)
     except (ValueError, binascii.Error):
         return None
-    # The type is written twice, in words and in the key: a line where the two differ is no key.
+    # The key's type is also in its blob; a line where the two differ is malformed.
     length = int.from_bytes(blob[:4], "big")
     return (
         Entry(marker, words[0], kind=words[1], blob=blob, place=place)
@@ -201,10 +194,10 @@ def _entry(line: str, place: str) -> Entry | None:
 
 
 def record(path: Path, name: str, kind: str, blob: bytes, *, hashed: bool) -> None:
-    """Add a key to a file, which is made where it is not there.
+    """Add a key to a file, which is created if it does not exist.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     private_dirs.make(path.parent)
     if hashed:
@@ -215,8 +208,8 @@ def record(path: Path, name: str, kind: str, blob: bytes, *, hashed: bool) -> No
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(handle, "rb+") as stream:
         if not os.path.isfile(path):
-            return  # /dev/null, by which people say that nothing is to be remembered
-        fcntl.flock(stream, fcntl.LOCK_EX)  # many hosts may be recorded at once
+            return  # UserKnownHostsFile /dev/null: nothing is recorded
+        fcntl.flock(stream, fcntl.LOCK_EX)  # keys of many hosts may be recorded at once
         size = stream.seek(0, os.SEEK_END)
         if size:
             stream.seek(size - 1)
@@ -225,11 +218,10 @@ def record(path: Path, name: str, kind: str, blob: bytes, *, hashed: bool) -> No
 
 
 def forget(path: Path, names: Sequence[str]) -> None:
-    """Take a host's own keys out of a file; other names of the same lines, and lines with a marker,
-    stay.
+    """Remove a host's keys from a file; lines with a marker, and other names of a line, stay.
 
     Raises:
-        OSError: it cannot be written; what was there is untouched.
+        OSError: the file cannot be written; it is unchanged.
     """
     if not path.is_file():
         return

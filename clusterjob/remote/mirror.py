@@ -1,5 +1,6 @@
-"""A job's directory here as a mirror of what its hosts write: each file by byte offset, so that
-nothing is brought twice.
+"""Mirror the files that hosts write into a job's local directory.
+
+Growing files are transferred from a byte offset, so that no byte is sent twice.
 """
 
 from __future__ import annotations
@@ -12,27 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.poll import MOST
+from clusterjob.node.host_server.poll import MAX_BYTES
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import files
-from clusterjob.remote.answer_schemas import MOST_FILES
+from clusterjob.remote.answer_schemas import MAX_FILES
 
 if TYPE_CHECKING:
     from clusterjob.remote.protocol import Exchange
     from clusterjob.remote.session import Session
 
 Look = dict[str, Any]
-STATUS_BYTES, LOG_BYTES = (
-    1 << 18,
-    MOST,
-)  # bytes that are asked for at once: to tell how a job stands; its logs
-MOST_BYTES = 16 << 30  # that the files of one host, or of one job, may have here in all
-MOST_REPLACED = (
-    64 << 20
-)  # bytes of a node's files that are replaced, each time counted; an honest one has 32 KiB, once an attempt
+STATUS_BYTES = 1 << 18  # requested at once for a job's status
+LOG_BYTES = MAX_BYTES  # requested at once for its logs
+MAX_TOTAL_BYTES = 16 << 30  # of the mirrored files of one host, or of one job
+# Bytes of a node's replaced files, summed over all replacements. A correct node writes 32 KiB per
+# attempt.
+MAX_REPLACED_BYTES = 64 << 20
 _HINT = "this host is not to be trusted"
 
-EVENTS, MOST_EVENTS = "events.jsonl", 64 << 20  # which is read as a whole
+EVENTS = "events.jsonl"
+MAX_EVENTS_BYTES = 64 << 20  # the file is read as a whole
 
 
 def contents(
@@ -41,10 +41,10 @@ def contents(
     """Yield the files of an answer, each with its bytes.
 
     Raises:
-        HostError: there are not as many bytes as it says.
+        HostError: the files' sizes do not add up to the number of bytes.
     """
     if sum(file["size"] for file in files) != len(data):
-        raise HostError(label, "it sends other bytes than it announces", hint=_HINT)
+        raise HostError(label, "it sends more or fewer bytes than it announces", hint=_HINT)
     position = 0
     for file in files:
         yield file, data[position : position + file["size"]]
@@ -52,12 +52,12 @@ def contents(
 
 
 class Volume:
-    """Counts what a host sends of one job to this process, and refuses what is too much.
+    """Limits for the files of one job that a host sends to this process.
 
     Args:
         label: the host, for errors.
-        job_dir: the job's directory here.
-        nodes: of how many nodes it sends the files.
+        job_dir: the job's local directory.
+        nodes: number of nodes whose files the host sends.
     """
 
     def __init__(self, label: str, job_dir: Path, nodes: int = 1) -> None:
@@ -67,43 +67,43 @@ class Volume:
         self._replaced = 0
 
     def check(self, known: Iterable[str], files: Sequence[dict[str, Any]]) -> None:
-        """Count the files of an answer.
+        """Count the files of an answer and enforce the limits.
 
         Args:
-            known: paths of the files that are here.
-            files: those that it sends.
+            known: paths of the files that were received before.
+            files: the files that the answer sends.
 
         Raises:
-            HostError: there are too many, they are too large in all, or some come again and again.
+            HostError: there are too many files or bytes, or files are replaced too often.
         """
         names, paths = set(known), {file["path"] for file in files}
         if len(paths) < len(files):
             raise HostError(self._label, "it sends a file twice in one answer", hint=_HINT)
-        come = f"what has come lies in {self._where}"
-        if len(names | paths) > MOST_FILES * self._nodes:
+        received = f"the files received so far are in {self._where}"
+        if len(names | paths) > MAX_FILES * self._nodes:
             raise HostError(
                 self._label,
-                f"it sends more than {MOST_FILES * self._nodes} files of one job",
-                hint=come,
+                f"it sends more than {MAX_FILES * self._nodes} files of one job",
+                hint=received,
             )
         sent = sum(file["size"] for file in files)
-        if sent and sum(size_of(self._where / name) for name in names) + sent > MOST_BYTES:
+        if sent and sum(size_of(self._where / name) for name in names) + sent > MAX_TOTAL_BYTES:
             raise HostError(
                 self._label,
-                f"it sends more than {show_size(MOST_BYTES)} of one job",
-                hint=f"{come}; the rest is there",
+                f"it sends more than {show_size(MAX_TOTAL_BYTES)} of one job",
+                hint=f"{received}; the rest is on the host",
             )
         self._replaced += sum(file["size"] for file in files if "stamp" in file)
-        if self._replaced > (most := MOST_REPLACED * self._nodes):
+        if self._replaced > (most := MAX_REPLACED_BYTES * self._nodes):
             raise HostError(
                 self._label,
-                f"it sends the ends of one job again and again, more than {show_size(most)}",
+                f"it replaces result files of one job too often, more than {show_size(most)}",
                 hint=_HINT,
             )
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file; 0 where it is gone."""
+    """Return a file's size in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -111,35 +111,37 @@ def size_of(path: Path) -> int:
 
 
 def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, most: int) -> None:
-    """Refuse an answer that says there is more although it is not full: it would be asked for ever.
+    """Refuse an answer that announces more data although it is not full.
+
+    Otherwise the host could make this process poll forever.
 
     Raises:
-        HostError: it is not full.
+        HostError: the answer is not full.
     """
     if any(answer["more"] for answer in answers) and len(data) < most // 2:
-        raise HostError(label, "it says that there is more, and does not send it", hint=_HINT)
+        raise HostError(label, "it announces more data and does not send it", hint=_HINT)
 
 
 def keep(
     label: str, job_dir: Path, file: dict[str, Any], content: bytes, stamps: dict[str, str]
 ) -> None:
-    """Keep what a host has sent of a file whose name was looked at.
+    """Write a part of a file that a host sent. The caller has checked the path.
 
     Args:
         label: the host, for errors.
-        job_dir: the job's directory here, which is made anew where it was removed.
-        file: the host's word of it: ``path``, and ``stamp`` of a file that is replaced, or
-            ``offset`` in one that grows.
-        content: its bytes.
-        stamps: of the files that are replaced, by path; brought up to date.
+        job_dir: the job's local directory, which is created if it was removed.
+        file: the host's description: ``path``, and ``stamp`` of a replaced file or ``offset`` in a
+            growing one.
+        content: the bytes.
+        stamps: stamps of replaced files by path; updated.
 
     Raises:
-        HostError: it cannot be written, or it is `EVENTS` and longer than `MOST_EVENTS`.
+        HostError: the file cannot be written, or `EVENTS` would exceed `MAX_EVENTS_BYTES`.
     """
     path = job_dir / file["path"]
-    if file["path"] == EVENTS and file.get("offset", 0) + len(content) > MOST_EVENTS:
+    if file["path"] == EVENTS and file.get("offset", 0) + len(content) > MAX_EVENTS_BYTES:
         raise HostError(
-            label, f"it sends more than {show_size(MOST_EVENTS)} of {EVENTS}", hint=_HINT
+            label, f"it sends more than {show_size(MAX_EVENTS_BYTES)} of {EVENTS}", hint=_HINT
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -147,8 +149,7 @@ def keep(
             files.write_atomic(path, content)
             stamps[file["path"]] = file["stamp"]
         else:
-            # At its offset, not at the end: another process may mirror the same bytes at this
-            # moment.
+            # At its offset, not at the end: another process may mirror the same bytes now.
             handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 os.pwrite(handle, content, file["offset"])
@@ -156,17 +157,17 @@ def keep(
                 os.close(handle)
     except OSError as error:
         raise HostError(
-            label, f"what it has written cannot be kept here: {error.strerror}: {path}"
+            label, f"a file that it sends cannot be written here: {error.strerror}: {path}"
         ) from error
 
 
 class Mirror:
-    """The part of a job's directory that one host writes.
+    """Mirror of one node's files of a job.
 
     Args:
         job_id: the job.
-        job_dir: its directory here.
-        node: the node.
+        job_dir: its local directory.
+        node: the node's number.
     """
 
     def __init__(self, job_id: str, job_dir: Path, node: int) -> None:
@@ -175,17 +176,20 @@ class Mirror:
         self._node = node
         self._stamps: dict[str, str] = {}
         self._volume: Volume | None = None
-        # What a host may write here: it is not trusted with more.
+        # The only files that a host may write here.
         verdict = r"result\.json|" if node == 0 else ""
         self._replaced = re.compile(rf"{verdict}ends/node{node}\.(?:json|refused)")
         self._log = re.compile(rf"logs/node{node}/[\w.-]+", re.ASCII)
 
     def look(self, session: Session | Exchange, *, logs: bool) -> Look:
-        """Bring what is new; return whether the job is ``known`` there, its agent ``alive``, and
-        whether there is ``more``.
+        """Transfer new data.
+
+        Returns:
+            The host's answer: whether the job is ``known`` there, its agent is ``alive``, and there
+            is ``more`` data.
 
         Raises:
-            HostError: the host does not answer, or answers nonsense.
+            HostError: the host does not answer, or its answer is malformed.
         """
         sizes, most = self._sizes(logs=logs), LOG_BYTES if logs else STATUS_BYTES
         have = {**self._stamps, **sizes}
@@ -214,9 +218,7 @@ class Mirror:
         return look
 
     def _may_send(self, file: dict[str, Any], *, logs: bool) -> bool:
-        """Return whether a file was asked for: whole where it is one that is replaced, else a part
-        of one that grows.
-        """
+        """Return whether the host may send this file: a whole replaced one, or a part of a log."""
         name = file["path"]
         if "stamp" in file:
             return "offset" not in file and self._replaced.fullmatch(name) is not None

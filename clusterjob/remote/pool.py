@@ -1,6 +1,4 @@
-"""Many hosts at once: one connection each, a bastion's shared, no more at a time to one machine
-than it can take.
-"""
+"""Connections to many hosts: one per host, shared bastions, a limit of handshakes per machine."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from typing import Generic, TypeVar
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
 from clusterjob.remote import ssh_config
-from clusterjob.remote.connect import Connection, Reach, connect
+from clusterjob.remote.connect import Connection, ConnectOptions, connect
 from clusterjob.remote.ssh_config import Target
 
-# Handshakes with one machine at a time: sshd drops connections beyond 10 (MaxStartups 10:30:100)
+# Concurrent handshakes with one machine: sshd drops connections beyond 10 (MaxStartups 10:30:100).
 AT_ONCE = 8
 _THREADS = 128
 
@@ -28,14 +26,14 @@ Result = TypeVar("Result")
 
 
 class Pool:
-    """Connections to hosts, made when they are wanted and kept.
+    """Connections to hosts, made on first use and kept open.
 
     Args:
-        reach: how hosts are reached.
+        options: options of all connections.
     """
 
-    def __init__(self, reach: Reach) -> None:
-        self.reach = reach
+    def __init__(self, options: ConnectOptions) -> None:
+        self.options = options
         self._lock = threading.Lock()
         self._limits: dict[str, threading.Semaphore] = {}
         self._bastions: dict[tuple[str, ...], tuple[threading.Lock, list[Connection]]] = {}
@@ -45,18 +43,18 @@ class Pool:
         self._closed = False
 
     def resolve(self, host: Host) -> Target:
-        """Return what the ssh configuration says of a host."""
-        return ssh_config.resolve(host, self.reach.ssh_config)
+        """Return the ssh configuration of a host."""
+        return ssh_config.resolve(host, self.options.ssh_config)
 
     def connection(self, host: Host) -> Connection:
-        """Return the connection to a host, a new one where there is none or where it broke.
+        """Return the connection to a host; connect if there is none or it broke.
 
         Raises:
             HostError: the host cannot be used.
         """
         with self._lock:
             alone = self._alone.setdefault(host, threading.Lock())
-        with alone:  # two who want the same host at once share one connection
+        with alone:  # threads that need the same host share one connection
             with self._lock:
                 known = self._connections.get(host)
             if known is not None and known.alive:
@@ -67,10 +65,10 @@ class Pool:
                     self._connections[host] = made
                     return made
         made.close()
-        raise HostError(str(host), "the connection was given up")
+        raise HostError(str(host), "the connection was closed")
 
     def through(self, target: Target) -> Connection | None:
-        """Return the connection to the last bastion before a host; None where the way is direct."""
+        """Return the connection to the last bastion before a host; None if it needs none."""
         bastion = None
         path: tuple[str, ...] = ()
         for jump in target.jumps:
@@ -94,18 +92,19 @@ class Pool:
         with self._limit(target):
             return connect(target, self._reach(), through=self.through(target))
 
-    def _reach(self) -> Reach:
-        return replace(self.reach, warn=self._warn_once)
+    def _reach(self) -> ConnectOptions:
+        return replace(self.options, warn=self._warn_once)
 
     def _warn_once(self, text: str) -> None:
         with self._lock:
             first, self._warned = not self._warned, True
         if first:
-            self.reach.warn(text)
+            self.options.warn(text)
 
     def _limit(self, target: Target) -> threading.Semaphore:
-        """Return what bounds the handshakes with a machine: the first one on the way, by its
-        address.
+        """Return the semaphore that limits handshakes with the first machine on the route.
+
+        Machines are told apart by their address.
         """
         if target.jumps:
             first = str(target.jumps[0])
@@ -117,12 +116,12 @@ class Pool:
                     ]
                 )
             except (OSError, UnicodeError):
-                first = target.hostname  # connecting says what is wrong with it
+                first = target.hostname  # connecting will report the error
         with self._lock:
             return self._limits.setdefault(first, threading.Semaphore(AT_ONCE))
 
     def close(self) -> None:
-        """Hang up on all hosts, the bastions last."""
+        """Close all connections, those to bastions last."""
         with self._lock:
             self._closed = True
             connections = [
@@ -136,7 +135,7 @@ class Pool:
 
 
 class Outcome(Generic[Key, Result]):
-    """What became of each of many: results, and errors of those that have none."""
+    """Results and errors of `for_each`, by key."""
 
     def __init__(self) -> None:
         self.results: dict[Key, Result] = {}
@@ -146,15 +145,15 @@ class Outcome(Generic[Key, Result]):
 def for_each(
     keys: Sequence[Key], work: Callable[[Key], Result], stop: threading.Event | None = None
 ) -> Outcome[Key, Result]:
-    """Do the same for many hosts at once; all are waited for, and all errors kept.
+    """Call a function for many hosts in parallel; wait for all and collect their errors.
 
     Args:
-        keys: what to do it for.
-        work: what to do; raises `HostError` where it fails.
-        stop: set when this is broken off, such as by Ctrl-C, so that work that waits can end.
+        keys: arguments of the calls.
+        work: the function; raises `HostError` if it fails.
+        stop: set when the calls are interrupted, for example by Ctrl-C, so that waiting work ends.
 
     Raises:
-        BaseException: what is no `HostError`, such as Ctrl-C or a bug.
+        BaseException: any error other than `HostError`, such as Ctrl-C or a bug.
     """
     outcome: Outcome[Key, Result] = Outcome()
     futures: list[tuple[Key, Future[Result]]] = [(key, Future()) for key in keys]
@@ -187,8 +186,9 @@ def for_each(
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Do something in a thread of its own, which keeps no program from ending: a host that does not
-    answer is not waited for.
+    """Run a function in a daemon thread.
+
+    The program can end while the thread still waits for a host that does not answer.
     """
     future: Future[Result] = Future()
     threading.Thread(
@@ -205,7 +205,7 @@ def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
 
 
 def complaint(errors: Mapping[Key, HostError] | Iterable[HostError], total: int) -> tuple[str, str]:
-    """Return (message, hint) that name every host that cannot be used, each on one line."""
+    """Return (message, hint) for hosts that cannot be used, one host per line."""
     listed = list(errors.values()) if isinstance(errors, Mapping) else list(errors)
     hints = list(dict.fromkeys(error.hint for error in listed if error.hint))
     hint = "; ".join(hints[:3])

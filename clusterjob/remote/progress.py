@@ -1,4 +1,4 @@
-"""A bar for all hosts while code is sent: on a terminal only, and only when it takes a moment."""
+"""Progress bar for sending code to hosts: only on a terminal, and only if it takes a while."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from clusterjob.node.system.sanitize import sanitize
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_MOMENT = 0.5  # seconds: most code is sent before a bar is worth its import
+_DELAY = 0.5  # seconds before the bar appears: importing rich is not worth it for less
 
 
 class Sending:
-    """Shows how far the code has come on all hosts together; a context manager, and what a
-    submission calls.
+    """Context manager that shows the bytes sent to all hosts; a submission calls it as it sends.
 
     Args:
         labels: the hosts, by node.
@@ -46,28 +45,27 @@ class Sending:
             self._bar.stop()
 
     def __call__(self, node: int, sent: int, total: int) -> None:
-        """Take in that a host was sent so many of so many bytes."""
+        """Update the bar: a node was sent `sent` of `total` bytes."""
         if not sys.stderr.isatty():
             return
         with self._lock:
             self._done[node] = (sent, total)
-            if self._bar is None and time.monotonic() - self._begin > _MOMENT:
+            if self._bar is None and time.monotonic() - self._begin > _DELAY:
                 self._open()
             if self._bar is not None:
-                behind = min(
+                slowest = min(
                     self._done, key=lambda key: self._done[key][0] / max(1, self._done[key][1])
                 )
-                text = (
-                    f"sending code to {len(self._done)} hosts, {sanitize(self._labels[behind])} last"
-                    if len(self._labels) > 1
-                    else "sending code"
-                )
-                both = self._done.values()
+                text = "sending code"
+                if len(self._labels) > 1:
+                    label = sanitize(self._labels[slowest])
+                    text = f"sending code to {len(self._done)} hosts, {label} last"
+                counts = self._done.values()
                 self._bar.update(
                     self._task,
                     description=text,
-                    completed=sum(sent for sent, _ in both),
-                    total=sum(all_ for _, all_ in both),
+                    completed=sum(sent for sent, _ in counts),
+                    total=sum(all_ for _, all_ in counts),
                 )
 
     def _open(self) -> None:

@@ -1,8 +1,7 @@
-"""Questions to a host and its answers over a byte stream, bounded in length and time and checked
-against a schema.
+"""Client side of the host server's protocol: requests and answers with limits and schemas.
 
-A question is a line of JSON and some bytes; so is its answer. `clusterjob.node.host_server.server`
-is the other end.
+A request is one line of JSON followed by bytes; so is its answer. Length and time of an answer are
+limited. `clusterjob.node.host_server.server` is the server side.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from typing import Any, Protocol
 
 from clusterjob.core.schema import SchemaError
 from clusterjob.errors import HostError
-from clusterjob.remote.answer_schemas import HEADER, MOST_ERROR, answer_to
+from clusterjob.remote.answer_schemas import HEADER, MAX_ERROR, answer_schema
 
-STRIDE = 1 << 14  # bytes: a host that brings (or takes) fewer within its timeout makes no progress
-_PIECE = 1 << 16
-_MORE_TIME = (
-    3  # times the timeout that an answer which has begun may take, where it is not of any size
-)
-_NONSENSE = (
-    "something prints into the conversation (a sitecustomize?), or the host is not to be trusted"
+# A host that sends or accepts fewer bytes than this within its timeout makes no progress.
+PROGRESS_BYTES = 1 << 14
+_CHUNK = 1 << 16
+# Time limit of an answer that has begun, as a multiple of the timeout; not for bulk answers.
+_ANSWER_TIMEOUTS = 3
+_MALFORMED_HINT = (
+    "something prints into the protocol (a sitecustomize?), or the host is not to be trusted"
 )
 
 
 class Stream(Protocol):
-    """A connection: a socket, or a channel of paramiko's."""
+    """A byte stream: a socket or a paramiko channel."""
 
     def recv(self, size: int, /) -> bytes:
-        """Return some bytes; none at the end."""
+        """Return some bytes; empty at the end."""
         ...
 
     def send(self, data: bytes, /) -> int:
@@ -38,22 +37,23 @@ class Stream(Protocol):
         ...
 
     def settimeout(self, seconds: float, /) -> None:
-        """Bound the next call."""
+        """Set the timeout of the next call."""
         ...
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the stream."""
         ...
 
 
 class Deadline:
-    """The time that a host has: it moves on with every `STRIDE` bytes, so one byte a second does
-    not hold anybody.
+    """Deadline of one exchange, extended by each `PROGRESS_BYTES` bytes.
+
+    A host that sends one byte per second cannot extend it.
 
     Args:
-        seconds: until the first byte.
-        stride: seconds for each `STRIDE` bytes after that; None for `seconds`.
-        total: seconds in all; None for no such bound.
+        seconds: time until the first byte.
+        stride: seconds for each `PROGRESS_BYTES` bytes after that; None for `seconds`.
+        total: time limit for all bytes in seconds; None for no limit.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Deadline:
         self._moved = self._moved_in_all = 0
 
     def left(self) -> float:
-        """Return the seconds that are left.
+        """Return the remaining seconds.
 
         Raises:
-            TimeoutError: there are none; its text says how much has come.
+            TimeoutError: the deadline has passed; the message says how many bytes came.
         """
         left = (self._end if self._last is None else min(self._end, self._last)) - time.monotonic()
         if left <= 0:
@@ -79,18 +79,18 @@ class Deadline:
         return left
 
     def progress(self, count: int) -> None:
-        """Note that bytes have come, or have gone."""
+        """Count bytes that were received or sent."""
         first = not self._moved_in_all
         self._moved += count
         self._moved_in_all += count
-        if first or self._moved >= STRIDE:
+        if first or self._moved >= PROGRESS_BYTES:
             self._seconds = self._stride
             self._end = time.monotonic() + self._stride
-        if self._moved >= STRIDE:
+        if self._moved >= PROGRESS_BYTES:
             self._moved = 0
 
     def shortfall(self) -> str:
-        """Return what there was in the time that is over."""
+        """Return the error message for a timeout."""
         if self._last is not None and self._total is not None and self._last <= self._end:
             seconds, moved = self._total, self._moved_in_all
         else:
@@ -105,24 +105,28 @@ class Deadline:
 
 
 class Exchange:
-    """Asks one question at a time; after an error the stream is closed, as the rest of an answer
-    would be taken for another.
+    """Sends requests to a host, one at a time.
+
+    After an error it closes the stream: the rest of an answer would be read as the next answer.
 
     Args:
         label: the host, for errors.
         stream: the connection.
-        timeout: seconds without progress after which a host is given up, where a question does not
-            say.
-        last_words: returns what the host wrote on stderr last.
+        timeout: seconds without progress after which a request fails; a request may set its own.
+        last_stderr_line: returns the last line that the host wrote on stderr.
     """
 
     def __init__(
-        self, label: str, stream: Stream, timeout: float, last_words: Callable[[], str] = lambda: ""
+        self,
+        label: str,
+        stream: Stream,
+        timeout: float,
+        last_stderr_line: Callable[[], str] = lambda: "",
     ) -> None:
         self.label = label
         self._stream = stream
         self._timeout = timeout
-        self._last_words = last_words
+        self._last_stderr_line = last_stderr_line
         self._heard = bytearray()
 
     def ask(
@@ -132,13 +136,11 @@ class Exchange:
         body: bytes | Iterable[bytes] = b"",
         size: int = 0,
         timeout: float | None = None,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         bulk: bool = False,
         **fields: Any,
     ) -> tuple[Any, bytes]:
-        """Ask the host and return its answer: an object and bytes; see
-        `clusterjob.remote.session.Session.ask`.
-        """
+        """Send a request and return its answer; see `clusterjob.remote.session.Session.ask`."""
         pieces: Iterable[bytes] = [body] if isinstance(body, bytes) else body
         total = len(body) if isinstance(body, bytes) else size
         seconds = timeout or self._timeout
@@ -147,11 +149,11 @@ class Exchange:
             self.send(json.dumps({"op": op, "size": total, **fields}).encode() + b"\n", deadline)
             for piece in pieces:
                 self.send(piece, deadline)
-            longest = None if bulk else seconds + _MORE_TIME * self._timeout
+            longest = None if bulk else seconds + _ANSWER_TIMEOUTS * self._timeout
             answer, data = self._receive(
                 op,
                 Deadline(seconds, min(seconds, self._timeout), total=longest),
-                most_bytes=most_bytes,
+                max_bytes=max_bytes,
             )
         except TimeoutError as error:
             self._stream.close()
@@ -159,9 +161,11 @@ class Exchange:
         except (SchemaError, ValueError, RecursionError) as error:
             self._stream.close()
             why = f": {error}" if isinstance(error, SchemaError) else ""
-            raise HostError(self.label, f"it answers nonsense{why}", hint=_NONSENSE) from error
+            raise HostError(
+                self.label, f"it sends a malformed answer{why}", hint=_MALFORMED_HINT
+            ) from error
         except (OSError, EOFError) as error:
-            why = self._last_words()
+            why = self._last_stderr_line()
             self._stream.close()
             raise HostError(
                 self.label, f"the connection broke{f': {why}' if why else ''}"
@@ -170,13 +174,13 @@ class Exchange:
             self._stream.close()
             raise
         if "error" in answer:
-            raise HostError(self.label, answer["error"][:MOST_ERROR])
+            raise HostError(self.label, answer["error"][:MAX_ERROR])
         return answer, data
 
-    def _receive(self, op: str, deadline: Deadline, most_bytes: int | None) -> tuple[Any, bytes]:
-        expected = answer_to(op)
-        most = expected.most_bytes if most_bytes is None else most_bytes
-        answer = json.loads(self.line(expected.most_line, deadline))
+    def _receive(self, op: str, deadline: Deadline, max_bytes: int | None) -> tuple[Any, bytes]:
+        expected = answer_schema(op)
+        most = expected.max_bytes if max_bytes is None else max_bytes
+        answer = json.loads(self.line(expected.max_line, deadline))
         HEADER.check(answer, "the answer")
         if answer["size"] > most:
             raise SchemaError(f"it announces {answer['size']} bytes, more than {most}")
@@ -188,14 +192,14 @@ class Exchange:
         """Send bytes.
 
         Raises:
-            TimeoutError: the host does not take them.
+            TimeoutError: the host does not accept them in time.
             OSError: the connection broke.
         """
         rest = memoryview(data)
         while rest:
             self._stream.settimeout(deadline.left())
             try:
-                count = self._stream.send(bytes(rest[:_PIECE]))
+                count = self._stream.send(bytes(rest[:_CHUNK]))
             except TimeoutError as error:
                 raise TimeoutError(deadline.shortfall()) from error
             if not count:
@@ -204,12 +208,12 @@ class Exchange:
             rest = rest[count:]
 
     def line(self, most: int, deadline: Deadline) -> bytes:
-        """Return the next line without its end.
+        """Return the next line without its line end.
 
         Raises:
-            TimeoutError: it does not come.
-            EOFError: the host hung up.
-            SchemaError: it is longer than `most` bytes.
+            TimeoutError: the line does not come in time.
+            EOFError: the host closed the connection.
+            SchemaError: the line is longer than `max_bytes`.
         """
         searched = 0
         while (end := self._heard.find(b"\n", searched)) < 0 and len(self._heard) <= most:
@@ -231,7 +235,7 @@ class Exchange:
     def _hear(self, deadline: Deadline) -> None:
         self._stream.settimeout(deadline.left())
         try:
-            data = self._stream.recv(_PIECE)
+            data = self._stream.recv(_CHUNK)
         except TimeoutError as error:
             raise TimeoutError(deadline.shortfall()) from error
         if not data:

@@ -1,8 +1,8 @@
-"""Check a host key against the files of RevokedHostKeys: lists of public keys, or OpenSSH key
-revocation lists (KRL).
+"""Check a host key against the files of RevokedHostKeys.
 
-As in ssh, a file that cannot be read refuses every host. Source: ssh_config(5), RevokedHostKeys;
-ssh-keygen(1), "KEY REVOCATION LISTS".
+A file is a list of public keys, or an OpenSSH key revocation list (KRL). As in ssh, a file that
+cannot be read refuses every host. Source: ssh_config(5), RevokedHostKeys; ssh-keygen(1), "KEY
+REVOCATION LISTS".
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _TIMEOUT = 20.0  # seconds for ssh-keygen
 
 
 def objection(paths: Iterable[Path], kind: str, shown: bytes, related: Sequence[bytes]) -> str:
-    """Return why a key must not be used; empty if no file revokes it.
+    """Return why a key is refused; empty if no file revokes it.
 
     Args:
         paths: the files.
-        kind: the type of the key, or of its certificate.
-        shown: the key, or the certificate, that the host has shown.
-        related: for a certificate, the key in it and the key of its authority.
+        kind: the type of the key or of its certificate.
+        shown: the key or the certificate that the host presents.
+        related: for a certificate, its key and the key of its authority.
     """
     for path in paths:
         try:
@@ -62,7 +62,7 @@ def _objection_of_krl(path: Path, kind: str, shown: bytes) -> str:
                 stdin=subprocess.DEVNULL, timeout=_TIMEOUT, check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired):
-            return f"ssh-keygen cannot be asked about the revoked keys in {path}"
+            return f"ssh-keygen cannot be run to check the revoked keys in {path}"
     if asked.returncode == 0:
         return ""
     return (

@@ -1,8 +1,7 @@
-"""A visit at a host: one command over one connection, which is asked what the host knows and told
-what it is to do.
+"""A session with a host: start its host server over SSH and send requests to it.
 
-`clusterjob.node.host_server` is the other end. It runs from the node zip, which a host keeps by its
-digest, so that it is sent once.
+`clusterjob.node.host_server` is the server. It runs from the node zip, which the host stores under
+its digest, so that it is sent only once.
 """
 
 from __future__ import annotations
@@ -19,28 +18,27 @@ import paramiko
 
 from clusterjob.core.schema import SchemaError
 from clusterjob.errors import HostError
-from clusterjob.remote.answer_schemas import MOST_ERROR
+from clusterjob.remote.answer_schemas import MAX_ERROR
 from clusterjob.remote.connect import Connection
 from clusterjob.remote.protocol import Deadline, Exchange
 
-_WORD = "clusterjob-visit "
-_NOISE = 1 << 16  # bytes that a login may print before the conversation begins
-_LONGEST_LOGIN = (
-    6  # times the timeout that a login which prints may take until the conversation begins
-)
+_MARKER = "clusterjob-session "
+_MAX_LOGIN_OUTPUT = 1 << 16  # bytes that a login may print before the host server starts
+# Time limit for the start of the host server, as a multiple of the timeout, while the login prints.
+_LOGIN_TIMEOUTS = 6
 _CANDIDATES = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python")
 
-# The first code that a host's interpreter runs: any Python can read it, and says so if it is too
-# old.
+# The first code that the host's interpreter runs. It must run in any Python, to report one that is
+# too old.
 _BOOT = """
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
-word = "clusterjob-visit "
-def say(text):
-    sys.stdout.write(word + text + "\\n")
+marker = "clusterjob-session "
+def report(text):
+    sys.stdout.write(marker + text + "\\n")
     sys.stdout.flush()
 if sys.version_info < (3, 10):
-    say("old %d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
+    report("old %d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
     sys.exit(0)
 import hashlib, os, tempfile
 digest, size, home = sys.stdin.buffer.readline().decode().rstrip("\\n").split(" ", 2)
@@ -49,7 +47,7 @@ path = os.path.join(home, "node", digest + ".pyz")
 try:
     data = open(path, "rb").read() if os.path.exists(path) else b""
     if hashlib.sha256(data).hexdigest() != digest:
-        say("need")
+        report("need")
         data = sys.stdin.buffer.read(int(size))
         for directory in (home, os.path.dirname(path)):
             os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -62,52 +60,57 @@ try:
             os.unlink(part)
             raise
 except OSError as error:
-    say("broken %s: %s" % (error.strerror, error.filename or path))
+    report("broken %s: %s" % (error.strerror, error.filename or path))
     sys.exit(0)
 sys.path.insert(0, path)
 from clusterjob.node.host_server.server import main
-say("ready %s" % sys.executable)
+report("ready %s" % sys.executable)
 main(home)
 """
 
 
 def _script(python: str, setup: Sequence[str]) -> str:
-    """Return what the host's bash does: find an interpreter, and become it. What it prints on the
-    way goes to stderr.
+    """Return the bash script that finds an interpreter and replaces bash with it.
+
+    Output of the setup lines goes to stderr.
     """
     lines = [
-        # One compound command: bash reads it whole, and leaves the rest of stdin to the
-        # interpreter.
+        # One compound command: bash reads it whole and leaves the rest of stdin to Python.
         "{ exec 3>&1 1>&2",
         "cd",
-        f"say() {{ printf '{_WORD}%s\\n' \"$1\" >&3; exit 0; }}",
-        f'become() {{ exec "$1" -c {shlex.quote(_BOOT)} >&3 3>&-; }}',
-        'there() { command -v -- "$1" > /dev/null; }',
+        f"report() {{ printf '{_MARKER}%s\\n' \"$1\" >&3; exit 0; }}",
+        f'start() {{ exec "$1" -c {shlex.quote(_BOOT)} >&3 3>&-; }}',
+        'exists() { command -v -- "$1" > /dev/null; }',
         f"python={shlex.quote(python)}",
     ]
     if setup:
-        # The job's interpreter may be there after the setup lines alone, and those may need the
-        # code, which is not there yet.
-        new = '{ there "$p" && "$p" -c "import sys; sys.exit(sys.version_info < (3, 10))" < /dev/null 2> /dev/null; }'
-        lines.append(f'for p in "$python" {" ".join(_CANDIDATES)}; do {new} && become "$p"; done')
+        # The job's interpreter may exist only after the setup lines, and these may need the code,
+        # which is not sent yet: use any new enough Python first.
+        new_enough = (
+            '{ exists "$p" && "$p" -c "import sys; sys.exit(sys.version_info < (3, 10))"'
+            " < /dev/null 2> /dev/null; }"
+        )
+        lines.append(
+            f'for p in "$python" {" ".join(_CANDIDATES)}; do {new_enough} && start "$p"; done'
+        )
         lines += [
-            f"{{ :\n{line}\n}} < /dev/null || say 'setup {index}'"
+            f"{{ :\n{line}\n}} < /dev/null || report 'setup {index}'"
             for index, line in enumerate(setup)
         ]
-    lines += ['there "$python" || say no-python', 'become "$python"', "say no-python; }"]
+    lines += ['exists "$python" || report no-python', 'start "$python"', "report no-python; }"]
     return "\n".join(lines) + "\n"
 
 
 class Session:
-    """A visit at a host; its first request begins it. One request at a time.
+    """A session with a host; the first request starts the host server. One request at a time.
 
     Args:
-        connection: to the host.
-        python: the job's interpreter, as the host finds it.
+        connection: the connection to the host.
+        python: the job's interpreter: a path, or a name in the host's PATH.
         setup: shell lines that may be needed to find it.
-        home: where all of ours lies on the host; ``~`` is the user's home directory there.
-        node_zip: the package.
-        timeout: seconds that the host may be silent when it is asked.
+        home: clusterjob's directory on the host; ``~`` is the user's home directory there.
+        node_zip: content of the node zip.
+        timeout: seconds without progress after which a request fails.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked, as far as is known; one that has not begun can."""
+        """Whether it can take requests, as far as is known; true before the first one."""
         return self.connection.alive and (self._channel is None or not self._channel.closed)
 
     def ask(
@@ -143,27 +146,28 @@ class Session:
         body: bytes | Iterable[bytes] = b"",
         size: int = 0,
         timeout: float | None = None,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         bulk: bool = False,
         **fields: Any,
     ) -> tuple[Any, bytes]:
-        """Ask the host and return its answer: an object, as `clusterjob.remote.answer_schemas`
-        says, and bytes.
+        """Send a request and return its answer.
 
         Args:
-            op: what is asked; `clusterjob.node.host_server.server` knows the words.
-            body: bytes that go with it, or pieces of them.
-            size: how many, where they come in pieces.
-            timeout: seconds until the answer begins; for each `clusterjob.remote.protocol.STRIDE`
-                bytes of it there is the session's timeout.
-            most_bytes: that may come with the answer, where it depends on what is asked.
-            bulk: whether the answer may take as long as its bytes keep coming; any other is bounded
-                in all.
-            fields: what else is said.
+            op: name of the request; see `clusterjob.node.host_server.server`.
+            body: bytes that follow the request, or an iterable of pieces.
+            size: number of bytes, if `body` is an iterable.
+            timeout: seconds until the answer begins; after that the session's timeout holds for
+                each `clusterjob.remote.protocol.PROGRESS_BYTES` bytes of it.
+            max_bytes: limit of the bytes after the answer, if it depends on the request.
+            bulk: whether the answer has no total time limit while its bytes keep coming.
+            fields: fields of the request.
+
+        Returns:
+            The answer's JSON object, checked by `clusterjob.remote.answer_schemas`, and its bytes.
 
         Raises:
-            HostError: there is no answer in time, it is not as it has to be, the connection broke,
-                or what was asked for failed there.
+            HostError: no answer came in time, it is malformed, the connection broke, or the request
+                failed on the host.
         """
         with self._lock:
             exchange = self._exchange or self._begin()
@@ -173,7 +177,7 @@ class Session:
                     body=body,
                     size=size,
                     timeout=timeout,
-                    most_bytes=most_bytes,
+                    max_bytes=max_bytes,
                     bulk=bulk,
                     **fields,
                 )
@@ -182,13 +186,15 @@ class Session:
                 raise HostError(self.label, f"the connection broke: {error}") from error
 
     def close(self) -> None:
-        """End the visit; what it has started lives on."""
+        """End the session; processes that it started run on."""
         if self._channel is not None:
             self._channel.close()
 
     def _begin(self) -> Exchange:
         self._channel = channel = self.connection.execute("exec bash -s")
-        exchange = Exchange(self.label, channel, timeout=self._timeout, last_words=self._last_words)
+        exchange = Exchange(
+            self.label, channel, timeout=self._timeout, last_stderr_line=self._last_stderr_line
+        )
         try:
             self._introduce(exchange)
         except (TimeoutError, SchemaError) as error:
@@ -196,10 +202,10 @@ class Session:
             if isinstance(error, TimeoutError):
                 raise HostError(self.label, str(error)) from error
             raise HostError(
-                self.label, "its login prints without an end", hint="look into .bashrc there"
+                self.label, "its login does not stop printing", hint="check .bashrc there"
             ) from error
         except (OSError, paramiko.SSHException) as error:
-            why = self._last_words()
+            why = self._last_stderr_line()
             channel.close()
             raise HostError(
                 self.label, f"the connection broke{f': {why}' if why else ''}"
@@ -211,37 +217,37 @@ class Session:
         return exchange
 
     def _introduce(self, exchange: Exchange) -> None:
-        """Have the host start an interpreter with the node zip, which is sent if it has none."""
+        """Start the host server from the node zip, which is sent if the host does not have it."""
         digest = hashlib.sha256(self._zip).hexdigest()
         exchange.send(
             _script(self._python, self._setup).encode(errors="surrogateescape"),
             Deadline(self._timeout),
         )
-        with contextlib.suppress(
-            OSError, EOFError
-        ):  # where it goes no further it has ended, and has said why
+        # A host whose script has ended closes stdin; its reason is read below.
+        with contextlib.suppress(OSError, EOFError):
             exchange.send(
                 f"{digest} {len(self._zip)} {self._home}\n".encode(), Deadline(self._timeout)
             )
         noise, sent = 0, False
         begin = time.monotonic()
         while True:
-            left = _LONGEST_LOGIN * self._timeout - (time.monotonic() - begin)
+            left = _LOGIN_TIMEOUTS * self._timeout - (time.monotonic() - begin)
             try:
-                line = exchange.line(_NOISE, Deadline(self._timeout, total=left)).decode(
+                line = exchange.line(_MAX_LOGIN_OUTPUT, Deadline(self._timeout, total=left)).decode(
                     errors="replace"
                 )
             except EOFError as error:
                 raise HostError(
                     self.label,
-                    f"it starts no bash or no {self._python}: {self._last_words() or 'no reason given'}",
+                    f"it does not start bash or {self._python}: "
+                    f"{self._last_stderr_line() or 'no reason given'}",
                 ) from error
-            if not line.startswith(_WORD):
+            if not line.startswith(_MARKER):
                 noise += len(line) + 1
-                if noise > _NOISE:
+                if noise > _MAX_LOGIN_OUTPUT:
                     raise SchemaError("noise")
                 continue
-            word, _, rest = line.removeprefix(_WORD).partition(" ")
+            word, _, rest = line.removeprefix(_MARKER).partition(" ")
             if word == "need" and not sent:
                 sent = True
                 exchange.send(self._zip, Deadline(self._timeout))
@@ -263,19 +269,19 @@ class Session:
                 hint="--python names another interpreter there",
             )
         if word == "setup":
-            said = self._last_words()
+            stderr = self._last_stderr_line()
             line = (
                 self._setup[int(rest)]
                 if rest.isascii() and rest.isdigit() and int(rest) < len(self._setup)
                 else "?"
             )
             return HostError(
-                self.label, f"a setup line failed: {line}{f' ({said})' if said else ''}"
+                self.label, f"a setup line failed: {line}{f' ({stderr})' if stderr else ''}"
             )
-        return HostError(self.label, (rest or word)[:MOST_ERROR])
+        return HostError(self.label, (rest or word)[:MAX_ERROR])
 
-    def _last_words(self) -> str:
-        """Return the last line that the host's command wrote on stderr."""
+    def _last_stderr_line(self) -> str:
+        """Return the last line that the host wrote on stderr."""
         if self._channel is None or not self._channel.recv_stderr_ready():
             return ""
         try:

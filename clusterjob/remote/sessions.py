@@ -1,6 +1,4 @@
-"""The visits of one process: a session with each host, begun when it is wanted, begun anew where it
-broke.
-"""
+"""All sessions of this process: one per host, started on first use and restarted if it broke."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core.hosts import Host
-from clusterjob.remote.connect import DEFAULT_TIMEOUT, Reach
+from clusterjob.remote.connect import DEFAULT_TIMEOUT, ConnectOptions
 from clusterjob.remote.pool import Pool
 from clusterjob.remote.session import Session
 
@@ -20,14 +18,14 @@ HOME = "~/.clusterjob"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job's nodes are, and how they are reached.
+    """The hosts of a job, with their connection settings.
 
     Attributes:
-        hosts: one a node, in the order of their ranks.
-        python: the job's interpreter, as the hosts find it.
+        hosts: one per node, in the order of node ranks.
+        python: the job's interpreter: a path, or a name in the hosts' PATH.
         setup: shell lines that may be needed to find it.
-        home: where all of ours lies on each host.
-        ssh_config: a configuration in the place of the user's.
+        home: clusterjob's directory on each host.
+        ssh_config: a configuration file that replaces the user's.
         timeout: seconds for each phase of a connection, and for an answer.
     """
 
@@ -39,17 +37,19 @@ class Place:
     timeout: float = DEFAULT_TIMEOUT
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the hosts as JSON data."""
         return {
-            "hosts": [vars(host) for host in self.hosts], "python": self.python,
-            "setup": list(self.setup), "home": self.home,
+            "hosts": [vars(host) for host in self.hosts],
+            "python": self.python,
+            "setup": list(self.setup),
+            "home": self.home,
             "ssh_config": str(self.ssh_config) if self.ssh_config else None,
             "timeout": self.timeout,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Place:
-        """Return what `to_json` wrote."""
+        """Return the hosts from the data of `to_json`."""
         hosts = tuple(Host(**host) for host in data["hosts"])
         config = Path(data["ssh_config"]) if data.get("ssh_config") else None
         return cls(
@@ -58,11 +58,11 @@ class Place:
 
 
 class Visits:
-    """Sessions with hosts, by place.
+    """Sessions with hosts, and the connections that they use.
 
     Args:
-        warn: told lines that the user should see.
-        node_zip: returns the package as it travels.
+        warn: called with each line that the user should see.
+        node_zip: returns the content of the node zip.
     """
 
     def __init__(self, warn: Callable[[str], None], node_zip: Callable[[], bytes]) -> None:
@@ -74,7 +74,7 @@ class Visits:
         self._sessions: dict[tuple[Pool, Host, str], Session] = {}
 
     def session(self, place: Place, node: int) -> Session:
-        """Return a session with the host of a node.
+        """Return the session with a node's host.
 
         Raises:
             HostError: the host cannot be used.
@@ -98,17 +98,17 @@ class Visits:
         return made
 
     def pool(self, place: Place) -> Pool:
-        """Return the connections of a place."""
+        """Return the connections with these settings."""
         with self._lock:
             key = (place.ssh_config, place.timeout)
             if key not in self._pools:
                 self._pools[key] = Pool(
-                    Reach(place.timeout, self._warn, ssh_config=place.ssh_config)
+                    ConnectOptions(place.timeout, self._warn, ssh_config=place.ssh_config)
                 )
             return self._pools[key]
 
     def close(self) -> None:
-        """Hang up on all hosts; jobs live on."""
+        """Close all sessions and connections; jobs run on."""
         with self._lock:
             sessions, pools = list(self._sessions.values()), list(self._pools.values())
             self._sessions.clear()

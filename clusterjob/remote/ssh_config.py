@@ -1,6 +1,4 @@
-"""Where a host is and how one logs in there, as ssh itself would find it: `ssh -G` reads the user's
-configuration.
-"""
+"""The ssh configuration of a host: address, user and keys, as printed by `ssh -G`."""
 
 from __future__ import annotations
 
@@ -15,29 +13,30 @@ from pathlib import Path
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
 
-_PATIENCE = 20.0  # seconds for ssh -G: a `Match exec` of the user's may run a command
+_SSH_TIMEOUT = 20.0  # seconds for ssh -G: a `Match exec` in the configuration may run a command
 
 
 @dataclass(frozen=True)
 class Target:
-    """A host with all that ssh's configuration says of it.
+    """A host with its ssh configuration.
 
     Attributes:
-        label: the host as the user wrote it: what errors name.
-        hostname, port, user: where, and as whom.
-        identities: private keys that may be tried, in order; not all need exist.
-        certificates: certificates of such keys.
-        identities_only: whether the agent's other keys are left alone.
+        label: the host as the user wrote it, for errors.
+        hostname, port, user: address and login name.
+        identities: private key files to try, in order; some may not exist.
+        certificates: certificates of these keys.
+        identities_only: whether the agent's other keys are not tried (IdentitiesOnly).
         agent: path of the agent's socket; empty for none.
-        known_hosts: the user's files of host keys; the first one is written to.
-        system_known_hosts: the system's.
-        revoked_keys: files of keys that no host may show (RevokedHostKeys).
-        key_alias: the name under which its key is known; empty for its own.
-        strict: what is to happen with an unknown key: ``ask``, ``yes``, ``accept-new`` or ``no``.
-        hash_names: whether names are hashed where keys are recorded.
-        jumps: hosts to go through, the nearest first.
-        proxy_command: a command whose stdin and stdout are the connection; empty for none.
-        connect_timeout: seconds; None if nothing is said.
+        known_hosts: the user's known_hosts files; new keys are written to the first one.
+        system_known_hosts: the system's known_hosts files.
+        revoked_keys: files of revoked host keys (RevokedHostKeys).
+        key_alias: name to look up the host key by (HostKeyAlias); empty for the host's own name.
+        strict: StrictHostKeyChecking: ``ask``, ``yes``, ``accept-new`` or ``no``.
+        hash_names: whether names of recorded keys are hashed (HashKnownHosts).
+        jumps: bastions, the nearest first (ProxyJump).
+        proxy_command: command whose stdin and stdout are the connection (ProxyCommand); empty for
+            none.
+        connect_timeout: ConnectTimeout in seconds; None if it is not set.
     """
 
     label: str
@@ -60,12 +59,11 @@ class Target:
 
 
 def resolve(host: Host, config_file: Path | None = None) -> Target:
-    """Return what the user's ssh configuration says of a host.
+    """Return the ssh configuration of a host.
 
     Args:
-        host: as it was written.
-        config_file: the configuration in the place of the user's and the system's, as `ssh -F`
-            takes it.
+        host: the host as the user wrote it.
+        config_file: a configuration file that replaces the user's and the system's, as in `ssh -F`.
 
     Raises:
         HostError: ssh refuses the configuration.
@@ -78,12 +76,25 @@ def resolve(host: Host, config_file: Path | None = None) -> Target:
         value = options.get(key, [default])[0]
         return default if value.lower() == "none" else value
 
-    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # as ssh: $HOME does not matter to it
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # ssh ignores $HOME too
     user = host.user or one("user") or pwd.getpwuid(os.getuid()).pw_name
     hostname, port = one("hostname", host.name), int(one("port", "22"))
-    tokens = {"%": "%", "d": str(home), "h": hostname, "n": host.name, "p": str(port), "r": user, "u": pwd.getpwuid(os.getuid()).pw_name,
-              "i": str(os.getuid()), "k": one("hostkeyalias") or host.name, "l": os.uname().nodename,
-              "L": os.uname().nodename.split(".")[0], "j": one("proxyjump"), "C": ""}  # fmt: skip
+    # Source: ssh_config(5), TOKENS.
+    tokens = {
+        "%": "%",
+        "d": str(home),
+        "h": hostname,
+        "n": host.name,
+        "p": str(port),
+        "r": user,
+        "u": pwd.getpwuid(os.getuid()).pw_name,
+        "i": str(os.getuid()),
+        "k": one("hostkeyalias") or host.name,
+        "l": os.uname().nodename,
+        "L": os.uname().nodename.split(".")[0],
+        "j": one("proxyjump"),
+        "C": "",
+    }
 
     def filled(text: str) -> str:
         text = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], ""), text)
@@ -134,20 +145,20 @@ def _ask_ssh(host: Host, config_file: Path | None) -> dict[str, list[str]]:
     argv += [*(["-l", host.user] if host.user else []), "--", host.name]
     try:
         asked = subprocess.run(
-            argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE, check=False
+            argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SSH_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise HostError(
             str(host),
-            f"`ssh -G` took longer than {_PATIENCE:g} s",
+            f"`ssh -G` took longer than {_SSH_TIMEOUT:g} s",
             hint="a `Match exec` of the ssh configuration hangs",
         ) from error
     if asked.returncode:
-        said = asked.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        errors = asked.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
         raise HostError(
             str(host),
-            f"ssh refuses its configuration: {said[0]}",
-            hint=f"`ssh -G {host.name}` says more",
+            f"ssh refuses its configuration: {errors[0]}",
+            hint=f"`ssh -G {host.name}` prints all errors",
         )
     options: dict[str, list[str]] = {}
     for line in asked.stdout.decode(errors="replace").splitlines():
@@ -157,8 +168,9 @@ def _ask_ssh(host: Host, config_file: Path | None) -> dict[str, list[str]]:
 
 
 def _ask_paramiko(host: Host, config_file: Path | None) -> dict[str, list[str]]:
-    """Read the configuration where there is no ssh: without Include, and with what paramiko makes
-    of Match.
+    """Read the configuration with paramiko if there is no ssh command.
+
+    Include is not supported, and Match only as far as paramiko supports it.
     """
     import paramiko
 
@@ -200,4 +212,4 @@ def _jumps(text: str, host: Host) -> tuple[Host, ...]:
     try:
         return parse_hosts(text) if text else ()
     except SpecError as error:
-        raise HostError(str(host), f"ProxyJump {text} makes no sense: {error.message}") from error
+        raise HostError(str(host), f"ProxyJump {text} is not valid: {error.message}") from error

@@ -1,4 +1,4 @@
-"""What ``--set`` says of hosts that are reached over SSH, whichever backend reaches them."""
+"""Options of ``--set`` for hosts behind SSH, shared by all backends that use SSH."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NAMES = ("ssh_config", "connect_timeout", "sync_limit", "remote_home")
 
 @dataclass(frozen=True)
 class Options:
-    """How hosts are reached, and what they get.
+    """Parsed SSH options of ``--set``.
 
     Attributes:
-        ssh_config: a configuration in the place of the user's; None for that.
+        ssh_config: a configuration file that replaces the user's; None for the user's.
         connect_timeout: seconds for each phase of a connection.
-        sync_limit: bytes that a snapshot of the code may have.
-        remote_home: where all of ours lies on each host.
+        sync_limit: maximum bytes of a snapshot of the code.
+        remote_home: clusterjob's directory on each host.
     """
 
     ssh_config: Path | None
@@ -34,18 +34,18 @@ class Options:
 
     @classmethod
     def of(cls, options: Mapping[str, str], *, must_exist: bool = True) -> Options:
-        """Return what a job's options say.
+        """Parse the options of a job.
 
         Args:
             options: the values of ``--set``.
-            must_exist: whether the files that they name have to be there.
+            must_exist: whether the files that they name must exist.
 
         Raises:
-            SpecError: a value makes no sense, or a file does not exist.
+            SpecError: a value is not valid, or a file does not exist.
         """
         config = Path(options["ssh_config"]).expanduser() if "ssh_config" in options else None
         if must_exist and config is not None and not config.is_file():
-            raise SpecError(f"ssh_config: {config} is not there")
+            raise SpecError(f"ssh_config: {config} does not exist")
         try:
             timeout = float(options.get("connect_timeout", DEFAULT_TIMEOUT))
         except ValueError:
@@ -61,18 +61,18 @@ class Options:
             or ":" in remote_home
         ):
             raise SpecError(
-                f"remote_home: {remote_home!r} is no absolute path, or holds a colon",
+                f"remote_home: {remote_home!r} is not an absolute path, or contains a colon",
                 "write it as /scratch/me or ~/jobs",
             )
         limit = parse_size(options["sync_limit"]) if "sync_limit" in options else snapshot.LIMIT
         return cls(config.absolute() if config else None, timeout, limit, remote_home)
 
     def place(self, hosts: tuple[Host, ...], python: str, setup: Sequence[str]) -> sessions.Place:
-        """Return hosts with how they are reached.
+        """Return hosts with these options.
 
         Args:
-            hosts: one per node, in the order of their ranks.
-            python: the job's interpreter, as the hosts find it.
+            hosts: one per node, in the order of node ranks.
+            python: the job's interpreter: a path, or a name in the hosts' PATH.
             setup: shell lines that may be needed to find it.
         """
         return sessions.Place(

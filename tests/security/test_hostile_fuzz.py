@@ -39,7 +39,7 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
     ),
     "check": (
         {
-            "troubles": [],
+            "errors": [],
             "identity": "x",
             "reached_at": "10.0.0.1",
             "host": "gpu1",
@@ -54,7 +54,7 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
     ),
     "facts": (
         {
-            "trouble": "",
+            "unfit": "",
             "setup": False,
             "version": [3, 11, 2],
             "executable": "/p",
@@ -66,7 +66,7 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
                 "seconds": 1.0,
                 "cuda": "",
                 "gpus": 0,
-                "trouble": "",
+                "driver_error": "",
                 "backends": [],
             },
         },

@@ -29,7 +29,7 @@ PLAYS = {
     "size of a wrong type": "def answer(request): return {'size': '7'}, b''",
     "no object": "def answer(request): say(b'[1, 2]\\n')",
     "nothing": "def answer(request): say(b'{}\\n')",
-    "no JSON": "def answer(request): say(b'clusterjob-visit ready\\n')",
+    "no JSON": "def answer(request): say(b'clusterjob-session ready\\n')",
     "deep JSON": "def answer(request): say(b'[' * 500000 + b'\\n')",
     "long number": "def answer(request): say(b'{\"size\": ' + b'9' * 500000 + b'}\\n')",
     "not a number": "def answer(request): say(b'{\"size\": NaN}\\n')",
@@ -65,9 +65,9 @@ def introduction():
     "asks for the zip for ever": """
 def introduction():
     while True:
-        say(b"clusterjob-visit need\\n")
+        say(b"clusterjob-session need\\n")
 """,
-    "setup line that is none": "def introduction(): say(b'clusterjob-visit setup x\\n')",
+    "setup line that is none": "def introduction(): say(b'clusterjob-session setup x\\n')",
 }
 
 # What holds nobody up for longer than the timeout, of 2 s here.
@@ -137,7 +137,7 @@ def test_commands_end_without_a_traceback(site: Site, record: Record) -> None:
         for words in (["status"], ["list"], ["status", record.job_id]):
             code, out, err = run(site, *words)
             assert (code, "Traceback" in err) == (0, False), err
-            assert "gpu1: it answers nonsense: it announces 1000000000000 bytes" in out
+            assert "gpu1: it sends a malformed answer: it announces 1000000000000 bytes" in out
             assert ("SUCCEEDED" in out) == (words == ["list"])
 
 
@@ -151,7 +151,7 @@ def test_logs_of_a_host_that_always_has_more_end(site: Site, record: Record) -> 
 def test_other_hosts_are_still_shown_beside_a_hostile_one(site: Site) -> None:
     """`hosts` has one line for each; the hostile one has its own error."""
     with hostile(
-        site.world.hosts["gpu1"], "def answer(request): return {'troubles': 'x', 'free': '1'}, b''"
+        site.world.hosts["gpu1"], "def answer(request): return {'errors': 'x', 'free': '1'}, b''"
     ):
         words = [
             "hosts",
@@ -165,15 +165,15 @@ def test_other_hosts_are_still_shown_beside_a_hostile_one(site: Site) -> None:
         code, out, err = run(site, *words)
     assert (code, "Traceback" in err) == (1, False)
     shown = out + err
-    assert "the answer.troubles is 'x', not a list" in shown
+    assert "the answer.errors is 'x', not a list" in shown
     assert "no torch" in shown  # of gpu2, which has answered
 
 
 def test_submission_is_refused_with_the_hosts_name(site: Site) -> None:
-    with hostile(site.world.hosts["gpu1"], "def answer(request): return {'troubles': [7]}, b''"):
+    with hostile(site.world.hosts["gpu1"], "def answer(request): return {'errors': [7]}, b''"):
         code, _, err = run(site, "submit", *site.options(hosts="gpu1"), site.script(""))
     assert (code, "Traceback" in err) == (1, False)
-    assert "gpu1: it answers nonsense: the answer.troubles[0] is 7, not a text" in err
+    assert "gpu1: it sends a malformed answer: the answer.errors[0] is 7, not a text" in err
 
 
 def test_memory_does_not_grow_while_a_host_sends_without_end(site: Site, record: Record) -> None:
@@ -205,7 +205,7 @@ def test_memory_does_not_grow_while_a_host_sends_without_end(site: Site, record:
 
 def test_events_of_a_host_do_not_grow_beyond_their_bound(tmp_path: Path) -> None:
     """They are read as a whole; the files in which logs grow may be longer."""
-    at_bound = mirror.MOST_EVENTS - 1
+    at_bound = mirror.MAX_EVENTS_BYTES - 1
     mirror.keep(
         "gpu1", tmp_path, file={"path": "events.jsonl", "offset": at_bound}, content=b"x", stamps={}
     )
@@ -217,7 +217,7 @@ def test_events_of_a_host_do_not_grow_beyond_their_bound(tmp_path: Path) -> None
             content=b"x",
             stamps={},
         )
-    assert (tmp_path / "events.jsonl").stat().st_size == mirror.MOST_EVENTS
+    assert (tmp_path / "events.jsonl").stat().st_size == mirror.MAX_EVENTS_BYTES
     mirror.keep(
         "gpu1",
         tmp_path,

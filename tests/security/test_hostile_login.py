@@ -42,7 +42,7 @@ def ran(argv):
     return {"code": 0, "out": len(said)}, said
 def checked():
     return {
-        "troubles": [], "identity": "x", "reached_at": "10.0.0.1", "host": "gpu1", "home": "/h", "time": time.time(), "python": "3.11.2",
+        "errors": [], "identity": "x", "reached_at": "10.0.0.1", "host": "gpu1", "home": "/h", "time": time.time(), "python": "3.11.2",
         "torch": None, "free": 10**10, "gpus": [],
     }
 # What squeue prints of one job, with the mark that it was told to part the fields by.

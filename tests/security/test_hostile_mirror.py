@@ -82,7 +82,7 @@ def test_logs_that_grow_without_end_stop_at_their_bound(
     record: Record, play: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound of 16 GB is lowered here."""
-    monkeypatch.setattr(mirror, "MOST_BYTES", 64 << 20)
+    monkeypatch.setattr(mirror, "MAX_TOTAL_BYTES", 64 << 20)
     play(GROWING_LOG)
     jobs.collect(record)
     assert (

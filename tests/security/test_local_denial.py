@@ -205,14 +205,14 @@ def test_a_lock_directory_that_somebody_else_made_first_is_done_without(
     squatted = common / f"clusterjob-gpus-{os.getuid()}"
     squatted.mkdir()
     os.chown(squatted, NOBODY, NOBODY)
-    monkeypatch.setattr(gpus, "_COMMON", str(common))
+    monkeypatch.setattr(gpus, "_TMP", str(common))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert [path for path in gpus.lock_directories() if not str(path).startswith("/run/")] == [
         runtime
     ]
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(squatted))
     if not Path(f"/run/user/{os.getuid()}").exists():
-        with pytest.raises(OSError, match="not this user's own directory"):
+        with pytest.raises(OSError, match="the directory is not this user's"):
             gpus.lock_directories()
 
 
@@ -221,8 +221,8 @@ def test_a_login_without_a_runtime_directory_sees_the_locks_of_one_that_has_one(
 ) -> None:
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
-    monkeypatch.setattr(gpus, "_COMMON", str(tmp_path))
-    card = gpus.Card(0, "GPU-test", name="H100", used=0, total=1)
+    monkeypatch.setattr(gpus, "_TMP", str(tmp_path))
+    card = gpus.Gpu(0, "GPU-test", name="H100", used=0, total=1)
     first, second = gpus.Reservation("a"), gpus.Reservation("b")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert first.take(card) == ""

@@ -56,11 +56,11 @@ def test_the_probe_of_an_interpreter_finds_torch_but_not_in_the_clone(
 ) -> None:
     python = str(python_without_torch(tmp_path))
     request = {"python": python, "setup": [], "workdir": str(clone), "torch": True}
-    (trouble,) = host_check.interpreter(Path("/"), request)["troubles"]
-    assert "no torch" in trouble
+    (error,) = host_check.interpreter(Path("/"), request)["errors"]
+    assert "no torch" in error
     os.environ["PYTHONPATH"], before = str(light_torch(tmp_path / "lib")), os.environ["PYTHONPATH"]
     try:
-        assert host_check.interpreter(Path("/"), request)["troubles"] == []
+        assert host_check.interpreter(Path("/"), request)["errors"] == []
     finally:
         os.environ["PYTHONPATH"] = before
     assert not (tmp_path / "executed").exists()

@@ -70,7 +70,7 @@ def test_nonce_that_comes_in_pieces_is_answered(listener: reachability.Listener)
         for part in (NONCE[:5], NONCE[5:]):
             peer.sendall(part.encode())
             time.sleep(0.05)
-        assert peer.recv(100) == reachability.answer_to(NONCE)
+        assert peer.recv(100) == reachability.expected_reply(NONCE)
 
 
 def test_listener_that_is_closed_frees_its_port(listener: reachability.Listener) -> None:

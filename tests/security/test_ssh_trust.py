@@ -18,13 +18,13 @@ from sshworld import World, sh
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
-from clusterjob.remote.connect import Reach
+from clusterjob.remote.connect import ConnectOptions
 from clusterjob.remote.pool import Pool
 
 
 @pytest.fixture
 def pool(world: World) -> Iterator[Pool]:
-    pool = Pool(Reach(10.0, ssh_config=world.config))
+    pool = Pool(ConnectOptions(10.0, ssh_config=world.config))
     yield pool
     pool.close()
 
@@ -113,7 +113,7 @@ def test_certificate_of_revoked_authority_is_refused(
         )
         for file in ("revoked", "krl"):
             world.write_config(RevokedHostKeys=str(tmp_path / file))
-            fresh = Pool(Reach(10.0, ssh_config=world.config))
+            fresh = Pool(ConnectOptions(10.0, ssh_config=world.config))
             assert refusal(fresh, "gpu3") == f"gpu3: its key is revoked ({tmp_path / file})"
             fresh.close()
     finally:

@@ -13,7 +13,7 @@ import pytest
 from procs import wait_until
 from sshworld import require, sh
 
-from clusterjob.remote.connect import Connection, Reach, connect
+from clusterjob.remote.connect import Connection, ConnectOptions, connect
 from clusterjob.remote.ssh_config import Target
 
 
@@ -73,7 +73,7 @@ def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conne
         identities=(tmp_path / "user",),
         strict="no",
     )
-    made = connect(target, Reach(20.0))
+    made = connect(target, ConnectOptions(20.0))
     yield made
     made.close()
     accepting.join()

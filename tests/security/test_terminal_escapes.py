@@ -168,7 +168,7 @@ from types import SimpleNamespace
 from clusterjob.cli import output
 from clusterjob.doctor.engine import Check, CheckState
 text = {HOSTILE!r}
-report = SimpleNamespace(host="a" + text, address=text, python=text, torch=True, free=1, gpus=(), trouble=text)
+report = SimpleNamespace(host="a" + text, address=text, python=text, torch=True, free=1, gpus=(), error=text)
 output.print_hosts([report])
 output.print_check(Check("torch", CheckState.FAILED, text, text))
 output.say(text)

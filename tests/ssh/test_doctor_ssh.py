@@ -125,7 +125,7 @@ def test_a_key_that_is_unknown_and_no_host_at_all(clinic: Clinic) -> None:
     assert found.failed == ["reached"]
     unknown, hole = found.words("reached").splitlines()
     assert unknown.startswith("gpu1: its key is unknown")
-    assert hole == "hole: it accepts TCP and says nothing for 3 s"
+    assert hole == "hole: it accepts TCP and sends nothing for 3 s"
     states = {
         found.state(name)
         for name in (

@@ -346,7 +346,7 @@ def test_hosts_that_do_not_answer_are_named_beside_those_that_do(site: Site) -> 
     assert error.message.splitlines()[0] == "3 of 4 hosts cannot be used:"
     timed_out, hole, wrong = error.message.splitlines()[1:]
     assert timed_out == "  gpu3: no answer from 10.77.0.3:22 within 4 s"
-    assert hole == "  hole: it accepts TCP and says nothing for 4 s"
+    assert hole == "  hole: it accepts TCP and sends nothing for 4 s"
     assert wrong.startswith("  wrong: its key has changed: it shows ssh-ed25519 SHA256:")
 
 
@@ -667,7 +667,7 @@ threading.Thread(target=make_noise, daemon=True).start()
         session.ask("check", need=0, torch=False, own=True)
         (noisy / "go").touch()
         wait_until((noisy / "made").exists, PATIENCE, "the noise")
-        with pytest.raises(HostError, match="gpu1: it answers nonsense"):
+        with pytest.raises(HostError, match="gpu1: it sends a malformed answer"):
             session.ask("check", need=0, torch=False, own=True)
     finally:
         visits.close()

@@ -22,7 +22,7 @@ from sshworld import World, sh
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.errors import HostError
 from clusterjob.remote import connect, ssh_config
-from clusterjob.remote.connect import Reach
+from clusterjob.remote.connect import ConnectOptions
 from clusterjob.remote.pool import Outcome, Pool, complaint, for_each
 from clusterjob.remote.session import Session
 
@@ -37,7 +37,7 @@ def warnings() -> list[str]:
 
 @pytest.fixture
 def pool(world: World, warnings: list[str]) -> Iterator[Pool]:
-    pool = Pool(Reach(10.0, warnings.append, ssh_config=world.config))
+    pool = Pool(ConnectOptions(10.0, warnings.append, ssh_config=world.config))
     yield pool
     pool.close()
 
@@ -134,7 +134,7 @@ def test_refused(world: World, pool: Pool) -> None:
 
 def test_timed_out(world: World) -> None:
     world.hosts["gpu1"].run("ip", "route", "add", "blackhole", "10.77.0.100")
-    pool = Pool(Reach(SHORT, lambda _: None, ssh_config=world.config))
+    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
     begin = time.monotonic()
     try:
         assert "no answer from 10.77.0.1:22 within 3 s" in refusal(pool, "gpu1").message
@@ -173,8 +173,8 @@ def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (b"", "it accepts TCP and says nothing for 3 s"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not finish the handshake within 6 s"),
+        (b"", "it accepts TCP and sends nothing for 3 s"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not complete the SSH handshake within 6 s"),
         (b"HTTP/1.1 400 Bad Request\r\n", ""),
     ],
     ids=["black hole", "a banner and then nothing", "another protocol"],
@@ -182,7 +182,7 @@ def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
 def test_hosts_that_accept_and_say_nothing_are_given_up(
     world: World, words: bytes, why: str
 ) -> None:
-    pool = Pool(Reach(SHORT, lambda _: None, ssh_config=world.config))
+    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
     with listener(words) as port:
         world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
         begin = time.monotonic()
@@ -194,7 +194,7 @@ def test_a_host_that_hangs_up_is_tried_again_and_then_given_up(world: World, poo
     with listener(hang_up=True) as port:
         world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
         error = refusal(pool, "hole")
-    assert "hung up 6 times before it said anything" in error.message
+    assert "it closed the connection 6 times before it sent anything" in error.message
     assert "MaxStartups" in error.hint
 
 
@@ -202,7 +202,7 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
     """A server that is stopped between the handshake and the login: its kernel still takes what is
     sent.
     """
-    pool = Pool(Reach(SHORT, lambda _: None, ssh_config=world.config))
+    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
     target = pool.resolve(Host("gpu1"))
     original = connect._verify
 
@@ -215,7 +215,7 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
     connect._verify = freeze  # type: ignore[assignment]
     try:
         with pytest.raises(HostError, match="it does not answer the login within 3 s"):
-            connect.connect(target, pool.reach)
+            connect.connect(target, pool.options)
     finally:
         connect._verify = original
         for pid in world.hosts["gpu1"].pids():
@@ -224,8 +224,8 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
 
 
 def test_a_command_that_says_nothing_is_given_up(world: World) -> None:
-    pool = Pool(Reach(SHORT, lambda _: None, ssh_config=world.config))
-    with pytest.raises(HostError, match="gpu1: a command says nothing for 3 s"):
+    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
+    with pytest.raises(HostError, match="gpu1: a command prints nothing for 3 s"):
         pool.connection(Host("gpu1")).run("sleep 9")
     pool.close()
     kill_one_by_one(world.hosts["gpu1"].pids())  # a command without a terminal outlives its client
@@ -389,7 +389,7 @@ def test_an_authority_that_is_revoked(world: World, pool: Pool, authority: Autho
     world.known_hosts.write_text(
         f"@cert-authority * {authority.public}\n@revoked * {authority.public}\n"
     )
-    assert "the authority behind its key is revoked" in refusal(pool, "gpu1").message
+    assert "the authority that signed its key is revoked" in refusal(pool, "gpu1").message
 
 
 def test_another_authority_vouches_for_nothing(
@@ -532,7 +532,9 @@ def test_every_type_of_key_logs_in(world: World, pool: Pool, tmp_path: Path) -> 
         gpu1.start(AuthorizedKeysFile=f"{tmp_path}/{kind}.pub")
         try:
             world.write_config(IdentityFile=str(tmp_path / kind))
-            connection = connect.connect(ssh_config.resolve(Host("gpu1"), world.config), pool.reach)
+            connection = connect.connect(
+                ssh_config.resolve(Host("gpu1"), world.config), pool.options
+            )
             assert connection.run("hostname")[1] == b"gpu1\n"
             connection.close()
         finally:

@@ -208,9 +208,9 @@ def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:
     assert code == 1, err
     first, second = json.loads(out)["hosts"]
     assert (first["host"], first["address"], first["name"]) == ("gpu1", "root@10.77.0.1:22", "gpu1")
-    assert first["trouble"].startswith("no torch")
+    assert first["error"].startswith("no torch")
     assert first["free"] > 0
-    assert "unknown host" in second["trouble"]
+    assert "unknown host" in second["error"]
     code, out, _ = run(site, "hosts", "--hosts", "gpu1", *option, "--python", site.python)
     assert code == 1
     assert "gpu1  root@10.77.0.1:22" in out

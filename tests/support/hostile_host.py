@@ -27,7 +27,7 @@ if "introduction" in globals():
     introduction()
 while not re.match(rb"[0-9a-f]{{64}} [0-9]+ ", source.readline()):
     pass
-say(b"clusterjob-visit ready python3\\n")
+say(b"clusterjob-session ready python3\\n")
 while line := source.readline():
     request = json.loads(line)
     source.read(request["size"])

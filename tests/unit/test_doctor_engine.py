@@ -136,7 +136,7 @@ def answer(**facts: Any) -> dict[str, Any]:
         "torch": "2.9.0+cu128",
         "cuda": "12.8",
         "gpus": 8,
-        "trouble": "",
+        "driver_error": "",
         "backends": ["gloo", "nccl"],
         "fork": "",
         "broken": "",
@@ -145,7 +145,7 @@ def answer(**facts: Any) -> dict[str, Any]:
     return {
         "executable": "/usr/bin/python3",
         "version": [3, 11, 7],
-        "trouble": "",
+        "unfit": "",
         "setup": False,
         "died": "",
         "facts": common | facts,
@@ -194,7 +194,7 @@ def answer(**facts: Any) -> dict[str, Any]:
         ),
         (
             8,
-            {"gpus": 0, "trouble": "driver too old"},
+            {"gpus": 0, "driver_error": "driver too old"},
             1,
             False,
             "failed",

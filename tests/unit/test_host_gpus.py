@@ -67,14 +67,14 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smi]:
 
 def names(reservation: gpus.Reservation) -> list[str]:
     try:
-        return [card.uuid for card in reservation.cards]
+        return [card.uuid for card in reservation.gpus]
     finally:
         reservation.release()
 
 
 def test_cards_are_read(smi: Smi) -> None:
     smi.say([3, 70000], {1: [(os.getpid(), "python, with a comma"), (10**7, "/opt/x/other")]})
-    first, second = gpus.read_cards()
+    first, second = gpus.read_gpus()
     assert (first.index, first.uuid, first.name, first.used, first.idle) == (
         0,
         "GPU-0000",
@@ -83,17 +83,17 @@ def test_cards_are_read(smi: Smi) -> None:
         True,
     )
     assert second.processes == ((os.getpid(), "python, with a comma"), (10**7, "/opt/x/other"))
-    assert second.text() == (
-        f"1 NVIDIA H100, 80GB: root's python, with a comma (pid {os.getpid()}), somebody's other (pid 10000000), 73.4 of 86 GB used"
+    assert second.describe() == (
+        f"1 NVIDIA H100, 80GB: root's python, with a comma (pid {os.getpid()}), another user's other (pid 10000000), 73.4 of 86 GB used"
         if os.getuid() == 0
-        else second.text()
+        else second.describe()
     )
 
 
 def test_no_driver_no_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpus.read_cards() == []
+    assert gpus.read_gpus() == []
 
 
 def test_a_library_without_a_driver_is_no_error(
@@ -102,7 +102,7 @@ def test_a_library_without_a_driver_is_no_error(
     pytest.importorskip("pynvml")
     monkeypatch.setenv("PATH", str(tmp_path))
     if not Path("/proc/driver/nvidia").exists():
-        assert gpus.read_cards() == []
+        assert gpus.read_gpus() == []
 
 
 def test_a_command_that_fails_is_said(smi: Smi) -> None:
@@ -110,7 +110,7 @@ def test_a_command_that_fails_is_said(smi: Smi) -> None:
         "#!/bin/sh\necho 'Unable to determine the device handle'\nexit 15\n"
     )
     with pytest.raises(OSError, match="nvidia-smi fails: Unable to determine"):
-        gpus.read_cards()
+        gpus.read_gpus()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_command_that_fails_is_said(smi: Smi) -> None:
     ],
 )
 def test_what_a_login_may_use(smi: Smi, listed: str | None, wanted: list[int]) -> None:
-    assert [card.index for card in gpus.visible(gpus.read_cards(), listed)] == wanted
+    assert [card.index for card in gpus.visible(gpus.read_gpus(), listed)] == wanted
 
 
 def test_idle_ones_are_picked(smi: Smi) -> None:
@@ -141,7 +141,7 @@ def test_idle_ones_are_picked(smi: Smi) -> None:
 def test_too_few_say_who_holds_which(smi: Smi) -> None:
     smi.say([3, 2000, 3], {2: [(1, "trainer")]})
     held = gpus.pick("other-job", "auto", count=1, environ={})
-    with pytest.raises(gpus.TooFewError) as caught:
+    with pytest.raises(gpus.TooFewGpusError) as caught:
         gpus.pick("mine", "auto", count=2, environ={})
     held.release()
     text = str(caught.value)
@@ -157,25 +157,25 @@ def test_too_few_say_who_holds_which(smi: Smi) -> None:
 def test_a_list_is_taken_as_it_is_but_from_no_other_job(smi: Smi) -> None:
     smi.say([3, 2000, 3], {2: [(1, "trainer")]})
     held = gpus.pick("a", "2,1", count=2, environ={})
-    assert [card.uuid for card in held.cards] == ["GPU-0002", "GPU-0001"]
-    with pytest.raises(gpus.TooFewError, match="GPU 1 is held by job a"):
+    assert [card.uuid for card in held.gpus] == ["GPU-0002", "GPU-0001"]
+    with pytest.raises(gpus.TooFewGpusError, match="GPU 1 is held by job a"):
         gpus.pick("b", "0,1", count=2, environ={})
     held.release()
-    with pytest.raises(gpus.TooFewError, match="there is no GPU 7; there is 0, 1, 2"):
+    with pytest.raises(gpus.TooFewGpusError, match="there is no GPU 7; there is 0, 1, 2"):
         gpus.pick("b", "7", count=1, environ={})
 
 
 def test_jobs_that_pick_at_once_never_pick_the_same(smi: Smi) -> None:
     code = """
 import os, sys
-from clusterjob.node.host_server import gpus as cards
+from clusterjob.node.host_server import gpus
 from pathlib import Path
 sys.modules["pynvml"] = None
-cards.lock_directories = lambda: [Path(sys.argv[1])]
+gpus.lock_directories = lambda: [Path(sys.argv[1])]
 try:
-    held = cards.pick(str(os.getpid()), "auto", 1, {})
-    print(held.cards[0].uuid, flush=True)
-except cards.TooFewError:
+    held = gpus.pick(str(os.getpid()), "auto", 1, {})
+    print(held.gpus[0].uuid, flush=True)
+except gpus.TooFewGpusError:
     print("none", flush=True)
 sys.stdin.read()
 """
@@ -199,7 +199,7 @@ def test_a_hold_lasts_as_long_as_a_process_that_inherited_it(smi: Smi) -> None:
     heir = subprocess.Popen(["sleep", "1000"], pass_fds=held.descriptors)
     held.release()
     try:
-        with pytest.raises(gpus.TooFewError, match="0 job a; 1 job a"):
+        with pytest.raises(gpus.TooFewGpusError, match="0 job a; 1 job a"):
             gpus.pick("b", "auto", count=1, environ={})
     finally:
         heir.kill()

@@ -17,10 +17,10 @@ from clusterjob.node.host_server.commands import Commands
 
 
 def run(
-    visit: Commands, *argv: str, patience: float = 20.0, **more: Any
+    visit: Commands, *argv: str, wait: float = 20.0, **more: Any
 ) -> tuple[dict[str, Any], bytes]:
     return visit.answer(
-        {"op": "run", "argv": list(argv), "env": {}, "job": "", "patience": patience, **more}
+        {"op": "run", "argv": list(argv), "env": {}, "job": "", "wait": wait, **more}
     )
 
 
@@ -43,15 +43,15 @@ def test_one_that_takes_long_is_asked_for_again_and_holds_nobody_up(tmp_path: Pa
         "bash",
         "-c",
         f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo first",
-        patience=0.0,
+        wait=0.0,
     )
     assert run(visit, "echo", "second")[1] == b"second\n"
-    assert visit.answer({"op": "reap", "number": first["number"], "patience": 0.0}) == (
+    assert visit.answer({"op": "reap", "number": first["number"], "wait": 0.0}) == (
         {"number": first["number"]},
         b"",
     )
     (tmp_path / "go").touch()
-    assert visit.answer({"op": "reap", "number": first["number"], "patience": 20.0}) == (
+    assert visit.answer({"op": "reap", "number": first["number"], "wait": 20.0}) == (
         {"code": 0, "out": 6},
         b"first\n",
     )
@@ -59,17 +59,17 @@ def test_one_that_takes_long_is_asked_for_again_and_holds_nobody_up(tmp_path: Pa
 
 def test_one_that_is_dropped_ends(tmp_path: Path) -> None:
     visit = Commands(tmp_path)
-    answer, _ = run(visit, "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000", patience=0.0)
+    answer, _ = run(visit, "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000", wait=0.0)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 10)
     assert visit.answer({"op": "drop", "number": answer["number"]}) == ({}, b"")
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
 def test_one_that_says_too_much_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "MOST", 100_000)
+    monkeypatch.setattr(commands, "MAX_OUTPUT", 100_000)
     answer, data = run(Commands(tmp_path), "yes")
     assert (answer["code"], answer["out"]) == (-9, 0)
-    assert data == b"yes: it says more than 100000 bytes\n"
+    assert data == b"yes: it printed more than 100000 bytes\n"
 
 
 def test_one_that_is_not_there_is_said_to_be_absent(

@@ -115,7 +115,7 @@ class SlurmCluster:
         assert self._host is not None
         answer, _ = self._host.ask("check", need=0, torch=False, own=False)
         self._remote_home = answer["home"]
-        for trouble in answer["troubles"]:
+        for trouble in answer["errors"]:
             yield failed(
                 f"{self._host.label}: {trouble}", "--set remote_home=DIR names another place there"
             )

@@ -25,7 +25,7 @@ from clusterjob.errors import HostError, SpecError, SubmitError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote import ssh_options
 from clusterjob.remote.fetch import Fetch, Fetched, Request
-from clusterjob.remote.job_bundle import Delivery
+from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import for_each
 from clusterjob.remote.progress import Sending
 from clusterjob.remote.session import Session
@@ -272,7 +272,7 @@ class LoginHost:
             *((file.path.name, file.mode, file.data) for file in plan.files),
             *plans.carried_elsewhere(plan.job_dir),
         ]
-        Delivery(self.session(), plan.job_id, node=0, progress=lambda *_: None).put(files)
+        JobBundle(self.session(), plan.job_id, node=0, progress=lambda *_: None).put(files)
         return {"directory": directory, "ahead": answer["time"] - time.time()}
 
     def send_code(self, plan: Plan) -> dict[str, Any] | None:
@@ -292,7 +292,7 @@ class LoginHost:
             include_secrets=spec.include_secrets,
         )
         with Sending([self.label]) as progress:
-            Delivery(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).land(code)
+            JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).land(code)
         code.keep(plan.job_dir)
         git = snapshot.keep_git(spec.workdir, plan.job_dir)
         return {"digest": code.digest, "files": code.files, "bytes": code.size, "git": git}
@@ -351,9 +351,7 @@ class Errand:
         self._ended = False
         self.args = list(argv)
         self.returncode: int = 0
-        answer = self._ask(
-            0.0, "run", argv=list(argv), env=dict(more), job=job_id, patience=_AT_ONCE
-        )
+        answer = self._ask(0.0, "run", argv=list(argv), env=dict(more), job=job_id, wait=_AT_ONCE)
         if "absent" in answer:
             raise SubmitError(
                 f"{host.label}: {argv[0]} cannot be run: {answer['absent']}",
@@ -370,7 +368,7 @@ class Errand:
         while not self._ended:
             begin = time.monotonic()
             left = 60.0 if end is None else max(0.0, end - begin)
-            self._ask(left, "reap", number=self._number, patience=left)
+            self._ask(left, "reap", number=self._number, wait=left)
             if (
                 not self._ended and left > 1.0 and time.monotonic() - begin < left / 2
             ):  # else it would be asked again at once

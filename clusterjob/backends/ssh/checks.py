@@ -76,12 +76,12 @@ class Hosts:
         self._all = survey(self._visits, self._place, own=False)
         self._reached = {node: report for node, report in enumerate(self._all) if report.machine}
         for report in self._all:
-            if report.trouble:
+            if report.error:
                 yield failed(
-                    f"{report.host}: {report.trouble}",
+                    f"{report.host}: {report.error}",
                     report.hint or f"`ssh {report.host}` has to work, without a password",
                 )
-        fit = [report for report in self._all if not report.trouble]
+        fit = [report for report in self._all if not report.error]
         if fit:
             yield ok(listed(f"{report.host} ({report.address})" for report in fit))
 
@@ -142,7 +142,7 @@ class Hosts:
                     f"{finding.words}; a job's setup lines find its code, which is not there yet",
                     finding.hint,
                 )
-            elif not answer["trouble"]:
+            elif not answer["unfit"]:
                 self._answers[node] = answer
             found[self._all[node].host] = finding
         yield from of_hosts(found, len(self._all))

@@ -50,7 +50,7 @@ def meet(
                 addresses=addresses,
                 port=heard["port"],
                 nonce=nonce,
-                patience=_PROBE_TIMEOUT,
+                wait=_PROBE_TIMEOUT,
             )
             if not answer["reached"]:
                 why = (

@@ -95,10 +95,10 @@ def trust(
     from clusterjob.remote.pool import Pool
 
     place = _place(settings, (host,))
-    pool = Pool(connect.Reach(place.timeout, _warn, ssh_config=place.ssh_config))
+    pool = Pool(connect.ConnectOptions(place.timeout, _warn, ssh_config=place.ssh_config))
     try:
         target = pool.resolve(host)
-        key = connect.host_key(target, pool.reach, through=pool.through(target))
+        key = connect.host_key(target, pool.options, through=pool.through(target))
     finally:
         pool.close()
     connect.refuse_revoked(target, key)

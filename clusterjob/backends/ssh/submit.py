@@ -17,7 +17,7 @@ from typing import Any
 from clusterjob.backends.ssh.coordinator_address import meet
 from clusterjob.core.snapshot import Snapshot
 from clusterjob.errors import HostError, SubmitError
-from clusterjob.remote.job_bundle import Delivery
+from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import Outcome, complaint, for_each
 from clusterjob.remote.session import Session
 from clusterjob.remote.sessions import Place, Visits
@@ -153,8 +153,8 @@ class Submission:
             answer, _ = session.ask(
                 "check", need=need, torch=goods.needs_torch, own=not self._place.setup
             )
-            if answer["troubles"]:
-                raise HostError(session.connection.target.label, "; ".join(answer["troubles"]))
+            if answer["errors"]:
+                raise HostError(session.connection.target.label, "; ".join(answer["errors"]))
             self._seen.add(node)
             found: dict[str, Any] = answer
             return found
@@ -204,7 +204,7 @@ class Submission:
 
     def _send(self, node: int, session: Session) -> None:
         goods = self._goods
-        delivery = Delivery(
+        delivery = JobBundle(
             session, goods.job_id, node=node, progress=partial(self._progress, node)
         )
         delivery.put(goods.files)
@@ -217,8 +217,8 @@ class Submission:
             session, node, "fit", python=place.python, setup=list(place.setup),
             workdir=self._goods.workdir, torch=self._goods.needs_torch, timeout=_SLOW,
         )  # fmt: skip
-        if answer["troubles"]:
-            raise HostError(session.connection.target.label, "; ".join(answer["troubles"]))
+        if answer["errors"]:
+            raise HostError(session.connection.target.label, "; ".join(answer["errors"]))
 
     def _meet(self) -> str:
         """Return node 0's address: one of its own, by its kernel's word, at which every other node

@@ -1,6 +1,5 @@
-"""What a host does for a submitter who is elsewhere: he logs in, starts this room from the node
-zip, and asks it.
+"""Host server: what a host does for a remote submitter, who starts it over SSH from the node zip.
 
-The conversation runs over the stdin and stdout of one command: a line of JSON each way, followed by
-the bytes that it announces. When stdin ends, the visit is over; what it has started lives on.
+Requests and answers go over stdin and stdout: one line of JSON, followed by the number of bytes
+that it announces. The session ends with stdin; processes that it started run on.
 """

@@ -1,6 +1,4 @@
-"""The code of jobs: files by their content, kept once, and a job's copy that is there whole or not
-at all.
-"""
+"""Code of jobs: a store of files by digest, and one complete copy of the code per job."""
 
 from __future__ import annotations
 
@@ -25,24 +23,24 @@ def _blob(home: Path, digest: str) -> Path:
 
 
 def land(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any]:
-    """Make a job's copy of the code if all of it is here.
+    """Create a job's copy of the code if the store has all its files.
 
     Args:
-        home: where all of ours lies on this host.
+        home: clusterjob's directory on this host.
         request: ``job``.
-        packed: the list of files: compressed JSON, (path, kind, mode, size, digest or target) for
-            each.
+        packed: the list of files as compressed JSON, each (path, kind, mode, size, digest or
+            target).
 
     Returns:
-        ``missing``: the digests that have to be sent first; none if the code has landed.
+        ``missing``: the digests that must be sent first; empty if the copy is complete.
 
     Raises:
-        OSError: the disk is full, or it cannot be written; nothing is left of the copy.
+        OSError: the disk is full, or a file cannot be written; the incomplete copy is removed.
     """
     entries = json.loads(zlib.decompress(packed))
     code = home / "jobs" / request["job"] / CODE
-    if code.exists():
-        return {"missing": []}  # by another node of the job, whose home directory this one shares
+    if code.exists():  # another node of the job, with the same home directory, created it
+        return {"missing": []}
     missing = {
         digest
         for _, kind, _, size, digest in entries
@@ -85,8 +83,10 @@ def _is_there(blob: Path, size: int) -> bool:
 
 
 def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
-    """Copy a file out of the store; False, and out of the store with it, if it is no longer what
-    its name says.
+    """Copy a file from the store.
+
+    Returns:
+        Whether its content has the digest; if not, the file is removed from the store.
     """
     found = hashlib.sha256()
     with blob.open("rb") as source, target.open("xb") as copy:
@@ -102,12 +102,15 @@ def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
 
 
 def receive(home: Path, request: dict[str, Any], read: Callable[[int], bytes]) -> dict[str, Any]:
-    """Take files into the store.
+    """Add received files to the store.
 
     Args:
-        home: where all of ours lies on this host.
-        request: ``files``, a list of (digest, size) in the order in which their bytes come.
-        read: returns that many of the bytes.
+        home: clusterjob's directory on this host.
+        request: ``files``, a list of (digest, size) in the order of their bytes.
+        read: returns the given number of the following bytes.
+
+    Returns:
+        ``wrong``: the digests that the received content does not have.
 
     Raises:
         OSError: the disk is full, or the store cannot be written.

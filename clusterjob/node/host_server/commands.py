@@ -1,6 +1,4 @@
-"""A scheduler's commands, run on this host for a submitter who is elsewhere: started, and asked for
-when they have ended.
-"""
+"""Scheduler commands that run on this host for a remote submitter."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from typing import Any
 
 from clusterjob.node.environments.slurm_commands import slurm_environment
 
-MOST = 32 << 20  # bytes that a command may say
-_LOGIN_PATIENCE = 20.0  # seconds for a login shell to start
+MAX_OUTPUT = 32 << 20  # bytes of output of one command
+_LOGIN_SHELL_TIMEOUT = 20.0  # seconds for a login shell to start
 _MARK = b"clusterjob-environment\0"
 _PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 
@@ -33,11 +31,13 @@ class _Command:
 
 
 class Commands:
-    """The commands of one visit. One that is under way when the visit ends runs on: sbatch may just
-    have been heard.
+    """The commands of one session.
+
+    A command that is running when the session ends runs on: the controller may have received an
+    sbatch request already.
 
     Args:
-        home: where all of ours lies on this host.
+        home: clusterjob's directory on this host.
     """
 
     def __init__(self, home: Path) -> None:
@@ -47,22 +47,22 @@ class Commands:
         self._of_login_shell: dict[str, str] | None = None
 
     def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Return what is to be said to ``run``, ``reap`` and ``drop``.
+        """Answer a ``run``, ``reap`` or ``drop`` request.
 
         Args:
-            request: for ``run``: ``argv``, ``env`` (what is added), ``job`` (in whose directory it
-                runs; empty for none) and ``patience``, seconds that its end is waited for. For the
-                others: ``number``.
+            request: for ``run``: ``argv``, ``env`` (variables to add), ``job`` (run in its
+                directory; empty for none) and ``wait`` (seconds to wait for its end). For ``reap``:
+                ``number`` and ``wait``. For ``drop``, which kills the command: ``number``.
 
         Returns:
-            ``number`` while it runs; ``code`` and ``out``, the length of its stdout, before its
-            stderr, when it has ended; ``absent``, why it cannot be run.
+            ``number`` while it runs; ``code`` and ``out`` when it has ended, with stdout and stderr
+            as bytes, of which the first ``out`` are stdout; ``absent``: why it cannot run.
         """
         if request["op"] == "run":
             return self._run(request)
         number = int(request["number"])
         if request["op"] == "reap":
-            return self._reap(number, float(request["patience"]))
+            return self._reap(number, float(request["wait"]))
         command = self._running.pop(number, None)
         if command is not None:
             command.process.kill()
@@ -76,7 +76,7 @@ class Commands:
         environ = self._environment(name)
         conf = environ.get("SLURM_CONF")
         if conf and not os.path.exists(conf):  # Slurm's commands would wait a minute for it
-            return {"absent": f"Slurm's configuration {conf} is not there"}, b""
+            return {"absent": f"Slurm's configuration {conf} does not exist"}, b""
         path = shutil.which(name, path=environ.get("PATH"))
         directory = self._home / "jobs" / request["job"] if request["job"] else None
         out, err = os.memfd_create("out"), os.memfd_create("err")
@@ -92,19 +92,21 @@ class Commands:
             return {"absent": error.strerror or str(error)}, b""
         self._count += 1
         self._running[self._count] = _Command(process, name, out=out, err=err)
-        return self._reap(self._count, float(request["patience"]))
+        return self._reap(self._count, float(request["wait"]))
 
     def _reap(self, number: int, patience: float) -> tuple[dict[str, Any], bytes]:
         command = self._running[number]
         end, pause = time.monotonic() + patience, _PAUSE
         while (code := command.process.poll()) is None:
-            if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MOST:
+            if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MAX_OUTPUT:
                 command.process.kill()
                 command.process.wait()
                 code = -9
                 os.ftruncate(command.out, 0)
                 os.pwrite(
-                    command.err, f"{command.name}: it says more than {MOST} bytes\n".encode(), 0
+                    command.err,
+                    f"{command.name}: it printed more than {MAX_OUTPUT} bytes\n".encode(),
+                    0,
                 )
                 break
             if time.monotonic() >= end:
@@ -113,14 +115,15 @@ class Commands:
             pause = min(_LONGEST_PAUSE, pause * 1.5)
         del self._running[number]
         try:
-            out, err = (os.pread(handle, MOST, 0) for handle in (command.out, command.err))
+            out, err = (os.pread(handle, MAX_OUTPUT, 0) for handle in (command.out, command.err))
         finally:
             command.close()
         return {"code": code, "out": len(out)}, out + err
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Return this login's environment; where the command is not on its PATH, that of a login
-        shell, as modules may put it there.
+        """Return the environment for a command: this login's, or a login shell's.
+
+        The login shell's is used if only it finds the command in PATH: modules may put it there.
         """
         if shutil.which(name) is not None:
             return dict(os.environ)
@@ -138,7 +141,7 @@ def _login_shell() -> dict[str, str]:
     try:
         asked = subprocess.run(
             ["bash", "-lc", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, timeout=_LOGIN_PATIENCE, check=False,
+            stderr=subprocess.DEVNULL, timeout=_LOGIN_SHELL_TIMEOUT, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return {}

@@ -1,9 +1,8 @@
-"""A host's GPUs: who uses which, which are idle, and locks, so that two of our own jobs never take
-the same card.
+"""GPUs of a host: their users, which are idle, and locks against two jobs on one GPU.
 
-Read through NVML where the host's interpreter has nvidia-ml-py, else from nvidia-smi. Cards are
-handed to a job by their UUIDs: CUDA counts them in another order than nvidia-smi does, unless
-CUDA_DEVICE_ORDER says otherwise.
+They are read with NVML if the host's interpreter has nvidia-ml-py, otherwise with nvidia-smi. A job
+gets GPUs by UUID, because CUDA numbers them in another order than nvidia-smi does, unless
+CUDA_DEVICE_ORDER is set.
 """
 
 from __future__ import annotations
@@ -20,26 +19,27 @@ from pathlib import Path
 from typing import Any
 
 AUTO = "auto"
-_LITTLE = 1 << 30  # bytes: what a driver keeps for itself on an idle card stays below
-_PATIENCE = 30.0  # seconds for nvidia-smi, which wakes sleeping cards one after the other
-_COMMON = "/tmp"  # noqa: S108 - whose directory it is gets checked
+# Bytes of used memory below which a GPU is idle: a driver reserves less.
+_IDLE_MEMORY = 1 << 30
+_SMI_TIMEOUT = 30.0  # seconds for nvidia-smi, which wakes sleeping GPUs one after the other
+_TMP = "/tmp"  # noqa: S108 - the owner of the directory in it is checked
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
-class TooFewError(Exception):
-    """There are not enough cards; the text says who holds which."""
+class TooFewGpusError(Exception):
+    """There are not enough GPUs; the message names the holder of each."""
 
 
 @dataclass(frozen=True)
-class Card:
-    """One card.
+class Gpu:
+    """One GPU.
 
     Attributes:
-        index: as nvidia-smi counts.
-        uuid: its name everywhere.
+        index: its index in nvidia-smi.
+        uuid: its UUID.
         name: its model.
         used, total: bytes of its memory.
-        processes: (pid, command) of those that compute on it.
+        processes: (pid, command) of each compute process on it.
     """
 
     index: int
@@ -51,24 +51,28 @@ class Card:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody computes on it and little of its memory is in use."""
-        return not self.processes and self.used < _LITTLE
+        """Whether no process computes on it and little of its memory is used."""
+        return not self.processes and self.used < _IDLE_MEMORY
 
-    def text(self) -> str:
-        """Return it for people, with who uses it."""
+    def describe(self) -> str:
+        """Return one line with its model, its users and its memory."""
         users = ", ".join(
             f"{_owner(pid)}'s {os.path.basename(command)} (pid {pid})"
             for pid, command in self.processes
         )
         state = f"{self.used / 1e9:.1f} of {self.total / 1e9:.0f} GB used"
-        return f"{self.index} {self.name}: {'idle' if self.idle else f'{users}, {state}' if users else state}"
+        if self.idle:
+            state = "idle"
+        elif users:
+            state = f"{users}, {state}"
+        return f"{self.index} {self.name}: {state}"
 
 
-def read_cards() -> list[Card]:
-    """Return the cards of this host, by index; none where there is no driver.
+def read_gpus() -> list[Gpu]:
+    """Return the GPUs of this host by index; empty if there is no driver.
 
     Raises:
-        OSError: nvidia-smi is there and fails.
+        OSError: nvidia-smi exists and fails.
     """
     try:
         import pynvml
@@ -84,7 +88,7 @@ def read_cards() -> list[Card]:
         pynvml.nvmlShutdown()
 
 
-def _by_library(pynvml: Any, index: int) -> Card:
+def _by_library(pynvml: Any, index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     running = tuple(
@@ -92,24 +96,24 @@ def _by_library(pynvml: Any, index: int) -> Card:
         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     )
     uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
-    return Card(
+    return Gpu(
         index, uuid, name=name, used=int(memory.used), total=int(memory.total), processes=running
     )
 
 
-def _by_command() -> list[Card]:
+def _by_command() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return []
     apps: dict[str, list[tuple[int, str]]] = {}
     for row in _ask("--query-compute-apps=gpu_uuid,pid,process_name"):
         if len(row) >= 3 and row[1].isdigit():
             apps.setdefault(row[0], []).append((int(row[1]), ", ".join(row[2:])))
-    cards = []
+    gpus = []
     for row in _ask("--query-gpu=index,uuid,memory.used,memory.total,name"):
         if len(row) >= 5 and row[0].isdigit():
             used, total = (int(text) << 20 if text.isdigit() else 0 for text in row[2:4])
-            cards.append(
-                Card(
+            gpus.append(
+                Gpu(
                     int(row[0]),
                     row[1],
                     name=", ".join(row[4:]),
@@ -118,75 +122,76 @@ def _by_command() -> list[Card]:
                     processes=tuple(apps.get(row[1], ())),
                 )
             )
-    return cards
+    return gpus
 
 
 def _ask(query: str) -> list[list[str]]:
     words = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            words, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE, check=False
+            words, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SMI_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise OSError(0, f"nvidia-smi says nothing for {_PATIENCE:g} s") from error
+        raise OSError(0, f"nvidia-smi did not answer within {_SMI_TIMEOUT:g} s") from error
     if done.returncode:
-        said = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines() or [
-            "no reason given"
-        ]
-        raise OSError(0, f"nvidia-smi fails: {said[0]}")
+        output = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()
+        raise OSError(0, f"nvidia-smi fails: {output[0] if output else 'no reason given'}")
     return [
         [cell.strip() for cell in line.split(",")]
         for line in done.stdout.decode(errors="replace").splitlines()
     ]
 
 
-def visible(cards: Sequence[Card], listed: str | None) -> list[Card]:
-    """Return the cards that a login may use, by the host's own CUDA_VISIBLE_DEVICES; all where that
-    is not set.
+def visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
+    """Return the GPUs that the login's CUDA_VISIBLE_DEVICES allows; all if it is not set.
 
-    As CUDA reads it, the list ends at the first entry that is no card.
+    As in CUDA, the list ends at the first entry that is not a GPU.
     """
     if listed is None:
-        return list(cards)
-    found: list[Card] = []
+        return list(gpus)
+    found: list[Gpu] = []
     for entry in (part.strip() for part in listed.split(",")):
         by_uuid = entry.startswith("GPU-")
-        card = next(
+        gpu = next(
             (
-                card
-                for card in cards
-                if (card.uuid.startswith(entry) if by_uuid else entry == str(card.index))
+                gpu
+                for gpu in gpus
+                if (gpu.uuid.startswith(entry) if by_uuid else entry == str(gpu.index))
             ),
             None,
         )
-        if card is None or card in found:
+        if gpu is None or gpu in found:
             break
-        found.append(card)
+        found.append(gpu)
     return found
 
 
 class Reservation:
-    """Cards that are locked for a job until this, and every process that inherits its descriptors,
-    is gone.
+    """Locks on GPUs for one job.
+
+    A lock is held until this process and all processes that inherit its descriptors have ended.
 
     Args:
-        job_id: the job, for others to see who holds a card.
+        job_id: the job, which is written to the lock file for other jobs' messages.
     """
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
-        self.cards: list[Card] = []
+        self.gpus: list[Gpu] = []
         self.descriptors: list[int] = []
 
-    def take(self, card: Card) -> str:
-        """Lock a card; return who holds it if somebody else does, else an empty text.
+    def take(self, gpu: Gpu) -> str:
+        """Lock a GPU.
+
+        Returns:
+            Its holder if another job has locked it; empty if it is now locked.
 
         Raises:
-            OSError: there can be no locks.
+            OSError: no lock file can be created.
         """
         taken: list[int] = []
         for directory in lock_directories():
-            path = directory / card.uuid.replace("/", "_")
+            path = directory / gpu.uuid.replace("/", "_")
             taken.append(
                 os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             )
@@ -200,32 +205,32 @@ class Reservation:
         for descriptor in taken:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, self._job_id.encode(), 0)
-        self.cards.append(card)
+        self.gpus.append(gpu)
         self.descriptors += taken
         return ""
 
     def release(self) -> None:
-        """Give up this process's hold: what was started with the descriptors keeps its own."""
+        """Close this process's descriptors; processes that inherited them keep the locks."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = []
 
 
 def lock_directories() -> list[Path]:
-    """Return where the locks of this user lie on this machine: not in the home directory, which
-    machines may share.
+    """Return the directories of this user's locks on this machine.
 
-    A card is locked in all of them. In the runtime directory of logins (XDG_RUNTIME_DIR) nobody
-    else can make anything; not every login has it, and it goes with the last one. In /tmp somebody
-    else may have taken the name: then the other one has to do.
+    A GPU is locked in all of them. They are not in the home directory, which machines may share.
+    In XDG_RUNTIME_DIR no other user can create files, but not every login has it, and it is removed
+    with the user's last login. In /tmp another user may have created a directory of that name: it
+    is not used then.
 
     Raises:
-        OSError: there is none that is this user's own.
+        OSError: no directory belongs to this user.
     """
     uid = os.getuid()
     runtime = dict.fromkeys((os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"))
     found = [Path(name) for name in runtime if name.startswith("/") and _is_private(Path(name))]
-    common = Path(f"{_COMMON}/clusterjob-gpus-{uid}")
+    common = Path(f"{_TMP}/clusterjob-gpus-{uid}")
     try:
         common.mkdir(mode=0o700, exist_ok=True)
     except OSError:
@@ -235,7 +240,7 @@ def lock_directories() -> list[Path]:
         found.append(common)
     if not found:
         raise OSError(
-            0, "it is not this user's own directory, and XDG_RUNTIME_DIR names none", str(common)
+            0, "the directory is not this user's, and XDG_RUNTIME_DIR names none", str(common)
         )
     return found
 
@@ -251,46 +256,47 @@ def _is_private(path: Path) -> bool:
 
 
 def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Reservation:
-    """Choose cards for a job and lock them.
+    """Choose GPUs for a job and lock them.
 
     Args:
         job_id: the job.
-        wanted: ``auto`` for idle ones, else a list of numbers, as nvidia-smi counts, or UUIDs.
-        count: how many; with a list, as many as are in it.
+        wanted: ``auto`` for idle ones, otherwise a list of nvidia-smi indices or UUIDs.
+        count: number of GPUs; equal to the length of the list, if there is one.
         environ: the login's environment.
 
     Raises:
-        TooFewError: there are not as many; with ``auto``, as many idle ones.
-        OSError: the cards cannot be read, or there can be no locks.
+        TooFewGpusError: there are not enough GPUs; with ``auto``, not enough idle ones.
+        OSError: the GPUs cannot be read, or no lock file can be created.
     """
-    there = visible(read_cards(), environ.get("CUDA_VISIBLE_DEVICES"))
+    there = visible(read_gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
     held = Reservation(job_id)
     try:
         if wanted != AUTO:
             for entry in wanted.split(","):
-                card = next((card for card in there if entry in (str(card.index), card.uuid)), None)
-                if card is None:
-                    known = ", ".join(str(card.index) for card in there) or "none"
-                    raise TooFewError(
-                        f"there is no GPU {entry}; there is {known} (--gpus lists cards, --gpus-per-node counts them)"
+                gpu = next((gpu for gpu in there if entry in (str(gpu.index), gpu.uuid)), None)
+                if gpu is None:
+                    known = ", ".join(str(gpu.index) for gpu in there) or "none"
+                    raise TooFewGpusError(
+                        f"there is no GPU {entry}; there is {known} "
+                        "(--gpus lists GPUs, --gpus-per-node counts them)"
                     )
-                if holder := held.take(card):
-                    raise TooFewError(f"GPU {entry} is held by {holder}")
+                if holder := held.take(gpu):
+                    raise TooFewGpusError(f"GPU {entry} is held by {holder}")
             return held
         holders: dict[int, str] = {}
-        for card in there:
-            if len(held.cards) == count:
+        for gpu in there:
+            if len(held.gpus) == count:
                 break
-            holders[card.index] = held.take(card) if card.idle else card.text()
-        if len(held.cards) < count:
+            holders[gpu.index] = held.take(gpu) if gpu.idle else gpu.describe()
+        if len(held.gpus) < count:
             taken = [
                 f"{index} {text}" if text.startswith(("job ", "another")) else text
                 for index, text in holders.items()
                 if text
             ]
             who = "; ".join(taken)
-            raise TooFewError(
-                f"{len(held.cards)} idle GPUs where {count} are asked for"
+            raise TooFewGpusError(
+                f"{len(held.gpus)} idle GPUs where {count} are asked for"
                 + (f": {who}" if who else "")
             )
     except BaseException:
@@ -300,20 +306,19 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
 
 
 def share(count: int, environ: Mapping[str, str]) -> str | None:
-    """Return what CUDA_VISIBLE_DEVICES has to be for a job that wants some cards, whichever; None
-    to leave it.
+    """Return CUDA_VISIBLE_DEVICES for a job that needs `count` GPUs; None to leave it unchanged.
 
-    Asks the driver's own files, not nvidia-smi, which may take seconds.
+    Reads the driver's files instead of running nvidia-smi, which may take seconds.
 
     Raises:
-        TooFewError: there are fewer.
+        TooFewGpusError: there are fewer GPUs.
     """
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(index) for index in range(len(os.listdir(_DRIVER)))] if _DRIVER.is_dir() else []
     if listed is not None:
         names = [entry.strip() for entry in listed.split(",") if entry.strip() not in ("", "-1")]
     if len(names) < count:
-        raise TooFewError(f"{len(names)} GPUs where {count} are asked for")
+        raise TooFewGpusError(f"{len(names)} GPUs where {count} are asked for")
     return ",".join(names[:count]) if len(names) > count else None
 
 
@@ -321,7 +326,7 @@ def _owner(pid: int) -> str:
     try:
         return pwd.getpwuid(os.stat(f"/proc/{pid}").st_uid).pw_name
     except (OSError, KeyError):
-        return "somebody"
+        return "another user"
 
 
 def _command(pid: int) -> str:

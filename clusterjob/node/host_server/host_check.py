@@ -1,6 +1,4 @@
-"""Whether a host is fit for a job: its interpreter, torch, its disk; and which machine it is,
-whatever it is called.
-"""
+"""Host check: interpreter, torch and disk of a host, and the identity of the machine."""
 
 from __future__ import annotations
 
@@ -20,30 +18,33 @@ from typing import Any
 from clusterjob.node.host_server import gpus
 from clusterjob.node.system import processes
 
-_SETUP_PATIENCE = 300.0  # seconds for setup lines and the start of the interpreter
+_SETUP_TIMEOUT = 300.0  # seconds for setup lines and the start of the interpreter
 
-# `python -c` looks for modules in the working directory first, which may be a clone that nobody has
-# read.
-_NOTHING_FROM_HERE = """
+# `python -c` searches the working directory for modules first, and its files may not be trusted.
+_SKIP_WORKING_DIRECTORY = """
 import sys
 sys.path[:] = [entry for entry in sys.path if entry not in ("", ".")]
 import os
-sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != os.path.realpath(os.getcwd())]
+here = os.path.realpath(os.getcwd())
+sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]
 """
 
-# What the job's own interpreter is asked, where that is not the one that runs this. Any Python 3
-# understands it.
-_QUESTION = """
+# Code for a job's interpreter that is not this one. It must run in any Python 3.
+_INTERPRETER_CODE = """
 import importlib.util, json, sys
-print("clusterjob-fit " + json.dumps({"version": list(sys.version_info[:3]), "executable": sys.executable,
-                                      "torch": importlib.util.find_spec("torch") is not None}))
+print("clusterjob-interpreter " + json.dumps({
+    "version": list(sys.version_info[:3]), "executable": sys.executable,
+    "torch": importlib.util.find_spec("torch") is not None,
+}))
 """
 
 
-# The same, of an interpreter that is asked for all: one that is too old says no more than that.
-_QUESTION_OF_FACTS = """
+# The same for `facts`; an interpreter that is too old reports only its version.
+_FACTS_CODE = """
 import json, sys
-print("clusterjob-fit " + json.dumps({"version": list(sys.version_info[:3]), "executable": sys.executable}))
+print("clusterjob-interpreter " + json.dumps({
+    "version": list(sys.version_info[:3]), "executable": sys.executable,
+}))
 sys.stdout.flush()
 if sys.version_info >= (3, 10):
     from clusterjob.node.host_server.torch_probe import main
@@ -52,24 +53,28 @@ if sys.version_info >= (3, 10):
 
 
 def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what the submitter has to know before anything is sent.
+    """Check this host before the submitter sends anything.
 
     Args:
-        home: where all of ours lies on this host.
-        request: ``need``, the bytes that will be written; ``torch``, whether the job needs torch;
-            ``own``, whether the interpreter that runs this is the job's.
+        home: clusterjob's directory on this host.
+        request: ``need``: the bytes that will be written; ``torch``: whether the job needs torch;
+            ``own``: whether this interpreter is the job's; ``gpus``: whether to list the GPUs.
+
+    Returns:
+        ``errors``: why the host is unfit; and facts about the host.
     """
-    troubles = []
+    errors = []
     free = _free(home)
     if free < request["need"]:
-        troubles.append(
-            f"disk full: {_megabytes(free)} are free in {home} where {_megabytes(request['need'])} are needed"
+        errors.append(
+            f"disk full: {_megabytes(free)} are free in {home}, "
+            f"{_megabytes(request['need'])} are needed"
         )
     if ":" in str(home):
-        troubles.append(f"its directory {home} holds a colon, which PYTHONPATH cannot carry")
+        errors.append(f"its directory {home} contains a colon, which PYTHONPATH does not allow")
     if request["own"]:
         has_torch = importlib.util.find_spec("torch") is not None
-        troubles += _misfit(
+        errors += _misfit(
             list(sys.version_info[:3]),
             sys.executable,
             has_torch=has_torch,
@@ -77,7 +82,7 @@ def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
         )
     server = os.environ.get("SSH_CONNECTION", "").split()
     return {
-        "troubles": troubles,
+        "errors": errors,
         "identity": _identity(),
         "reached_at": server[2] if len(server) == 4 else "",
         "host": os.uname().nodename,
@@ -87,8 +92,8 @@ def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
         "torch": importlib.util.find_spec("torch") is not None if request["own"] else None,
         "free": free,
         "gpus": [
-            card.text()
-            for card in gpus.visible(gpus.read_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+            gpu.describe()
+            for gpu in gpus.visible(gpus.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         ]
         if request.get("gpus")
         else [],
@@ -96,21 +101,23 @@ def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def interpreter(job_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is wrong with the interpreter that the job's script will find: after its setup
-    lines, where it will run.
+    """Check the interpreter that the job's script will find after its setup lines.
 
     Args:
         job_dir: the job's directory on this host.
-        request: ``python``, ``setup`` (lines), ``workdir`` (relative to the job's directory, or
-            absolute), ``torch``.
+        request: ``python``; ``setup``: shell lines; ``workdir``: absolute, or relative to the job's
+            directory; ``torch``: whether the job needs torch.
+
+    Returns:
+        ``errors``: why the interpreter is unfit; empty if it is fit.
     """
     directory = str(job_dir / request["workdir"])
-    answer = _ask(directory, request["python"], setup=request["setup"], question=_QUESTION)
-    found = answer.said("fit")
+    answer = _ask(directory, request["python"], setup=request["setup"], question=_INTERPRETER_CODE)
+    found = answer.lines.get("interpreter")
     if found is None:
-        return {"troubles": [answer.trouble]}
+        return {"errors": [answer.error]}
     return {
-        "troubles": _misfit(
+        "errors": _misfit(
             found["version"],
             found["executable"],
             has_torch=found["torch"],
@@ -120,59 +127,62 @@ def interpreter(job_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts(directory: str, request: dict[str, Any], node_zip: str) -> dict[str, Any]:
-    """Return what the job's interpreter makes of this machine: what
-    `clusterjob.node.host_server.torch_probe` finds, asked of it.
+    """Run `clusterjob.node.host_server.torch_probe` in the job's interpreter.
 
     Args:
-        directory: where the setup lines run.
-        request: ``python``; ``setup``, lines; ``env``, variables of the job's.
-        node_zip: path of the package as it travels.
+        directory: the directory in which the setup lines run.
+        request: ``python``; ``setup``: shell lines; ``env``: variables of the job.
+        node_zip: path of the node zip.
 
     Returns:
-        ``trouble``: why there is no fit interpreter, empty if there is; ``setup``: whether a setup
-            line failed; ``version`` and
-        ``executable`` as far as they are known; ``facts``, which are None where the interpreter
-        died in the import of torch, and ``died``, how it ended then.
+        ``unfit``: why there is no fit interpreter, empty if there is one; ``setup``: whether a
+        setup line failed; ``version`` and ``executable`` as far as they are known; ``facts``: None
+        if the interpreter died during the import of torch; ``died``: how it ended then.
     """
     exports = [f"export {name}={shlex.quote(value)}" for name, value in request["env"].items()]
-    path = f'export PYTHONPATH={shlex.quote(node_zip)}"${{PYTHONPATH:+:$PYTHONPATH}}" OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"'
+    path = (
+        f'export PYTHONPATH={shlex.quote(node_zip)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+        ' OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"'
+    )
     answer = _ask(
         directory,
         request["python"],
         setup=request["setup"],
-        question=_QUESTION_OF_FACTS,
+        question=_FACTS_CODE,
         before=exports,
         after=[path],
     )
-    found, told = answer.said("fit"), answer.said("facts")
+    found, facts_ = answer.lines.get("interpreter"), answer.lines.get("facts")
     if found is None:
         return {
-            "trouble": answer.trouble,
+            "unfit": answer.error,
             "setup": answer.failed_at is not None,
             "version": None,
             "executable": "",
             "facts": None,
             "died": "",
         }
-    trouble = "; ".join(
+    unfit = "; ".join(
         _misfit(found["version"], found["executable"], has_torch=True, needs_torch=False)
     )
-    return {"trouble": trouble, "setup": False, **found, "facts": told, "died": answer.end}
+    return {"unfit": unfit, "setup": False, **found, "facts": facts_, "died": answer.end}
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """What became of a question to the job's interpreter: its words by name, else why there is
-    none.
+class _InterpreterOutput:
+    """Output of code that ran in the job's interpreter.
+
+    Attributes:
+        lines: the printed JSON objects, by name.
+        error: why the interpreter printed none.
+        failed_at: index of the setup line that failed; None if none did.
+        end: how the interpreter ended; empty for exit code 0.
     """
 
-    words: dict[str, Any]
-    trouble: str
+    lines: dict[str, Any]
+    error: str
     failed_at: int | None
     end: str
-
-    def said(self, name: str) -> Any:
-        return self.words.get(name)
 
 
 def _ask(
@@ -182,9 +192,10 @@ def _ask(
     question: str,
     before: Sequence[str] = (),
     after: Sequence[str] = (),
-) -> _Answer:
-    """Run the job's setup lines, then its interpreter with a question; `before` and `after` those
-    are other lines for bash.
+) -> _InterpreterOutput:
+    """Run the job's setup lines in bash, then code in its interpreter.
+
+    `before` and `after` are bash lines around the setup lines.
     """
     lines = [f"cd -- {shlex.quote(directory)} || exit 1", *before]
     for index, line in enumerate(setup):
@@ -193,35 +204,39 @@ def _ask(
         )
     quoted = shlex.quote(python)
     lines.append(f"command -v -- {quoted} > /dev/null || {{ echo clusterjob-none; exit 1; }}")
-    lines += [*after, f"exec {quoted} -c {shlex.quote(_NOTHING_FROM_HERE + question)}"]
+    lines += [*after, f"exec {quoted} -c {shlex.quote(_SKIP_WORKING_DIRECTORY + question)}"]
     try:
         asked = subprocess.run(
             ["bash", "-c", "\n".join(lines)], capture_output=True, stdin=subprocess.DEVNULL,
-            timeout=_SETUP_PATIENCE, check=False, env=work_environment(),
+            timeout=_SETUP_TIMEOUT, check=False, env=work_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return _Answer(
-            {}, f"its setup lines take longer than {_SETUP_PATIENCE:g} s", failed_at=None, end=""
+        return _InterpreterOutput(
+            {}, f"its setup lines take longer than {_SETUP_TIMEOUT:g} s", failed_at=None, end=""
         )
     except OSError as error:
-        return _Answer({}, f"bash cannot be run: {error.strerror}", failed_at=None, end="")
-    said = (asked.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
-    words: dict[str, Any] = {}
+        return _InterpreterOutput(
+            {}, f"bash cannot be run: {error.strerror}", failed_at=None, end=""
+        )
+    stderr = (asked.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
+    found: dict[str, Any] = {}
     failed_at = None
-    trouble = f"its interpreter {python} cannot be started" + (f": {said}" if said else "")
+    message = f"its interpreter {python} cannot be started" + (f": {stderr}" if stderr else "")
     for line in asked.stdout.decode(errors="replace").splitlines():
         word, _, rest = line.partition(" ")
-        if word in ("clusterjob-fit", "clusterjob-facts"):
-            words[word.removeprefix("clusterjob-")] = json.loads(rest)
+        if word in ("clusterjob-interpreter", "clusterjob-facts"):
+            found[word.removeprefix("clusterjob-")] = json.loads(rest)
         elif word == "clusterjob-setup":
             failed_at = int(rest)
-            trouble = f"a setup line failed: {setup[failed_at]}" + (f" ({said})" if said else "")
+            message = f"a setup line failed: {setup[failed_at]}" + (
+                f" ({stderr})" if stderr else ""
+            )
         elif word == "clusterjob-none":
-            trouble = f"there is no interpreter {python}"
+            message = f"there is no interpreter {python}"
     code = asked.returncode
     end = "" if code == 0 else f"signal {-code}" if code < 0 else f"exit code {code}"
-    return _Answer(
-        words, trouble, failed_at=failed_at, end=end + (f": {said}" if said and code else "")
+    return _InterpreterOutput(
+        found, message, failed_at=failed_at, end=end + (f": {stderr}" if stderr and code else "")
     )
 
 
@@ -238,9 +253,7 @@ def _misfit(
 
 
 def work_environment() -> dict[str, str]:
-    """Return the environment that a job starts from: this login's, without what another job may
-    have left in it.
-    """
+    """Return the environment of a new job: this login's, without the variables of another job."""
     from clusterjob.node.contract import LAUNCH_VARIABLES
 
     return {
@@ -262,8 +275,9 @@ def _megabytes(size: int) -> str:
 
 
 def _identity() -> str:
-    """Return what tells machines apart, whatever names and addresses lead to them: containers on
-    one kernel are several.
+    """Return an identity of the machine that does not depend on its names and addresses.
+
+    Containers on one kernel have different identities, by their network and PID namespaces.
     """
     spaces = []
     for name in ("net", "pid"):

@@ -1,5 +1,6 @@
-"""What a job has written on this host since the submitter last looked: by byte offset where files
-grow, whole where they change.
+"""Poll one node of a job: state of its agent, and new data in its files.
+
+Growing files are sent from a byte offset, replaced files as a whole.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import Any
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import processes
 
-MOST = 4 << 20  # bytes of one answer of the files that grow
-_MOST_REPLACED = 8 << 20  # bytes of a file that is replaced
-MOST_OF_ANSWER = MOST + _MOST_REPLACED
+MAX_BYTES = 4 << 20  # bytes of growing files in one answer
+_MAX_REPLACED = 8 << 20  # bytes of one replaced file
+MAX_ANSWER = MAX_BYTES + _MAX_REPLACED
 
 
 def agent_file(job_dir: Path, node_rank: int) -> Path:
-    """Return where it is written which process a node's agent is."""
+    """Return the file that names the process of a node's agent."""
     return job_dir / "agents" / f"node{node_rank}.json"
 
 
 def agent_of(job_dir: Path, node_rank: int) -> int | None:
-    """Return the pid of a node's agent if it lives on this host, in this boot of it."""
+    """Return the pid of a node's agent; None if it does not run on this host."""
     try:
         noted = json.loads(agent_file(job_dir, node_rank).read_text())
     except (OSError, ValueError):
@@ -37,19 +38,22 @@ def agent_of(job_dir: Path, node_rank: int) -> int | None:
 
 
 def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return how a node fares and what is new in its files.
+    """Return the state of a node and new data in its files.
 
     Args:
         job_dir: the job's directory on this host.
-        request: ``node``; ``logs``, whether its logs are wanted; ``most``, the bytes that are
-            wanted at once, at most `MOST`; ``have``, for each file how much of it the submitter
-            has: bytes of those that grow, the stamp of those that are replaced.
+        request: ``node``; ``logs``: whether to send its logs; ``most``: the bytes to send at once,
+            limited to `MAX_BYTES`; ``have``: for each file what the submitter has: the size of a
+            growing file, the stamp of a replaced one.
+
+    Returns:
+        ``known``: whether the job's directory exists; ``alive``: whether the agent runs; ``files``:
+        the files whose bytes follow; ``more``: whether there is more data.
     """
     node, have = int(request["node"]), request["have"]
     known = job_dir.is_dir()
-    alive = (
-        agent_of(job_dir, node) is not None
-    )  # before its files are read: what is dead by now has written its end
+    # Before the files are read: an agent that is dead by now has written its result.
+    alive = agent_of(job_dir, node) is not None
     answer = News(job_dir, have, data=bytearray(), most=int(request["most"]))
     if request["logs"]:
         answer.node_logs(node_directory(job_dir, node))
@@ -64,13 +68,13 @@ def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]
 
 
 class News:
-    """What is new in a job's directory.
+    """Collects new data in a job's directory.
 
     Args:
         job_dir: the directory.
-        have: for each file how much of it the submitter has.
-        data: where the bytes go; several may share it, and its limit.
-        most: the bytes after which no more are added.
+        have: for each file what the submitter has.
+        data: receives the bytes; several collectors may share it, and its limit.
+        most: number of bytes after which no more are added.
     """
 
     def __init__(self, job_dir: Path, have: dict[str, Any], data: bytearray, most: int) -> None:
@@ -78,14 +82,14 @@ class News:
         self._have = have
         self.files: list[dict[str, Any]] = []
         self.data = data
-        self._most = min(most, MOST)
+        self._most = min(most, MAX_BYTES)
         self.more = False
         self._full = False
 
     def node_logs(self, logs: Path) -> None:
-        """Add what is new in the logs of a node."""
-        # The timeline is measured first and sent last: nobody is to read of bytes that he does not
-        # have yet.
+        """Add new data in the logs of a node."""
+        # The timeline is measured first and sent last: it must not refer to log bytes that the
+        # submitter does not have yet.
         noted = _size(logs / "timeline")
         for path in sorted(logs.iterdir()) if logs.is_dir() else []:
             if path.name != "timeline":
@@ -94,7 +98,7 @@ class News:
             self.grown(logs / "timeline", noted)
 
     def grown(self, path: Path, upto: int | None = None) -> None:
-        """Add what a file has grown by."""
+        """Add the new bytes of a growing file, up to the size `upto`."""
         name = str(path.relative_to(self._job_dir))
         offset = int(self._have.get(name, 0))
         size = _size(path) if upto is None else upto
@@ -113,30 +117,27 @@ class News:
         self.data += data
 
     def replaced(self, path: Path) -> None:
-        """Add a small file that is written anew at each change."""
+        """Add a file that is replaced at each change, if it changed."""
         name = str(path.relative_to(self._job_dir))
         try:
             status = os.stat(path)
             stamp = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-            if self._have.get(name) == stamp or status.st_size > _MOST_REPLACED:
+            if self._have.get(name) == stamp or status.st_size > _MAX_REPLACED:
                 return
             if len(self.data) > self._most:
                 self.more = self._full = True
             if self._full:
-                # Nor any later one: a verdict is not to come before the ends that it is explained
-                # by.
+                # Skip all later files too: the verdict must not come before the nodes' results.
                 return
             with path.open("rb") as stream:
-                data = stream.read(_MOST_REPLACED)
+                data = stream.read(_MAX_REPLACED)
         except OSError:
             return
         self.files.append({"path": name, "stamp": stamp, "size": len(data)})
         self.data += data
 
     def gone(self) -> None:
-        """Add which of the files that are replaced are no more: a job that runs again puts its
-        verdict aside.
-        """
+        """Add the removed files: a job that runs again renames its verdict."""
         for name, value in self._have.items():
             if isinstance(value, str) and not (self._job_dir / name).exists():
                 self.files.append({"path": name, "gone": True, "size": 0})

@@ -1,6 +1,4 @@
-"""What jobs have written whose whole directory this host sees, as a cluster's login host does: many
-jobs, one question.
-"""
+"""Poll many job directories on a login host in one request."""
 
 from __future__ import annotations
 
@@ -14,23 +12,27 @@ from clusterjob.node.logs import ends
 
 JOB = re.compile(r"[^\W_][^/\0\n]*(?:/elements/[0-9]+)?")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-_SHORT = 1 << 20  # bytes of a worker's stderr that is brought for the sake of its last lines
+_MAX_LAST = 1 << 20  # bytes of a worker's stderr that is sent for its last lines
 
 
 def looks(home: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return what is new in the directories of jobs.
+    """Return new data in the directories of jobs.
 
     Args:
-        home: where all of ours lies on this host.
-        request: ``most``, the bytes that are wanted at once; ``jobs``, for each: ``job``, its
-            directory's name; ``logs``: ``all``, ``none``, or ``last`` for the workers' stderr once
-            the step has ended; ``have``, for each file how much of it the submitter
-            has: bytes of those that grow, the stamp of those that are replaced.
+        home: clusterjob's directory on this host.
+        request: ``most``: the bytes to send at once; ``jobs``: for each job its directory's name
+            ``job``; ``logs``: ``all``, ``none``, or ``last`` for the workers' stderr after the step
+            has ended; ``have``: for each file what the submitter has: the size of a growing file,
+            the stamp of a replaced one.
+
+    Returns:
+        ``jobs``: for each job, ``known``: whether its directory exists; ``files``: the files whose
+        bytes follow; ``more``: whether there is more data.
     """
     answers, data = [], bytearray()
     for asked in request["jobs"]:
         if not JOB.fullmatch(asked["job"]):
-            raise ValueError(f"{asked['job']!r} is no job")
+            raise ValueError(f"{asked['job']!r} is not a job's name")
         job_dir = home / "jobs" / asked["job"]
         news = News(job_dir, asked["have"], data=data, most=int(request["most"]))
         known = job_dir.is_dir()
@@ -49,11 +51,11 @@ def _look(job_dir: Path, news: News, logs: str) -> None:
             news.node_logs(node)
         elif over:
             for path in _entries(node):
-                if path.suffix == ".err" and path.stat().st_size <= _SHORT:
+                if path.suffix == ".err" and path.stat().st_size <= _MAX_LAST:
                     news.grown(path)
     news.grown(job_dir / "logs" / "slurm.out")
     news.grown(job_dir / "events.jsonl")
-    # The ends first: whoever has read the verdict looks at nothing else.
+    # Node results before the verdict: a submitter that has the verdict reads nothing more.
     for path in _entries(ends.directory(job_dir)):
         if path.suffix != ".part":
             news.replaced(path)
@@ -62,7 +64,7 @@ def _look(job_dir: Path, news: News, logs: str) -> None:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Yield what lies in a directory under a name that we give."""
+    """Yield the entries of a directory whose names clusterjob may have written."""
     try:
         found = sorted(folder.iterdir())
     except OSError:

@@ -1,6 +1,4 @@
-"""Where node 0 can truly be reached: its own addresses, asked of the kernel, and tried from the
-other hosts.
-"""
+"""Find the address of node 0 that other hosts can reach: list its addresses and try each one."""
 
 from __future__ import annotations
 
@@ -16,14 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 _LOOPBACK = ("127.", "::1")
-_PEER_TIMEOUT = 2.0  # seconds in which a peer has to send the nonce
-_MOST_PEERS = 500  # connections that are held at a time; the oldest is dropped for a new one
+_PEER_TIMEOUT = 2.0  # seconds for a peer to send the nonce
+_MAX_PEERS = 500  # open connections; a new one replaces the oldest
 
 
 def own_addresses() -> list[str]:
-    """Return this machine's addresses but the loopback's and those of one link alone, IPv4 before
-    IPv6.
-    """
+    """Return this machine's addresses, IPv4 first, without loopback and link-local ones."""
     found: list[str] = []
     try:
         lines = Path("/proc/net/fib_trie").read_text().splitlines()
@@ -39,34 +35,32 @@ def own_addresses() -> list[str]:
     except OSError:
         rows = []
     for digits, _, _, scope, flags, _ in rows:
-        if (
-            scope == "00" and not int(flags, 16) & 0x60
-        ):  # global, and neither deprecated nor tentative
+        # Global scope, neither deprecated nor tentative.
+        if scope == "00" and not int(flags, 16) & 0x60:
             found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found
 
 
-def answer_to(nonce: str) -> bytes:
-    """Return what the right listener answers."""
+def expected_reply(nonce: str) -> bytes:
+    """Return the reply of a listener that knows the nonce."""
     return hashlib.sha256(f"clusterjob probe {nonce}".encode()).hexdigest().encode()
 
 
 class Listener:
-    """Listens where the lead will, and answers those who try.
+    """Listens on the coordinator's future port and answers peers that send the nonce.
 
     Args:
-        ports: where the lead may listen, in order; the first that is free is taken.
-        nonce: what a caller has to send.
+        ports: the coordinator's candidate ports, in order; the first free one is used.
+        nonce: the secret that a peer must send.
 
     Raises:
-        OSError: none is free, or this process may open no more files.
+        OSError: no port is free, or this process may open no more files.
     """
 
     def __init__(self, ports: Sequence[int], nonce: str) -> None:
         self._nonce = nonce
-        self._selector = (
-            selectors.DefaultSelector()
-        )  # here, where the caller sees that it cannot be opened
+        # Not in the thread: the caller must see the error if it cannot be opened.
+        self._selector = selectors.DefaultSelector()
         try:
             self._socket = _listen(ports)
         except OSError:
@@ -79,9 +73,8 @@ class Listener:
         self._thread.start()
 
     def _serve(self) -> None:
-        peers: dict[
-            socket.socket, tuple[float, bytearray]
-        ] = {}  # when each connected, and what it has sent; the oldest first
+        # The time of each peer's connect and the bytes that it sent, the oldest peer first.
+        peers: dict[socket.socket, tuple[float, bytearray]] = {}
         with self._selector as selector:
             selector.register(self._socket, selectors.EVENT_READ)
 
@@ -96,7 +89,7 @@ class Listener:
                         self._accept(selector, peers)
                     elif self._hear(peer := cast("socket.socket", key.fileobj), peers[peer][1]):
                         drop(peer)
-                now, surplus = time.monotonic(), len(peers) - _MOST_PEERS
+                now, surplus = time.monotonic(), len(peers) - _MAX_PEERS
                 for index, (peer, (since, _)) in enumerate(list(peers.items())):
                     if index < surplus or now - since > _PEER_TIMEOUT:
                         drop(peer)
@@ -108,7 +101,7 @@ class Listener:
     ) -> None:
         try:
             peer, _ = self._socket.accept()
-        except OSError:  # EMFILE: those who are connected expire, then there is room again
+        except OSError:  # EMFILE: a descriptor becomes free when a connected peer expires
             time.sleep(0.01)
             return
         peer.setblocking(False)
@@ -116,20 +109,20 @@ class Listener:
         selector.register(peer, selectors.EVENT_READ)
 
     def _hear(self, peer: socket.socket, heard: bytearray) -> bool:
-        """Read what a peer has sent, and answer the nonce; return whether the peer is done with."""
+        """Read from a peer, and reply to the nonce; return whether to close the connection."""
         try:
             data = peer.recv(len(self._nonce) - len(heard))
             heard += data
             if data and len(heard) < len(self._nonce):
                 return False
             if hmac.compare_digest(bytes(heard), self._nonce.encode()):
-                peer.sendall(answer_to(self._nonce))
+                peer.sendall(expected_reply(self._nonce))
         except OSError:
             pass
         return True
 
     def close(self) -> None:
-        """Stop listening; the port is free for the lead when this returns."""
+        """Stop listening; the coordinator can use the port when this returns."""
         self._closed = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -155,17 +148,16 @@ def _listen(ports: Sequence[int]) -> socket.socket:
 
 
 def probe(addresses: Sequence[str], port: int, nonce: str, timeout: float) -> dict[str, Any]:
-    """Try to reach a listener at each of its addresses, all at once.
+    """Try to reach a listener at each of its addresses in parallel.
 
     Args:
-        addresses: where it says it is.
-        port: where it said it listens.
-        nonce: what it wants to hear.
-        timeout: seconds for all.
+        addresses: the listener's addresses.
+        port: its port.
+        nonce: the secret to send.
+        timeout: seconds for all addresses together.
 
     Returns:
-        ``reached``: the addresses at which it answered; ``why``: for each other one what the kernel
-            said.
+        ``reached``: the addresses at which it replied; ``why``: the error of each other address.
     """
     reached: list[str] = []
     why: dict[str, str] = {}
@@ -174,14 +166,14 @@ def probe(addresses: Sequence[str], port: int, nonce: str, timeout: float) -> di
         try:
             with socket.create_connection((address, port), timeout) as link:
                 link.sendall(nonce.encode())
-                wanted = answer_to(nonce)
+                wanted = expected_reply(nonce)
                 heard = b""
                 while len(heard) < len(wanted) and (data := link.recv(len(wanted) - len(heard))):
                     heard += data
             if heard == wanted:
                 reached.append(address)
             else:
-                why[address] = "somebody else answers"
+                why[address] = "another program answers"
         except TimeoutError:
             why[address] = "no answer"
         except OSError as error:

@@ -1,5 +1,6 @@
-"""A node's part of a job on this host: its files put there, its agent started so that it needs
-nobody, and ended.
+"""One node of a job on this host: write its files, start its agent, reserve GPUs, cancel it.
+
+The agent runs independently of the session that starts it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files, private_dirs, process_groups, processes
 
-_CANCEL_PATIENCE = (
-    2.0  # seconds beyond the job's own grace, before an agent that does not stop is killed
-)
+# Seconds after the job's grace period before an agent that does not stop is killed.
+_CANCEL_TIMEOUT = 2.0
 
 
-class Work:
-    """What a visit does for jobs.
+class RemoteProcesses:
+    """Requests of one session that start or change jobs.
 
     Args:
-        home: where all of ours lies on this host.
+        home: clusterjob's directory on this host.
     """
 
     def __init__(self, home: Path) -> None:
@@ -36,7 +36,7 @@ class Work:
         self._reserved: dict[str, gpus.Reservation] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return what is to be said to a request that has no bytes."""
+        """Answer a request that has no bytes."""
         if request["op"] == "wish":
             return self._wish(request)
         job_dir, node = self._home / "jobs" / request["job"], int(request["node"])
@@ -58,32 +58,30 @@ class Work:
                 reserved.release()
             shutil.rmtree(job_dir, ignore_errors=True)
             return {}
-        raise ValueError(f"nobody here knows {request['op']!r}")
+        raise ValueError(f"unknown request {request['op']!r}")
 
     def put(self, request: dict[str, Any], read: Callable[[int], bytes]) -> dict[str, Any]:
-        """Make the job's directory with its files, readable by its owner alone.
+        """Create the job's directory with its files, readable only by the user.
 
         Args:
-            request: ``job``, ``node``, and ``files``: (name, mode, size) in the order in which
-                their bytes come.
-            read: returns that many of the bytes.
+            request: ``job``, ``node``, and ``files``: (name, mode, size) in the order of their
+                bytes.
+            read: returns the given number of the following bytes.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: a file cannot be written.
         """
         job_dir = self._home / "jobs" / request["job"]
         for folder in ("ends", "agents", f"logs/node{int(request['node'])}"):
             private_dirs.make(job_dir / folder)
         for made in (self._home, job_dir.parent, job_dir, job_dir / "logs"):
-            made.chmod(0o700)  # they may be older, and of a generous umask
+            made.chmod(0o700)  # an existing directory may have another mode
         for name, mode, size in request["files"]:
             files.write_atomic(job_dir / name, read(size), mode=mode)
         return {}
 
     def _wish(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Note the wish that jobs end; an element of an array that has not begun gets its directory
-        for that.
-        """
+        """Write stop requests of jobs; an array element that has not begun gets a directory."""
         for name in request["jobs"]:
             job_dir = self._home / "jobs" / name
             if (self._home / "jobs" / name.partition("/")[0]).is_dir():
@@ -92,18 +90,21 @@ class Work:
         return {}
 
     def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Choose a node's cards: ``devices`` is for CUDA_VISIBLE_DEVICES, None to leave that as it
-        is; ``short`` says what is missing.
+        """Choose a node's GPUs.
+
+        Returns:
+            ``devices``: for CUDA_VISIBLE_DEVICES, None to leave it unchanged; ``short``: why there
+            are not enough GPUs, empty if there are.
         """
         job_id, wanted, count = request["job"], request["gpus"], int(request["count"])
         try:
             if not wanted:
                 return {"devices": gpus.share(count, os.environ), "short": ""}
             reserved = gpus.pick(job_id, wanted, count=count, environ=os.environ)
-        except gpus.TooFewError as error:
+        except gpus.TooFewGpusError as error:
             return {"devices": None, "short": str(error)}
         self._reserved[job_id] = reserved
-        return {"devices": ",".join(card.uuid for card in reserved.cards), "short": ""}
+        return {"devices": ",".join(gpu.uuid for gpu in reserved.gpus), "short": ""}
 
     def _start(self, job_dir: Path, node: int, request: dict[str, Any]) -> dict[str, Any]:
         log = node_directory(job_dir, node) / "agent.log"
@@ -116,32 +117,31 @@ class Work:
                 pass_fds=reserved.descriptors if reserved is not None else (),
             )  # fmt: skip
         if reserved is not None:
-            reserved.release()  # the agent, and all below it, hold the cards
+            reserved.release()  # the agent and its children hold the locks
         noted = {
             "pid": agent.pid,
             "ticks": processes.start_ticks(agent.pid) or 0,
             "boot_id": processes.boot_id(),
         }
-        agent.returncode = (
-            0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
-        )
+        # The agent outlives this process: stop Popen from warning that nothing waits for it.
+        agent.returncode = 0
         files.write_json(agent_file(job_dir, node), noted)
         return {}
 
 
 def _up(job_dir: Path, node: int) -> dict[str, Any]:
-    """Return whether the script has become the agent; ``why`` is set if it never will."""
+    """Return whether the job's script runs the agent; ``why`` is set if it never will."""
     pid = agent_of(job_dir, node)
     refused = next(
         (failure for failure in ends.refusals(job_dir) if failure.node_rank == node), None
     )
     if refused is not None:
-        said = (
+        output = (
             f" ({refused.last_lines[-1]})"
             if refused.last_lines and refused.message not in refused.last_lines[-1]
             else ""
         )
-        return {"up": False, "why": f"{refused.message}{said}"}
+        return {"up": False, "why": f"{refused.message}{output}"}
     if pid is None:
         last = last_lines(node_directory(job_dir, node) / "agent.log", 1)
         ended = (ends.directory(job_dir) / f"node{node}.json").exists() or (
@@ -160,8 +160,10 @@ def _up(job_dir: Path, node: int) -> dict[str, Any]:
 
 
 def _cancel(job_dir: Path, node: int, grace: float, *, interrupt: bool) -> dict[str, Any]:
-    """Have the node's agent stop its workers, and kill it if it does not in time; or interrupt it,
-    as Ctrl-C does, and return at once.
+    """Stop the node's agent, or interrupt it.
+
+    The agent stops its workers; an agent that does not end within the grace period is killed. An
+    interrupt (SIGINT, as Ctrl-C sends) returns immediately.
     """
     if job_dir.is_dir():
         ends.cancel(job_dir)
@@ -169,5 +171,5 @@ def _cancel(job_dir: Path, node: int, grace: float, *, interrupt: bool) -> dict[
     if pid is not None and interrupt:
         process_groups.signal_group(pid, signal.SIGINT)
     elif pid is not None:
-        process_groups.end([pid], grace + _CANCEL_PATIENCE)
+        process_groups.end([pid], grace + _CANCEL_TIMEOUT)
     return {"running": pid is not None}

@@ -1,6 +1,4 @@
-"""Results on their way back: what lies in a job's working directory on this host, and the bytes of
-it.
-"""
+"""Send results: list files in a job's working directory, and return their digests and bytes."""
 
 from __future__ import annotations
 
@@ -11,21 +9,21 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MOST = 4 << 20  # bytes of one answer
-MOST_PARTS, MOST_DIGESTS = 1000, 10_000  # of one question
+MAX_BYTES = 4 << 20  # bytes of one answer
+MAX_PARTS, MAX_DIGESTS = 1000, 10_000  # of one request
 
 
 def tree(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return what lies at paths below a directory.
+    """List files, directories and links at paths below a directory.
 
     Args:
         root: the job's working directory.
-        request: ``paths``, relative to it; ``most``: how many entries are wanted at most.
+        request: ``paths``: relative to it; ``most``: maximum number of entries.
 
     Returns:
-        ``absent``: the paths at which nothing lies. As bytes, a line of JSON for each file,
-            directory and link, a directory before
-        what is in it: (path, kind, mode, size, modification time in ns, target of a link).
+        ``absent``: the paths that do not exist. As bytes, one line of JSON for each file, directory
+        and link, a directory before its content: (path, kind, mode, size, modification time in ns,
+        target of a link).
     """
     entries: list[tuple[str, str, int, int, int, str]] = []
     absent = []
@@ -58,9 +56,7 @@ def _walk(
 
 
 def digests(root: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the digests (SHA-256) of files: ``paths`` below a directory; empty for one that is
-    gone.
-    """
+    """Return the SHA-256 digests of ``paths`` below a directory; empty for a missing file."""
     found = []
     for path in request["paths"]:
         digest = hashlib.sha256()
@@ -75,14 +71,15 @@ def digests(root: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def get(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return parts of files, one after the other.
+    """Return parts of files.
 
     Args:
         root: the job's working directory.
-        request: ``parts``, a list of (path, offset, length), not more than `MOST` bytes in all.
+        request: ``parts``: a list of (path, offset, length), at most `MAX_BYTES` bytes in total.
 
     Returns:
-        ``lengths``: how much of each there was: less where a file has become shorter.
+        ``lengths``: the length of each part, which is smaller if a file became shorter; and the
+        bytes of all parts.
     """
     lengths, data = [], bytearray()
     for path, offset, length in request["parts"]:
@@ -90,7 +87,7 @@ def get(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         try:
             with (root / path).open("rb") as stream:
                 stream.seek(offset)
-                part = stream.read(min(length, MOST - len(data)))
+                part = stream.read(min(length, MAX_BYTES - len(data)))
         except FileNotFoundError:
             pass
         lengths.append(len(part))

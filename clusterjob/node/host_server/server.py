@@ -1,4 +1,4 @@
-"""The conversation: one line of JSON and some bytes in, the same out, until stdin ends."""
+"""Main loop of the host server: read requests from stdin, write answers to stdout."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from clusterjob.node.host_server import (
     results,
 )
 
-_IDLE = 600  # seconds without a request after which a visit is over
+_IDLE_TIMEOUT = 600  # seconds without a request after which the session ends
 
 
-class Body:
-    """The bytes that follow a request; what nobody reads is passed over.
+class RequestBody:
+    """The bytes that follow a request.
 
     Args:
-        stream: where they come from.
-        size: how many there are.
+        stream: the stream that they come from.
+        size: their number.
     """
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
@@ -37,10 +37,10 @@ class Body:
         self._left = size
 
     def read(self, size: int | None = None) -> bytes:
-        """Return that many bytes, or all that are left.
+        """Return the next `size` bytes, or all remaining ones.
 
         Raises:
-            EOFError: the submitter hung up in the middle.
+            EOFError: the submitter closed the connection.
         """
         wanted = self._left if size is None else min(size, self._left)
         data = self._stream.read(wanted)
@@ -50,26 +50,26 @@ class Body:
         return data
 
     def drain(self) -> None:
-        """Pass over the rest."""
+        """Skip the remaining bytes."""
         while self._left:
             self.read(1 << 20)
 
 
-class Visit:
-    """One visit: what its requests share.
+class RequestHandler:
+    """Answers the requests of one session.
 
     Args:
-        home: where all of ours lies on this host.
+        home: clusterjob's directory on this host.
     """
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self._listener: reachability.Listener | None = None
-        self._work = remote_process.Work(home)
+        self._work = remote_process.RemoteProcesses(home)
         self._commands = commands.Commands(home)
 
-    def answer(self, request: dict[str, Any], body: Body) -> tuple[dict[str, Any], bytes]:
-        """Return what is to be said to a request: an object and bytes."""
+    def answer(self, request: dict[str, Any], body: RequestBody) -> tuple[dict[str, Any], bytes]:
+        """Return the answer to a request: a JSON object and bytes."""
         op = request["op"]
         if op in ("looks", "run", "reap", "drop"):
             return (
@@ -86,9 +86,10 @@ class Visit:
         if op == "fit":
             return host_check.interpreter(self.home / "jobs" / request["job"], request), b""
         if op == "facts":
+            # sys.path[0] is the node zip that this process runs from.
             return host_check.facts(
                 os.path.expanduser(request["workdir"]), request, node_zip=sys.path[0]
-            ), b""  # the zip that this runs from
+            ), b""
         if op == "put":
             return self._work.put(request, body.read), b""
         if op == "land":
@@ -114,7 +115,7 @@ class Visit:
                 request["addresses"],
                 request["port"],
                 nonce=request["nonce"],
-                timeout=request["patience"],
+                timeout=request["wait"],
             )
         if op == "listen":
             self._listener = reachability.Listener(request["ports"], request["nonce"])
@@ -125,37 +126,27 @@ class Visit:
 
 
 def main(home: str) -> None:
-    """Serve the submitter at the other end of stdin and stdout until he hangs up."""
-    visit = Visit(Path(home))
+    """Answer requests until stdin ends."""
+    visit = RequestHandler(Path(home))
     while True:
-        # A submitter who was cut off never hangs up: the alarm, which nobody handles, then ends the
-        # visit.
-        signal.alarm(_IDLE)
+        # After a network failure stdin never ends: SIGALRM, which has no handler, ends the process.
+        signal.alarm(_IDLE_TIMEOUT)
         line = sys.stdin.buffer.readline()
         signal.alarm(0)
         if not line:
             return
         request = json.loads(line)
-        body = Body(sys.stdin.buffer, request.get("size", 0))
+        body = RequestBody(sys.stdin.buffer, request.get("size", 0))
         try:
             answer, data = visit.answer(request, body)
         except EOFError:
             return
         except OSError as error:
-            answer, data = (
-                {
-                    "error": f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-                },
-                b"",
-            )
+            path = f": {error.filename}" if error.filename else ""
+            answer, data = {"error": f"{error.strerror or error}{path}"}, b""
         except Exception:
-            answer, data = (
-                {
-                    "error": "a fault of clusterjob's own: "
-                    + traceback.format_exc().strip().replace("\n", " | ")
-                },
-                b"",
-            )
+            trace = traceback.format_exc().strip().replace("\n", " | ")
+            answer, data = {"error": f"internal error of clusterjob: {trace}"}, b""
         body.drain()
         sys.stdout.buffer.write(json.dumps({**answer, "size": len(data)}).encode() + b"\n" + data)
         sys.stdout.buffer.flush()

@@ -1,8 +1,6 @@
-"""What the job's interpreter makes of a machine, for `clusterjob doctor`: torch as it imports, its
-GPUs, and whether a fork is safe.
+"""Torch probe of `clusterjob doctor`: import torch, count its GPUs, check that fork is safe.
 
-It runs in that interpreter, in a process of its own, so that whatever a broken torch does there
-harms nobody.
+It runs in the job's interpreter, in a separate process, which a broken torch may crash.
 """
 
 from __future__ import annotations
@@ -18,15 +16,14 @@ from clusterjob.node.workers import preload
 
 
 def facts() -> dict[str, Any]:
-    """Return what is found.
+    """Return facts about torch on this machine.
 
     Returns:
-        ``fork``: why workers would be started by exec, empty if they are forked; ``torch``: its
-            version, empty without it;
-        ``broken``: why it is there and cannot be imported. With torch: ``seconds`` of its import,
-            ``cuda``: the version that it was built
-        for, empty for the CPU alone, ``gpus``: how many it sees, ``trouble``: what it says of the
-        driver, ``backends``: those of torch.distributed.
+        ``fork``: why workers are started with exec, empty if they are forked; ``torch``: its
+        version, empty without it; ``broken``: why it is installed and cannot be imported;
+        ``seconds``: duration of its import. With torch also ``cuda``: the version that it was built
+        for, empty for CPU only; ``gpus``: number of GPUs that it sees; ``driver_error``: its
+        message about the driver; ``backends``: backends of torch.distributed.
     """
     begin = time.monotonic()
     why = preload.warm_up()
@@ -53,14 +50,14 @@ def _fork() -> str:
 
 
 def _of_torch(torch: Any) -> dict[str, Any]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        except Exception as error:  # a driver that is broken; any error may come of it
-            count, trouble = 0, f"{type(error).__name__}: {error}"
+        except Exception as error:  # a broken driver may cause any error
+            count, message = 0, f"{type(error).__name__}: {error}"
         else:
-            trouble = str(said[0].message) if said else ""
+            message = str(warned[0].message) if warned else ""
     distributed = torch.distributed
     there = [
         name
@@ -68,19 +65,19 @@ def _of_torch(torch: Any) -> dict[str, Any]:
         if distributed.is_available() and getattr(distributed, f"is_{name}_available")()
     ]
     built_for = torch.version.cuda or getattr(torch.version, "hip", None) or ""
-    first = trouble.strip().partition("\n")[0]
+    first_line = message.strip().partition("\n")[0]
     return {
         "torch": str(torch.__version__),
         "cuda": str(built_for),
         "gpus": count,
-        "trouble": first,
+        "driver_error": first_line,
         "backends": there,
     }
 
 
 def main() -> None:
-    """Print the facts as one word and an object, whatever an import prints before."""
+    """Print the facts on a line of their own, after any output of an import."""
     text = json.dumps(facts())
     sys.stdout.flush()
     os.write(1, f"\nclusterjob-facts {text}\n".encode())
-    os._exit(0)  # what torch has started is not waited for
+    os._exit(0)  # do not wait for threads that torch started
