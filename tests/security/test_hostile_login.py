@@ -134,7 +134,7 @@ def forget() -> None:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        (REPLACED, "it sends the ends of one job again and again, more than 67.1 MB"),
+        (REPLACED, "it replaces result files of one job too often, more than 67.1 MB"),
         (REPLACED_LOG, "it sends a file that was not asked for: 'logs/node0/rank0.out'"),
         (GONE_LOG, "it sends a file that was not asked for: 'logs/node0/rank1.out'"),
     ],

@@ -42,7 +42,7 @@ SAME_PART = _ENDLESS.format(
 GROWING_LOG = _ENDLESS.format(
     files="""[{"path": "logs/node0/rank0.out", "offset": request["have"].get("logs/node0/rank0.out", 0), "size": len(data)}]"""
 )
-AGAIN = "it sends the ends of one job again and again, more than 67.1 MB"
+AGAIN = "it replaces result files of one job too often, more than 67.1 MB"
 
 
 @pytest.fixture

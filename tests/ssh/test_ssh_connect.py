@@ -374,7 +374,7 @@ def test_a_certificate_of_a_trusted_authority(
 
 @pytest.mark.parametrize(
     ("principal", "validity", "why"),
-    [("gpu9", "-1h:+1h", "it is good for gpu9"), ("10.77.0.1", "-2h:-1h", "it is not valid now")],
+    [("gpu9", "-1h:+1h", "it is valid for gpu9"), ("10.77.0.1", "-2h:-1h", "it is not valid now")],
 )
 def test_a_certificate_that_does_not_hold(
     world: World, pool: Pool, authority: Authority, principal: str, validity: str, why: str
