@@ -452,9 +452,9 @@ def test_a_script_that_is_not_sent(site: Site, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"nodes": 3}, "3 nodes need as many hosts"),
-        ({"set": {"colour": "red"}}, "knows no option 'colour'"),
-        ({"set": {"remote_home": "relative"}}, "no absolute path"),
+        ({"nodes": 3}, "--nodes 3: there are only 2 hosts"),
+        ({"set": {"colour": "red"}}, "unknown option 'colour'"),
+        ({"set": {"remote_home": "relative"}}, "is not an absolute path"),
         ({"set": {"connect_timeout": "soon"}}, "not a number"),
         ({"array": "0-3"}, "has no --array"),
         ({"hostfile": "x"}, "both --hosts and --hostfile"),

@@ -66,7 +66,7 @@ def test_results_of_rank_0s_host(record: Record, target: Path) -> None:
     ]
     assert (target / "runs" / "large.bin").read_bytes() == bytes(range(256)) * 40000
     assert sorted(done.written) == ["runs/large.bin", "runs/link", "runs/rank0.txt"]
-    assert done.passed_over == ["runs/outside: a link to /etc/passwd, which is elsewhere"]
+    assert done.passed_over == ["runs/outside: a link to /etc/passwd, which is outside"]
 
 
 def test_of_every_host(record: Record, target: Path) -> None:

@@ -260,8 +260,8 @@ class LoginHost:
         """
         size = sum(len(file.data) for file in plan.files)
         answer, _ = self.ask("check", need=_MARGIN + size, torch=False, own=False)
-        if answer["troubles"]:
-            raise HostError(self.label, "; ".join(answer["troubles"]))
+        if answer["errors"]:
+            raise HostError(self.label, "; ".join(answer["errors"]))
         directory = f"{answer['home']}/jobs/{plan.job_id}"
         if plan.spec.container and any(character in directory for character in _UNMOUNTABLE):
             raise SubmitError(
