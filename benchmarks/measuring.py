@@ -1,8 +1,7 @@
-"""What the benchmarks share: commands that are run and timed, comparisons in turns, and the table
-of results.
+"""Shared parts of the benchmarks: timed commands, comparisons in turns, tables of results.
 
 Times are of CLOCK_MONOTONIC, which all processes of one machine share. The two sides of a
-comparison take turns, so that a machine that slows down slows both. See benchmarks/README.md.
+comparison take turns: if the machine slows down, it slows down both. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from clusterjob.node import contract
 from clusterjob.node.system import processes
 
 WORKERS = Path(__file__).resolve().parent / "workers"
-PATIENCE = 300.0  # seconds for one command
-SETTLING = 10.0  # seconds for a command that was told to end
+COMMAND_TIMEOUT = 300.0  # seconds for one command
+TERMINATE_TIMEOUT = 10.0  # seconds for a command to end after SIGTERM
 
 
 class Failed(Exception):
-    """A command did not do what was to be measured."""
+    """A measured command failed or timed out."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,15 @@ class Row:
     """One line of the result.
 
     Attributes:
-        part: what was asked for on the command line.
+        part: the part of the benchmark, as named on the command line.
         what: what was measured.
-        runs: how often.
-        ours: the median, in seconds unless ``what`` names another unit.
-        slowest: the largest.
-        other: the median of what it is compared with, in the same unit.
-        ratio: ours / other, where that is what the target is of.
-        target: the largest ratio, or the largest of ours where there is no ratio, that is good
-            enough.
+        runs: number of measurements.
+        ours: median of clusterjob, in seconds unless ``what`` names another unit.
+        slowest: largest value of clusterjob.
+        other: median of the other side, in the same unit; None without another side.
+        ratio: ours / other, if the target limits the ratio; else None.
+        target: upper limit of ``ratio``, or of ``ours`` if there is no ratio; None if there is no
+            target.
     """
 
     part: str
@@ -60,13 +59,13 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Whether the target was reached, where there is one."""
+        """Whether the row has no target or reaches it."""
         measured = self.ours if self.ratio is None else self.ratio
         return self.target is None or measured <= self.target
 
 
 def command(name: str) -> str:
-    """Return a command of the environment that runs this, else the one on PATH."""
+    """Return the path of a command: beside this Python interpreter, else on PATH."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -75,11 +74,11 @@ def command(name: str) -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of both sides: the user's, without what a launcher or another job has
-    set, and with bytecode.
+    """Return the environment of both sides: the user's, without variables of launchers and jobs.
 
-    A package that pip has installed comes with its bytecode; a source tree gets it at the first
-    turn, which does not count. Temporary files, which torchrun leaves behind, lie beside ``home``.
+    Bytecode is written: pip compiles an installed package, and a source tree is compiled in the
+    first turn, which is not counted. Temporary files, which torchrun leaves behind, are put in a
+    directory beside ``home``.
     """
     temporary = home.parent / "tmp"
     temporary.mkdir(exist_ok=True)
@@ -96,11 +95,9 @@ def environment(home: Path) -> dict[str, str]:
 def run(
     argv: list[str], environ: Mapping[str, str], directory: Path
 ) -> tuple[float, float, int, str]:
-    """Run a command to its end; return when it began, when it had ended, its exit code and what it
-    said.
-    """
-    said = directory / "said"
-    with said.open("wb") as stream:
+    """Run a command to its end; return its begin, its end, its exit code and its output."""
+    output = directory / "said"
+    with output.open("wb") as stream:
         begin = time.monotonic()
         process = subprocess.Popen(
             argv,
@@ -111,27 +108,27 @@ def run(
             stderr=stream,
         )
         try:
-            code = process.wait(PATIENCE)
+            code = process.wait(COMMAND_TIMEOUT)
             end = time.monotonic()
         except subprocess.TimeoutExpired:
-            raise Failed(f"{argv} had not ended after {PATIENCE:g} s") from None
+            raise Failed(f"{argv} had not ended after {COMMAND_TIMEOUT:g} s") from None
         finally:
             stop(process)
-    return begin, end, code, said.read_text(errors="replace")
+    return begin, end, code, output.read_text(errors="replace")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a command that still runs, and what it has started, by pid."""
+    """End a command that still runs and its descendants, by pid."""
     if process.poll() is not None:
         return
-    below = {pid: processes.start_ticks(pid) for pid in processes.descendants(process.pid)}
+    started = {pid: processes.start_ticks(pid) for pid in processes.descendants(process.pid)}
     process.terminate()
     try:
-        process.wait(SETTLING)
+        process.wait(TERMINATE_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for pid, ticks in below.items():
+    for pid, ticks in started.items():
         if ticks is not None and processes.start_ticks(pid) == ticks:  # still the same process
             processes.send_signal(pid, signal.SIGKILL)
 
@@ -144,7 +141,7 @@ def compare(
     ours: Callable[[], float],
     theirs: Callable[[], float],
 ) -> Row:
-    """Measure two sides in turns, after one turn of each that does not count."""
+    """Measure two sides in turns; the first turn of each side is not counted."""
     sides = (ours, theirs)
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(runs + 1):
@@ -157,11 +154,14 @@ def compare(
 
 
 def machine() -> str:
-    return f"{len(os.sched_getaffinity(0))} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
+    return (
+        f"{len(os.sched_getaffinity(0))} cores, torch {metadata.version('torch')}, "
+        f"Python {platform.python_version()}"
+    )
 
 
 def show(rows: list[Row], other: str) -> None:
-    """Print the rows as a table; ``other`` names what ours is compared with."""
+    """Print the rows as a table; ``other`` is the title of the other side's column."""
     print(f"{machine()}; medians in seconds\n")
     print(f"{'':44}{'clusterjob':>11}{'slowest':>9}{other:>10}{'ratio':>7}{'target':>8}")
     for row in rows:
@@ -170,12 +170,13 @@ def show(rows: list[Row], other: str) -> None:
         target = "" if row.target is None else f"{row.target:.2f}"
         missed = "" if row.met else "  MISSED"
         print(
-            f"{row.what:44}{row.ours:11.2f}{row.slowest:9.2f}{theirs:>10}{ratio:>7}{target:>8}{missed}"
+            f"{row.what:44}{row.ours:11.2f}{row.slowest:9.2f}"
+            f"{theirs:>10}{ratio:>7}{target:>8}{missed}"
         )
 
 
 def finish(rows: list[Row], other: str, *, as_json: bool) -> int:
-    """Print the rows; return the exit code, which is 1 when a target was missed."""
+    """Print the rows; return the exit code: 1 if a target was missed, else 0."""
     if as_json:
         print(
             json.dumps(

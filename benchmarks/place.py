@@ -1,8 +1,8 @@
-"""What a process's start costs with bootstrap: finding its place, importing, making the group, and
-calling the roll of 1,024.
+"""Measure what `bootstrap` adds to a process's start.
 
-The sides of a comparison take turns. Ends with exit code 1 when a target is missed. See
-benchmarks/README.md.
+The parts are: detection of the rank assignment, import, creation of the process group, and the
+rendezvous of 1,024 ranks. The sides of a comparison take turns. The exit code is 1 if a target is
+missed. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 
 from measuring import WORKERS, Failed, Row, command, compare, environment, finish, run
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.extend(
+    str(Path(__file__).parents[1] / "tests" / each) for each in ("support", "unit", "worker")
+)
 
 from test_families import EVERY  # the documented variables of every platform
 from test_rank_rendezvous import SIMULATED
@@ -32,13 +34,14 @@ PARTS = ("detect", "import", "init", "roll")
 DETECT_TARGET = 1.0  # milliseconds
 IMPORT_TARGET = 15.0  # milliseconds over bare Python
 INIT_TARGET = 50.0  # milliseconds over init_process_group
-ROLL_TARGET = 5.0  # seconds
+RENDEZVOUS_TARGET = 5.0  # seconds
 RANKS, SIMULATED_RANKS = 16, 1024
 
 
 def environments() -> dict[str, dict[str, str]]:
-    """Return what detect is measured on: each platform's variables, and a worker of ours, inside
-    this very environment.
+    """Return the environments for `detect`: one per platform and one of a clusterjob worker.
+
+    Each contains the variables of this process, too.
     """
     endpoints = [f"10.0.0.{rank // 8}:{40000 + rank}" for rank in range(512)]
     world = World(
@@ -67,8 +70,8 @@ def environments() -> dict[str, dict[str, str]]:
     return {name: dict(os.environ) | variables for name, variables in found.items()}
 
 
-def detecting(runs: int) -> Row:
-    """Return what one call costs where it costs most."""
+def measure_detect(runs: int) -> Row:
+    """Measure one call of `detect` in the environment where it takes longest."""
     costs: dict[str, list[float]] = {}
     for name, environ in environments().items():
         costs[name] = [
@@ -90,8 +93,8 @@ def detecting(runs: int) -> Row:
     )
 
 
-def over(row: Row, what: str, target: float) -> Row:
-    """Return a comparison's difference in milliseconds in the place of its ratio."""
+def difference_in_ms(row: Row, what: str, target: float) -> Row:
+    """Return the row with the difference of both sides in milliseconds instead of the ratio."""
     assert row.other is not None
     return Row(
         row.part,
@@ -105,16 +108,16 @@ def over(row: Row, what: str, target: float) -> Row:
     )
 
 
-def interpreter(code: str, environ: Mapping[str, str], directory: Path) -> float:
-    """Return the seconds that Python takes for a line of code."""
-    begin, end, exit_code, said = run([sys.executable, "-c", code], environ, directory)
+def python_seconds(code: str, environ: Mapping[str, str], directory: Path) -> float:
+    """Return the seconds that a Python process takes for one line of code."""
+    begin, end, exit_code, output = run([sys.executable, "-c", code], environ, directory)
     if exit_code:
-        raise Failed(f"{code!r} ended with exit code {exit_code}: {said[-600:]}")
+        raise Failed(f"{code!r} ended with exit code {exit_code}: {output[-600:]}")
     return end - begin
 
 
-def meeting(how: str, environ: Mapping[str, str], directory: Path) -> float:
-    """Return the seconds from the first rank's call until the last one has the group."""
+def init_seconds(how: str, environ: Mapping[str, str], directory: Path) -> float:
+    """Return the seconds from the first rank's call until the last rank has the group."""
     argv = [
         command("clusterjob"),
         "run",
@@ -126,17 +129,17 @@ def meeting(how: str, environ: Mapping[str, str], directory: Path) -> float:
         how,
         str(directory),
     ]
-    _, _, exit_code, said = run(argv, environ, directory)
+    _, _, exit_code, output = run(argv, environ, directory)
     if exit_code:
-        raise Failed(f"{argv} ended with exit code {exit_code}: {said[-600:]}")
+        raise Failed(f"{argv} ended with exit code {exit_code}: {output[-600:]}")
     times = [
         tuple(map(float, (directory / str(rank)).read_text().split())) for rank in range(RANKS)
     ]
     return max(end for _, end in times) - min(begin for begin, _ in times)
 
 
-def roll(environ: Mapping[str, str], directory: Path) -> float:
-    """Return the seconds from the first simulated rank's call until the last one has its answer."""
+def rendezvous_seconds(environ: Mapping[str, str], directory: Path) -> float:
+    """Return the seconds of a rendezvous of simulated ranks, from first call to last answer."""
     script = directory / "roll.py"
     script.write_text(textwrap.dedent(SIMULATED))
     argv = [
@@ -148,31 +151,37 @@ def roll(environ: Mapping[str, str], directory: Path) -> float:
         str(script),
         str(SIMULATED_RANKS),
     ]
-    _, _, exit_code, said = run(argv, environ, directory)
+    _, _, exit_code, output = run(argv, environ, directory)
     if exit_code:
-        raise Failed(f"the roll-call ended with exit code {exit_code}: {said[-600:]}")
-    return float(said.splitlines()[-1])
+        raise Failed(f"the rendezvous ended with exit code {exit_code}: {output[-600:]}")
+    return float(output.splitlines()[-1])
 
 
 def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> list[Row]:
-    """Return all rows that were asked for."""
+    """Return the rows of the requested parts."""
     rows = []
     if "detect" in options.parts:
-        rows.append(detecting(options.runs))
+        rows.append(measure_detect(options.runs))
     if "import" in options.parts:
         sides = [
-            lambda code=code: interpreter(code, environ, directory)
+            lambda code=code: python_seconds(code, environ, directory)
             for code in ("import clusterjob.bootstrap", "pass")
         ]
         row = compare("import", "", options.runs, None, *sides)
-        rows.append(over(row, "import clusterjob.bootstrap, over pass (ms)", IMPORT_TARGET))
+        rows.append(
+            difference_in_ms(row, "import clusterjob.bootstrap, over pass (ms)", IMPORT_TARGET)
+        )
     if "init" in options.parts:
-        sides = [lambda how=how: meeting(how, environ, directory) for how in ("bootstrap", "plain")]
+        sides = [
+            lambda how=how: init_seconds(how, environ, directory) for how in ("bootstrap", "plain")
+        ]
         row = compare("init", "", options.runs, None, *sides)
-        rows.append(over(row, f"init of {RANKS}, over init_process_group (ms)", INIT_TARGET))
+        rows.append(
+            difference_in_ms(row, f"init of {RANKS}, over init_process_group (ms)", INIT_TARGET)
+        )
     if "roll" in options.parts:
-        times = [roll(environ, directory) for _ in range(options.runs)]
-        what = f"roll-call of {SIMULATED_RANKS} simulated ranks"
+        times = [rendezvous_seconds(environ, directory) for _ in range(options.runs)]
+        what = f"rendezvous of {SIMULATED_RANKS} simulated ranks"
         rows.append(
             Row(
                 "roll",
@@ -182,7 +191,7 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
                 max(times),
                 None,
                 None,
-                ROLL_TARGET,
+                RENDEZVOUS_TARGET,
             )
         )
     return rows
@@ -210,8 +219,8 @@ def main() -> int:
         environ = environment(directory / "home") | {
             "PYTHONPATH": str(Path(__file__).resolve().parent.parent)
         }
-        # torch's store asks the resolver at every connection; the launcher sees to this for its own
-        # workers.
+        # torch's store queries the resolver at each connection. The launcher sets this variable
+        # for its workers.
         environ |= {"RES_OPTIONS": "timeout:1 attempts:1"}
         try:
             rows = measure(options, environ, directory)

@@ -1,8 +1,7 @@
-"""What clusterjob adds to Slurm and what it saves there, on a real Slurm of four nodes on this
-machine.
+"""Measure clusterjob against plain Slurm, on a real Slurm of four nodes on this machine.
 
-The tests' own Slurm is started for it (tests/support/slurm_cluster.py; tools/slurm.sh installs what that
-needs) and stopped at the end. Ends with exit code 1 when a target is missed. See
+The benchmark starts the Slurm of the tests (tests/support/slurm_cluster.py; tools/slurm.sh installs
+its packages) and stops it at the end. The exit code is 1 if a target is missed. See
 benchmarks/README.md.
 """
 
@@ -23,7 +22,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from measuring import PATIENCE, WORKERS, Failed, Row, command, compare, environment, finish, run
+from measuring import (
+    COMMAND_TIMEOUT,
+    WORKERS,
+    Failed,
+    Row,
+    command,
+    compare,
+    environment,
+    finish,
+    run,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from slurm_cluster import ClusterError, SlurmCluster
@@ -34,19 +43,16 @@ START_TARGET = 0.45  # ours / srun torchrun's
 STATUS_TARGET = 1.0  # seconds
 DEATH_TARGET = 2.0  # seconds
 MANY = 500  # jobs
-APART = 6.0  # seconds between two questions: a cluster is not asked more than once in 5 s
-DEATHS = {
-    "raise": 1,
-    "exit": 3,
-    "SIGKILL": 137,
-    "SIGSEGV": 139,
-}  # how a worker dies, and the job's exit code then
+# Seconds between two status commands: clusterjob queries a cluster at most once in 5 s.
+STATUS_INTERVAL = 6.0
+# How a worker dies, and the exit code of its job.
+DEATHS = {"raise": 1, "exit": 3, "SIGKILL": 137, "SIGSEGV": 139}
 NODES, RANKS = 2, 4
-LATER = "begin=now+1hour"  # for jobs that are only to be submitted
+LATER = "begin=now+1hour"  # for jobs that are submitted and never run
 T = TypeVar("T")
 
-# As the tutorials have it, with two of their costs left out: no srun to find the first node's
-# address, and no guess at a port.
+# The script of the torchrun tutorials without two of their costs: no srun that finds the first
+# node's address, and no guessed port.
 TORCHRUN = """#!/bin/bash
 #SBATCH --nodes={nodes} --ntasks-per-node=1 --cpus-per-task={ranks} --output={output}
 srun --kill-on-bad-exit=1 {torchrun} --nnodes={nodes} --nproc-per-node={ranks} \\
@@ -55,11 +61,11 @@ srun --kill-on-bad-exit=1 {torchrun} --nnodes={nodes} --nproc-per-node={ranks} \
 
 
 class Bench:
-    """The cluster, and commands that are run as its client.
+    """The cluster, and commands of a client of it.
 
     Args:
         cluster: a running cluster.
-        directory: for scripts, logs and what jobs write down.
+        directory: directory for scripts, logs and files that jobs write.
     """
 
     def __init__(self, cluster: SlurmCluster, directory: Path) -> None:
@@ -69,74 +75,73 @@ class Bench:
         self._counting = _wrappers(directory, self.calls)
 
     def environ(self, home: str, *, counted: bool = False) -> dict[str, str]:
-        """Return a client's environment; ``home`` keeps the records of one part from those of
-        another.
-        """
+        """Return a client's environment; each ``home`` has its own job records."""
         environ = environment(self.directory / home) | self.cluster.environment
         if counted:
             environ["PATH"] = f"{self._counting}:{environ['PATH']}"
         return environ
 
     def call(self, argv: list[str], environ: Mapping[str, str]) -> tuple[float, float, str]:
-        """Run a command that has to succeed; return when it began, how long it took and what it
-        said.
-        """
-        begin, end, code, said = run(argv, environ, self.directory)
+        """Run a command that must succeed; return its begin, its duration and its output."""
+        begin, end, code, output_text = run(argv, environ, self.directory)
         if code != 0:
-            raise Failed(f"{shlex.join(argv)} ended with exit code {code}:\n{said}")
-        return begin, end - begin, said
+            raise Failed(f"{shlex.join(argv)} ended with exit code {code}:\n{output_text}")
+        return begin, end - begin, output_text
 
     def counted(self) -> list[str]:
-        """Return the calls of Slurm's commands since the last time, by name."""
+        """Return the names of the Slurm commands called since the last call of this method."""
         names = self.calls.read_text().split() if self.calls.exists() else []
         self.calls.unlink(missing_ok=True)
         return names
 
     def clear(self) -> None:
-        """Cancel all jobs and wait until nothing is left of them."""
+        """Cancel all jobs and wait until they have ended."""
         self.cluster.cancel_all()
         self.cluster.wait_idle()
 
 
 def _wrappers(directory: Path, calls: Path) -> Path:
-    """Make a directory of Slurm's commands that write down their name before they run; a rehearsal
-    is none of sbatch.
+    """Make a directory of Slurm commands that log their name before they run.
+
+    A call of `sbatch --test-only` is not logged.
     """
-    there = directory / "counted"
-    there.mkdir()
+    wrappers = directory / "counted"
+    wrappers.mkdir()
     for name in ("sbatch", "squeue", "sacct", "scontrol", "sinfo", "scancel"):
-        rehearsal = (
+        skip_test_only = (
             f'case " $* " in *" --test-only "*) exec {shutil.which(name)} "$@" ;; esac\n'
             if name == "sbatch"
             else ""
         )
-        path = there / name
+        path = wrappers / name
         path.write_text(
-            f'#!/bin/sh\n{rehearsal}echo {name} >> {shlex.quote(str(calls))}\nexec {shutil.which(name)} "$@"\n'
+            f"#!/bin/sh\n{skip_test_only}echo {name} >> {shlex.quote(str(calls))}\n"
+            f'exec {shutil.which(name)} "$@"\n'
         )
         path.chmod(0o755)
-    return there
+    return wrappers
 
 
 def _submit(*options: str) -> list[str]:
     return [command("clusterjob"), "submit", "--cluster", "slurm", *options]
 
 
-def _until(predicate: Callable[[], T], what: str) -> T:
-    end = time.monotonic() + PATIENCE
+def _wait_for(predicate: Callable[[], T], what: str) -> T:
+    end = time.monotonic() + COMMAND_TIMEOUT
     while not (value := predicate()):
         if time.monotonic() > end:
-            raise Failed(f"{what} did not come about within {PATIENCE:g} s")
+            raise Failed(f"{what} did not happen within {COMMAND_TIMEOUT:g} s")
         time.sleep(0.01)
     return value
 
 
-def submitting(bench: Bench, runs: int) -> list[Row]:
-    """Measure what `clusterjob submit` costs over bare sbatch of a job of the same shape."""
+def measure_submit(bench: Bench, runs: int) -> list[Row]:
+    """Measure how much longer `clusterjob submit` takes than sbatch of a job of the same size."""
     environ = bench.environ("submit")
     script = bench.directory / "bare.sh"
     script.write_text(
-        f"#!/bin/bash\n#SBATCH --nodes={NODES} --ntasks-per-node=1 --cpus-per-task={RANKS} --output=/dev/null\nsrun true\n"
+        f"#!/bin/bash\n#SBATCH --nodes={NODES} --ntasks-per-node=1 --cpus-per-task={RANKS} "
+        "--output=/dev/null\nsrun true\n"
     )
     bare = [command("sbatch"), "--parsable", f"--{LATER}", str(script)]
     ours = _submit(
@@ -160,8 +165,8 @@ def submitting(bench: Bench, runs: int) -> list[Row]:
     ]
 
 
-def starting(bench: Bench, runs: int) -> list[Row]:
-    """Measure the time from the submitting command's start to rank 0's first all-reduce."""
+def measure_start(bench: Bench, runs: int) -> list[Row]:
+    """Measure the time from the start of the submit command to rank 0's first all-reduce."""
     environ = bench.environ("start")
     worker, file, output = (
         WORKERS / "first_all_reduce.py",
@@ -171,14 +176,14 @@ def starting(bench: Bench, runs: int) -> list[Row]:
 
     def until_done(argv: list[str]) -> float:
         file.unlink(missing_ok=True)
-        begin, _, said = bench.call(argv, environ)
+        begin, _, output_text = bench.call(argv, environ)
         jobs = bench.cluster.run(
             "squeue", "--noheader", "--states=all", "--sort=-i", "--format=%A"
         ).stdout.split()
-        job = bench.cluster.wait_for_job(jobs[0], timeout=PATIENCE)
+        job = bench.cluster.wait_for_job(jobs[0], timeout=COMMAND_TIMEOUT)
         if job["JobState"] != "COMPLETED" or not file.exists():
             log = output.read_text() if output.exists() else ""
-            raise Failed(f"{shlex.join(argv)}: {job['JobState']}\n{said}{log}")
+            raise Failed(f"{shlex.join(argv)}: {job['JobState']}\n{output_text}{log}")
         bench.cluster.wait_idle()
         return float(file.read_text()) - begin
 
@@ -213,19 +218,20 @@ def starting(bench: Bench, runs: int) -> list[Row]:
     ]
 
 
-def asking(bench: Bench, runs: int) -> list[Row]:
-    """Measure `clusterjob status` of many jobs, and count how often it asks Slurm."""
+def measure_status(bench: Bench, runs: int) -> list[Row]:
+    """Measure `clusterjob status` of many jobs, and count its calls of Slurm commands."""
     environ = bench.environ("status", counted=True)
     bench.call(_submit("--sweep", f"x=0-{MANY - 1}", "--set", LATER, "--", "true"), environ)
     times, calls = [], []
-    for _ in range(runs + 1):  # the first does not count
-        time.sleep(APART)
+    for _ in range(runs + 1):  # the first run is not counted
+        time.sleep(STATUS_INTERVAL)
         bench.counted()
-        _, seconds, said = bench.call([command("clusterjob"), "status", "--json"], environ)
-        jobs = json.loads(said)["jobs"]
+        _, seconds, output_text = bench.call([command("clusterjob"), "status", "--json"], environ)
+        jobs = json.loads(output_text)["jobs"]
         if len(jobs) != MANY or {job["state"] for job in jobs} != {"PENDING"}:
             raise Failed(
-                f"status shows {len(jobs)} jobs, {sorted({job['state'] for job in jobs})}, where {MANY} are PENDING"
+                f"status shows {len(jobs)} jobs, {sorted({job['state'] for job in jobs})}, "
+                f"where {MANY} are PENDING"
             )
         times.append(seconds)
         calls.append(len(bench.counted()))
@@ -254,10 +260,8 @@ def asking(bench: Bench, runs: int) -> list[Row]:
     ]
 
 
-def dying(bench: Bench, runs: int) -> list[Row]:
-    """Measure the time from the death of a rank on the last node to the end of all there is of the
-    job, on all nodes.
-    """
+def measure_death(bench: Bench, runs: int) -> list[Row]:
+    """Measure the time from the death of a rank on the last node to the job's end on all nodes."""
     environ = bench.environ("death")
     file = bench.directory / "died"
     last = NODES * RANKS - 1
@@ -265,18 +269,18 @@ def dying(bench: Bench, runs: int) -> list[Row]:
     def seconds(how: str) -> float:
         file.unlink(missing_ok=True)
         program = [str(WORKERS / "die.py"), how, "all_reduce", str(file)]
-        _, _, said = bench.call(
+        _, _, output_text = bench.call(
             [*_submit("--nodes", str(NODES), "--nproc-per-node", str(RANKS), "--json"), *program],
             environ,
         )
-        name = json.loads(said)["id"]
+        name = json.loads(output_text)["id"]
         (job_id,) = bench.cluster.run(
             "squeue", "--noheader", "--states=pending,running", "--format=%A"
         ).stdout.split()
-        _until(file.exists, "the death of a rank")
+        _wait_for(file.exists, "the death of a rank")
         state = bench.cluster.wait_for_job(job_id)["JobState"]
         mark = f"SLURM_JOB_ID={job_id}".encode()
-        _until(
+        _wait_for(
             lambda: not any(mark in _environ(pid) for pid in bench.cluster.processes()),
             "the end of the job's processes",
         )
@@ -285,16 +289,17 @@ def dying(bench: Bench, runs: int) -> list[Row]:
             bench.call([command("clusterjob"), "status", "--json", name], environ)[2]
         )["jobs"]
         failure = job["failure"] or {}
-        told = (
+        reported = (
             state,
             job["state"],
             job["exit_code"],
             failure.get("rank"),
             failure.get("node_rank"),
         )
-        if told != ("FAILED", "FAILED", DEATHS[how], last, NODES - 1):
+        if reported != ("FAILED", "FAILED", DEATHS[how], last, NODES - 1):
             raise Failed(
-                f"Slurm says {state}, and clusterjob, of rank {last} that died by {how}:\n{json.dumps(job, indent=1)}"
+                f"rank {last} died by {how}; Slurm reports {state}, clusterjob reports:\n"
+                f"{json.dumps(job, indent=1)}"
             )
         bench.cluster.wait_idle()
         return end - float(file.read_text())
@@ -316,15 +321,13 @@ def _environ(pid: int) -> list[bytes]:
         return []
 
 
-def sweeping(bench: Bench, runs: int) -> list[Row]:
-    """Measure a sweep of many, and count its calls of sbatch; a larger one takes as few as
-    MaxArraySize allows.
+def measure_sweep(bench: Bench, runs: int) -> list[Row]:
+    """Measure sweeps of two sizes, and count their calls of sbatch.
+
+    MaxArraySize is 1001: a sweep of 2500 needs three calls.
     """
     rows = []
-    for size, needed in (
-        (MANY, 1),
-        (2500, 3),
-    ):  # MaxArraySize is 1001, which is one more than the largest index
+    for size, needed in ((MANY, 1), (2500, 3)):
         environ = bench.environ(f"sweep{size}", counted=True)
         argv = _submit("--sweep", f"x=0-{size - 1}", "--set", LATER, "--", "true")
         times, calls = [], []
@@ -332,11 +335,11 @@ def sweeping(bench: Bench, runs: int) -> list[Row]:
             bench.counted()
             times.append(bench.call(argv, environ)[1])
             calls.append(bench.counted().count("sbatch"))
-            there = len(
+            queued = len(
                 bench.cluster.run("squeue", "--noheader", "--array", "--format=%i").stdout.split()
             )
-            if there != size:
-                raise Failed(f"{there} jobs are in the queue after a sweep of {size}")
+            if queued != size:
+                raise Failed(f"{queued} jobs are in the queue after a sweep of {size}")
             bench.clear()
         rows.append(
             Row(
@@ -365,7 +368,13 @@ def sweeping(bench: Bench, runs: int) -> list[Row]:
     return rows
 
 
-MEASURES = dict(zip(PARTS, (submitting, starting, asking, dying, sweeping), strict=True))
+MEASURES = dict(
+    zip(
+        PARTS,
+        (measure_submit, measure_start, measure_status, measure_death, measure_sweep),
+        strict=True,
+    )
+)
 
 
 def main() -> int:
@@ -391,7 +400,9 @@ def main() -> int:
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
     if options.runs < 1:
         parser.error("--runs has to be at least 1")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is stopped then, too
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # so that SIGTERM stops the cluster, too
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SRUN_"))]:
         del os.environ[name]
     with tempfile.TemporaryDirectory(prefix="clusterjob-bench-") as directory:

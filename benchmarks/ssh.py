@@ -1,9 +1,8 @@
-"""How quickly jobs start on hosts over SSH: beside a shell script of ssh and torchrun, beside pdsh,
-and beside itself.
+"""Measure how fast jobs start on SSH hosts, against ssh with torchrun and against pdsh.
 
 The hosts are sshd servers on this machine, each in a network namespace of its own
-(`tests/support/sshworld.py`; needs root). The sides of a comparison take turns. Ends with exit code 1 when
-a target is missed. See benchmarks/README.md.
+(`tests/support/sshworld.py`; needs root). The sides of a comparison take turns. The exit code is 1
+if a target is missed. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from start import WORKERS, Failed, command, environment, run
 PARTS = ("start", "fan", "resend")
 START_TARGET = 0.40  # ours / ssh and torchrun
 FAN_TARGET, HANDSHAKE_TARGET = 0.8, 1.2  # ours / pdsh; ours / the handshakes alone
-RESEND_TARGET = 0.5  # seconds more for 2,000 files that the hosts have
+RESEND_TARGET = 0.5  # additional seconds for 2,000 files that the hosts already have
 HOSTS, FILES = 64, 2000
-PATIENCE = 300.0  # seconds for one job
+JOB_TIMEOUT = 300.0  # seconds for one job
 
 
 def in_turns(runs: int, sides: Sequence[Callable[[], float]]) -> list[float]:
-    """Return the median seconds of each side; they take turns, and the first turn does not count."""
+    """Run the sides in turns; return their median seconds without the first turn."""
     taken: list[list[float]] = [[] for _ in sides]
     for turn in range(runs + 1):
         for index, side in enumerate(sides):
@@ -45,7 +44,7 @@ def in_turns(runs: int, sides: Sequence[Callable[[], float]]) -> list[float]:
 
 
 class Bench:
-    """The hosts and a place to submit from."""
+    """The hosts and the directory from which jobs are submitted."""
 
     def __init__(self, world: World, directory: Path, runs: int) -> None:
         self.world = world
@@ -57,16 +56,17 @@ class Bench:
         self.missed = 0
 
     def show(self, what: str, value: float, target: float, unit: str, detail: str) -> None:
-        """Print a line of the result."""
+        """Print one line of the result."""
         met = value <= target
         self.missed += not met
         print(
-            f"{what:<48} {value:6.2f} {unit}  target {target:.2f}  {'met' if met else 'MISSED'}   ({detail})",
+            f"{what:<48} {value:6.2f} {unit}  target {target:.2f}  "
+            f"{'met' if met else 'MISSED'}   ({detail})",
             flush=True,
         )
 
     def place(self, name: str, files: int = 0) -> Path:
-        """Make a working directory with the script and so many small files beside it."""
+        """Make a working directory with the script and this number of small files."""
         place = self.directory / name
         place.mkdir()
         shutil.copy(WORKERS / "first_all_reduce.py", place)
@@ -76,8 +76,8 @@ class Bench:
             (folder / f"module{number}.py").write_text(f"VALUE = {number}\n" * (number % 200 + 1))
         return place
 
-    def submit(self, place: Path, *words: str) -> tuple[float, float, str]:
-        """Submit a job; return when that began and had ended, and the job's id."""
+    def submit(self, place: Path, *arguments: str) -> tuple[float, float, str]:
+        """Submit a job; return the begin and end of the submission and the job's id."""
         argv = [
             command("clusterjob"),
             "submit",
@@ -85,26 +85,26 @@ class Bench:
             "gpu[1-2]",
             "--set",
             f"ssh_config={self.world.config}",
-            *words,
+            *arguments,
         ]
-        begin, end, code, said = run(argv, self.environ, place)
+        begin, end, code, output = run(argv, self.environ, place)
         if code:
-            raise Failed(f"{argv} ended with exit code {code}: {said[-600:]}")
-        return begin, end, said.split()[-1]
+            raise Failed(f"{argv} ended with exit code {code}: {output[-600:]}")
+        return begin, end, output.split()[-1]
 
     def finish(self, job_id: str, place: Path) -> None:
-        """Wait for a job's end."""
-        _, _, code, said = run([command("clusterjob"), "wait", job_id], self.environ, place)
+        """Wait until a job has ended."""
+        _, _, code, output = run([command("clusterjob"), "wait", job_id], self.environ, place)
         if code:
-            raise Failed(f"{job_id} ended with exit code {code}: {said[-600:]}")
+            raise Failed(f"{job_id} ended with exit code {code}: {output[-600:]}")
 
     def start(self) -> None:
-        """Measure from the command to rank 0's first all-reduce: 2 hosts, 4 ranks each."""
+        """Measure the time to rank 0's first all-reduce on 2 hosts with 4 ranks each."""
         place, done = self.place("start"), self.directory / "done"
 
         def ours() -> float:
             done.unlink(missing_ok=True)
-            words = (
+            remote = (
                 "--python",
                 sys.executable,
                 "--nproc-per-node",
@@ -112,11 +112,9 @@ class Bench:
                 "first_all_reduce.py",
                 str(done),
             )
-            begin, _, job_id = self.submit(place, *words)
-            while not done.exists() and time.monotonic() < begin + PATIENCE:
-                time.sleep(
-                    0.05
-                )  # a command that waits for the job would take its share of these few cores
+            begin, _, job_id = self.submit(place, *remote)
+            while not done.exists() and time.monotonic() < begin + JOB_TIMEOUT:
+                time.sleep(0.05)  # `clusterjob wait` would use the few cores that the job needs
             self.finish(job_id, place)
             return float(done.read_text()) - begin
 
@@ -124,8 +122,8 @@ class Bench:
             done.unlink(missing_ok=True)
             lines = []
             for node in range(2):
-                # Without the interface's name its gloo binds to the loopback here, where no
-                # resolver knows the hosts.
+                # Without GLOO_SOCKET_IFNAME, gloo binds to the loopback interface here, because
+                # no resolver knows the hosts.
                 torchrun = [
                     "env",
                     "GLOO_SOCKET_IFNAME=eth0",
@@ -135,7 +133,7 @@ class Bench:
                     "--node-rank",
                     str(node),
                 ]
-                meet = [
+                rendezvous = [
                     "--nproc-per-node",
                     "4",
                     "--master-addr",
@@ -143,15 +141,15 @@ class Bench:
                     "--master-port",
                     "29511",
                 ]
-                words = [*torchrun, *meet, str(place / "first_all_reduce.py"), str(done)]
+                remote = [*torchrun, *rendezvous, str(place / "first_all_reduce.py"), str(done)]
                 lines.append(
-                    f"ssh -F {self.world.config} gpu{node + 1} {shlex.quote(shlex.join(words))} &"
+                    f"ssh -F {self.world.config} gpu{node + 1} {shlex.quote(shlex.join(remote))} &"
                 )
-            begin, _, code, said = run(
+            begin, _, code, output = run(
                 ["sh", "-c", "\n".join([*lines, "wait"])], self.environ, place
             )
             if code or not done.exists():
-                raise Failed(f"ssh and torchrun ended with exit code {code}: {said[-600:]}")
+                raise Failed(f"ssh and torchrun ended with exit code {code}: {output[-600:]}")
             return float(done.read_text()) - begin
 
         mine, other = in_turns(self.runs, (ours, theirs))
@@ -164,7 +162,7 @@ class Bench:
         )
 
     def fan(self) -> None:
-        """Measure one command on each of many hosts."""
+        """Measure one command on each of many hosts, against pdsh and against bare logins."""
         if shutil.which("pdsh") is None:
             raise Failed("there is no pdsh to compare with: apt-get install pdsh")
         names = f"gpu[1-{HOSTS}]"
@@ -174,9 +172,9 @@ class Bench:
 
         def timed(argv: list[str]) -> Callable[[], float]:
             def side() -> float:
-                begin, end, code, said = run(argv, environ, self.directory)
+                begin, end, code, output = run(argv, environ, self.directory)
                 if code:
-                    raise Failed(f"{argv} ended with exit code {code}: {said[-600:]}")
+                    raise Failed(f"{argv} ended with exit code {code}: {output[-600:]}")
                 return end - begin
 
             return side
@@ -200,7 +198,7 @@ class Bench:
         )
 
     def resend(self) -> None:
-        """Measure a second submission of unchanged code beside one of a single file."""
+        """Compare a second submission of 2,000 unchanged files with one of a single file."""
         small, large = self.place("small"), self.place("large", FILES)
         store = self.world.hosts["gpu2"].home / ".clusterjob" / "store"
 
@@ -244,7 +242,8 @@ def main() -> int:
             bench = Bench(world, directory, arguments.runs)
             with world.client():
                 print(
-                    f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}"
+                    f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
+                    f"{time.strftime('%Y-%m-%d')}"
                 )
                 for part in parts:
                     getattr(bench, part)()

@@ -1,9 +1,8 @@
-"""How quickly a job starts and how quickly it ends when a worker dies, beside torchrun where that
-can do the same.
+"""Measure how fast a job starts, and how fast it ends after a worker's death.
 
-Times are of CLOCK_MONOTONIC, which all processes of one machine share. The two sides of a
-comparison take turns, so that a machine that slows down slows both. Ends with exit code 1 when a
-target is missed. See benchmarks/README.md.
+torchrun is the other side where it can do the same. Times are of CLOCK_MONOTONIC, which all
+processes of one machine share. The two sides of a comparison take turns: if the machine slows down,
+it slows down both. The exit code is 1 if a target is missed. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -21,37 +20,34 @@ PARTS = ("start", "help", "death")
 START_TARGETS = {8: 0.30, 16: 0.20}  # ours / torchrun's, by ranks
 HELP_TARGET = 0.25  # ours / torchrun's
 DEATH_TARGET = 1.0  # seconds
-DEATHS = {
-    "raise": 1,
-    "exit": 3,
-    "SIGKILL": 137,
-    "SIGSEGV": 139,
-}  # how a worker dies, and the job's exit code then
+# How a worker dies, and the exit code of its job.
+DEATHS = {"raise": 1, "exit": 3, "SIGKILL": 137, "SIGSEGV": 139}
 
 
 def first_all_reduce(argv: list[str], environ: Mapping[str, str], directory: Path) -> float:
     """Return the seconds from a command's start to rank 0's first all-reduce."""
     file = directory / "done"
     file.unlink(missing_ok=True)
-    begin, _, code, said = run(
+    begin, _, code, output = run(
         [*argv, str(WORKERS / "first_all_reduce.py"), str(file)], environ, directory
     )
     if code != 0:
-        raise Failed(f"{argv} ended with exit code {code}:\n{said}")
+        raise Failed(f"{argv} ended with exit code {code}:\n{output}")
     return float(file.read_text()) - begin
 
 
 def help_text(argv: list[str], environ: Mapping[str, str], directory: Path) -> float:
     """Return the seconds that a command takes to print its help."""
-    begin, end, code, said = run(argv, environ, directory)
+    begin, end, code, output = run(argv, environ, directory)
     if code != 0:
-        raise Failed(f"{argv} ended with exit code {code}:\n{said}")
+        raise Failed(f"{argv} ended with exit code {code}:\n{output}")
     return end - begin
 
 
 def death(how: str, collective: str, environ: Mapping[str, str], directory: Path) -> float:
-    """Return the seconds from a worker's death to the return of the job's command, which has to
-    blame that worker.
+    """Return the seconds from a worker's death to the end of the job's command.
+
+    The command must name that worker as the cause.
     """
     file = directory / "died"
     file.unlink(missing_ok=True)
@@ -65,18 +61,19 @@ def death(how: str, collective: str, environ: Mapping[str, str], directory: Path
         "--nproc-per-node",
         "2",
     ]
-    _, end, code, said = run(
+    _, end, code, output = run(
         [*argv, str(WORKERS / "die.py"), how, collective, str(file)], environ, directory
     )
-    if code != DEATHS[how] or "FAILED: rank 3 (node 1, local rank 1," not in said:
+    if code != DEATHS[how] or "FAILED: rank 3 (node 1, local rank 1," not in output:
         raise Failed(
-            f"the worker that died by {how} was not blamed, or the exit code was not {DEATHS[how]} ({code}):\n{said}"
+            f"the worker that died by {how} was not blamed, "
+            f"or the exit code was not {DEATHS[how]} ({code}):\n{output}"
         )
     return end - float(file.read_text())
 
 
 def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> list[Row]:
-    """Return all rows that were asked for."""
+    """Return the rows of the requested parts."""
     rows = []
     if "start" in options.parts:
         for ranks in options.ranks:

@@ -1,14 +1,13 @@
-"""Write a distributed training script once; one command runs it here, over SSH, under Slurm or
-inside a platform.
+"""Run one distributed training script locally, over SSH, under Slurm or on a platform.
 
-The public names are loaded when they are first used: importing the package imports nothing heavy,
-and no torch.
+The public names are loaded at first use: importing the package does not import torch or other
+large modules.
 """
 
 from __future__ import annotations
 
-# Not typing's: importing that would be most of what `import clusterjob.bootstrap` costs. Type
-# checkers take the name for theirs.
+# Importing typing would be most of the cost of `import clusterjob.bootstrap`; type checkers accept
+# any such name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -1,4 +1,4 @@
-"""The command ``clusterjob``, and ``python -m clusterjob``."""
+"""Run the command ``clusterjob``, also as ``python -m clusterjob``."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ _INTERRUPTED = 130  # 128 + SIGINT
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return its exit code."""
     if sys.argv[1:2] == ["launch"]:
-        # On a node: nothing of the submit half is loaded, and the workers are forked from as plain
-        # a process as can be.
+        # On a node: the submit half is not loaded, so that workers fork from a minimal process.
         try:
             from clusterjob.node.launch import main as launch
         except KeyboardInterrupt:
             return _INTERRUPTED
-        return launch(
-            sys.argv[2:]
-        )  # in a worker that it forks, the program's own KeyboardInterrupt passes here
+        # Outside the try: a forked worker's own KeyboardInterrupt must pass.
+        return launch(sys.argv[2:])
     if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
-        # Inside a job there may be no more than the node zip.
+        # Inside a job there may be only the node zip.
         from clusterjob.node.environments.show import main as env
 
         return env(sys.argv[2:])
     import gc
 
-    gc.set_threshold(
-        50_000
-    )  # imports make many objects and no garbage: looking for it takes a tenth of a short command
+    # Imports create many objects and no garbage: collection takes 10 % of a short command's time.
+    gc.set_threshold(50_000)
     try:
         from clusterjob.cli import main as command_line
 
@@ -38,8 +35,8 @@ def main() -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
-        gc.freeze()  # the interpreter's end does not go through all of them for garbage then
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor is it interrupted: all is done
+        gc.freeze()  # the exiting interpreter then skips these objects in its collection
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done: do not interrupt the exit
 
 
 if __name__ == "__main__":

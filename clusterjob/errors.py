@@ -1,8 +1,7 @@
-"""Every error that a user may see, as one tree.
+"""Define the errors that a user may see, as one class hierarchy.
 
-Each error carries one line that says what is wrong, a hint that says what to do, and the exit code
-of the command that meets it. Third-party errors are translated into these where the library is
-called; the cause stays in ``__cause__``.
+Each error has a message of one line, a hint, and the exit code of a command that fails with it.
+Errors of third-party libraries are translated into these at the call, and stay in ``__cause__``.
 """
 
 from __future__ import annotations
@@ -11,54 +10,55 @@ from collections.abc import Sequence
 
 
 class ClusterJobError(Exception):
-    """An error of ours: one line, a hint, and the exit code that the command line returns for it.
+    """The base of all errors: a message, a hint, and the exit code of the command line.
 
     Args:
-        message: one line, without a trailing full stop, that names what is wrong.
-        hint: what the user can do about it; by default what helps with any error of the kind.
+        message: one line about the fault, without a trailing full stop.
+        hint: advice for the user; by default the general hint of the class.
     """
 
     exit_code = 1
     general_hint = ""
+    failure_kind = ""  # the `FailureKind` of a worker that ends with this error, if it is special
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint or self.general_hint
         if hint:
-            self.__notes__ = [
-                f"hint: {hint}"
-            ]  # a script's traceback shows it, from Python 3.11 on (PEP 678)
+            # From Python 3.11 on, a traceback shows the notes (PEP 678).
+            self.__notes__ = [f"hint: {hint}"]
 
 
 class UsageError(ClusterJobError):
-    """What the user asked for cannot be understood or makes no sense; nothing was started."""
+    """The user's request is invalid or makes no sense; nothing was started."""
 
     exit_code = 2
-    general_hint = "--help lists what there is"
+    general_hint = "--help lists commands and options"
 
 
 class SpecError(UsageError):
-    """A field of the job is wrong: a node count of 0, a memory size that is none, a script that is
-    not there.
-    """
+    """A field of the job is invalid: 0 nodes, a wrong memory size, a missing script."""
 
-    general_hint = "`clusterjob submit --help` says what each option takes"
+    general_hint = "`clusterjob submit --help` describes each option"
 
 
 class ConfigError(UsageError):
-    """A configuration file is broken, or holds a key that means nothing."""
+    """A configuration file is invalid or has an unknown key."""
 
-    general_hint = "`clusterjob config` shows what holds here; `clusterjob submit --help` lists the settings, as options"
+    general_hint = (
+        "`clusterjob config` shows the current settings; "
+        "`clusterjob submit --help` lists all settings, as options"
+    )
 
 
 class Untrusted(ConfigError):
     """A project's configuration file would execute something, and the user has not trusted it.
 
     Args:
-        message: which file.
-        hint: how it is trusted.
-        lines: what it would execute or follow.
+        message: the error, with the file's path.
+        hint: the command that trusts the file.
+        lines: the settings that it would execute or follow.
     """
 
     def __init__(self, message: str, hint: str, lines: Sequence[str]) -> None:
@@ -68,11 +68,12 @@ class Untrusted(ConfigError):
 
 
 class TemplateError(UsageError):
-    """A template cannot be rendered: a syntax error, an undefined name, a value that was not
-    quoted.
-    """
+    """A template cannot be rendered: a syntax error, an undefined name, or an unquoted value."""
 
-    general_hint = "each value goes through a filter: sh, sh_words, yaml or verbatim; `clusterjob render` shows a script without your template"
+    general_hint = (
+        "each value needs a filter: sh, sh_words, yaml or verbatim; "
+        "`clusterjob render` shows a script without your template"
+    )
 
 
 class UnknownCluster(UsageError):
@@ -84,58 +85,59 @@ class JobNotFound(UsageError):
 
 
 class AmbiguousId(JobNotFound):
-    """Several recorded jobs have an id that begins so.
+    """Several recorded jobs have an id that begins with the given text.
 
     Args:
-        text: what was written.
+        text: the beginning of an id, as the user wrote it.
         ids: the ids of the jobs, the newest first.
     """
 
     def __init__(self, text: str, ids: Sequence[str]) -> None:
         super().__init__(
-            f"{text!r} is the beginning of {len(ids)} jobs", f"it could be {', '.join(ids[:5])}"
+            f"{text!r} matches the ids of {len(ids)} jobs", f"it could be {', '.join(ids[:5])}"
         )
         self.ids = tuple(ids)
 
 
-class PlaceError(UsageError):
-    """The environment's variables do not give one place in a job: half-set, contradictory, or of
-    the wrong level.
-    """
+class PlacementError(UsageError):
+    """The environment gives no valid assignment: half-set, contradictory, or for a node only."""
 
-    general_hint = "`clusterjob env` shows each variable and what was made of it"
+    general_hint = "`clusterjob env` shows each variable and the detected environment"
 
 
 class SubmitError(ClusterJobError):
-    """The job could not be started; whatever had been started was stopped again."""
+    """The job could not be started; all parts that had started were stopped again."""
 
 
 class SubmitInDoubtError(SubmitError):
-    """The cluster did not answer, and the job may run all the same: its record and its directory
-    stay.
-    """
+    """The cluster did not answer, so the job may run: its record and its directory stay."""
 
 
 class JobFailed(ClusterJobError):
-    """A job whose result was asked for has none: it failed, was cancelled or is lost."""
+    """A job has no result, because it failed, was cancelled or is lost."""
 
 
 class RecordError(ClusterJobError):
     """A job's record or directory cannot be written or read."""
 
 
-class GangError(ClusterJobError):
-    """The agents of a job could not meet, or lost each other."""
+class RendezvousError(ClusterJobError):
+    """The agents or ranks of a job did not find each other, or lost each other."""
+
+
+class RanksMissingError(RendezvousError):
+    """This rank gave up waiting for other ranks, which are the cause."""
+
+    failure_kind = "rendezvous"
 
 
 class HostError(ClusterJobError):
-    """A host cannot be used: it is not reached, not trusted, lets nobody in, or is unfit for the
-    job.
+    """A host cannot be used: unreachable, untrusted, login refused, or unfit for the job.
 
     Args:
         host: the host as the user wrote it.
-        why: what is wrong with it, one line.
-        hint: what the user can do about it.
+        why: the fault, in one line.
+        hint: advice for the user.
     """
 
     def __init__(self, host: str, why: str, hint: str = "") -> None:

@@ -1,11 +1,11 @@
-"""Train in one process on all GPUs that it sees, by torch.nn.DataParallel. On the CPU the module
-runs as it is.
+"""Train in one process on all visible GPUs with torch.nn.DataParallel.
 
-    python examples/data_parallel.py CUDA_VISIBLE_DEVICES=4,5 python examples/data_parallel.py
+    python examples/data_parallel.py
+    CUDA_VISIBLE_DEVICES=4,5 python examples/data_parallel.py
 
-The batch is split among the GPUs in every step, and the model copied to each: no launcher and no
-process group, at the price of one Python for all GPUs. DistributedDataParallel (train_recipes.py)
-is faster.
+Each step splits the batch among the GPUs and copies the model to each of them. This needs no
+launcher and no process group, but one Python process serves all GPUs: DistributedDataParallel
+(train_recipes.py) is faster. Without a GPU the model runs on the CPU.
 """
 
 import torch
@@ -16,7 +16,7 @@ from clusterjob import bootstrap
 
 def main() -> None:
     torch.manual_seed(0)
-    with bootstrap.init(process_group=False) as ctx:  # a device, and no group
+    with bootstrap.init(process_group=False) as ctx:  # a device without a process group
         inputs = torch.randn(1024, 16)
         labels = (inputs @ torch.randn(16, 4)).argmax(dim=1)
         model = nn.DataParallel(
@@ -35,9 +35,10 @@ def main() -> None:
             if (epoch + 1) % 5 == 0:
                 print(f"epoch {epoch + 1}: loss {loss.item():.4f}", flush=True)
         with torch.no_grad():
-            right = (model(inputs.to(ctx.device)).argmax(dim=1).cpu() == labels).sum().item()
+            correct = (model(inputs.to(ctx.device)).argmax(dim=1).cpu() == labels).sum().item()
         print(
-            f"accuracy {right / len(inputs):.4f} on {max(1, len(model.device_ids))} x {ctx.device.type}"
+            f"accuracy {correct / len(inputs):.4f} "
+            f"on {max(1, len(model.device_ids))} x {ctx.device.type}"
         )
 
 

@@ -1,12 +1,12 @@
-"""Train a network that is spread over the ranks: each holds one sub-network, and micro-batches flow
-through them as a pipeline.
+"""Train one network over several ranks with torch.distributed.pipelining.
 
-    clusterjob launch --nproc-per-node 2 examples/pipeline.py clusterjob launch --nproc-per-node 4
-    examples/pipeline.py --schedule 1f1b
+    clusterjob launch --nproc-per-node 2 examples/pipeline.py
+    clusterjob launch --nproc-per-node 4 examples/pipeline.py --schedule 1f1b
 
-This is for models that do not fit on one GPU. torch.distributed.pipelining sends activations
-forwards and gradients backwards. Before the first step each rank compares its gradients with those
-of the whole network in one process.
+Each rank holds one part of the network; micro-batches flow through the parts as a pipeline. This is
+for models that do not fit on one GPU. torch.distributed.pipelining sends activations forwards and
+gradients backwards. Before training, each rank compares its gradients with those of the whole
+network in one process.
 """
 
 import argparse
@@ -23,9 +23,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 def sub_networks(count: int) -> list[nn.Module]:
-    """Return the network in as many parts as there are ranks; the same on every rank, whose seed is
-    the same.
-    """
+    """Return the network in ``count`` parts; all ranks use the same seed and get equal parts."""
     parts: list[nn.Module] = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count - 1)
     ]
@@ -37,7 +35,7 @@ def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def step(ctx, schedule, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """Send one batch through the pipeline, forwards and backwards; return the loss, on every rank."""
+    """Run one batch forwards and backwards through the pipeline; return the loss on all ranks."""
     losses: list[torch.Tensor] = []
     first, last = ctx.rank == 0, ctx.rank == ctx.world_size - 1
     arguments = (inputs,) if first else ()
@@ -51,13 +49,13 @@ def step(ctx, schedule, inputs: torch.Tensor, labels: torch.Tensor) -> float:
 def gradient_error(
     part: nn.Module,
     whole: nn.Module,
-    of_whole: nn.Module,
+    part_of_whole: nn.Module,
     inputs: torch.Tensor,
     labels: torch.Tensor,
 ) -> float:
-    """Return how far a part's gradients are from those of the whole network in one process."""
+    """Return the largest difference between gradients of a part and of the whole network."""
     loss_of(whole(inputs), labels).backward()
-    pairs = zip(part.parameters(), of_whole.parameters(), strict=True)
+    pairs = zip(part.parameters(), part_of_whole.parameters(), strict=True)
     return max(float((own.grad - other.grad).abs().max()) for own, other in pairs)
 
 
@@ -74,15 +72,15 @@ def main() -> None:
     with bootstrap.init() as ctx:
         if ctx.world_size < 2:
             raise SystemExit(
-                "a pipeline needs at least two processes: clusterjob launch --nproc-per-node 2 examples/pipeline.py"
+                "a pipeline needs at least two processes: "
+                "clusterjob launch --nproc-per-node 2 examples/pipeline.py"
             )
         torch.manual_seed(0)
         inputs = torch.randn(64, WIDTH).to(ctx.device)
         labels = (inputs.cpu() @ torch.randn(WIDTH, CLASSES)).argmax(dim=1).to(ctx.device)
         whole = nn.Sequential(*sub_networks(ctx.world_size)).to(ctx.device)
-        part = copy.deepcopy(
-            whole[ctx.rank]
-        )  # a model that is too large for one GPU is never made whole: this one is, to compare
+        # The whole network exists only for the comparison; a large model would not fit on one GPU.
+        part = copy.deepcopy(whole[ctx.rank])
 
         stage = PipelineStage(part, ctx.rank, ctx.world_size, ctx.device)
         schedule = SCHEDULES[options.schedule](
@@ -91,14 +89,17 @@ def main() -> None:
         optimizer = torch.optim.Adam(part.parameters(), lr=1e-2)
 
         first_loss = step(ctx, schedule, inputs, labels)
-        worst = ctx.reduce(gradient_error(part, whole, whole[ctx.rank], inputs, labels), "max")
-        ctx.print(f"gradients differ from those of one process by at most {worst:.1e}")
+        largest_error = ctx.reduce(
+            gradient_error(part, whole, whole[ctx.rank], inputs, labels), "max"
+        )
+        ctx.print(f"gradients differ from those of one process by at most {largest_error:.1e}")
         for _ in range(options.steps):
             optimizer.zero_grad()
             loss = step(ctx, schedule, inputs, labels)
             optimizer.step()
         ctx.print(
-            f"loss {first_loss:.4f} before training, {loss:.4f} after, over {ctx.world_size} sub-networks"
+            f"loss {first_loss:.4f} before training, {loss:.4f} after, "
+            f"over {ctx.world_size} sub-networks"
         )
 
 

@@ -1,11 +1,9 @@
-"""Fit a straight line on several processes with torch alone: any launcher that sets torch's own
-variables will do.
+"""Fit a straight line on several processes with torch alone, under any launcher.
 
-    torchrun --nproc-per-node 2 examples/plain_env.py clusterjob launch --nproc-per-node 2
-    examples/plain_env.py
+    torchrun --nproc-per-node 2 examples/plain_env.py
+    clusterjob launch --nproc-per-node 2 examples/plain_env.py
 
-What MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE say is all that it needs, and LOCAL_RANK to
-choose a GPU.
+The script needs MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, and LOCAL_RANK to choose a GPU.
 """
 
 import os
@@ -26,10 +24,10 @@ def main() -> None:
         dist.init_process_group("gloo", init_method="env://")
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    everyone = torch.tensor([rank + 1.0], device=device)
-    dist.all_reduce(everyone)  # the sum 1 + 2 + ... + world_size, if they are all here
+    rank_sum = torch.tensor([rank + 1.0], device=device)
+    dist.all_reduce(rank_sum)  # 1 + 2 + ... + world_size if all ranks have joined
 
-    # Each process has points of its own; only together do they learn from all of them.
+    # Each process has its own points; the averaged gradient uses the points of all processes.
     generator = torch.Generator().manual_seed(rank)
     x = torch.rand(256, generator=generator).to(device)
     y = SLOPE * x + INTERCEPT + 0.01 * torch.randn(256, generator=generator).to(device)
@@ -37,13 +35,13 @@ def main() -> None:
     for _ in range(200):
         loss = ((weights[0] * x + weights[1] - y) ** 2).mean()
         (gradient,) = torch.autograd.grad(loss, weights)
-        dist.all_reduce(gradient)  # what DistributedDataParallel does for a whole model
+        dist.all_reduce(gradient)  # DistributedDataParallel does this for a whole model
         with torch.no_grad():
             weights -= 0.5 * gradient / world_size
 
     if rank == 0:
         slope, intercept = weights.tolist()
-        print(f"all-reduce over {world_size} ranks: {everyone.item():g}", flush=True)
+        print(f"all-reduce over {world_size} ranks: {rank_sum.item():g}", flush=True)
         print(
             f"fitted y = {slope:.3f} x + {intercept:.3f}, true y = {SLOPE:g} x + {INTERCEPT:g}",
             flush=True,

@@ -1,9 +1,8 @@
-"""Fit a line in several processes that a function call starts: no launcher, and no change of the
-command line.
+"""Fit a line in several processes that `clusterjob.spawn` starts, without a launcher.
 
-python examples/spawn_function.py             # one process for each GPU, or one where there is none
-python examples/spawn_function.py 2           # two python examples/spawn_function.py 2 4,5       #
-two, on the GPUs 4 and 5
+python examples/spawn_function.py             # one process per GPU, or one without a GPU
+python examples/spawn_function.py 2           # two processes
+python examples/spawn_function.py 2 4,5       # two processes, on the GPUs 4 and 5
 """
 
 import sys

@@ -1,12 +1,11 @@
-"""Fit a line in processes that the script starts itself, by torch.multiprocessing.spawn or by
-Python's multiprocessing.
+"""Fit a line in processes that the script starts itself with multiprocessing.
 
     python examples/torch_spawn.py                    # torch.multiprocessing.spawn, two processes
-    python examples/torch_spawn.py --plain            # multiprocessing.Process python
-    examples/torch_spawn.py --nprocs 8
+    python examples/torch_spawn.py --plain            # multiprocessing.Process
+    python examples/torch_spawn.py --nprocs 8
 
-The processes say which of how many they are, and bootstrap.init does the rest: on one machine
-nobody has to find a free port.
+Each process passes its rank and the world size to bootstrap.init. On one machine, bootstrap finds
+a free port.
 """
 
 import argparse
@@ -37,8 +36,8 @@ def train(rank: int, world_size: int) -> None:
         )
 
 
-def start_plainly(world_size: int) -> None:
-    # "spawn" starts fresh interpreters: a process that is forked after CUDA was used cannot use it.
+def start_with_multiprocessing(world_size: int) -> None:
+    # "spawn" starts new interpreters: a forked process cannot use CUDA if its parent has used it.
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=train, args=(rank, world_size)) for rank in range(world_size)
@@ -64,7 +63,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.plain:
-        start_plainly(options.nprocs)
+        start_with_multiprocessing(options.nprocs)
     else:
         torch.multiprocessing.spawn(train, args=(options.nprocs,), nprocs=options.nprocs)
 

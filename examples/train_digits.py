@@ -1,12 +1,11 @@
-"""Train a small CNN on scikit-learn's handwritten digits, on as many processes as there are.
+"""Train a small CNN on scikit-learn's handwritten digits, on any number of processes.
 
-    python examples/train_digits.py                                            # one process
-    clusterjob launch --nproc-per-node 4 examples/train_digits.py              # four, on this
-    machine clusterjob run --nodes 2 --gpus-per-node 8 examples/train_digits.py        # sixteen, on
-    a cluster torchrun --nproc-per-node 4 examples/train_digits.py                       # other
-    launchers do as well
+    python examples/train_digits.py                                        # one process
+    clusterjob launch --nproc-per-node 4 examples/train_digits.py          # four, on this machine
+    clusterjob run --nodes 2 --gpus-per-node 8 examples/train_digits.py    # sixteen, on a cluster
+    torchrun --nproc-per-node 4 examples/train_digits.py                   # any other launcher
 
-The script is the same in each case: `bootstrap.init` finds out which of them it is.
+The script is the same in each case: `bootstrap.init` detects the launcher and the rank.
 """
 
 import argparse
@@ -22,14 +21,12 @@ from clusterjob import bootstrap
 
 
 def digits() -> tuple[Dataset, Dataset]:
-    """Return (training, held-out): 8x8 images as float tensors of shape (1, 8, 8), and their
-    labels.
-    """
+    """Return (training, held-out) data: images of shape (1, 8, 8) with their labels."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
     samples = TensorDataset(images, torch.tensor(data.target))
-    # The seed is fixed: were the split another one in each process, some would train on what others
-    # are tested with.
+    # All processes use the same seed. With different splits, a process would train on images that
+    # another process tests with.
     return random_split(samples, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
 
 
@@ -44,7 +41,7 @@ def network() -> nn.Module:
 def train_epoch(
     ctx, model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer
 ) -> tuple[float, int]:
-    """Return (mean loss, samples that this process has seen)."""
+    """Return (mean loss, number of samples) of this process."""
     model.train()
     total, seen = torch.zeros((), device=ctx.device), 0
     for images, labels in loader:
@@ -52,21 +49,18 @@ def train_epoch(
         optimizer.zero_grad()
         loss.backward()  # DDP averages the gradients of all processes while it computes them
         optimizer.step()
-        total += loss.detach() * len(
-            labels
-        )  # no .item() here: it would wait for the GPU in every step
+        # No .item() here: it would wait for the GPU in every step.
+        total += loss.detach() * len(labels)
         seen += len(labels)
     return total.item() / seen, seen
 
 
 @torch.no_grad()
 def accuracy(ctx, model: nn.Module, held_out: Dataset) -> tuple[float, int]:
-    """Return (share of the held-out digits that are recognised, how many there are), the same on
-    every process.
-    """
+    """Return (accuracy on the held-out digits, number of digits), equal on all processes."""
     model.eval()
-    # Each process takes every world_size-th digit. A DistributedSampler would pad the last ones,
-    # and count some twice.
+    # Each process takes every world_size-th digit. A DistributedSampler pads the last batch and
+    # would count some digits twice.
     share = torch.utils.data.Subset(held_out, range(ctx.rank, len(held_out), ctx.world_size))
     correct = 0
     for images, labels in DataLoader(share, batch_size=256):
@@ -94,14 +88,13 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    torch.set_num_threads(1)  # on CPU: for so small a network, threads cost more than they bring
+    torch.set_num_threads(1)  # on the CPU, threads slow down such a small network
     torch.manual_seed(0)
     with bootstrap.init() as ctx:
         train, held_out = digits()
         model = ctx.wrap(network())
         optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-        # One batch is split among the processes, so the optimisation is the same however many there
-        # are, only faster.
+        # The processes share one batch: the optimization does not depend on their number.
         sampler = ctx.sampler(train)
         loader = DataLoader(
             train, batch_size=max(1, options.batch_size // ctx.world_size), sampler=sampler
@@ -109,23 +102,24 @@ def main() -> None:
 
         seconds, seen = 0.0, 0
         for epoch in range(options.epochs):
-            sampler.set_epoch(epoch)  # else every epoch has the order of the first
+            sampler.set_epoch(epoch)  # otherwise all epochs have the same order
             started = time.perf_counter()
             loss, samples = train_epoch(ctx, model, loader, optimizer)
             seconds += time.perf_counter() - started
             seen += ctx.reduce(samples, op="sum")
             ctx.print(f"epoch {epoch + 1}/{options.epochs}: loss {ctx.reduce(loss):.4f}")
 
-        reached, digits_tested = accuracy(ctx, model, held_out)
+        reached_accuracy, digits_tested = accuracy(ctx, model, held_out)
         ctx.print(
             f"{seen / seconds:.0f} samples per second on {ctx.world_size} x {ctx.device.type}"
         )
-        ctx.print(f"held-out accuracy {reached:.4f} on {digits_tested} digits")
+        ctx.print(f"held-out accuracy {reached_accuracy:.4f} on {digits_tested} digits")
 
-    if ctx.is_main and reached < options.target:
-        # One process is enough to fail the job, and its message becomes the reason that the
-        # launcher gives.
-        sys.exit(f"held-out accuracy {reached:.4f} is below the target of {options.target}")
+    if ctx.is_main and reached_accuracy < options.target:
+        # One failing process fails the job, and the launcher shows its message as the reason.
+        sys.exit(
+            f"held-out accuracy {reached_accuracy:.4f} is below the target of {options.target}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Train a small classifier with what larger trainings need; each recipe is an option, and most are
-a line or two.
+"""Train a small classifier with the recipes of larger trainings; each recipe is an option.
 
-    python examples/train_recipes.py                                                        # one
-    process clusterjob launch --nproc-per-node 2 examples/train_recipes.py
-    # DistributedDataParallel clusterjob launch --nproc-per-node 2 examples/train_recipes.py --amp
-    # mixed precision clusterjob launch --nproc-per-node 2 examples/train_recipes.py --batch-size 16
-    --accumulate 4 clusterjob launch --nproc-per-node 2 examples/train_recipes.py --sync-batchnorm
-    # on GPUs clusterjob launch --nproc-per-node 2 examples/train_recipes.py --tensorboard runs
+    python examples/train_recipes.py                       # one process
+    clusterjob launch --nproc-per-node 2 examples/train_recipes.py              # DDP
+    clusterjob launch --nproc-per-node 2 examples/train_recipes.py --amp        # mixed precision
+    clusterjob launch --nproc-per-node 2 examples/train_recipes.py --batch-size 16 --accumulate 4
+    clusterjob launch --nproc-per-node 2 examples/train_recipes.py --sync-batchnorm    # on GPUs
+    clusterjob launch --nproc-per-node 2 examples/train_recipes.py --tensorboard runs
 
-All of them: a sampler that draws a new order each epoch, initial weights from rank 0, a learning
-rate that grows with the number of processes, an evaluation in which every sample counts once, and
-output from the main process alone.
+All of them use a sampler with a new order in each epoch, the initial weights of rank 0, a learning
+rate proportional to the number of processes, an evaluation that counts each sample once, and output
+from the main process only.
 """
 
 import argparse
@@ -24,9 +23,7 @@ from clusterjob import bootstrap
 
 
 def samples() -> tuple[Dataset, Dataset]:
-    """Return (training, held-out) samples of a made-up task: which of four directions a point lies
-    in.
-    """
+    """Return (training, held-out) samples of a synthetic task: points in four classes."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(2048 + 509, 16, generator=generator)
     labels = (inputs @ torch.randn(16, 4, generator=generator)).argmax(dim=1)
@@ -39,22 +36,22 @@ def network(*, batchnorm: bool) -> nn.Module:
 
 
 def train_epoch(ctx, model, loader, optimizer, scaler, options) -> float:
-    """Return the mean loss over all processes; the optimizer makes a step every
-    `options.accumulate` batches.
+    """Train one epoch with an optimizer step every `options.accumulate` batches.
+
+    Return the mean loss over all processes.
     """
     model.train()
     total = torch.zeros((), device=ctx.device)
     half = torch.float16 if ctx.device.type == "cuda" else torch.bfloat16
     for number, (inputs, labels) in enumerate(loader, start=1):
         stepping = number % options.accumulate == 0
-        # Until the step, gradients are summed on each process; DDP need not send them to the
-        # others.
-        quiet = (
+        # Between steps, each process adds up its gradients; no_sync() keeps DDP from sending them.
+        synchronization = (
             model.no_sync()
             if not stepping and hasattr(model, "no_sync")
             else contextlib.nullcontext()
         )
-        with quiet:
+        with synchronization:
             with torch.autocast(ctx.device.type, dtype=half, enabled=options.amp):
                 loss = nn.functional.cross_entropy(
                     model(inputs.to(ctx.device)), labels.to(ctx.device)
@@ -70,27 +67,23 @@ def train_epoch(ctx, model, loader, optimizer, scaler, options) -> float:
 
 @torch.no_grad()
 def evaluate(ctx, model: nn.Module, held_out: Dataset) -> tuple[int, int]:
-    """Return (samples that were recognised, samples that were looked at), summed over all
-    processes.
-    """
+    """Return (correctly classified samples, samples) over all processes."""
     model.eval()
-    # Each process takes every world_size-th sample. A DistributedSampler would pad the last ones,
-    # and count some twice.
+    # Each process takes every world_size-th sample. A DistributedSampler pads the last batch and
+    # would count some samples twice.
     share = Subset(held_out, range(ctx.rank, len(held_out), ctx.world_size))
-    right = seen = 0
+    correct = seen = 0
     for inputs, labels in DataLoader(share, batch_size=256):
-        right += int((model(inputs.to(ctx.device)).argmax(dim=1).cpu() == labels).sum())
+        correct += int((model(inputs.to(ctx.device)).argmax(dim=1).cpu() == labels).sum())
         seen += len(labels)
-    return ctx.reduce(right, "sum"), ctx.reduce(seen, "sum")
+    return ctx.reduce(correct, "sum"), ctx.reduce(seen, "sum")
 
 
 def writer_to(ctx, folder: str):
-    """Return a TensorBoard writer on the main process; the others would write the same curves
-    beside it.
-    """
+    """Return a TensorBoard writer on the main process, None on the others."""
     if not (folder and ctx.is_main):
         return None
-    from torch.utils.tensorboard import SummaryWriter  # of the package tensorboard
+    from torch.utils.tensorboard import SummaryWriter  # from the package tensorboard
 
     return SummaryWriter(folder)
 
@@ -143,9 +136,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     with bootstrap.init(options.backend) as ctx:
-        torch.manual_seed(
-            ctx.rank
-        )  # other weights and other dropout on each process, until wrap() sends rank 0's weights to all
+        # Each process has other weights and other dropout; wrap() copies rank 0's weights to all.
+        torch.manual_seed(ctx.rank)
         model = ctx.wrap(
             network(batchnorm=options.batchnorm or options.sync_batchnorm),
             sync_batchnorm=options.sync_batchnorm,
@@ -158,8 +150,8 @@ def main() -> None:
             f"initial weights: {'the same' if same else 'different'} on {ctx.world_size} processes"
         )
 
-        # A batch of all processes is world_size times as large as one's: the learning rate grows
-        # with it (arXiv:1706.02677).
+        # The batch of all processes is world_size times the batch of one process; the learning rate
+        # grows with it (arXiv:1706.02677).
         lr = options.lr * ctx.world_size
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         scaler = torch.amp.GradScaler(
@@ -171,20 +163,22 @@ def main() -> None:
         writer = writer_to(ctx, options.tensorboard)
         ctx.print(f"learning rate {lr:g}")
         for epoch in range(options.epochs):
-            sampler.set_epoch(epoch)  # else every epoch has the order of the first
+            sampler.set_epoch(epoch)  # otherwise all epochs have the same order
             first = next(iter(sampler))
             loss = train_epoch(ctx, model, loader, optimizer, scaler, options)
-            right, seen = evaluate(ctx, model, held_out)
+            correct, seen = evaluate(ctx, model, held_out)
             ctx.print(
-                f"epoch {epoch + 1}/{options.epochs}: loss {loss:.4f}, accuracy {right / seen:.4f}, first sample {first}"
+                f"epoch {epoch + 1}/{options.epochs}: loss {loss:.4f}, "
+                f"accuracy {correct / seen:.4f}, first sample {first}"
             )
             if writer is not None:
                 writer.add_scalar("loss/train", loss, epoch)
-                writer.add_scalar("accuracy/held-out", right / seen, epoch)
+                writer.add_scalar("accuracy/held-out", correct / seen, epoch)
         if writer is not None:
             writer.close()
         ctx.print(
-            f"held-out accuracy {right / seen:.4f}: {right} of {seen} on {ctx.world_size} x {ctx.device.type} by {ctx.backend}"
+            f"held-out accuracy {correct / seen:.4f}: {correct} of {seen} "
+            f"on {ctx.world_size} x {ctx.device.type} by {ctx.backend}"
         )
         if options.save and ctx.is_main:
             torch.save(getattr(model, "module", model).state_dict(), options.save)

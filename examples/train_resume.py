@@ -1,15 +1,14 @@
-"""Train a small classifier that survives preemption: it saves when it is warned, and resumes where
-it was.
+"""Train a small classifier that saves a checkpoint on preemption and resumes from it.
 
     clusterjob launch --nproc-per-node 2 --warning 60 examples/train_resume.py --checkpoint model.pt
-    kill -USR1 AGENT     # what a scheduler does some time before it takes the nodes away: the job
-    ends with 75 CLUSTERJOB_ATTEMPT=1 clusterjob launch --nproc-per-node 2 --warning 60
-    examples/train_resume.py --checkpoint model.pt
+    kill -USR1 AGENT     # a scheduler does this before it preempts a job, which exits with code 75
+    CLUSTERJOB_ATTEMPT=1 clusterjob launch --nproc-per-node 2 --warning 60 \\
+      examples/train_resume.py --checkpoint model.pt
 
-However often it is interrupted, and even when it is killed without a warning, it ends with the same
-weights, bit for bit, as a run that nobody disturbed. For that a checkpoint holds all that a step
-depends on: model, optimizer, the number of the step, and the state of the random numbers. The
-batches depend on the step's number alone.
+The final weights are bit for bit those of an uninterrupted run, after any number of interruptions
+and even after a kill without a warning. For this, a checkpoint contains everything that a step
+depends on: model, optimizer, step number and random number state. The batch of a step depends only
+on the step number.
 """
 
 import argparse
@@ -24,9 +23,7 @@ from clusterjob import bootstrap
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (inputs, labels) of a made-up task: which of four directions a point lies in, the same
-    on every process.
-    """
+    """Return (inputs, labels) of a synthetic task with four classes, equal on all processes."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(4096, 16, generator=generator)
     return inputs, (inputs @ torch.randn(16, 4, generator=generator)).argmax(dim=1)
@@ -37,14 +34,14 @@ def network() -> nn.Module:
 
 
 def batch(ctx, labels: torch.Tensor, step: int, size: int) -> torch.Tensor:
-    """Return the indices of this process's samples in one step, which depend on nothing else."""
+    """Return the indices of this process's samples in one step; they depend on the step only."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))
     return order[ctx.rank * size : (ctx.rank + 1) * size]
 
 
 def save(ctx, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write a checkpoint that is whole or not there at all; every process calls it."""
-    # Each process has random numbers of its own, for the dropout.
+    """Write a checkpoint atomically; all processes must call this function."""
+    # Each process has its own random number state, for dropout.
     states = torch.zeros(ctx.world_size, len(torch.get_rng_state()), dtype=torch.uint8)
     states[ctx.rank] = torch.get_rng_state()
     states = ctx.reduce(states, "sum").to(torch.uint8)
@@ -55,19 +52,18 @@ def save(ctx, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
             "step": step,
             "random": states,
         }
-        aside = path.with_name(f"{path.name}.new")
-        with aside.open("wb") as stream:
+        temporary = path.with_name(f"{path.name}.new")
+        with temporary.open("wb") as stream:
             torch.save(state, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        aside.replace(
-            path
-        )  # in one go: whoever is killed here leaves the old checkpoint or the new one
+        # Atomic: a process that is killed here leaves the old checkpoint or the new one.
+        temporary.replace(path)
     ctx.barrier()
 
 
 def resume(ctx, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint if there is one; return the step to go on with."""
+    """Load the checkpoint if it exists; return the first step to run."""
     if not path.exists():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
@@ -77,14 +73,13 @@ def resume(ctx, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         )
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(
-        state["random"][ctx.rank].clone()
-    )  # of a view torch 2.13 reads the wrong bytes
+    # torch 2.13 reads the wrong bytes of a view; clone() copies it.
+    torch.set_rng_state(state["random"][ctx.rank].clone())
     return state["step"]
 
 
 def digest(model: nn.Module) -> str:
-    """Return a hash of the weights that tells any bit's difference."""
+    """Return a hash of all bits of the weights."""
     tensors = sorted(model.state_dict().items())
     return hashlib.sha256(
         b"".join(tensor.cpu().numpy().tobytes() for _, tensor in tensors)
@@ -114,9 +109,9 @@ def main() -> None:
         inputs, labels = samples()
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        # DDP gives all processes rank 0's weights. After its first step it regroups the gradients,
-        # and with that the order in which they are summed: the first step after a resume would
-        # differ in the last bit. Looking for unused parameters keeps it from that.
+        # DDP copies rank 0's weights to all processes. After its first step it regroups the
+        # gradients, which changes the order of the sums: the first step after a resume would differ
+        # in the last bit. find_unused_parameters prevents the regrouping.
         wrapped = ctx.wrap(model, find_unused_parameters=True)
 
         first = resume(ctx, options.checkpoint, model, optimizer)
@@ -130,8 +125,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
 
-            # Processes may hear of the warning at different steps: they agree to leave at the same
-            # one.
+            # The warning may reach the processes at different steps; because of the reduction they
+            # all leave at the same step.
             leaving = bool(ctx.reduce(ctx.preempted, "max")) and step + 1 < options.steps
             if leaving or (step + 1) % options.save_every == 0:
                 save(ctx, options.checkpoint, model, optimizer, step + 1)
@@ -139,7 +134,8 @@ def main() -> None:
             if leaving:
                 ctx.requeue()
         ctx.print(
-            f"{options.steps} steps on {ctx.world_size} x {ctx.device.type}: weights {digest(model)}"
+            f"{options.steps} steps on {ctx.world_size} x {ctx.device.type}: "
+            f"weights {digest(model)}"
         )
 
 

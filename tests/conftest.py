@@ -1,5 +1,7 @@
-"""What holds for every test: a world of its own, and nothing left behind: process, socket, thread,
-variable or directory.
+"""Fixtures for all tests; each test runs in an isolated environment and must clean up.
+
+A test fails if it leaves a process, a listening socket, a thread, a changed environment variable or
+a changed working directory.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from login_user import laptop, laptop_of_either  # noqa: F401  fixtures
+from login_user import laptop, laptop_of_each_cluster  # noqa: F401  fixtures
 from procs import (
     MARKER,
     Job,
@@ -22,8 +24,8 @@ from procs import (
     all_pids,
     below,
     command_line,
-    jobs_in,
-    kill_one_by_one,
+    job_factory,
+    kill_all,
     listening_sockets,
     marked,
 )
@@ -35,14 +37,14 @@ from slurm_fixtures import (  # noqa: F401  fixtures
     slurm_accounted,
     slurm_cluster,
 )
-from slurm_user import user, user_accounted, user_of_either  # noqa: F401  fixtures
+from slurm_user import user, user_accounted, user_of_each_cluster  # noqa: F401  fixtures
 from sshsite import full_disk, site  # noqa: F401  fixtures
 from sshworld import World, require, world_in
 from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 
 from clusterjob.core import node_zip
 
-SETTLING = 5.0  # seconds that what a test has started may take to be gone
+SETTLING = 5.0  # seconds in which the processes, sockets and threads of a test must end
 _FAMILIES = (
     "SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_",
     "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PALS_", "JSM_", "LSB_", "FLUX_", "PADDLE_",
@@ -58,7 +60,7 @@ settings.register_profile("clusterjob", deadline=None)
 settings.load_profile("clusterjob")
 
 
-# What a test needs shows in its fixtures; a test that needs a daemon in another way has the marker.
+# Fixtures that add a marker to a test. A test that needs a daemon without them sets the marker.
 _NEEDS = {
     "slurm": {"_slurm_none", "_slurm_dbd", "_slurm_either"},
     "ssh": {"_hosts"},
@@ -96,9 +98,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _signals_of_a_terminal() -> None:
-    """Undo what a shell does to a job in the background: processes inherit signals that are
-    ignored.
+def _default_signals() -> None:
+    """Restore the default handlers of SIGINT and SIGHUP.
+
+    A shell ignores these signals in a background job, and child processes inherit that.
     """
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
@@ -110,8 +113,9 @@ def _signals_of_a_terminal() -> None:
 
 @pytest.fixture(scope="session")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cache directory with the node zip in it, as a job leaves it: to make it takes longer
-    than most tests.
+    """Return a cache directory that contains the node zip, as after a job.
+
+    Building the zip takes longer than most tests.
     """
     cache = tmp_path_factory.mktemp("cache")
     node_zip.keep(node_zip.node_zip(), cache / "clusterjob")
@@ -119,10 +123,8 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory, _cache: Path) -> Iterator[None]:
-    """Give the test an environment that names no job and no configuration; fail it if it changes
-    the environment or leaks.
-    """
+def _isolated_environment(tmp_path_factory: pytest.TempPathFactory, _cache: Path) -> Iterator[None]:
+    """Run the test without variables of a job and without configuration; fail it if it leaks."""
     before = set(all_pids())
     threads = set(threading.enumerate())
     listening = listening_sockets(os.getpid())
@@ -134,9 +136,8 @@ def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory, _cache: Path) ->
                 patch.delenv(name)
         home = tmp_path_factory.mktemp("home")
         patch.setenv(MARKER, marker)
-        patch.setenv(
-            "PYTHONPATH", str(Path(__file__).resolve().parent.parent)
-        )  # for interpreters that are started with -S
+        # For interpreters that are started with -S.
+        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
         patch.setenv("CLUSTERJOB_HOME", str(home / "clusterjob"))
         patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
         patch.setenv("XDG_CACHE_HOME", str(_cache))
@@ -148,18 +149,18 @@ def _world_of_its_own(tmp_path_factory: pytest.TempPathFactory, _cache: Path) ->
                 os.environ[name] = given[name]
             else:
                 del os.environ[name]
-    complaints = [
+    problems = [
         f"{name}: {given.get(name)!r} became {left.get(name)!r}"
         for name in left.keys() | given.keys()
         if left.get(name) != given.get(name)
     ]
     if os.getcwd() != directory:
-        complaints.append(f"the working directory became {os.getcwd()}")
+        problems.append(f"the working directory became {os.getcwd()}")
         os.chdir(directory)
-    complaints += _leaks(marker, before, threads, listening)
-    if complaints:
+    problems += _leaks(marker, before, threads, listening)
+    if problems:
         pytest.fail(
-            "the test left behind:\n" + "\n".join(f"  {complaint}" for complaint in complaints),
+            "the test left behind:\n" + "\n".join(f"  {problem}" for problem in problems),
             pytrace=False,
         )
 
@@ -171,19 +172,17 @@ def _environment() -> dict[str, str]:
 def _leaks(
     marker: str, before: set[int], threads: set[threading.Thread], listening: set[str]
 ) -> list[str]:
-    """Return a line for everything that outlives the test and its settling time.
-
-    Leaked processes are killed then.
+    """Return a line for each leak that exists after `SETTLING` seconds; kill leaked processes.
 
     Args:
-        marker: stands in the environment of all that the test started.
+        marker: the value of `MARKER` in the environment of the test's processes.
         before: the processes of this machine when the test began.
         threads: the threads of this process when the test began.
         listening: the addresses on which this process listened when the test began.
     """
     end = time.monotonic() + SETTLING
     while True:
-        # Most tests start no process: then there is nothing to read.
+        # Most tests start no process; skip reading /proc then.
         new = set(all_pids()) - before
         pids = sorted({*marked(marker, new), *new.intersection(below(os.getpid()))}) if new else []
         others = [thread for thread in threading.enumerate() if thread not in threads]
@@ -201,13 +200,13 @@ def _leaks(
     ]
     lines += [f"a thread: {thread.name}" for thread in others]
     lines += [f"a listening socket of this process: {address}" for address in sockets]
-    kill_one_by_one([pid for pid in pids if alive(pid)])
+    kill_all([pid for pid in pids if alive(pid)])
     return lines
 
 
 @pytest.fixture
-def weird_path(tmp_path: Path) -> Path:
-    """Return a directory whose name holds all that a shell, a hostfile or a log line may trip over."""
+def special_path(tmp_path: Path) -> Path:
+    """Return a directory with special characters in its name, to find errors in quoting."""
     path = tmp_path / "-weird 'name' \"of\"\na $(dîr) ☃"
     path.mkdir()
     return path
@@ -215,8 +214,8 @@ def weird_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Return a maker of jobs: ``new_job(2)`` is one of two nodes, whose agents the test starts."""
-    with jobs_in(tmp_path) as make:
+    """Return a function that creates jobs: ``new_job(2)`` has two nodes; the test starts agents."""
+    with job_factory(tmp_path) as make:
         yield make
 
 
@@ -228,10 +227,8 @@ def _hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.fixture
-def world(_hosts: World, _world_of_its_own: None) -> Iterator[World]:
-    """Give the test real hosts, and a place in their client's network; nothing may be left running
-    on them.
-    """
+def world(_hosts: World, _isolated_environment: None) -> Iterator[World]:
+    """Run the test in the client's network of real hosts; fail it if processes are left on them."""
     _hosts.reset()
     with _hosts.client():
         yield _hosts

@@ -1,6 +1,8 @@
 #!/bin/sh
-# Installs the launchers of Open MPI and MPICH, and iproute2 for nodes in network namespaces, where they are missing: the tests use them.
-# Use: tools/mpi.sh   (on Debian and its kin; elsewhere it says what to install, and the tests that need it are skipped)
+# Install missing packages of the tests: the launchers of Open MPI and MPICH, and iproute2 for
+# nodes in network namespaces.
+# Usage: tools/mpi.sh
+# On systems without apt-get it prints the missing packages; the tests that need them are skipped.
 set -eu
 
 as_root() {
@@ -13,11 +15,13 @@ for pair in mpirun.openmpi:openmpi-bin mpirun.mpich:mpich ip:iproute2; do
 done
 [ -n "$missing" ] || exit 0
 
-# shellcheck disable=SC2086 # a list of words
+# shellcheck disable=SC2086 # a list of package names
 if command -v apt-get > /dev/null && printf 'mpi: installing%s\n' "$missing" >&2 &&
-  { as_root apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends $missing > /dev/null 2>&1 ||
+  { as_root apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends \
+    $missing > /dev/null 2>&1 ||
     { as_root apt-get -o DPkg::Lock::Timeout=300 update -qq &&
-      as_root apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends $missing > /dev/null; }; }; then
+      as_root apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends \
+        $missing > /dev/null; }; }; then
   exit 0
 fi
 printf 'mpi: the tests of these launchers are skipped until they are installed:%s\n' "$missing" >&2

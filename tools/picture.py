@@ -1,4 +1,4 @@
-"""Draw docs/images/failure-{light,dark}.svg: a real terminal session in which one rank fails.
+"""Draw docs/images/failure-{light,dark}.svg: a terminal session in which one rank fails.
 
 Run it from the root of the source tree: `.venv/bin/python tools/picture.py`.
 """
@@ -32,7 +32,7 @@ THEMES: dict[str, TerminalTheme] = {
 
 
 def script() -> str:
-    """Return the first Python block of the README: the script that the session runs."""
+    """Return the script of the session: the first Python block of the README."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     match = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert match is not None
@@ -40,7 +40,7 @@ def script() -> str:
 
 
 def session() -> str:
-    """Run the command in a terminal; return what it showed."""
+    """Run the command in a terminal; return its output."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "train.py").write_text(script(), encoding="utf-8")
         environ = os.environ | {
@@ -54,19 +54,19 @@ def session() -> str:
             COMMAND.split(), cwd=directory, stdin=slave, stdout=slave, stderr=slave, env=environ
         )
         os.close(slave)
-        shown = b""
+        output = b""
         while True:
             try:
-                piece = os.read(master, 65536)
+                data = os.read(master, 65536)
             except OSError:  # EIO: the last process has closed the terminal
                 break
-            if not piece:
+            if not data:
                 break
-            shown += piece
+            output += data
         process.wait()
         os.close(master)
-    text = re.sub(r"\x1b\[\?25[lh]", "", shown.decode()).replace("\r\n", "\n")
-    # A progress line is erased, by way of the line below it or on its own line.
+    text = re.sub(r"\x1b\[\?25[lh]", "", output.decode()).replace("\r\n", "\n")
+    # Remove erased progress lines: erased from the line below, or on their own line.
     text = re.sub(r"[^\n]*\n\r\x1b\[1A\x1b\[2K", "", text)
     text = re.sub(r"[^\n]*\r\x1b\[2K", "", text)
     for path, name in ((directory, "/home/ada/tour"), (str(ROOT), "/home/ada/tour")):
@@ -76,13 +76,13 @@ def session() -> str:
 
 def main() -> None:
     """Write both pictures."""
-    shown = session()
+    output = session()
     for name, theme in THEMES.items():
         console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
         console.print(Text("$ " + COMMAND, style="bold"))
-        console.print(Text.from_ansi(shown.rstrip()))
+        console.print(Text.from_ansi(output.rstrip()))
         svg = console.export_svg(title="clusterjob", theme=theme, unique_id=f"failure-{name}")
-        # Nothing is loaded from the network: the reader's own monospace font will do.
+        # The picture must not load fonts from the network; the browser's monospace font is used.
         svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
         (ROOT / "docs" / "images" / f"failure-{name}.svg").write_text(svg, encoding="utf-8")
 

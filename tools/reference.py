@@ -1,7 +1,7 @@
-"""Fill the generated parts of docs/reference.md from the commands, the settings and `launch`.
+"""Write the generated parts of docs/reference.md: commands, job options, `launch` options.
 
-Run it from the root of the source tree: `.venv/bin/python tools/reference.py`. A test fails when the
-page differs from what this writes.
+Run it in the root of the source tree: `.venv/bin/python tools/reference.py`. A test fails if the
+page differs from this program's output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clusterjob.node import options as node_options
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-# `launch` is read by the node half's own parser.
+# The options of `launch` come from the node's own parser.
 _OF_A_JOB = {
     param.name for param in COMMANDS["submit"].params if param.name in {
         param.name for param in COMMANDS["render"].params
@@ -46,7 +46,7 @@ def _own(command: Any) -> list[Any]:
 
 
 def commands() -> str:
-    """Return a section for each command: usage, what it does, its own options."""
+    """Return one section per command: description and options that are not job options."""
     parts = []
     for name, command in COMMANDS.items():
         if name == "launch":
@@ -66,7 +66,7 @@ def commands() -> str:
 
 
 def job_options() -> str:
-    """Return the table of a job's options: flag, key in a file, variable, meaning."""
+    """Return the table of job options: flag, configuration key, variable, meaning."""
     lines = ["| option | key | variable | meaning |", "| --- | --- | --- | --- |"]
     by_flag = {flag: param for param in COMMANDS["submit"].params for flag in param.opts}
     cluster = by_flag["--cluster"]
@@ -97,7 +97,7 @@ PARTS = {"commands": commands, "job options": job_options, "launch": launch}
 
 
 def filled(text: str) -> str:
-    """Return the page with its generated parts written anew."""
+    """Return the page with new generated parts."""
     for name, make in PARTS.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         before, found, rest = text.partition(begin)

@@ -1,6 +1,8 @@
 #!/bin/sh
-# Makes .venv with everything that the demo and the tests need; installs Debian's venv package where that is missing.
-# Use: tools/setup.sh   (PYTHON names another interpreter than python3)
+# Create .venv with all packages of the demo and the tests.
+# Install Debian's venv package if it is missing.
+# Usage: tools/setup.sh
+# Set PYTHON to use another interpreter than python3.
 set -eu
 cd -- "$(dirname -- "$0")/.."
 python=${PYTHON:-python3}
@@ -24,5 +26,6 @@ fi
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 say "installing clusterjob, torch and the tools into .venv (minutes the first time)"
-.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev]'
+.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+  --editable '.[torch,dev]'
 touch .venv/ready

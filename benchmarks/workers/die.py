@@ -1,4 +1,4 @@
-"""All ranks but the last sit in a collective; the last one writes down the time and dies.
+"""The last rank writes the time to FILE and dies while the other ranks wait in a collective.
 
 Use: die.py raise|exit|SIGKILL|SIGSEGV all_reduce|barrier FILE
 """

@@ -1,4 +1,4 @@
-"""Reaches many hosts at once with our connections, and runs a command on each if there is one.
+"""Connect to many hosts at once through clusterjob; run COMMAND on each if it is given.
 
 Use: fan_out.py CONFIG HOSTS [COMMAND]
 """
@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from clusterjob.core.hosts import Host, parse_hosts
-from clusterjob.remote.connect import Reach
+from clusterjob.remote.connect import ConnectOptions
 from clusterjob.remote.pool import Pool, for_each
 
 config, names, *command = sys.argv[1:]
-pool = Pool(Reach(60.0, print, ssh_config=Path(config)))
+pool = Pool(ConnectOptions(timeout=60.0, warn=print, ssh_config=Path(config)))
 
 
 def work(host: Host) -> int:

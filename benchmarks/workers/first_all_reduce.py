@@ -1,5 +1,4 @@
-"""A plain env:// script: joins, adds up one number over all ranks, and rank 0 writes down when that
-was done.
+"""A plain env:// script: all ranks run one all-reduce; rank 0 writes its end time to FILE.
 
 Use: first_all_reduce.py FILE
 """

@@ -1,5 +1,4 @@
-"""Makes the process group plainly, or by bootstrap, and each rank writes down when it began and
-when it had it.
+"""Create the process group with torch or bootstrap; each rank writes its begin and end time.
 
 Use: meet.py plain|bootstrap DIRECTORY
 """

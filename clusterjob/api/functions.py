@@ -1,9 +1,9 @@
-"""Python functions as jobs: ``clusterjob.submit(train, lr, nodes=2)``, and ``clusterjob.map(train,
-rates)``.
+"""Run Python functions as jobs: `clusterjob.submit` and `clusterjob.map`.
 
-The function travels as submitit's pickled call (its DelayedSubmission, by cloudpickle, so that
-functions of ``__main__`` and closures travel too) in the job's own directory; each worker calls it
-with the process group ready, and leaves its result there.
+For example ``clusterjob.submit(train, lr, nodes=2)`` and ``clusterjob.map(train, rates)``. The call
+is pickled as submitit's DelayedSubmission into the job directory. submitit uses cloudpickle, so
+functions of ``__main__`` and closures work too. Each worker calls the function with the process
+group ready, and writes its result into the job directory.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from clusterjob.core import jobs
 from clusterjob.core.options import SETTINGS, read_setting
 from clusterjob.core.plans import PlannedFile
 from clusterjob.core.records import Record, Records
-from clusterjob.core.trust import Use
+from clusterjob.core.trust import Usage
 from clusterjob.errors import UsageError
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.worker import call
 
-_DISTANT = ("ssh", "mlp")  # backends whose jobs write into directories of other machines
+_DISTANT = ("ssh", "mlp")  # backends whose jobs write on other machines
 _PROGRAM = Program("module", call.__name__)
 
 
 @dataclass(frozen=True)
 class FunctionJob:
-    """A function that runs, or ran, as a job; `clusterjob status`, `logs` and `cancel` know it by
-    its id.
+    """A function that runs, or ran, as a job.
 
     Attributes:
-        id: the job's id.
+        id: the job's id, which `clusterjob status`, `logs` and `cancel` accept.
     """
 
     id: str
@@ -45,7 +44,7 @@ class FunctionJob:
         return Records().find(self.id)
 
     def state(self) -> JobState:
-        """Return how the job stands."""
+        """Return the state of the job."""
         return jobs.status(self._record()).state
 
     def done(self) -> bool:
@@ -53,27 +52,28 @@ class FunctionJob:
         return jobs.status(self._record()).verdict is not None
 
     def wait(self) -> Verdict:
-        """Return how the job ended, once it has."""
+        """Wait for the job to end and return its verdict."""
         return jobs.wait(self._record())
 
     def cancel(self) -> None:
-        """Stop the job."""
+        """Cancel the job."""
         jobs.cancel([self._record()])
 
     def result(self) -> Any:
-        """Return what the function returned on rank 0, once the job has ended.
+        """Wait for the job to end and return the result of rank 0.
 
         Raises:
-            Exception: what the function raised on the rank that failed first, with that worker's
+            Exception: the function's exception on the rank that failed first, with that worker's
                 traceback as its cause.
-            JobFailed: the job failed otherwise: a worker was killed, a node was lost, the job was
-                cancelled.
+            JobFailed: the job failed in another way: a worker was killed, a node was lost, or the
+                job was cancelled.
         """
         return self.results()[0]
 
     def results(self) -> list[Any]:
-        """Return what the function returned on each rank, in their order, once the job has ended;
-        raises as `result` does.
+        """Wait for the job to end and return the results of all ranks, in rank order.
+
+        Raises the same exceptions as `result`.
         """
         record = self._record()
         verdict = jobs.wait(record)
@@ -95,33 +95,38 @@ def submit(
 ) -> FunctionJob:
     """Run ``function(*args, **kwargs)`` on every worker of a new job and return at once.
 
-    In it `clusterjob.bootstrap.init()` gives the worker's context, whose process group is ready.
+    In the function, `clusterjob.bootstrap.init()` returns the worker's context. Its process group
+    is ready.
 
     Args:
-        function: what can be pickled by cloudpickle: functions of ``__main__``, lambdas and
-            closures included.
-        args: its arguments.
-        kwargs: its arguments by name.
+        function: a function that cloudpickle can pickle, including functions of ``__main__``,
+            lambdas and closures.
+        args: positional arguments of the function.
+        kwargs: keyword arguments of the function.
         settings: ``cluster``, and any setting of a job by its key in a configuration file:
             ``nodes=2, gpus_per_node=8, time="2h", partition="gpu"``.
 
     Raises:
-        UsageError: a setting is unknown or makes no sense.
+        UsageError: a setting is unknown or invalid.
         ClusterJobError: the job cannot be submitted, or the call cannot be pickled.
     """
     return FunctionJob(_submit([(function, args, dict(kwargs or {}))], settings)[0].job_id)
 
 
-def map(function: Callable[..., Any], values: Iterable[Any], **settings: Any) -> list[FunctionJob]:  # noqa: A001 - as Executor.map
-    """Run ``function(value)`` for each value as a job of its own; under Slurm all are one array.
+def map(  # noqa: A001 - named like Executor.map
+    function: Callable[..., Any],
+    values: Iterable[Any],
+    **settings: Any,
+) -> list[FunctionJob]:
+    """Run ``function(value)`` as a separate job for each value; under Slurm as one array.
 
     Args:
         function: as for `submit`.
-        values: one for each job.
-        settings: as for `submit`; ``array="%8"`` has at most 8 run at a time.
+        values: the arguments, one per job.
+        settings: as for `submit`; ``array="%8"`` limits the number of running jobs to 8.
 
     Raises:
-        UsageError: a setting is unknown or makes no sense.
+        UsageError: a setting is unknown or invalid.
         ClusterJobError: a job cannot be submitted, or a call cannot be pickled.
     """
     calls = [(function, (value,), dict[str, Any]()) for value in values]
@@ -136,7 +141,7 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
     if not callable(calls[0][0]):
         raise UsageError(
             f"{calls[0][0]!r} is not a function",
-            "a script is started by the command `clusterjob submit SCRIPT`",
+            "to start a script: `clusterjob submit SCRIPT`",
         )
     values = dict(given)
     cluster = values.pop("cluster", None)
@@ -148,7 +153,7 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
                 f"a function's job has no setting {key!r}",
                 f"did you mean {near[0]}?"
                 if near
-                else "`clusterjob submit --help` lists them, as options",
+                else "`clusterjob submit --help` lists the settings as options",
             )
     flags = {
         key: read_setting(key, value, origin=f"{key}={value!r}")
@@ -158,14 +163,14 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
     flags.setdefault(
         "name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>")
     )
-    settings = jobs.settle(
-        flags, cluster, directory=Path.cwd(), use=Use(sources=tuple(_sources(calls[0][0])))
+    settings = jobs.resolve_settings(
+        flags, cluster, directory=Path.cwd(), use=Usage(sources=tuple(_sources(calls[0][0])))
     )
     if settings.backend in _DISTANT or settings.values.get("login"):
-        # Their results would be pickles that other machines have made, read here.
+        # Results are pickles; reading pickles from other machines here is unsafe.
         raise UsageError(
-            f"a function's results do not come back from the cluster {settings.cluster!r}",
-            "submit a script there",
+            f"the cluster {settings.cluster!r} cannot return a function's results",
+            "submit a script instead",
         )
     payloads = [_pickled(*one) for one in calls]
     if many and settings.backend == "local":
@@ -177,8 +182,10 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
 
 
 def _sources(function: Callable[..., Any]) -> Iterator[Path]:
-    """Yield what asks for a job: the running script, else the directory of an interactive session;
-    and the function's file.
+    """Yield the files that ask for the job, for the trust check.
+
+    These are the running script, or the directory of an interactive session, and the function's
+    file.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     yield Path(main) if main else Path.cwd()

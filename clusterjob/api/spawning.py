@@ -1,9 +1,8 @@
-"""``clusterjob.spawn(train, args=(True,), nprocs=2, gpus="4,5")``: a function of this very program
-in processes of this machine.
+"""Run a function of this program in several processes of this machine: `clusterjob.spawn`.
 
-The processes are the workers of a node's own agent, as `clusterjob launch` has them: warm start,
-supervision and verdict are the same. The call travels as that of a function's job, in a directory
-that lives as long as the call.
+For example ``clusterjob.spawn(train, args=(True,), nprocs=2, gpus="4,5")``. The processes are the
+workers of an agent, as under `clusterjob launch`: preload, supervision and verdict are the same.
+The call is pickled into a temporary directory, which is removed when `spawn` returns.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 from clusterjob.worker import call
 
-_LOOK = 0.1  # seconds between two looks at the workers' output
+_POLL = 0.1  # seconds between two polls of the workers' output
 
 
 def spawn(
@@ -40,39 +39,38 @@ def spawn(
     nprocs: int | None = None,
     gpus: str | Sequence[int | str] | None = None,
 ) -> list[Any]:
-    """Run ``function(*args, **kwargs)`` in worker processes of this machine, and return when all
-    have ended.
+    """Run ``function(*args, **kwargs)`` in worker processes of this machine; wait for all.
 
-    Each process has its place in RANK, LOCAL_RANK, MASTER_ADDR and their kin. The process group is
-    left to the function: `clusterjob.bootstrap.init()` in it makes one and gives the context; so
-    does torch's own ``init_process_group``. What the processes print is shown on sys.stdout and
-    sys.stderr, each line with its rank. When one fails the others are stopped, and when the calling
-    process ends, even by SIGKILL, its workers end too.
+    Each process finds its rank assignment in RANK, LOCAL_RANK, MASTER_ADDR and the related
+    variables. The function creates the process group: `clusterjob.bootstrap.init()` creates one and
+    returns the context, and torch's ``init_process_group`` works too. The output of the processes
+    is printed on sys.stdout and sys.stderr, each line with its rank. If one process fails, the
+    others are stopped. If the calling process ends, even by SIGKILL, its workers end too.
 
     Args:
-        function: what cloudpickle can pickle: functions of ``__main__``, of a notebook, lambdas and
-            closures included.
-        args: its arguments.
-        kwargs: its arguments by name.
-        nprocs: how many processes; by default one for each GPU, or one where there is none.
-        gpus: the GPUs that they see, as CUDA_VISIBLE_DEVICES names them: ``"4,5"`` or ``[4, 5]``;
-            None for all visible ones, ``""`` for none.
+        function: a function that cloudpickle can pickle, including functions of ``__main__`` or of
+            a notebook, lambdas and closures.
+        args: positional arguments of the function.
+        kwargs: keyword arguments of the function.
+        nprocs: number of processes; by default one per GPU, or one if there is no GPU.
+        gpus: the GPUs that the processes see, as CUDA_VISIBLE_DEVICES names them: ``"4,5"`` or
+            ``[4, 5]``; None for all visible ones, ``""`` for none.
 
     Returns:
-        What the function returned, by rank.
+        The function's results, in rank order.
 
     Raises:
-        Exception: what the function raised on the rank that failed first, with the rank and its
+        Exception: the function's exception on the rank that failed first, with the rank and its
             traceback as the cause.
-        JobFailed: a process was killed, or ended otherwise without a result.
-        UsageError: a GPU is not visible here, or the arguments make no sense.
-        PlaceError: this is one process of a job already, or one of several nodes.
+        JobFailed: a process was killed, or ended without a result.
+        UsageError: a GPU is not visible here, or an argument is invalid.
+        PlacementError: this process already belongs to a job, or to one of several nodes.
         ClusterJobError: the call cannot be pickled.
     """
     if not callable(function):
         raise UsageError(
             f"{function!r} is not a function",
-            "a script is started by the command `clusterjob run SCRIPT`",
+            "to start a script: `clusterjob run SCRIPT`",
         )
     environ = _environment(gpus)
     count = _count(nprocs, gpus, environ=environ)
@@ -86,9 +84,9 @@ def spawn(
         code = _run(job_dir, count, environ=environ)
         ended = files.read_json(job_dir / "result.json")
         if ended is None:
-            said = _last_words(job_dir)
+            output = _agent_output(job_dir)
             raise JobFailed(
-                f"the process that starts the workers ended with {code}{': ' if said else ''}{said}"
+                f"the agent of the workers ended with {code}{': ' if output else ''}{output}"
             )
         return call.results(
             job_dir, Verdict.from_json(ended), world_size=count, name=f"spawn of {_name(function)}"
@@ -98,19 +96,20 @@ def spawn(
 
 
 def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:
-    """Return the agent's environment, which the workers inherit."""
+    """Return the environment of the agent, which the workers inherit."""
     from clusterjob.node.launch import find_node, node_of
 
     topology = node_of(find_node(os.environ))
     if topology.nnodes > 1:
         raise UsageError(
-            f"spawn starts processes of this machine alone, and it is one of {topology.nnodes} nodes ({topology.source})",
+            f"spawn starts processes only on this machine, which is one of {topology.nnodes} nodes"
+            f" ({topology.source})",
             "`clusterjob launch SCRIPT` starts this node's part of the job",
         )
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith("CLUSTERJOB_")
     }
-    # A place of its own: a platform's port is for one job, and several spawns may run at once.
+    # A separate rendezvous address: a platform's port serves one job, and several spawns may run.
     environ |= {
         "CLUSTERJOB_NNODES": "1",
         "CLUSTERJOB_NODE_RANK": "0",
@@ -131,13 +130,14 @@ def _count(nprocs: int | None, gpus: object, environ: Mapping[str, str]) -> int:
         listed = environ["CUDA_VISIBLE_DEVICES"] if gpus is not None else ""
         return len(listed.split(",")) if listed else devices.visible_gpus(environ) or 1
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
-        raise UsageError(f"nprocs is {nprocs!r}: it is a whole number from 1")
+        raise UsageError(f"nprocs={nprocs!r}: must be a whole number of at least 1")
     return nprocs
 
 
 def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
-    """Run the agent until it ends, and return its exit code. It holds a lifeline: whatever ends
-    this process ends the workers too.
+    """Run the agent until it ends, and return its exit code.
+
+    The agent's stdin is a lifeline: when this process ends for any reason, the workers end too.
     """
     options = LaunchOptions(
         Program("module", call.__name__), nproc_per_node=count, lifeline=True, echo=False
@@ -151,7 +151,7 @@ def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C is this process's: it lets the agent end in its own order.
+                # Ctrl-C reaches only this process, which lets the agent stop the workers in order.
                 start_new_session=True,
             )
         except OSError as error:
@@ -162,11 +162,11 @@ def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
     try:
         while agent.returncode is None:
             try:
-                agent.wait(_LOOK)
+                agent.wait(_POLL)
             except subprocess.TimeoutExpired:
                 _show(reader)
     except BaseException:
-        agent.stdin.close()  # the lifeline: the workers are stopped
+        agent.stdin.close()  # closes the lifeline, which stops the workers
         _wait_or_kill(agent)
         raise
     finally:
@@ -179,7 +179,7 @@ def _wait_or_kill(agent: subprocess.Popen[bytes]) -> None:
     try:
         agent.wait()
     except BaseException:  # a second Ctrl-C
-        agent.kill()  # and the kernel kills its workers
+        agent.kill()  # the kernel then kills its workers
         agent.wait()
         raise
 
@@ -190,7 +190,7 @@ def _show(reader: LogReader, *, last: bool = False) -> None:
         print(f"[{line.label}] {sanitize(line.text, colours=True)}", file=stream, flush=True)
 
 
-def _last_words(job_dir: Path) -> str:
+def _agent_output(job_dir: Path) -> str:
     lines = (job_dir / "agent.log").read_text(errors="replace").splitlines()
     return " ".join(line.strip() for line in lines).removeprefix("clusterjob: ")
 

@@ -1,1 +1,1 @@
-"""The places a job can run at: one folder per backend, the contract in `base`."""
+"""Backends: one folder per backend, with the contract and the registry in `base`."""

@@ -1,7 +1,7 @@
-"""Where jobs can run. A backend is looked up by name and imported when it is needed.
+"""The contract of a backend, and the registry that finds and imports a backend by its name.
 
-A package of yours becomes one by an entry point in the group ``clusterjob.backends`` that names a
-class with these methods.
+Another package adds a backend by an entry point in the group ``clusterjob.backends``. The entry
+point names a class with the methods of `Backend`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _BUILTIN: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Status:
-    """How a job stands.
+    """The status of a job.
 
     Attributes:
-        state: where it stands.
-        reason: one line, such as what it waits for; empty if there is nothing to say.
-        verdict: how it ended, once it has.
+        state: the job's state.
+        reason: one line, such as why the job is pending; empty if there is no reason.
+        verdict: the verdict, once the job has ended.
         started_at: when its workers first started, RFC 3339, UTC; None before.
-        restarts: how often they were started again.
-        handle: where the job turned out to be, if its record did not say.
-        provisional: whether the verdict is a guess, as hosts that know the end were not reached.
+        restarts: number of restarts of the workers.
+        handle: the handle of the job, if its record has none and the backend found it.
+        provisional: whether the verdict is a guess because the hosts that know it were unreachable.
     """
 
     state: JobState
@@ -59,11 +59,11 @@ class Status:
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """How much one host may send when results are fetched.
+    """Limits for the results that one host may send.
 
     Attributes:
-        files: files, directories and links at the paths that are asked for.
-        size: bytes of the files that have to be brought.
+        files: number of files, directories and links at the requested paths.
+        size: total bytes of the files to transfer.
     """
 
     files: int = 100_000
@@ -74,37 +74,39 @@ FETCH_LIMITS = FetchLimits()
 
 
 class Backend(Protocol):
-    """What every backend can do."""
+    """The methods that every backend has."""
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do. Runs no command and contacts nothing."""
+        """Return what submitting the job will do; run no command and contact no host."""
 
     def submit(self, plan: Plan) -> Handle:
-        """Start what was planned, whose files are in place; the job ends with this process until
-        `detach`.
+        """Start a planned job whose files are already written.
+
+        Until `detach`, the job ends when this process ends.
 
         Raises:
-            SubmitError: it cannot be started; nothing of it is left running.
+            SubmitError: the job cannot be started; no part of it is left running.
         """
 
     def detach(self, handle: Handle) -> None:
-        """Let the job live on without this process."""
+        """Let the job continue after this process ends."""
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        """Return how jobs stand, by job id: one question to the cluster for all of them."""
+        """Return the status of jobs by job id, with one request to the cluster for all jobs."""
 
     def collect(self, record: Record) -> None:
-        """Have the logs in `record.job_dir` as far as they are written by now; where the job writes
-        there itself, do nothing.
+        """Bring the logs in `record.job_dir` up to date.
+
+        Does nothing if the job itself writes there.
         """
 
     def cancel(self, records: Sequence[Record]) -> None:
-        """Stop jobs and return once they are being stopped; a job that has ended stays as it is."""
+        """Start to cancel jobs and return; a job that has ended is not changed."""
 
 
 @runtime_checkable
 class Fetcher(Protocol):
-    """What a backend can do whose jobs work on disks that are not this machine's."""
+    """A backend whose jobs write results to disks of other machines."""
 
     def fetch(
         self,
@@ -115,59 +117,59 @@ class Fetcher(Protocol):
         may_replace: Callable[[list[str]], bool],
         limits: FetchLimits,
     ) -> list[Fetched]:
-        """Bring results from the job's hosts; see `clusterjob.core.jobs.fetch`."""
+        """Fetch results from the job's hosts; see `clusterjob.core.jobs.fetch`."""
 
 
 @runtime_checkable
-class Examiner(Protocol):
-    """What a backend can do that knows how to look at its cluster before there is a job."""
+class Checker(Protocol):
+    """A backend with doctor checks of its cluster."""
 
-    def examine(self, spec: JobSpec) -> Iterator[Check]:
-        """Yield what is found of the cluster's fitness for such a job, each check as it is done;
-        starts no job, changes nothing.
+    def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
+        """Check whether the cluster can run a job, and yield each check when it is done.
+
+        Starts no job and changes nothing.
 
         Raises:
-            UsageError: the job makes no sense on this cluster.
+            UsageError: the job is invalid on this cluster.
         """
 
 
 @runtime_checkable
 class Interrupter(Protocol):
-    """What a backend can do whose agents hear of Ctrl-C: interrupt workers (SIGINT) before it
-    cancels.
-    """
+    """A backend that can interrupt the workers (SIGINT) on Ctrl-C before it cancels the job."""
 
     def interrupt(self, record: Record) -> bool:
-        """Have the workers interrupted, and stopped after the job's grace; returns at once.
+        """Request an interrupt of the workers, and a stop after the job's grace; return at once.
 
-        False where the job can only be cancelled: no agent runs workers of it yet.
+        Returns False if the job can only be cancelled because no agent runs workers of it yet.
         """
 
 
 @runtime_checkable
 class Foreground(Protocol):
-    """What a backend can do whose jobs run beside the caller: give rank 0 its stdin, a terminal
-    included.
+    """A backend whose jobs run on this machine, so that rank 0 can read the caller's stdin.
+
+    The stdin may be a terminal.
 
     Attributes:
-        stdin: the descriptor that becomes rank 0's stdin in jobs that are submitted from now on;
-            None for an empty one.
+        stdin: the descriptor that becomes rank 0's stdin in jobs submitted from now on; None for an
+            empty stdin.
     """
 
     stdin: int | None
 
     def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that waits for input from this process's terminal; return whether
-        there is one.
+        """Interrupt the worker that reads from this process's terminal, if there is one.
+
+        Returns whether there is one.
         """
 
 
 class _Names(Sequence[str]):
-    """All backends' names, ours first. Those of other packages are looked up only when ours do not
-    answer the question.
+    """The names of all backends, the built-in ones first.
 
-    Reading the metadata of every installed package takes a tenth of a second in a large
-    environment.
+    Entry points are read only if the built-in names do not suffice. Reading the metadata of every
+    installed package takes 0.1 s in a large environment.
     """
 
     @functools.cached_property
@@ -198,14 +200,12 @@ class _Names(Sequence[str]):
 
 
 def names() -> Sequence[str]:
-    """Return the names of all backends, ours first."""
+    """Return the names of all backends, the built-in ones first."""
     return _Names()
 
 
 def preferred() -> str:
-    """Return the backend where nobody names a cluster: Slurm where this machine can submit to one,
-    else this machine itself.
-    """
+    """Return the default backend: `slurm` if this machine can submit to Slurm, else `local`."""
     if shutil.which("sbatch") is not None:
         from clusterjob.backends.slurm.client import Client
 
@@ -215,10 +215,10 @@ def preferred() -> str:
 
 
 def load(name: str) -> Backend:
-    """Return a backend.
+    """Import a backend and return an instance of it.
 
     Raises:
-        UnknownCluster: there is none of this name.
+        UnknownCluster: there is no backend of this name.
     """
     if name in _BUILTIN:
         module, _, attribute = _BUILTIN[name].partition(":")

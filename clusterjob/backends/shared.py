@@ -1,6 +1,4 @@
-"""What backends share: the files of a job that every node needs, and what a job's directory says of
-its progress and its end.
-"""
+"""Shared code of the backends: files that every node needs, progress and end of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from clusterjob.core.plans import Plan, PlannedFile
 from clusterjob.core.records import Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
-from clusterjob.doctor.engine import Finding, ok
+from clusterjob.doctor.engine import CheckFinding, ok
 from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now, read_events
@@ -29,34 +27,34 @@ from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Request
 
-CODE = "code"  # where hosts have the working directory that was sent, in the job's own
-SWEEP = "sweep.args"  # each element's arguments, in a job's directory
+CODE = "code"  # the sent working directory, in the job directory of a host
+SWEEP = "sweep.args"  # arguments of each array element, in the job directory
 
 
 def new_directory(name: str) -> tuple[str, Path]:
-    """Return a new job's id and where its files will lie.
+    """Return the id and the directory of a new job; create nothing.
 
     Raises:
-        SpecError: the directory cannot stand on PYTHONPATH.
+        SpecError: the directory contains a colon, so it cannot be on PYTHONPATH.
     """
     job_id = plans.new_id(name)
     job_dir = home() / "jobs" / job_id
     if ":" in str(job_dir):
         raise SpecError(
-            f"the job directory {job_dir} holds a colon, which PYTHONPATH cannot carry",
-            "CLUSTERJOB_HOME names another",
+            f"the job directory {job_dir} contains a colon, which PYTHONPATH cannot hold",
+            "set CLUSTERJOB_HOME to another directory",
         )
     return job_id, job_dir
 
 
 def refuse_hosts(spec: JobSpec, name: str) -> None:
-    """Refuse what only bare hosts have.
+    """Refuse settings that only jobs on bare hosts can have.
 
     Raises:
-        SpecError: the job names hosts or cards.
+        SpecError: the job names hosts or GPUs, or has --no-sync.
     """
     if spec.hosts:
-        raise SpecError(f"the {name} cluster takes no hosts", "--cluster ssh does")
+        raise SpecError(f"the {name} cluster takes no hosts", "use --cluster ssh")
     if spec.gpus:
         count = (
             spec.gpus
@@ -66,25 +64,26 @@ def refuse_hosts(spec: JobSpec, name: str) -> None:
             else len(spec.gpus.split(","))
         )
         raise SpecError(
-            f"--gpus {spec.gpus} lists cards, which the {name} cluster cannot choose",
+            f"--gpus {spec.gpus} lists GPUs, which the {name} cluster cannot choose",
             f"did you mean --gpus-per-node {count}?",
         )
     if not spec.sync and not spec.login:
-        raise SpecError(f"the {name} cluster knows no --no-sync", "it is for hosts: --cluster ssh")
+        raise SpecError(f"the {name} cluster does not support --no-sync", "use --cluster ssh")
 
 
 def refuse_queue(
     spec: JobSpec, cluster: str, hint: str = "it needs a queue: --cluster slurm"
 ) -> None:
-    """Refuse what only a cluster with a queue has.
+    """Refuse settings that only a cluster with a queue supports.
 
     Args:
         spec: the job.
-        cluster: the name of the one that has none.
-        hint: where it can be had.
+        cluster: the name of the cluster that has no queue.
+        hint: where the settings are supported.
 
     Raises:
-        SpecError: the job asks for an array, a dependency, a container or another of a queue's.
+        SpecError: the job asks for an array, a dependency, a container or another feature of a
+            queue.
     """
     if spec.resources.gpu_type:
         wanted = f"--gpus-per-node {spec.resources.gpu_type}:{spec.resources.gpus_per_node}"
@@ -96,15 +95,14 @@ def refuse_queue(
         if getattr(spec, flag):
             raise SpecError(f"the {cluster} cluster has no --{flag.replace('_', '-')}", hint)
     if spec.launcher == "srun":
-        raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+        raise SpecError("--launcher srun needs Slurm", "use --cluster slurm")
 
 
 def sent_program(spec: JobSpec) -> Program:
-    """Return the program as it is found where the working directory is sent: a script by its path
-    within that.
+    """Return the program with a script's path relative to the sent working directory.
 
     Raises:
-        SpecError: the script is not in what is sent.
+        SpecError: the script is outside of the working directory.
     """
     program = spec.program
     if not spec.sync or program.kind != "script":
@@ -112,14 +110,14 @@ def sent_program(spec: JobSpec) -> Program:
     path = os.path.relpath(os.path.join(spec.workdir, program.target), spec.workdir)
     if path.startswith(".."):
         raise SpecError(
-            f"the script {program.target!r} lies outside of {spec.workdir}, which is what is sent",
-            "--workdir names another",
+            f"the script {program.target!r} is outside of the sent directory {spec.workdir}",
+            "choose another directory with --workdir",
         )
     return Program(program.kind, path, args=program.args)
 
 
 def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
-    """Return the files of every job: what was asked for, and the node half."""
+    """Return the files that every job has: spec.json and the node zip."""
     return (
         PlannedFile(job_dir / "spec.json", (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
         PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(node_zip.cache_directory())),
@@ -127,18 +125,18 @@ def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
 
 
 def script_file(path: Path, text: str) -> PlannedFile:
-    """Return a rendered script as a file that may be run."""
+    """Return a rendered script as an executable file."""
     return PlannedFile(path, text.encode(errors="surrogateescape"), mode=0o700)
 
 
 def sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
-    """Return each element's arguments, one line an element, as bash reads them."""
+    """Return the file with one line of shell-quoted arguments per array element."""
     lines = [sh_line(arrays.program_of(spec.program, values).args) for values in array.values]
     return PlannedFile(job_dir / SWEEP, ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
 
 
 def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
-    """Return what every template may name."""
+    """Return the variables of every template."""
     return {
         "job_id": job_id,
         "job_dir": str(job_dir),
@@ -152,17 +150,18 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     }
 
 
-def plannable(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[Finding]:
-    """Find whether a job can be planned; see `clusterjob.doctor.engine.Look`."""
+def plannable(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[CheckFinding]:
+    """Check that a job can be planned; a check function of `doctor.engine.CheckStep`."""
     plan(spec)
     nodes, workers = spec.resources.nodes, spec.nproc_per_node
     yield ok(
-        f"{nodes} node{'s' if nodes > 1 else ''} with {workers} worker{'s' if workers > 1 else ''}{' each' if nodes > 1 else ''}"
+        f"{nodes} node{'s' if nodes > 1 else ''} with {workers} worker"
+        f"{'s' if workers > 1 else ''}{' each' if nodes > 1 else ''}"
     )
 
 
 def ended(verdict: Verdict) -> Status:
-    """Return the status of a job that has ended so."""
+    """Return the status of a job that ended with this verdict."""
     return Status(
         verdict.state,
         verdict.reason,
@@ -173,9 +172,7 @@ def ended(verdict: Verdict) -> Status:
 
 
 def progress(job_dir: Path) -> tuple[str | None, int, str]:
-    """Return when the workers first started, how often they were started again, and what the job
-    waits for.
-    """
+    """Return the start time of the workers, the number of restarts, and the reason of a wait."""
     started_at, restarts, waiting = None, 0, ""
     for event in read_events(job_dir / "events.jsonl"):
         kind = event.get("event")
@@ -202,7 +199,7 @@ def fetch_request(
     may_replace: Callable[[list[str]], bool],
     limits: FetchLimits,
 ) -> Request:
-    """Return what is to be fetched of a job from one host; see `clusterjob.core.jobs.fetch`."""
+    """Return the request for the results on one host; see `clusterjob.core.jobs.fetch`."""
     from clusterjob.core.snapshot import sent_digests
     from clusterjob.remote.fetch import Request
 
@@ -223,44 +220,46 @@ def fetch_request(
 
 
 def nothing_to_fetch(record: Record) -> ClusterJobError:
-    """Return what is to be said of a job whose working directory is no other machine's."""
+    """Return the error for a job whose working directory is on this machine."""
     workdir = record.spec.get("workdir", "")
     return ClusterJobError(
         f"there is nothing to fetch: job {record.job_id} ran in {workdir}",
-        "what it wrote lies there",
+        "its results are in that directory",
     )
 
 
-def wish_to_cancel(record: Record) -> None:
-    """Note the wish that a job end; an element of an array that has not begun gets its directory
-    for that.
+def request_cancel(record: Record) -> None:
+    """Record a request to cancel a job.
+
+    The directory of an array element that has not started is created for it.
     """
     if record.index is not None and record.job_dir.parent.parent.is_dir():
         try:
             private_dirs.make(record.job_dir)
         except OSError:
-            pass  # a full disk costs the note alone
+            pass  # only this record is lost, for example on a full disk
     ends.cancel(record.job_dir)
 
 
-def end_without_lead(
+def verdict_without_coordinator(
     job_dir: Path, started_at: str | None, restarts: int, otherwise: Verdict | str
 ) -> Verdict:
-    """Return the end of a job whose lead wrote none: from what the nodes wrote, else as told. Never
-    a success by absence.
+    """Return the verdict of a job whose coordinator wrote none, from the files of its nodes.
+
+    A missing verdict never counts as a success.
 
     Args:
         job_dir: the job's directory.
         started_at: when its workers first started.
-        restarts: how often they were started again.
-        otherwise: the verdict, or why the job is LOST, where nobody wrote anything.
+        restarts: number of restarts of the workers.
+        otherwise: the verdict, or the reason of LOST, if no node wrote an end.
     """
     common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
     if ends.cancelled(job_dir):
         why = (
-            "cancelled before its agents could say so"
+            "cancelled before its agents confirmed it"
             if started_at
-            else "cancelled before it had started"
+            else "cancelled before it started"
         )
         return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=why, **common)
     for failure in ends.refusals(job_dir):

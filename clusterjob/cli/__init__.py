@@ -1,5 +1,6 @@
-"""The command line: each command parses, calls one function of `clusterjob.core.jobs`, and prints.
-No logic lives here.
+"""The command line: parse options, call one function, print the result.
+
+The logic is in `clusterjob.core.jobs`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageErro
 
 app = typer.Typer(
     name="clusterjob",
-    help="Write a distributed training script once; one command runs it here, over SSH, under Slurm or inside a platform.",
+    help="Write a distributed training script once; one command runs it locally, over SSH, "
+    "under Slurm or on a platform.",
     add_completion=False,
     rich_markup_mode=None,  # rich would double the time of --help
     pretty_exceptions_enable=False,
@@ -34,12 +36,16 @@ _verbose = False
 @app.callback(invoke_without_command=True)
 def _global_options(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,  # noqa: FBT002
+    version: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--version", help="Print the version and exit."),
+    ] = False,
     verbose: Annotated[  # noqa: FBT002
-        bool, typer.Option("--verbose", "-v", help="Show the cause of an error.")
+        bool,
+        typer.Option("--verbose", "-v", help="Show the cause of an error, with its traceback."),
     ] = False,
 ) -> None:
-    global _verbose  # noqa: PLW0603 - one command line a process
+    global _verbose  # noqa: PLW0603 - a process runs one command
     _verbose = verbose
     if version:
         print(f"clusterjob {__version__}")
@@ -50,11 +56,12 @@ def _global_options(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: the job's own where it is followed, else 0, 1, 2
-    or 130.
+    """Run the command line and return its exit code.
+
+    The exit code is the job's own when the command follows the job, else 0, 1, 2 or 130.
     """
     for stream in (sys.stdout, sys.stderr):
-        # A name or an output is no reason to fail.
+        # Characters that the terminal cannot encode must not end the command.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = _run(argv)
     try:
@@ -75,7 +82,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _complain(error)
     except typer.Abort:
         return 130
-    except typer.TyperException as error:  # what the parser itself refuses
+    except typer.TyperException as error:  # raised by the option parser
         return _complain(_refusal(error))
     except BrokenPipeError as error:
         return _nowhere_to_write(error)
@@ -89,7 +96,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _refusal(error: typer.TyperException) -> UsageError:
-    """Return what the parser refuses as an error of ours, with the option that was probably meant."""
+    """Return a parser error as a `UsageError`, with the option that was probably meant as hint."""
     unknown, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
     if type(error).__name__ == "NoSuchOption" and context is not None:
         from clusterjob.cli.suggestions import suggest
@@ -101,13 +108,13 @@ def _refusal(error: typer.TyperException) -> UsageError:
         ]
         return UsageError(f"there is no option {unknown}", suggest(unknown, known))
     text = str(error.format_message()) if hasattr(error, "format_message") else str(error)
-    return UsageError(text.rstrip(".") or "nothing to do")
+    return UsageError(text.rstrip(".") or "no command given")
 
 
 def _nowhere_to_write(error: OSError) -> int:
-    """Results cannot be written: say so, unless whoever read them simply went away."""
+    """Report that stdout cannot be written; stay silent if its reader has closed the pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # what is still in the buffer goes nowhere, silently
+    os.dup2(nowhere, sys.stdout.fileno())  # so that flushing the buffer at exit raises nothing
     os.close(nowhere)
     return (
         1

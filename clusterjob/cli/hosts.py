@@ -1,6 +1,4 @@
-"""The commands about hosts: hosts (are they fit), hosts trust (record a host's key), fetch (results
-from them).
-"""
+"""The commands `hosts` (host checks), `hosts trust` (host keys) and `fetch` (results)."""
 
 from __future__ import annotations
 
@@ -8,19 +6,23 @@ from typing import Annotated, Any
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
 Cluster = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME", help="A profile that says how hosts are reached."),
+    typer.Option(
+        "--cluster", metavar="NAME", help="Profile with the connection settings (default: ssh)."
+    ),
 ]
 Options = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="An option of the ssh cluster; repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Option of the ssh backend; repeatable (default: none)."
+    ),
 ]
 
 _app = typer.Typer(
     name="hosts",
-    help="Ask hosts whether they are fit for jobs; record their keys as trusted.",
+    help="Check that hosts can run jobs; record host keys as trusted.",
     rich_markup_mode=None,
 )
 
@@ -35,23 +37,32 @@ def register(app: typer.Typer) -> None:
 def show(
     ctx: typer.Context,
     hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="LIST", help="The hosts: a,b[1-4],user@c:2222.")
+        str | None,
+        typer.Option(
+            "--hosts",
+            metavar="LIST",
+            help="Hosts to check: a,b[1-4],user@c:2222 (default: --hostfile or the configuration).",
+        ),
     ] = None,
     hostfile: Annotated[
         str | None,
-        typer.Option("--hostfile", metavar="FILE", help="... from a file: a host a line."),
+        typer.Option(
+            "--hostfile", metavar="FILE", help="File with one host per line (default: none)."
+        ),
     ] = None,
     cluster: Cluster = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", metavar="PATH", help="The interpreter there; default: python3."),
+        typer.Option(
+            "--python", metavar="PATH", help="Python interpreter on the hosts (default: python3)."
+        ),
     ] = None,
     options: Options = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> int:
-    """Ask hosts whether they are fit for jobs; ends with 1 if one is not.
+    """Check that hosts can run jobs; the exit code is 1 if a check fails.
 
-    Reached, trusted, an interpreter that is new enough, torch, free disk, GPUs.
+    Checks connection, host key, interpreter version, torch, free disk space and GPUs.
     """
     if ctx.invoked_subcommand is not None:
         return 0
@@ -64,7 +75,7 @@ def show(
     settings = _settings(
         cluster, {"hosts": hosts, "hostfile": hostfile, "python": python, "set": options}
     )
-    reports = host_checks.survey(
+    reports = host_checks.check_hosts(
         settings, host_checks.named_hosts(settings, os.environ, directory=Path.cwd())
     )
     if as_json:
@@ -78,17 +89,19 @@ def show(
 
 @_app.command("trust")
 def trust(
-    host: Annotated[list[str], typer.Argument(metavar="HOST...", help="Hosts, or lists of them.")],
+    host: Annotated[list[str], typer.Argument(metavar="HOST...", help="Hosts or host lists.")],
     replace: Annotated[  # noqa: FBT002
         bool,
-        typer.Option("--replace", help="Put the key in the place of another one that is known."),
+        typer.Option(
+            "--replace", help="Replace a different key that is already recorded (default: no)."
+        ),
     ] = False,
     fingerprint: Annotated[
         str | None,
         typer.Option(
             "--fingerprint",
             metavar="SHA256:...",
-            help="Trust this key alone, as the host's owner told it.",
+            help="Expected fingerprint from the host's owner (default: ask on the terminal).",
         ),
     ] = None,
     cluster: Cluster = None,
@@ -96,8 +109,8 @@ def trust(
 ) -> int:
     """Show the key of a host and record it as trusted.
 
-    It goes into the first file of ssh's UserKnownHostsFile, so ssh trusts it too. Without a
-    terminal --fingerprint is needed.
+    The key is added to the first file of ssh's UserKnownHostsFile, so ssh trusts it too. Without a
+    terminal, --fingerprint is required.
     """
     import sys
 
@@ -111,31 +124,37 @@ def trust(
             settings, one, replace=replace, expected=fingerprint, compared=sys.stdin.isatty()
         )
         where = (
-            f"{'recorded' if done.news else 'known already'} in {done.path}"
+            f"{'recorded' if done.news else 'already recorded'} in {done.path}"
             if done.path
-            else "not remembered"
+            else "not recorded"
         )
         output.say(f"{done.host}: {done.kind} {done.fingerprint}, {where}")
     return 0
 
 
 def fetch(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job id, or the beginning of one.")],
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="Job id, or a unique prefix of it.")],
     paths: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PATH...]", help="Relative to the working directory; default: all."
+            metavar="[PATH...]", help="Paths relative to the working directory (default: all)."
         ),
     ] = None,
-    to: Annotated[str, typer.Option("--to", metavar="DIR", help="Where to; default: here.")] = ".",
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="DIR", help="Target directory (default: the current directory)."
+        ),
+    ] = ".",
     node: Annotated[
-        int | None, typer.Option("--node", min=0, metavar="N", help="From this node; default: 0.")
+        int | None,
+        typer.Option("--node", min=0, metavar="N", help="Node to fetch from (default: 0)."),
     ] = None,
     every: Annotated[  # noqa: FBT002
-        bool, typer.Option("--all", help="From every host, each into DIR/node<k>.")
+        bool, typer.Option("--all", help="All hosts, each into DIR/node<k> (default: node 0 only).")
     ] = False,
     force: Annotated[  # noqa: FBT002
-        bool, typer.Option("--force", help="Replace files that have changed here.")
+        bool, typer.Option("--force", help="Replace files that have changed here (default: ask).")
     ] = False,
     max_files: Annotated[
         int,
@@ -143,19 +162,20 @@ def fetch(
             "--max-files",
             min=1,
             metavar="N",
-            help="Most files that a host may send (default: 100000).",
+            help="Maximum number of files per host (default: 100000).",
         ),
     ] = 100_000,
     max_size: Annotated[
         str,
         typer.Option(
-            "--max-size", metavar="SIZE", help="Most bytes that a host may send (default: 50G)."
+            "--max-size", metavar="SIZE", help="Maximum number of bytes per host (default: 50G)."
         ),
     ] = "50G",
 ) -> int:
-    """Bring results back from the hosts of a job: what has changed.
+    """Fetch changed result files from the hosts of a job.
 
-    Files that have changed here are not replaced without asking; ends with 1 if some were left.
+    Files that have changed here are replaced only after a confirmation or with --force. The exit
+    code is 1 if some were not replaced.
     """
     from pathlib import Path
 
@@ -167,7 +187,7 @@ def fetch(
     from clusterjob.errors import UsageError
 
     if every and node is not None:
-        raise UsageError("there are both --all and --node", "one of them says from where")
+        raise UsageError("--all and --node are both given", "give only one of them")
     nodes = None if every else [node or 0]
     limits = FetchLimits(max_files, parse_size(max_size))
     done = jobs.fetch(
@@ -181,16 +201,17 @@ def fetch(
     for one in done:
         output.say(f"{one.host}: {len(one.written)} written, {one.unchanged} unchanged")
         for text in one.passed_over:
-            output.say(f"{one.host}: passed over {text}")
+            output.say(f"{one.host}: skipped {text}")
         for path in one.kept:
             output.say(
-                f"{one.host}: {path} has changed here, or is code that was sent, and was left (--force replaces it)"
+                f"{one.host}: {path} not replaced: it has changed here or is code that was sent"
+                " (--force replaces it)"
             )
     return 1 if any(one.kept for one in done) else 0
 
 
 def _agree(names: list[str]) -> bool:
-    """Ask, on a terminal, whether files may be replaced."""
+    """Ask on the terminal whether to replace files; return False without a terminal."""
     import sys
 
     if not sys.stdin.isatty():
@@ -201,7 +222,7 @@ def _agree(names: list[str]) -> bool:
         f" and {len(names) - 5} more" if len(names) > 5 else ""
     )
     return typer.confirm(
-        f"{shown}: changed here, or code that was sent. Replace by the host's?", err=True
+        f"{shown}: changed here, or code that was sent. Replace with the host's version?", err=True
     )
 
 
@@ -211,7 +232,7 @@ def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:
 
     from clusterjob.backends import base
     from clusterjob.core import config
-    from clusterjob.core.trust import Use
+    from clusterjob.core.trust import Usage
 
     given = {key: value for key, value in flags.items() if value is not None and value != []}
     return config.resolve(
@@ -221,5 +242,5 @@ def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:
         directory=Path.cwd(),
         backends=base.names(),
         fallback=lambda: "ssh",
-        use=Use(),
+        use=Usage(),
     )

@@ -1,6 +1,4 @@
-"""The commands env (this process's place in a job), config (settings), trust (a project's
-configuration) and doctor (checks).
-"""
+"""The commands `env`, `config`, `trust` and `doctor`, which inspect and start no job."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import typer
 
 from clusterjob.cli.job_options import flags_given, with_job_options
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
 
 
 def register(app: typer.Typer) -> None:
@@ -22,10 +20,10 @@ def register(app: typer.Typer) -> None:
 
 
 def env(as_json: Json = False) -> int:  # noqa: FBT002
-    """Show the place in a job that is found here, and why.
+    """Show the detected environment and how it was found.
 
-    Which variable gave which field, what was ignored, what conflicts; exit code 1 if something
-    does.
+    It is the rank assignment of this process in a job. The command lists which variable gave which
+    field, which variables are ignored and which conflict. The exit code is 1 if some conflict.
     """
     from clusterjob.node.environments import show
 
@@ -35,11 +33,15 @@ def env(as_json: Json = False) -> int:  # noqa: FBT002
 def config(
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME", help="The profile, or backend, to show."),
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="Profile or backend to show (default: the configured one).",
+        ),
     ] = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> int:
-    """Show the settings that hold here, and where each was set."""
+    """Show the effective settings and where each is set."""
     import os
     from pathlib import Path
 
@@ -66,15 +68,19 @@ def trust(
     path: Annotated[
         str,
         typer.Argument(
-            metavar="[PATH]", help="A configuration file, or a directory in its project."
+            metavar="[PATH]",
+            help="Configuration file, or a directory in its project (default: the current one).",
         ),
     ] = ".",
-    yes: Annotated[bool, typer.Option("--yes", help="Trust it without asking.")] = False,  # noqa: FBT002
+    yes: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--yes", help="Trust without a question (default: ask)."),
+    ] = False,
 ) -> int:
-    """Show what a project's configuration file executes, and trust it.
+    """Show and trust the configuration file of a project.
 
-    Trust ends when the content of the file changes, or of the ssh configuration, template or host
-    file that it names.
+    The command shows the lines that the file executes, and asks. The trust ends when the file
+    changes, or when the ssh configuration, template or host file that it names changes.
     """
     import sys
     from pathlib import Path
@@ -87,9 +93,9 @@ def trust(
 
     file = config.project_file(Path(path))
     if trusted.is_trusted(file.path, file.data):
-        output.say(f"{file.path} is trusted already")
+        output.say(f"{file.path} is already trusted")
         return 0
-    lines = trusted.lines_of(file.data)
+    lines = trusted.risky_settings(file.data)
     output.say(f"{file.path} executes or follows {len(lines)} line{'' if len(lines) == 1 else 's'}")
     for line in lines:
         print(f"  {sanitize(line.text())}", file=sys.stderr)
@@ -107,22 +113,22 @@ def trust(
 
 
 def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
-    """Check whether a cluster is fit for a job; ends with 1 if something failed.
+    """Check whether a cluster can run a job.
 
-    Takes the options that the job would have. Starts nothing.
+    Takes the options of the job and starts nothing. The exit code is 1 if a check fails.
     """
     from pathlib import Path
 
     from clusterjob.cli import output
     from clusterjob.core import jobs
-    from clusterjob.core.trust import Use
+    from clusterjob.core.trust import Usage
     from clusterjob.doctor.engine import CheckState
 
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = jobs.settle(flags_given(flags), cluster, directory=directory, use=Use())
+    settings = jobs.resolve_settings(flags_given(flags), cluster, directory=directory, use=Usage())
     done = []
-    for check in jobs.examine(settings, directory):
+    for check in jobs.doctor_checks(settings, directory):
         done.append(check)
         if not as_json:
             output.print_check(check)

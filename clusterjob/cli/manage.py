@@ -1,4 +1,4 @@
-"""The commands that ask after jobs and act on them: status, list, wait, cancel, logs."""
+"""The commands on existing jobs: `status`, `list`, `wait`, `cancel`, `logs`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ if TYPE_CHECKING:
     from clusterjob.backends.base import Status
     from clusterjob.core.records import Record
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Job ids, or beginnings of them.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
+Ids = Annotated[
+    list[str], typer.Argument(metavar="ID...", help="Job ids, or unique prefixes of them.")
+]
 OptionalIds = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[ID...]", help="Job ids, or beginnings of them; default: jobs that have not ended."
+        metavar="[ID...]",
+        help="Job ids, or unique prefixes of them (default: jobs that have not ended).",
     ),
 ]
-Id = Annotated[str, typer.Argument(metavar="ID", help="A job id, or the beginning of one.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Job id, or a unique prefix of it.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -31,14 +34,14 @@ def register(app: typer.Typer) -> None:
 
 
 def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002
-    """Show how jobs stand."""
+    """Show the status of jobs."""
     from clusterjob.cli import output
     from clusterjob.core import jobs
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
 
     records = Records()
-    pairs = jobs.statuses([records.find(text) for text in ids]) if ids else jobs.unended()
+    pairs = jobs.statuses([records.find(text) for text in ids]) if ids else jobs.unfinished()
     if as_json:
         output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
     elif not pairs:
@@ -51,7 +54,7 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
 
 
 def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
-    """List all jobs, the oldest first."""
+    """List all jobs, oldest first."""
     from clusterjob.cli import output
     from clusterjob.core.listing import Listing
     from clusterjob.core.records import Records
@@ -70,7 +73,7 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
         found = Listing(Records())
         states: list[tuple[Record, Status]] = []
         if found.open:
-            from clusterjob.core import jobs  # what asks clusters takes long to import
+            from clusterjob.core import jobs  # slow import, needed only for open jobs
 
             states = jobs.statuses(found.open)
         output.print_jobs(found.with_states(states), together=True)
@@ -79,10 +82,10 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
 
 
 def wait(job_id: Id) -> int:
-    """Wait for a job's end; end with its exit code.
+    """Wait for a job to end, and exit with its exit code.
 
-    Says why nobody can tell how it stands, where that is so. Of an array, with the first that is
-    not 0.
+    Prints the reason while the state is UNKNOWN. For an array, the exit code is the first one that
+    is not 0.
     """
     from clusterjob.cli import output
     from clusterjob.core import jobs
@@ -92,20 +95,20 @@ def wait(job_id: Id) -> int:
     record = Records().find(job_id)
     if record.array is not None:
         return jobs.wait_for_all([record], output.print_end)
-    troubles: set[str] = set()
+    reasons: set[str] = set()
 
-    def say_trouble(status: Status) -> None:
-        if status.state is JobState.UNKNOWN and status.reason not in troubles:
-            troubles.add(status.reason)
+    def print_reason(status: Status) -> None:
+        if status.state is JobState.UNKNOWN and status.reason not in reasons:
+            reasons.add(status.reason)
             output.say(f"job {record.job_id}: {status.reason}")
 
-    verdict = jobs.wait(record, say_trouble)
+    verdict = jobs.wait(record, print_reason)
     output.say_end(record, verdict)
     return verdict.exit_code
 
 
 def cancel(ids: Ids) -> int:
-    """Stop jobs on all of their nodes."""
+    """Cancel jobs on all of their nodes."""
     from clusterjob.cli import output
     from clusterjob.core import jobs
     from clusterjob.core.records import Records
@@ -118,28 +121,35 @@ def cancel(ids: Ids) -> int:
 def logs(
     job_id: Id,
     follow: Annotated[  # noqa: FBT002
-        bool, typer.Option("--follow", "-f", help="Go on as the job writes, until it ends.")
+        bool,
+        typer.Option("--follow", "-f", help="Output until the job ends (default: output so far)."),
     ] = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", min=0, metavar="N", help="Only this worker's lines.")
+        int | None,
+        typer.Option(
+            "--rank", min=0, metavar="N", help="Rank of the worker to show (default: all)."
+        ),
     ] = None,
     node: Annotated[
-        int | None, typer.Option("--node", min=0, metavar="N", help="Only this node's lines.")
+        int | None, typer.Option("--node", min=0, metavar="N", help="Node to show (default: all).")
     ] = None,
     tail: Annotated[
         int | None,
-        typer.Option("--tail", min=0, metavar="N", help="Only the last N lines of what is there."),
+        typer.Option(
+            "--tail", min=0, metavar="N", help="Number of last lines to show (default: all)."
+        ),
     ] = None,
     raw: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
-            "--raw", help="The workers' bytes as they are: no labels, terminal escapes too."
+            "--raw",
+            help="Unchanged output with terminal escapes and without labels (default: no).",
         ),
     ] = False,
 ) -> int:
-    """Show the workers' output, all ranks in the order of time.
+    """Show the workers' output, all ranks in chronological order.
 
-    With -f, go on until the job ends, and end with its exit code.
+    With -f, continue until the job ends, and exit with its exit code.
     """
     from clusterjob.cli import watch
     from clusterjob.core.records import Records

@@ -1,6 +1,4 @@
-"""What people and programs are shown: merged output, tables, JSON, and a line that moves while one
-waits.
-"""
+"""Print output for users and programs: merged logs, tables, JSON, messages and progress."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.node.logs.folding import Folded, Folder, as_text, label
 from clusterjob.node.logs.live_lines import LiveLines
-from clusterjob.node.logs.log_files import LONGEST, Line
+from clusterjob.node.logs.log_files import LONGEST, LogLine
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -26,15 +24,15 @@ if TYPE_CHECKING:
 
     from clusterjob.backends.base import Status
     from clusterjob.core.config import Settings
-    from clusterjob.core.listing import Row
+    from clusterjob.core.listing import ListRow
     from clusterjob.remote.host_probe import HostReport
 
 SCHEMA = 1
-_live = LiveLines()  # of the job that is followed: whatever else is printed takes them away
+_live = LiveLines()  # unfinished lines of the followed job; cleared before other output
 
 
 def clear_live_lines() -> None:
-    """Take away the lines without an end that a terminal shows."""
+    """Clear the unfinished lines from the terminal."""
     _live.clear()
 
 
@@ -44,13 +42,13 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, where everything goes that is not a result."""
+    """Print a message line on stderr; results go to stdout."""
     _live.clear()
     print(f"clusterjob: {sanitize(text)}", file=sys.stderr, flush=True)
 
 
 def say_end(record: Record, verdict: Verdict) -> None:
-    """Print on stderr how a job has ended, with the last lines of its root cause."""
+    """Print the verdict of a job on stderr, with the last lines of its root cause."""
     _live.clear()
     print(
         sanitize(f"clusterjob: job {record.job_id} {verdict.text()}", lines=True),
@@ -60,7 +58,7 @@ def say_end(record: Record, verdict: Verdict) -> None:
 
 
 def job_json(record: Record, status: Status) -> dict[str, Any]:
-    """Return what ``status --json`` gives for one job."""
+    """Return the object that ``status --json`` prints for one job."""
     verdict = status.verdict
     failure = (
         verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
@@ -85,12 +83,12 @@ def job_json(record: Record, status: Status) -> dict[str, Any]:
     }
 
 
-def print_jobs(jobs: Sequence[Row], *, together: bool = False) -> None:
-    """Print jobs as a table on stdout, one a line.
+def print_jobs(jobs: Sequence[ListRow], *, together: bool = False) -> None:
+    """Print jobs as a table on stdout, one per line.
 
     Args:
-        jobs: the jobs; an array's elements stand together.
-        together: give an array one line, with how many of its elements are in which state.
+        jobs: the jobs; the elements of an array are adjacent.
+        together: print one line per array, with the number of elements in each state.
     """
     rows = [("ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON")]
     for listed_id, group in itertools.groupby(
@@ -102,7 +100,7 @@ def print_jobs(jobs: Sequence[Row], *, together: bool = False) -> None:
     print_table(rows)
 
 
-def _whole_array(array_id: str, elements: Sequence[Row]) -> Row:
+def _whole_array(array_id: str, elements: Sequence[ListRow]) -> ListRow:
     counts = Counter(row.state for row in elements)
     code = next(
         (row.exit_code for row in elements if row.exit_code not in ("", "0")), elements[0].exit_code
@@ -117,7 +115,7 @@ def _whole_array(array_id: str, elements: Sequence[Row]) -> Row:
 
 
 def print_broken(names: Sequence[str]) -> None:
-    """Say which records cannot be read: the jobs that they were of are not listed."""
+    """Print which records cannot be read; their jobs are not listed."""
     for name in names:
         say(f"the record {home() / 'records' / name} cannot be read: its job is not listed")
 
@@ -129,13 +127,13 @@ def _listed_id(record: Record, *, together: bool) -> str:
 
 
 def print_end(record: Record, status: Status) -> None:
-    """Say how one of several jobs has ended."""
+    """Print how one of several jobs ended; nothing if it has no verdict."""
     if status.verdict is not None:
         say_end(record, status.verdict)
 
 
 def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
-    """Say which jobs were cancelled; of an array in one line."""
+    """Print which jobs were cancelled, with one line per array."""
     for job_id, group in itertools.groupby(done, lambda pair: _listed_id(pair[0], together=True)):
         members = list(group)
         stopped = sum(was_running for _, was_running in members)
@@ -143,13 +141,15 @@ def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
             say(f"job {members[0][0].job_id} {'is cancelled' if stopped else 'had ended already'}")
         else:
             say(
-                f"job {job_id}: {stopped} of {len(members)} elements are cancelled, the others had ended already"
+                f"job {job_id}: {stopped} of {len(members)} elements are cancelled,"
+                " the others had ended already"
             )
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns; the last one is not padded, so that nothing is cut and no line ends in
-    blanks.
+    """Print rows as aligned columns.
+
+    Cells are never cut, and lines have no trailing blanks.
     """
     shown = [[sanitize(cell) for cell in row] for row in rows]
     line = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*shown, strict=True))
@@ -157,7 +157,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_hosts(reports: Sequence[HostReport]) -> None:
-    """Print what hosts answered, one a line; what is wrong with one stands at the end of its line."""
+    """Print host reports, one per line; the last column is the error, or `fit`."""
     rows = [("HOST", "ADDRESS", "PYTHON", "TORCH", "FREE", "GPUS", "STATE")]
     for report in reports:
         torch = "" if report.torch is None else "yes" if report.torch else "no"
@@ -170,42 +170,46 @@ def print_hosts(reports: Sequence[HostReport]) -> None:
 
 
 def print_check(check: Check) -> None:
-    """Print one line of an examination, at once; what to do about it stands below."""
+    """Print one doctor check immediately, with its hint on the next line."""
     print(f"{check.state!s:<7}  {check.name:<12}  {sanitize(check.words)}", flush=True)
     if check.hint and check.state is not CheckState.OK:
         print(f"{'':<7}  {'':<12}  hint: {sanitize(check.hint)}", flush=True)
 
 
 class LogPrinter:
-    """Prints merged output: the workers' stdout on stdout, their stderr on stderr, each line with
-    its rank.
+    """Prints the merged output of the workers, each line with its rank.
+
+    The workers' stdout goes to stdout and their stderr goes to stderr.
 
     Args:
-        world_is_one: a job of one worker needs no labels, so that its output can be piped on.
-        raw: print the bytes as the workers wrote them, without labels, and lines that are alike
-            each for itself.
+        world_is_one: the job has one worker; its lines get no label, so they can be piped.
+        raw: print the unchanged bytes of the workers, without labels and without folding of equal
+            lines.
     """
 
     def __init__(self, *, world_is_one: bool, raw: bool = False) -> None:
         self._plain = world_is_one
         self._raw = raw
 
-    def show(self, batches: Iterable[list[Line]], open_lines: Callable[[], Sequence[Line]]) -> None:
-        """Print what one look has found. Below it a terminal shows lines that have no end yet,
-        which are asked for last.
+    def show(
+        self, batches: Iterable[list[LogLine]], open_lines: Callable[[], Sequence[LogLine]]
+    ) -> None:
+        """Print the lines of one poll; a terminal also shows the unfinished lines below them.
+
+        `open_lines` is called after the batches are consumed.
         """
         self.show_all(batches)
         if not self._raw and _live.has_terminal:
             _live.show([self._labelled(label(line), line.text) for line in open_lines()])
 
-    def show_all(self, batches: Iterable[list[Line]]) -> None:
-        """Print lines; those that many ranks wrote alike within a moment as one."""
+    def show_all(self, batches: Iterable[list[LogLine]]) -> None:
+        """Print lines, and fold equal lines that several ranks wrote at about the same time."""
         folder = Folder()
         for lines in batches:
             if self._raw:
                 for line in lines:
                     self._pass_through(line)
-            elif self._plain:  # nobody else writes
+            elif self._plain:  # only one worker writes
                 self._print(
                     Folded("", line.stream, text=line.text, ended=line.ended) for line in lines
                 )
@@ -223,32 +227,33 @@ class LogPrinter:
     def _shown(self, line: Folded) -> str:
         end = (
             "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""
-        )  # a part of one line
+        )  # a part of one long line
         text = sanitize(line.text, colours=True)
         return text + end if self._plain else f"[{line.label}] {text}{end}"
 
     def _labelled(self, whose: str, text: str) -> str:
         return text if self._plain else f"[{whose}] {text}"
 
-    def _pass_through(self, line: Line) -> None:
+    def _pass_through(self, line: LogLine) -> None:
         stream = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
         stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
         stream.flush()
 
 
 class Progress:
-    """Says what a job waits for: a moving line on a terminal, else a line when there is news;
-    silent once it runs.
+    """Shows why a job is pending: a spinner on a terminal, else a line when the reason changes.
+
+    It prints nothing once the job runs, except the number of each restart.
     """
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
         self._spinner: Spinner | None = None
-        self._told = ""
+        self._printed = ""
         self._restarts = 0
 
     def update(self, status: Status) -> None:
-        """Take in how the job stands."""
+        """Show a new status of the job."""
         if status.restarts > self._restarts:
             self._restarts = status.restarts
             say(f"restart {status.restarts}")
@@ -256,12 +261,10 @@ class Progress:
             self.stop()
         text = status.reason or "starting"
         if status.state is JobState.PENDING and sys.stderr.isatty():
-            if (
-                time.monotonic() - self._begin > 0.5
-            ):  # most jobs are up before a spinner is worth its import
+            if time.monotonic() - self._begin > 0.5:  # most jobs start faster than rich is imported
                 self._spin(f"{text} ({time.monotonic() - self._begin:.0f} s)")
-        elif status.reason and status.reason != self._told:
-            self._told = status.reason
+        elif status.reason and status.reason != self._printed:
+            self._printed = status.reason
             say(status.reason)
 
     def _spin(self, text: str) -> None:
@@ -274,17 +277,17 @@ class Progress:
 
         self._spinner.update(
             Text(sanitize(text))
-        )  # Text: in a plain string rich would read [/x] as markup
+        )  # Text: rich reads [/x] in a plain string as markup
 
     def stop(self) -> None:
-        """Take the moving line away."""
+        """Stop the spinner and remove its line."""
         if self._spinner is not None:
             self._spinner.stop()
             self._spinner = None
 
 
 def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
-    """Print how jobs failed, after their table."""
+    """Print the verdicts of jobs that did not succeed, below their table."""
     for record, status in pairs:
         if status.verdict is not None and status.state is not JobState.SUCCEEDED:
             print(
@@ -296,7 +299,7 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
 
 
 def settings_json(settings: Settings) -> dict[str, Any]:
-    """Return settings as plain data."""
+    """Return settings as plain data for JSON."""
     values = {
         key: {"value": _plain(value), "origin": settings.origins[key]}
         for key, value in settings.values.items()
@@ -321,7 +324,7 @@ def _on_one_line(value: Any) -> str:
 
 
 def print_settings(settings: Settings) -> None:
-    """Print settings, each with where it was written."""
+    """Print settings, each with its origin."""
     print(sanitize(f"cluster: {settings.cluster}   backend: {settings.backend}"))
     rows = [
         (key, _on_one_line(value), settings.origins[key]) for key, value in settings.values.items()

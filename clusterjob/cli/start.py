@@ -1,4 +1,4 @@
-"""The commands that start jobs: submit, run, render, launch."""
+"""The commands that start or render jobs: `submit`, `run`, `render`, `launch`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from clusterjob.core.plans import Plan
     from clusterjob.core.records import Record
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
 
 
 def register(app: typer.Typer) -> None:
@@ -33,18 +33,22 @@ def submit(
     follow: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
-            "--follow", help="Show the output until the job ends; Ctrl-C leaves it running."
+            "--follow",
+            help="Output of the job until it ends; Ctrl-C leaves it running (default: no).",
         ),
     ] = False,
     dry_run: Annotated[  # noqa: FBT002
-        bool, typer.Option("--dry-run", help="Print what would be written and started, and stop.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Files and commands of the job, nothing started (default: no)."
+        ),
     ] = False,
     as_json: Json = False,  # noqa: FBT002
     **flags: Any,
 ) -> int:
-    """Start a job and print its id; the job lives on by itself.
+    """Start a job in the background and print its id.
 
-    The id stands alone on stdout.
+    Only the id is printed on stdout.
     """
     from clusterjob.cli import output
 
@@ -79,8 +83,9 @@ def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None)
 
 
 def _own_stdin() -> int | None:
-    """Return the descriptor of this command's stdin; None where it is closed, or a terminal that
-    belongs to another command now.
+    """Return the descriptor of this command's stdin.
+
+    Returns None if stdin is closed, or is a terminal that another command now uses.
     """
     import os
 
@@ -90,7 +95,7 @@ def _own_stdin() -> int | None:
         return None
     try:
         return 0 if os.tcgetpgrp(0) == os.getpgrp() else None
-    except OSError:  # no terminal, or not this session's
+    except OSError:  # not a terminal, or the terminal of another session
         return 0
 
 
@@ -99,18 +104,18 @@ def _print_id(job_id: str) -> None:
 
     try:
         print(job_id, flush=True)
-    except OSError as error:  # a job that runs and that nobody knows
+    except OSError as error:  # the job runs, so the error must name its id
         raise ClusterJobError(
-            f"{error.strerror}: standard output", f"the job runs all the same: {job_id}"
+            f"{error.strerror}: standard output", f"the job runs; its id is {job_id}"
         ) from error
 
 
 def run(ctx: typer.Context, **flags: Any) -> int:
-    """Start a job, show its output, end with its exit code.
+    """Start a job, show its output, and exit with its exit code.
 
-    Ctrl-C interrupts the workers, which have --grace to save and end; a second one stops them.
-    At a prompt of rank 0, such as pdb's, it interrupts the prompt alone.
-    If this command is killed, a job of the local cluster ends too; any other goes on.
+    Ctrl-C interrupts the workers, which have --grace seconds to save and exit. A second Ctrl-C
+    stops them at once. At a prompt of rank 0, such as pdb's, Ctrl-C interrupts only the prompt.
+    If this command is killed, a job of the local cluster ends too; other jobs continue.
     """
     from clusterjob.cli import output
     from clusterjob.core import jobs
@@ -141,15 +146,16 @@ def run(ctx: typer.Context, **flags: Any) -> int:
 
 
 def render(ctx: typer.Context, as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
-    """Print each file and command that submit would carry out."""
+    """Print the files and commands of a job without starting it."""
     plan, _ = _plan(ctx, flags, dry=True)
     return _print_plan(plan, as_json=as_json)
 
 
 def launch(ctx: typer.Context) -> int:
-    """On a node: start this node's part of a job, in place.
+    """Start this node's part of a job, on the node itself.
 
-    The environment says which job and which node. `clusterjob launch --help` has its options.
+    The job and the node rank are read from the environment. `clusterjob launch --help` lists its
+    options.
     """
     from clusterjob.node.launch import main
 
@@ -164,11 +170,11 @@ def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tu
     program = program_of(ctx)
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = jobs.settle(
+    settings = jobs.resolve_settings(
         flags_given(flags),
         cluster,
         directory=directory,
-        use=trust.LOOK if dry else trust.Use(program=program),
+        use=trust.LOOK if dry else trust.Usage(program=program),
     )
     spec = jobs.make_spec(program, settings, directory=directory)
     return jobs.plan(spec, settings), settings.cluster

@@ -1,12 +1,13 @@
-"""Suggest what to write in the place of an unknown option: a typing error, or a spelling of
-torchrun, sbatch, mpirun or accelerate.
+"""Suggest an option for an unknown one: a typo, or an option of torchrun, sbatch or mpirun.
+
+Options of accelerate are known too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Options of other launchers, with the option of ours that means the same.
+# Options of other launchers, with the equivalent option of clusterjob.
 _OURS = {
     "--nnodes": "--nodes", "-N": "--nodes", "--num-nodes": "--nodes", "--num-machines": "--nodes",
     "--nproc": "--nproc-per-node", "-n": "--nproc-per-node", "--np": "--nproc-per-node",
@@ -27,7 +28,7 @@ _SBATCH_LETTERS = {
     "-b": "begin",
     "-m": "distribution",
 }
-# What torchrun has to be told, and the agents find out.
+# Options that torchrun needs and that the agents find out by themselves.
 _FOUND_OUT = (
     "--node-rank",
     "--master-addr",
@@ -41,10 +42,10 @@ _FOUND_OUT = (
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return a hint for an option that a command does not have; empty where none helps.
+    """Return a hint for an option that a command does not have, or an empty string.
 
     Args:
-        word: the option as it was written, without its value.
+        word: the option as the user wrote it, without its value.
         known: the options that the command has.
     """
     options = set(known)
@@ -59,7 +60,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
         name = _SBATCH_LETTERS.get(spelled, spelled[2:] if spelled.startswith("--") else "")
         if name in flags.KNOWN:
-            return f"it is an option of sbatch: --set {name}=VALUE"
+            return f"it is an sbatch option: --set {name}=VALUE"
     import difflib
 
     near = difflib.get_close_matches(spelled, sorted(options), 1, 0.7)

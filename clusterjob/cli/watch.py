@@ -1,4 +1,4 @@
-"""Watching a job from the command line: its output as it is written, then the verdict."""
+"""Follow a job on the command line: its output, then its verdict."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from clusterjob.cli.output import LogPrinter, Progress, clear_live_lines, print_
 from clusterjob.core import jobs
 from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
-from clusterjob.node.logs.log_files import Line, LogReader
+from clusterjob.node.logs.log_files import LogLine, LogReader
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState
 
 
 class Watch:
-    """One look at a job's output, which goes on where it was left.
+    """Shows the output of one job; each call continues where the previous one stopped.
 
     Args:
         record: the job.
-        rank: only this worker's lines.
-        node: only this node's lines.
-        raw: show the bytes as they were written.
+        rank: show only this worker's lines; None for all.
+        node: show only this node's lines; None for all.
+        raw: show the bytes unchanged.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Watch:
             )
         self._record = record
         self._reader = LogReader(record.job_dir, rank=rank, node=node, raw=raw)
-        # Where the nodes of a platform count the workers, nobody here knows how many there are.
+        # Unknown if each node of a platform chooses its own number of workers.
         world_size = (
             None
-            if record.spec.get("nproc_open")
+            if record.spec.get("nproc_is_default")
             else record.nodes * int(record.spec.get("nproc_per_node", 1))
         )
         for label, index, count in (("rank", rank, world_size), ("node", node, record.nodes)):
@@ -52,21 +52,19 @@ class Watch:
         self._progress = Progress()
 
     def so_far(self, tail: int | None) -> None:
-        """Show what is there, or the last `tail` lines of it."""
+        """Show the output so far, or its last `tail` lines."""
         jobs.collect(self._record)
         if tail is None:
             self._printer.show_all(self._reader.batches(end=True))
             return
         self._reader.skip_to_tail(tail)
-        last: deque[Line] = deque(maxlen=tail)
+        last: deque[LogLine] = deque(maxlen=tail)
         for lines in self._reader.batches(end=True):
             last.extend(lines)
         self._printer.show_all([list(last)])
 
     def to_the_end(self) -> int:
-        """Show the output until the job ends, then the verdict on stderr; return the job's exit
-        code.
-        """
+        """Show the output until the job ends, then print the verdict; return the exit code."""
         try:
             verdict = jobs.follow(
                 self._record, self._show, progress=self._progress.update, reader=self._reader
@@ -79,22 +77,22 @@ class Watch:
             print(sanitize(f"  logs: {self._record.job_dir / 'logs'}"), file=sys.stderr)
         return verdict.exit_code
 
-    def _show(self, batches: Iterable[list[Line]]) -> None:
-        self._progress.stop()  # a moving line takes stdout for itself
+    def _show(self, batches: Iterable[list[LogLine]]) -> None:
+        self._progress.stop()  # the spinner and the output share the terminal
         self._printer.show(batches, self._reader.open_lines)
 
 
 class WatchArray:
-    """One look at the elements of an array, which says how each has ended."""
+    """Reports how each element of an array ends."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
 
     def to_the_end(self) -> int:
-        """Say how each element ends, until all have; return the first exit code that is not 0."""
+        """Print how each element ends until all have; return the first exit code that is not 0."""
         return jobs.wait_for_all([self._record], print_end)
 
 
 def watch(record: Record) -> Watch | WatchArray:
-    """Return the look at a job from its beginning."""
+    """Return a watch of a job or an array, from the beginning of its output."""
     return Watch(record) if record.array is None else WatchArray(record)

@@ -1,6 +1,4 @@
-"""Arrays and sweeps as people write them: which elements a job has, what each of them runs, and how
-they are cut into pieces.
-"""
+"""Parse --array and --sweep into the elements of a job, and split arrays into pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from dataclasses import dataclass, replace
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
 
-MOST = 100_000  # elements of one job
+MOST = 100_000  # maximum number of elements of one job
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 
@@ -24,7 +22,7 @@ class Array:
 
     Attributes:
         indices: the index of each element, ascending.
-        at_once: how many may run at a time; None for as many as the cluster lets.
+        at_once: maximum number of running elements; None for no limit of our own.
         values: for a sweep, the names and values of each element, in the order of `indices`; else
             empty.
     """
@@ -36,12 +34,12 @@ class Array:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an array that one submission can carry.
+    """A part of an array that fits into one submission.
 
     Attributes:
-        offset: what is added to a cluster's own index to get the element's.
-        indices: the cluster's own indices, ascending.
-        at_once: how many of this piece may run at a time.
+        offset: number to add to a cluster's index to get the element's index.
+        indices: the cluster's indices, ascending.
+        at_once: maximum number of running elements of this piece; None for no limit.
     """
 
     offset: int
@@ -50,16 +48,16 @@ class Piece:
 
 
 def parse(array: str, sweep: Sequence[str]) -> Array | None:
-    """Return the array that ``--array`` and ``--sweep`` describe; None where neither is given.
+    """Return the array that ``--array`` and ``--sweep`` describe; None if neither is given.
 
     Args:
-        array: such as ``0-99%8``, ``1,3,7-9`` or ``0-20:5``; for a sweep ``%8`` alone limits how
+        array: such as ``0-99%8``, ``1,3,7-9`` or ``0-20:5``; with a sweep, ``%8`` alone limits how
             many run at a time.
-        sweep: such as ``lr=0.1,0.01`` or ``seed=0-9``; every combination becomes an element, the
-            last name varying fastest.
+        sweep: such as ``lr=0.1,0.01`` or ``seed=0-9``; every combination becomes an element, and
+            the last name varies fastest.
 
     Raises:
-        SpecError: a text is no array and no sweep, or there are too many elements.
+        SpecError: a text is not a valid array or sweep, or there are too many elements.
     """
     if not array and not sweep:
         return None
@@ -68,14 +66,14 @@ def parse(array: str, sweep: Sequence[str]) -> Array | None:
     if percent:
         if not re.fullmatch(r"[1-9]\d{0,8}", limit, re.ASCII):
             raise SpecError(
-                f"--array {array!r}: {limit!r} is no number of elements that may run at a time"
+                f"--array {array!r}: {limit!r} is not a number of elements that may run at a time"
             )
         at_once = int(limit)
     if not sweep:
         return Array(indices(text, f"--array {array!r}"), at_once)
     if text:
         raise SpecError(
-            "--array and --sweep each say which elements there are",
+            "--array and --sweep both define the elements",
             "with --sweep, --array %8 limits how many run at a time",
         )
     axes = [_axis(item) for item in sweep]
@@ -97,21 +95,21 @@ def parse(array: str, sweep: Sequence[str]) -> Array | None:
 
 
 def indices(text: str, origin: str) -> tuple[int, ...]:
-    """Return the numbers that a list of numbers and ranges names, ascending, each once.
+    """Return the numbers in a list of numbers and ranges, ascending and without duplicates.
 
     Args:
         text: such as ``0-99``, ``1,3,7-9`` or ``0-20:5``.
-        origin: where it was written, for the error.
+        origin: the option and value that the text is from, for the error.
 
     Raises:
-        SpecError: it is no such list, or names too many.
+        SpecError: the list is invalid, or has too many numbers.
     """
     found: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
             raise SpecError(
-                f"{origin}: {part!r} is no index and no range of indices",
+                f"{origin}: {part!r} is not an index or a range of indices",
                 "write it as 0-99, 1,3,7-9 or 0-20:5",
             )
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
@@ -125,7 +123,7 @@ def indices(text: str, origin: str) -> tuple[int, ...]:
 
 def _check_count(count: int) -> None:
     if count > MOST:
-        raise SpecError(f"{count} elements are more than the {MOST} that one job may have")
+        raise SpecError(f"{count} elements: one job may have at most {MOST}")
 
 
 def _axis(item: str) -> tuple[str, list[str]]:
@@ -139,18 +137,18 @@ def _axis(item: str) -> tuple[str, list[str]]:
     except (csv.Error, ValueError):
         raise SpecError(
             f"--sweep {item!r}: the values are not a list",
-            'values hold a comma in double quotes: mix="a,b",c',
+            'put a value with a comma in double quotes: mix="a,b",c',
         ) from None
     if text and re.search(r"(?:^|,)(?:,|$)", re.sub(r'"(?:[^"]|"")*"', "quoted", text)):
         raise SpecError(
             f"--sweep {item!r}: a value is empty",
-            f'take the comma away, or write "" for an empty value: \'{name}="",a\'',
+            f'remove the comma, or write "" for an empty value: \'{name}="",a\'',
         )
     choices: list[str] = []
     for word in row:
         if dots := re.fullmatch(r"(-?\d+)\.{2,3}(-?\d+)", word, re.ASCII):
             raise SpecError(
-                f"--sweep {item!r}: {word!r} is no range of indices",
+                f"--sweep {item!r}: {word!r} is not a range of indices",
                 f"did you mean {name}={dots[1]}-{dots[2]}?",
             )
         match = _RANGE.fullmatch(word)
@@ -162,15 +160,16 @@ def _axis(item: str) -> tuple[str, list[str]]:
 
 
 def program_of(program: Program, values: Sequence[tuple[str, str]]) -> Program:
-    """Return what one element of a sweep runs: each value in the place of ``{name}``, else as an
-    argument ``--name=value``.
+    """Return the program of one element of a sweep.
+
+    Each value replaces ``{name}`` in the arguments, or is added as an argument ``--name=value``.
     """
     if not values:
         return program
     given = dict(values)
     mark = re.compile(
         "|".join(re.escape("{" + name + "}") for name in given)
-    )  # all at once: a value may look like a mark
+    )  # one substitution for all: a value may look like a mark
     placed = {match[1:-1] for arg in program.args for match in mark.findall(arg)}
     args = [mark.sub(lambda match: given[match[0][1:-1]], arg) for arg in program.args]
     return replace(
@@ -180,14 +179,14 @@ def program_of(program: Program, values: Sequence[tuple[str, str]]) -> Program:
 
 
 def pieces(array: Array, largest: int) -> list[Piece]:
-    """Return an array cut so that no piece has an index of its own of `largest` or more.
+    """Split an array so that all indices of each piece are below `largest`.
 
-    Slurm's MaxArraySize caps the index and not the count, so each piece counts from an offset; the
-    number that may run at a time is shared out.
+    Slurm's MaxArraySize limits the index and not the count, so each piece counts from an offset.
+    The limit of running elements is divided among the pieces.
 
     Args:
         array: the elements.
-        largest: the cluster's limit: its own indices stay below it.
+        largest: the cluster's limit: its indices must be below it.
     """
     groups = [
         (base * largest, [*group])
@@ -205,7 +204,7 @@ def pieces(array: Array, largest: int) -> list[Piece]:
 
 
 def ranges_text(indices: Sequence[int]) -> str:
-    """Return ascending indices as a cluster takes them: ``0-3,7``."""
+    """Return ascending indices in the syntax of a cluster: ``0-3,7``."""
     from clusterjob.node.logs.folding import ranges
 
     return ",".join(ranges(list(indices)))

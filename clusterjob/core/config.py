@@ -1,9 +1,18 @@
-"""Where a job's settings come from: flags > CLUSTERJOB_* > the cluster's profile > the project's
-and the user's defaults.
+"""Read configuration files and merge them with options and variables into a job's settings.
 
-# clusterjob.toml, [tool.clusterjob] of pyproject.toml, or config.toml in the user's configuration
-directory cluster = "lab"                  # used without --cluster [defaults] max_restarts = 1
-[clusters.lab] backend = "local" gpus_per_node = 8 setup = ["module load cuda"]
+Options override CLUSTERJOB_* variables, these override the cluster's profile, and the profile
+overrides the defaults of the project and of the user. A configuration file is clusterjob.toml,
+[tool.clusterjob] of pyproject.toml, or config.toml in the user's configuration directory::
+
+    cluster = "lab"  # used without --cluster
+
+    [defaults]
+    max_restarts = 1
+
+    [clusters.lab]
+    backend = "local"
+    gpus_per_node = 8
+    setup = ["module load cuda"]
 """
 
 from __future__ import annotations
@@ -22,20 +31,21 @@ from typing import Any, cast
 
 from clusterjob.core import trust
 from clusterjob.core.options import SETTINGS, read_setting
-from clusterjob.core.trust import Line, Use
+from clusterjob.core.trust import RiskySetting, Usage
 from clusterjob.core.units import show_size
 from clusterjob.errors import ConfigError, UnknownCluster
 from clusterjob.node.system.files import read_regular
 from clusterjob.node.system.sanitize import sanitize
 
 _TOP_KEYS = ("cluster", "defaults", "clusters")
-_LARGEST = 1 << 20  # bytes of a configuration file
+_LARGEST = 1 << 20  # largest size of a configuration file, in bytes
 _VARIABLE_PREFIX = "CLUSTERJOB_"
 
 
-class OfProject(str):
-    """The path of an ssh configuration that a project's file names: it may execute commands
-    whenever it is read.
+class ProjectSshConfig(str):
+    """The path of an ssh configuration that a project's file names.
+
+    Reading such a configuration may execute commands.
     """
 
     __slots__ = ()
@@ -43,13 +53,13 @@ class OfProject(str):
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for one job.
+    """The settings of one job.
 
     Attributes:
-        cluster: the profile's, or else the backend's, name.
-        backend: which backend serves it.
-        values: the settings that were given anywhere, by key.
-        origins: for each of them, where the value was written; a merged one names all places.
+        cluster: name of the profile, or of the backend if there is no such profile.
+        backend: name of the cluster's backend.
+        values: the settings that are set anywhere, by key.
+        origins: where each value was set, by key; a merged value names all places.
     """
 
     cluster: str
@@ -63,9 +73,9 @@ class ConfigFile:
     """A configuration file that was found and read.
 
     Attributes:
-        path: where.
+        path: path of the file.
         data: its content.
-        own: whether it is the user's own, not a project's.
+        own: whether it is the user's file, not a project's.
     """
 
     path: Path
@@ -85,24 +95,23 @@ def resolve(
     directory: Path,
     backends: Sequence[str],
     fallback: Callable[[], str] | None = None,
-    use: Use = trust.LOOK,
+    use: Usage = trust.LOOK,
 ) -> Settings:
     """Return the settings of a job.
 
     Args:
-        flags: what the command line gave, by key of `SETTINGS`.
-        cluster: what --cluster named, or None.
-        environ: where CLUSTERJOB_* variables are read from.
-        directory: where the search for the project's file begins; it goes upwards.
-        backends: names of the backends, each of which is a cluster's name too.
-        fallback: returns the cluster where nobody names one, and is called only then; by default
-            the first of the backends.
-        use: what is about to happen with them; by default nothing is executed.
+        flags: options of the command line, by key of `SETTINGS`.
+        cluster: value of --cluster, or None.
+        environ: environment with the CLUSTERJOB_* variables.
+        directory: directory in which the search for the project's file starts; it goes upwards.
+        backends: names of the backends; each is also the name of a cluster.
+        fallback: returns the cluster, called only if none is named; by default the first backend.
+        use: how the caller will use the settings; by default nothing is executed.
 
     Raises:
         Untrusted: the project's file would execute something, and the user has not trusted it.
-        ConfigError: a file is broken or holds an unknown key, or a value makes no sense.
-        UnknownCluster: no profile and no backend has the name.
+        ConfigError: a file is broken or has an unknown key, or a value is invalid.
+        UnknownCluster: no profile and no backend has this name.
     """
     files = find_files(directory)
     cluster, chosen_at = _choose(
@@ -116,7 +125,7 @@ def resolve(
         )
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    of_project: dict[str, list[Line]] = {}
+    of_project: dict[str, list[RiskySetting]] = {}
     for origin, base, layer, table in _layers(
         files, cluster, environ=environ, flags=flags, directory=directory
     ):
@@ -126,14 +135,14 @@ def resolve(
             if table:
                 _check_named_files(origin(key), key, value=read)
             if table and key == "set" and "ssh_config" in read:
-                read = read | {"ssh_config": OfProject(read["ssh_config"])}
+                read = read | {"ssh_config": ProjectSshConfig(read["ssh_config"])}
             merge = SETTINGS[key].merge and key in values
             values[key] = _merged(values[key], read) if merge else read
             origins[key] = f"{origins[key]}; {origin(key)}" if merge else origin(key)
             lines = of_project.setdefault(key, [])
             lines[:] = [
                 *(lines if merge else ()),
-                *([Line(table, key, value=value)] if table else ()),
+                *([RiskySetting(table, key, value=value)] if table else ()),
             ]
     backend = cluster
     if cluster in profiles:
@@ -153,9 +162,7 @@ def resolve(
 
 
 def _below(base: Path, key: str, value: Any) -> Any:
-    """Return a setting's value with its paths relative to a directory, that of the file where it
-    stands.
-    """
+    """Return a setting's value with its paths joined to a base, such as the file's directory."""
     if key == "set" and isinstance(value, dict) and "ssh_config" in value:
         place = value["ssh_config"]
         return value if place.startswith("~") else value | {"ssh_config": str(base / place)}
@@ -165,11 +172,12 @@ def _below(base: Path, key: str, value: Any) -> Any:
 
 
 def _check_named_files(origin: str, key: str, value: Any) -> None:
-    """Refuse a pipe, a device or a huge file that a project's file names: to read it might never
-    end.
+    """Refuse a pipe, a device or a huge file that a project's file names.
+
+    Reading it could block forever.
 
     Raises:
-        ConfigError: it names one.
+        ConfigError: the value names such a file.
     """
     named: list[Path] = []
     if isinstance(value, Path):
@@ -181,7 +189,7 @@ def _check_named_files(origin: str, key: str, value: Any) -> None:
     for place in named:
         try:
             found = place.expanduser().stat()
-        except (OSError, RuntimeError, ValueError):  # who reads it says so
+        except (OSError, RuntimeError, ValueError):  # the code that reads the file reports this
             continue
         regular = stat.S_ISREG(found.st_mode) and found.st_size <= trust.LARGEST_NAMED
         if not regular and not stat.S_ISDIR(found.st_mode):
@@ -190,19 +198,28 @@ def _check_named_files(origin: str, key: str, value: Any) -> None:
             )
 
 
-def _sent_elsewhere(project: ConfigFile, settings: Settings, chosen_at: str) -> Iterator[Line]:
-    """Yield what a project's file says of the cluster, where that is not this machine or its Slurm."""
+def _sent_elsewhere(
+    project: ConfigFile, settings: Settings, chosen_at: str
+) -> Iterator[RiskySetting]:
+    """Yield the lines of a project's file that send the job to another cluster.
+
+    This machine and the Slurm that it submits to do not count as another cluster.
+    """
     if settings.backend in trust.HERE and "login" not in settings.values:
         return
     if chosen_at == str(project.path):
-        yield Line("", "cluster", value=settings.cluster)
+        yield RiskySetting("", "cluster", value=settings.cluster)
     if backend := project.clusters.get(settings.cluster, {}).get("backend"):
-        yield Line(f"[clusters.{settings.cluster}]", "backend", value=backend)
+        yield RiskySetting(f"[clusters.{settings.cluster}]", "backend", value=backend)
 
 
 def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) -> str:
-    """Return the backend of a profile: one file may say how the cluster is reached, another what is
-    needed there.
+    """Return the backend of a profile.
+
+    Several files may describe one cluster, and only one of them has to name the backend.
+
+    Raises:
+        ConfigError: no file names a backend, or the backend is unknown.
     """
     for file in reversed(files):
         backend = file.clusters.get(cluster, {}).get("backend")
@@ -241,8 +258,10 @@ def _layers(
     flags: Mapping[str, Any],
     directory: Path,
 ) -> Iterator[tuple[Callable[[str], str], Path, Mapping[str, Any], str]]:
-    """Yield (origin of a key, what its paths are relative to, values, the table of a project's
-    file), the weakest first.
+    """Yield the sources of settings, lowest priority first.
+
+    Each is a tuple: a function that returns the origin of a key, the base of relative paths, the
+    values, and the table if the source is a project's file, else an empty string.
     """
     for file in files:
         table = "" if file.own else "[defaults]"
@@ -281,12 +300,13 @@ def _merged(before: Any, added: Any) -> Any:
 
 
 def find_files(directory: Path) -> list[ConfigFile]:
-    """Return the user's file and the project's, as far as they exist, the weaker one first.
+    """Return the user's and the project's configuration files that exist, in this order.
 
-    A project's file that another user could have written is passed over, with a warning.
+    The project's file overrides the user's. A project's file that another user could have written
+    is ignored, with a warning.
 
     Raises:
-        ConfigError: one of them is broken or holds an unknown key.
+        ConfigError: a file is broken or has an unknown key.
     """
     import platformdirs
 
@@ -299,10 +319,10 @@ def find_files(directory: Path) -> list[ConfigFile]:
 
 
 def find_project(directory: Path) -> ConfigFile | None:
-    """Return the project's file, from a directory upwards; None if there is none that is obeyed.
+    """Return the project's file in a directory or above it; None if there is no usable one.
 
     Raises:
-        ConfigError: it is broken or holds an unknown key.
+        ConfigError: it is broken or has an unknown key.
     """
     for folder in (directory, *directory.parents):
         own, project = folder / "clusterjob.toml", folder / "pyproject.toml"
@@ -315,26 +335,26 @@ def find_project(directory: Path) -> ConfigFile | None:
 
 
 def project_file(place: Path) -> ConfigFile:
-    """Return the project's file at a path, or from a directory upwards.
+    """Return the project's file at a path; for a directory, the one in it or above it.
 
     Raises:
-        ConfigError: there is none, it is broken, or another user could have written it.
+        ConfigError: there is no file, it is broken, or another user could have written it.
     """
     place = place.expanduser().absolute()
     if place.is_dir():
         found = find_project(place)
         if found is None:
             raise ConfigError(
-                f"no configuration file of a project is obeyed in {place}",
-                "clusterjob.toml is looked for from there upwards",
+                f"there is no usable project configuration file in {place} or above it",
+                "it is clusterjob.toml, or a pyproject.toml with a table [tool.clusterjob]",
             )
         return found
     if not place.is_file():
-        raise ConfigError(f"{place} is not there")
+        raise ConfigError(f"{place} does not exist")
     if why := trust.why_ignored(place):
         raise ConfigError(
             f"{place} is ignored: {why}",
-            "a file of your own, in a directory of your own, is obeyed",
+            "use a file and a directory that only you can write to",
         )
     data = _pyproject_table(place) if place.name == "pyproject.toml" else _read(place)
     if data is None:
@@ -343,9 +363,7 @@ def project_file(place: Path) -> ConfigFile:
 
 
 def _is_obeyed(path: Path) -> bool:
-    """Return whether nobody but the user could have written a project's file; else say why it is
-    ignored.
-    """
+    """Return whether only the user could have written a project's file; else log a warning."""
     why = trust.why_ignored(path)
     if why:
         logging.getLogger("clusterjob").warning(
@@ -355,8 +373,10 @@ def _is_obeyed(path: Path) -> bool:
 
 
 def _pyproject_table(path: Path) -> dict[str, Any] | None:
-    """Return our table of a pyproject.toml; a file that is broken matters only if it seems to have
-    one.
+    """Return the table [tool.clusterjob] of a pyproject.toml; None if there is none.
+
+    Raises:
+        ConfigError: the file is broken and seems to have this table.
     """
     try:
         text = read_regular(path, _LARGEST).decode(errors="replace")
@@ -365,9 +385,8 @@ def _pyproject_table(path: Path) -> dict[str, Any] | None:
     if "clusterjob" not in text:
         return None
     seems_ours = re.search(r"^\s*\[\s*tool\s*\.\s*clusterjob\b", text, re.MULTILINE)
-    if (
-        not _is_obeyed(path) if seems_ours else trust.why_ignored(path)
-    ):  # nothing is said of a file that is not about us
+    # Only a file that seems to have our table gets the warning.
+    if not _is_obeyed(path) if seems_ours else trust.why_ignored(path):
         return None
     try:
         table = _read(path).get("tool", {}).get("clusterjob")
@@ -404,7 +423,7 @@ def _check(file: ConfigFile) -> ConfigFile:
     if isinstance(cluster, dict) and cluster:
         name = next(iter(cluster))
         raise ConfigError(
-            f"{file.path}: [cluster.{name}] is no table of a profile",
+            f"{file.path}: [cluster.{name}] is not a profile",
             f"write it as [clusters.{name}]",
         )
     if not isinstance(cluster, str):
@@ -431,9 +450,9 @@ def _known(file: ConfigFile, where: str, table: Mapping[str, Any], known: Iterab
     known = list(known)
     for key in table:
         if key not in known:
-            raise ConfigError(f"{file.path}: {where}{key} means nothing here", _nearest(key, known))
+            raise ConfigError(f"{file.path}: {where}{key} is not a known key", _nearest(key, known))
 
 
 def _nearest(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"

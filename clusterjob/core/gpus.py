@@ -1,6 +1,4 @@
-"""The GPUs of this machine as the submitting side sees them: how many there are, and how nodes that
-share it divide them.
-"""
+"""Count the GPUs of this machine, and divide them among nodes that share it."""
 
 from __future__ import annotations
 
@@ -13,13 +11,17 @@ __all__ = ["listed_gpus", "shares", "visible_gpus"]
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that jobs on this machine may use, as CUDA_VISIBLE_DEVICES would name them."""
+    """Return the GPUs that jobs here may use, as CUDA_VISIBLE_DEVICES names them."""
     return listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), _installed())
 
 
 def shares(available: list[str], nodes: int, per_node: int) -> list[list[str]] | None:
-    """Return each node's GPUs when `nodes` nodes with `per_node` GPUs each are rehearsed on one
-    machine; None if too few.
+    """Return the GPUs of each node when all nodes run on this machine; None if too few.
+
+    Args:
+        available: the GPUs of this machine.
+        nodes: number of nodes.
+        per_node: GPUs per node.
     """
     if len(available) < nodes * per_node:
         return None
@@ -32,7 +34,7 @@ def _installed() -> int:
         and not Path("/dev/nvidiactl").exists()
         and not Path("/dev/dxg").exists()
     ):
-        return 0  # no driver: spare the import
+        return 0  # no driver, so the slow import is not needed
     import pynvml
 
     try:

@@ -1,6 +1,4 @@
-"""Hosts as people write them: ``a,b[1-4],user@c:2222``, and host files in the formats that they
-have.
-"""
+"""Parse host lists such as ``a,b[1-4],user@c:2222``, and host files."""
 
 from __future__ import annotations
 
@@ -11,28 +9,27 @@ from pathlib import Path
 
 from clusterjob.errors import SpecError
 
-# Hosts that one list may name: a typing error such as n[1-99999999] is not to fill the memory.
+# Maximum number of hosts in one list: a typo such as n[1-99999999] must not fill the memory.
 MOST = 4096
 _HINT = "write hosts as a,b[1-4],user@c:2222"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _NAME = re.compile(r"[\w.-]+|[0-9A-Fa-f:.]+(%[\w.-]+)?")
-# No character that a shell reads: a ProxyCommand or a `Match exec` of the ssh configuration may
-# hold %r.
+# No shell metacharacter: a ProxyCommand or a `Match exec` of the ssh configuration may contain %r.
 _USER = re.compile(r"\w[\w.+%#=-]*(@\w[\w.-]*)?")
 
-# Volcengine's MLP: on a task of the MPI kind only worker 0 runs the command, and finds the others
-# here.
+# Volcengine's MLP: in a task of the MPI kind only worker 0 runs the command; this file lists the
+# others.
 PLATFORM_FILE, PLATFORM_PORT = "MLP_MPI_HOSTFILE", "MLP_SSH_PORT"
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a job, as it was written.
+    """One host of a job, as the user wrote it.
 
     Attributes:
         name: a name, an alias of the user's ssh configuration, or an address.
-        user, port: None for what the ssh configuration says.
-        slots: workers on it, where a host file says; None where it does not.
+        user, port: None for the value in the ssh configuration.
+        slots: number of workers from a host file; None if not given.
     """
 
     name: str
@@ -41,17 +38,16 @@ class Host:
     slots: int | None = None
 
     def __str__(self) -> str:
-        """Return it as it was written: ``user@c:2222``."""
+        """Return the host as the user wrote it: ``user@c:2222``."""
         name = f"[{self.name}]" if ":" in self.name and self.port else self.name
         return f"{self.user}@" * bool(self.user) + name + f":{self.port}" * bool(self.port)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Return the hosts of a list, in the order in which they are written; one that is written twice
-    is there twice.
+    """Return the hosts of a list in the written order, including duplicates.
 
     Raises:
-        SpecError: it is no such list, or it is empty.
+        SpecError: the list is invalid or empty.
     """
     found: list[Host] = []
     for part in _split(text):
@@ -65,17 +61,19 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Return the hosts of a file: a line is a list of hosts, then ``slots=8`` if it says so; ``#``
-    begins a comment.
+    """Return the hosts of a host file.
+
+    A line has a list of hosts and optionally ``slots=8``; ``#`` begins a comment.
 
     Raises:
-        SpecError: it cannot be read, a line makes no sense, or there is no host in it.
+        SpecError: the file cannot be read, a line is invalid, or the file has no host.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(
-            f"the host file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
+            f"the host file {path} cannot be read: "
+            f"{getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
         ) from error
     found: list[Host] = []
     for number, line in enumerate(lines, 1):
@@ -89,35 +87,34 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             raise SpecError(f"{path}, line {number}: {error.message}", error.hint) from error
     if not found:
         raise SpecError(
-            f"the host file {path} names no host", "write one host a line, such as: gpu1 slots=8"
+            f"the host file {path} names no host", "write one host per line, such as: gpu1 slots=8"
         )
     return tuple(found)
 
 
 def named_hosts(text: str | None, file: str | None, directory: Path) -> tuple[Host, ...]:
-    """Return the hosts of --hosts or of --hostfile; none where neither is given.
+    """Return the hosts of --hosts or of --hostfile; none if neither is given.
 
     Args:
         text: the value of --hosts.
         file: the value of --hostfile.
-        directory: where a relative path of a host file begins.
+        directory: the directory that a relative path of a host file starts from.
 
     Raises:
-        SpecError: both are given, or one of them makes no sense.
+        SpecError: both are given, or one of them is invalid.
     """
     if text is not None and file is not None:
-        raise SpecError("there are both --hosts and --hostfile", "one of them names the hosts")
+        raise SpecError("--hosts and --hostfile are both given", "give only one of them")
     if text is not None:
         return parse_hosts(text)
     return read_hostfile(directory / file) if file is not None else ()
 
 
 def of_platform(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts that a platform names to the one worker that runs the command of a task of
-    the MPI kind; else none.
+    """Return the hosts that MLP lists for worker 0 of a task of the MPI kind; else none.
 
     Raises:
-        SpecError: the platform's file or port makes no sense.
+        SpecError: the platform's file or port is invalid.
     """
     file = environ.get(PLATFORM_FILE, "").strip(" \"'")
     if not file:
@@ -136,23 +133,25 @@ def _slots(words: list[str]) -> int | None:
             or not equals
             or not re.fullmatch(r"\d{1,5}", value, re.ASCII)
         ):
-            raise SpecError(
-                f"{_short(word)} means nothing here", "after the host only slots=N can stand"
-            )
+            raise SpecError(f"{_short(word)} is not valid here", "only slots=N may follow the host")
         if key == "slots":
             slots = int(value)
             if slots < 1:
-                raise SpecError("slots=0 leaves no worker on the host", "take the line out")
+                raise SpecError(
+                    "slots=0: must be at least 1", "remove the line to leave the host out"
+                )
     return slots
 
 
 def _split(text: str) -> Iterator[str]:
-    """Yield what commas and blanks divide, outside of brackets."""
+    """Split a text at commas and blanks outside of brackets."""
     part, depth = "", 0
     for character in text:
         depth += (character == "[") - (character == "]")
         if not 0 <= depth <= 1:
-            raise SpecError(f"brackets within brackets, or none to close, in {_short(text)}", _HINT)
+            raise SpecError(
+                f"nested brackets, or a bracket that was not opened, in {_short(text)}", _HINT
+            )
         if depth == 0 and (character == "," or character.isspace()):
             if part:
                 yield part
@@ -166,8 +165,9 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _expanded(part: str, text: str) -> Iterator[str]:
-    """Yield the words that a part with ranges stands for: ``r[1-2]n[01-03]``; brackets around an
-    IPv6 address are none.
+    """Yield the words that a part with ranges expands to, such as ``r[1-2]n[01-03]``.
+
+    Brackets around an IPv6 address are not a range.
     """
     match = re.search(r"\[([^\[\]:]*)\]", part)
     if match is None:
@@ -177,19 +177,16 @@ def _expanded(part: str, text: str) -> Iterator[str]:
     for piece in match[1].split(","):
         numbers = _RANGE.fullmatch(piece.strip())
         if numbers is None:
-            raise SpecError(f"{_short(piece)} is no number and no range, in {_short(text)}", _HINT)
+            raise SpecError(f"{_short(piece)} is not a number or a range, in {_short(text)}", _HINT)
         first, last = int(numbers[1]), int(numbers[2] or numbers[1])
         if last < first or last - first >= MOST:
-            raise SpecError(
-                f"the range {piece} runs backwards or names more than {MOST} hosts", _HINT
-            )
+            raise SpecError(f"the range {piece} is descending or has more than {MOST} hosts", _HINT)
         for number in range(first, last + 1):
             yield from _expanded(f"{head}{number:0{len(numbers[1])}d}{tail}", text)
 
 
-_MOST_WORKERS = (
-    128  # no sshd listens at so small a port, but at 22; a number of workers is as small
-)
+# host:8 most likely means 8 workers: apart from 22, sshd does not listen on such small ports.
+_MOST_WORKERS = 128
 
 
 def _host(word: str, text: str) -> Host:
@@ -204,21 +201,22 @@ def _host(word: str, text: str) -> Host:
         port = _port(port_text, text)
         if port <= _MOST_WORKERS and port != 22:
             raise SpecError(
-                f"{_short(word)} means port {port} of {name}, where hardly an sshd listens",
-                f"{port} workers on it: `{name} slots={port}` in a host file, or --nproc-per-node {port}; a port: in ~/.ssh/config",
+                f"{_short(word)} means port {port} of {name}, which is probably not a port of sshd",
+                f"for {port} workers: `{name} slots={port}` in a host file, or"
+                f" --nproc-per-node {port}; for a port: ~/.ssh/config",
             )
     else:
         name = place
-    # A name that begins with a dash would be an option to ssh.
+    # ssh would read a name that begins with a dash as an option.
     if (
         not _NAME.fullmatch(name)
         or name.startswith(("-", "."))
         or (at and (not _USER.fullmatch(user) or user.startswith("-")))
     ):
         raise SpecError(
-            f"{_short(word)} cannot be a host, in {_short(text)}"
+            f"{_short(word)} is not a valid host, in {_short(text)}"
             if word != text
-            else f"{_short(word)} cannot be a host",
+            else f"{_short(word)} is not a valid host",
             _HINT,
         )
     return Host(name, user or None, port=port)
@@ -226,7 +224,7 @@ def _host(word: str, text: str) -> Host:
 
 def _port(digits: str, text: str) -> int:
     if not re.fullmatch(r"\d{1,5}", digits, re.ASCII) or not 0 < int(digits) < 65536:
-        raise SpecError(f"{_short(digits)} is no port, in {_short(text)}", _HINT)
+        raise SpecError(f"{_short(digits)} is not a port, in {_short(text)}", _HINT)
     return int(digits)
 
 

@@ -1,6 +1,4 @@
-"""Secrets of a job: where each value is read on this machine, and the file that carries all of them
-to the nodes.
-"""
+"""Read the secrets of a job on this machine, and pack them into one file for the nodes."""
 
 from __future__ import annotations
 
@@ -10,23 +8,23 @@ from pathlib import Path
 
 from clusterjob.errors import SpecError
 
-_LARGEST = 100_000  # bytes; Linux takes 131,072 for one variable with its name (MAX_ARG_STRLEN)
+_LARGEST = 100_000  # bytes; Linux allows 131,072 per variable with its name (MAX_ARG_STRLEN)
 
 
 @dataclass(frozen=True)
 class Secret:
-    """A variable of the workers whose value is shown and recorded nowhere.
+    """A variable of the workers whose value is never shown or recorded.
 
     Attributes:
-        name: the variable.
-        file: the file that has the value; None for this process's own variable of that name.
+        name: name of the variable.
+        file: the file with the value; None for this process's variable of that name.
     """
 
     name: str
     file: Path | None = None
 
     def __str__(self) -> str:
-        """Return what --secret takes; the value is not in it."""
+        """Return the argument of --secret, which does not contain the value."""
         return self.name if self.file is None else f"{self.name}={self.file}"
 
     @classmethod
@@ -40,7 +38,7 @@ class Secret:
         if equals and not path:
             raise SpecError(
                 f"--secret {name}= names no file",
-                f"--secret {name} takes the variable of this environment",
+                f"--secret {name} uses the variable of this environment",
             )
         try:
             return cls(name, Path(path).expanduser() if equals else None)
@@ -48,15 +46,15 @@ class Secret:
             raise SpecError(f"--secret {name}: the file's home directory is unknown") from error
 
     def beside(self, base: Path) -> Secret:
-        """Return the same secret, with its file relative to a directory."""
+        """Return the secret with its file resolved against a directory."""
         return self if self.file is None else replace(self, file=base / self.file)
 
     def value(self, environ: Mapping[str, str]) -> bytes:
-        """Return the value: the variable, or the file's content without the line break at its end.
+        """Return the value: the variable, or the content of the file without the final line break.
 
         Raises:
-            SpecError: there is none, or no variable can carry it. The message does not show what
-                was written after the name: it may be the secret itself, by mistake.
+            SpecError: there is no value, or it cannot be stored in a variable. The message does
+                not show the text after the name, which may be the secret itself by mistake.
         """
         if self.file is None:
             if self.name not in environ:
@@ -70,23 +68,26 @@ class Secret:
                 value = self.file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or "no such file"
-                hint = f"what follows {self.name}= is a file; --secret {self.name} takes the variable of this environment"
+                hint = (
+                    f"the text after {self.name}= is a file name;"
+                    f" --secret {self.name} uses the variable of this environment"
+                )
                 raise SpecError(
                     f"--secret {self.name}: its file cannot be read: {why}", hint
                 ) from None
         if b"\0" in value or len(value) > _LARGEST:
             raise SpecError(
-                f"--secret {self.name}: a variable cannot carry the value",
-                f"it is text of at most {_LARGEST} bytes",
+                f"--secret {self.name}: the value does not fit into a variable",
+                f"the value must be at most {_LARGEST} bytes without a NUL byte",
             )
         return value
 
 
 def packed(secrets: Iterable[Secret], environ: Mapping[str, str]) -> bytes:
-    """Return the content of the file that carries secrets: NAME=VALUE and a NUL byte for each.
+    """Return the content of the secrets file: NAME=VALUE and a NUL byte for each secret.
 
     Raises:
-        SpecError: one has no value, or no variable can carry it.
+        SpecError: a secret has no value, or its value does not fit into a variable.
     """
     return b"".join(
         f"{secret.name}=".encode() + secret.value(environ) + b"\0" for secret in secrets

@@ -1,5 +1,6 @@
-"""What can be done with jobs, each as one function: plan, submit, ask, wait, follow, cancel. The
-command line only prints.
+"""Plan, submit, poll, wait for, follow, fetch and cancel jobs, one function for each.
+
+The command line only prints their results.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from clusterjob.core.listing import Listing, place_in_list, row_of
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record, Records, home, secure_home
 from clusterjob.core.spec import JobSpec, Resources
-from clusterjob.core.trust import LOOK, Use
+from clusterjob.core.trust import LOOK, Usage
 from clusterjob.doctor.engine import Check
 from clusterjob.errors import (
     AmbiguousId,
     ClusterJobError,
-    PlaceError,
+    PlacementError,
     RecordError,
     SpecError,
     SubmitInDoubtError,
@@ -44,7 +45,7 @@ from clusterjob.errors import (
 )
 from clusterjob.node import environments
 from clusterjob.node.logs import ends, events
-from clusterjob.node.logs.log_files import Line, LogReader
+from clusterjob.node.logs.log_files import LogLine, LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs, processes
 from clusterjob.node.verdict import JobState, Verdict
@@ -52,31 +53,32 @@ from clusterjob.node.verdict import JobState, Verdict
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Fetched
 
+# Backend options (``--set``) that also have a command-line option of their own.
 NAMED_OPTIONS = (
     "account",
     "partition",
     "nodelist",
     "exclude",
     "reservation",
-)  # --set's most common, with names of their own
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two looks at a job that is waited for
-_ARRAY = "an array"  # in the place of a state: each element has its own
-_LONGEST_PAUSE_OF_MANY = 1.0  # ... at the directories of many
+)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two polls of one job
+_ARRAY = "an array"  # shown instead of a state: each element has its own
+_LONGEST_PAUSE_OF_MANY = 1.0  # seconds between two polls of many jobs
 
 
-def settle(
-    flags: Mapping[str, Any], cluster: str | None, directory: Path, use: Use = LOOK
+def resolve_settings(
+    flags: Mapping[str, Any], cluster: str | None, directory: Path, use: Usage = LOOK
 ) -> config.Settings:
-    """Return the settings that hold for a job submitted from a directory.
+    """Return the settings of a job that is submitted from a directory.
 
     Args:
-        flags: what the command line gave.
-        cluster: what --cluster named, or None.
+        flags: options of the command line.
+        cluster: value of --cluster, or None.
         directory: the working directory.
-        use: what is about to happen with the settings; by default nothing is executed.
+        use: how the caller will use the settings; by default nothing is executed.
 
     Raises:
-        PlaceError: this is the inside of a job, and no cluster was named.
+        PlacementError: this process runs inside a job, and no cluster was named.
         Untrusted: a project's file would execute something, and the user has not trusted it.
     """
     if isinstance(flags.get("env"), list):
@@ -104,19 +106,18 @@ def settle(
 
 
 def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
-    """Return the settings of a job that is submitted with a copy of the project's ssh
-    configuration, if there is one.
+    """Return the settings with the project's ssh configuration replaced by a private copy.
 
-    `status` and others read it later, when the project may hold what the user has never run or
-    trusted.
+    `status` and other commands read the configuration later. By then the project's file may contain
+    lines that the user has neither run nor trusted. Settings without such a file stay unchanged.
     """
     options = settings.values.get("set", {})
     named = options.get("ssh_config")
-    if not isinstance(named, config.OfProject):
+    if not isinstance(named, config.ProjectSshConfig):
         return settings
     try:
         content = Path(named).expanduser().read_bytes()
-    except (OSError, RuntimeError):  # the backend names it
+    except (OSError, RuntimeError):  # the backend reports the unreadable file
         return settings
     secure_home()
     kept = home() / "ssh_configs" / hashlib.sha256(content).hexdigest()[:32]
@@ -126,7 +127,7 @@ def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
     except OSError as error:
         raise RecordError(
             f"{kept} cannot be written: {error.strerror}",
-            "CLUSTERJOB_HOME names another place for jobs",
+            "set CLUSTERJOB_HOME to another directory",
         ) from error
     return replace(
         settings, values={**settings.values, "set": {**options, "ssh_config": str(kept)}}
@@ -134,37 +135,42 @@ def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
 
 
 def _with_value(item: str) -> str:
-    """Return an item of ``--env`` with its value: NAME alone is this environment's variable."""
+    """Return NAME=VALUE for an item of ``--env``; NAME alone takes this environment's value."""
     if "=" in item:
         return item
     if item not in os.environ:
-        raise SpecError(f"--env {item}: it is not set here", f"--env {item}=VALUE gives it a value")
+        raise SpecError(f"--env {item}: it is not set here", f"--env {item}=VALUE sets it")
     return f"{item}={os.environ[item]}"
 
 
 def _refuse_inside_a_job() -> None:
-    """Nobody rehearses two nodes on one of them by mistake."""
+    """Refuse to submit from inside a job: the new job would run on one of its nodes by mistake.
+
+    Raises:
+        PlacementError: the environment is that of a job's node.
+    """
     finding = environments.detect(os.environ)
     if finding.source == "none":
         return
     variables = ", ".join(sorted(set(finding.evidence.values()))) or "its variables"
-    raise PlaceError(
-        f"this is the inside of a job already ({finding.source}: {variables})",
-        "`clusterjob launch` starts this node's part of it; --cluster names another cluster to submit to",
+    raise PlacementError(
+        f"this process already runs inside a job ({finding.source}: {variables})",
+        "`clusterjob launch` starts this node's part of it; "
+        "--cluster NAME submits to another cluster",
     )
 
 
 def make_spec(program: Program, settings: config.Settings, directory: Path) -> JobSpec:
-    """Return the job that a program and its settings describe.
+    """Return the job spec for a program and its settings.
 
     Args:
-        program: what to run.
-        settings: what holds for it.
-        directory: what a relative working directory or template is relative to, and the default of
-            the former.
+        program: the program to run.
+        settings: the job's settings.
+        directory: default working directory; relative paths of a working directory or template
+            start here.
 
     Raises:
-        SpecError: a field makes no sense.
+        SpecError: a field is invalid.
     """
     values = dict(settings.values)
     if values.get("gpus", "auto") != "auto":
@@ -188,7 +194,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         program=program,
         resources=resources,
         workdir=workdir,
-        nproc_open="nproc_per_node" not in values and gpus_per_node is None,
+        nproc_is_default="nproc_per_node" not in values and gpus_per_node is None,
         nproc_per_node=values.pop("nproc_per_node", gpus_per_node or slots),
         python=values.pop("python", None)
         or (
@@ -203,30 +209,31 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
 
 
 def _gpus(asked: int | str | None) -> tuple[str, int | None]:
-    """Return the type and the number of GPUs that are asked for as ``8`` or ``a100:8``."""
+    """Return the type and number of GPUs from ``8`` or ``a100:8``; the type may be empty."""
     gpu_type, _, count = asked.rpartition(":") if isinstance(asked, str) else ("", "", asked)
     return gpu_type, None if count is None else int(count)
 
 
 def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts.Host, ...]:
-    """Take the hosts out of the settings: those that are named, those of a file, else those that a
-    platform names.
+    """Remove the hosts from the settings and return them.
+
+    They come from --hosts or --hostfile; for the ssh backend, else from the platform's variables.
     """
     text, file = values.pop("hosts", None), values.pop("hostfile", None)
     found = hosts.named_hosts(text, file, directory=directory)
     if not found:
         return hosts.of_platform(os.environ) if backend == "ssh" else ()
     if values.keys() & {"nproc_per_node", "gpus_per_node"}:
-        return tuple(replace(host, slots=None) for host in found)  # what is said outright counts
+        # An explicit number of workers or GPUs overrides the slots.
+        return tuple(replace(host, slots=None) for host in found)
     return found
 
 
 def default_python(environ: Mapping[str, str]) -> str:
-    """Return the interpreter for a job: the active virtual or conda environment's, else the one
-    that runs this.
+    """Return the default Python interpreter of a job.
 
-    An isolated installation (pipx, uv tool) without torch is not meant to train: there, python3 as
-    PATH has it.
+    It is that of the active virtual or conda environment, else the one that runs clusterjob. An
+    isolated installation (pipx, uv tool) usually has no torch: there it is python3 from PATH.
     """
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         candidate = Path(environ.get(variable) or "/nonexistent") / "bin" / "python"
@@ -241,17 +248,17 @@ def default_python(environ: Mapping[str, str]) -> str:
 
 
 def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) -> Record:
-    """Carry out a plan and return the job's record.
+    """Submit a plan's job and return its record.
 
-    The intent is on disk before the backend is asked, and nothing of a job that could not start is
-    left.
+    The record is on disk before the backend is called. If the job cannot start, its record and
+    directory are removed.
 
     Args:
-        plan: what `Backend.plan` returned.
+        plan: the result of `Backend.plan`.
         cluster: the cluster's name, for the record.
-        detach: whether the job may live on without this process.
-        stdin: the descriptor that becomes rank 0's stdin, where the backend's jobs run beside this
-            process; None for an empty one.
+        detach: whether the job continues after this process ends.
+        stdin: file descriptor that becomes rank 0's stdin, if the backend runs jobs in the
+            foreground; None for an empty stdin.
 
     Raises:
         ClusterJobError: the job's directory or record cannot be written, or the backend cannot
@@ -263,19 +270,18 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
     if plan.job_dir.exists():
         raise RecordError(
             f"the job directory {plan.job_dir} cannot be made: File exists",
-            "submit again: the job gets another id",
+            "submit again: the job gets a new id",
         )
     _remove_leftovers(records)
     values = job_secrets.packed(plan.spec.secret, os.environ)
     record = Record(
-        plan.job_id, plan.spec.name, cluster=cluster, backend=plan.backend, job_dir=plan.job_dir, nodes=plan.spec.resources.nodes,
-        submitted_at=events.now(), spec=plan.spec.to_json(), submitter=processes.ProcessIdentity.of_this_process(),
-        array=plan.array,
+        plan.job_id, plan.spec.name, cluster=cluster, backend=plan.backend, job_dir=plan.job_dir,
+        nodes=plan.spec.resources.nodes, submitted_at=events.now(), spec=plan.spec.to_json(),
+        submitter=processes.ProcessIdentity.of_this_process(), array=plan.array,
     )  # fmt: skip
     try:
-        records.save(
-            record
-        )  # first: a submit that is killed leaves no directory that belongs to no job
+        # First, so that a killed submit leaves no job directory without a record.
+        records.save(record)
         plans.write_files(plan, values)
         for file in plan.files:
             if file.path.name == node_zip.NAME:
@@ -285,24 +291,22 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         handle = backend.submit(plan)
         try:
             record = records.with_handle(record, handle)
-        except ClusterJobError:  # nobody could ask for the job: it must not run
+        except ClusterJobError:  # without a saved handle nobody can find the job: stop it
             backend.cancel(records.elements(replace(record, handle=handle)))
             raise
-        except KeyboardInterrupt:  # nor need it wait in a queue for a cancel request to be read
+        except KeyboardInterrupt:
+            # The cancel request below is read only once the job starts; this cancels it in a queue.
             with contextlib.suppress(ClusterJobError):
                 backend.cancel(records.elements(replace(record, handle=handle)))
             raise
-    except (
-        SubmitInDoubtError
-    ) as error:  # it may run: the record and the directory are what it can be found by
+    except SubmitInDoubtError as error:  # the job may run: keep its record and directory
         error.hint = (
-            f"do not submit it again before `clusterjob status {plan.job_id}` has said where it is"
+            f"do not submit it again before `clusterjob status {plan.job_id}` shows its state"
         )
         raise
     except KeyboardInterrupt:
-        ends.cancel(
-            plan.job_dir
-        )  # wherever it was broken off: for whoever asks after it, and whatever of it may still start
+        # At any point of the submit: `status` shows the request, and a part that still starts ends.
+        ends.cancel(plan.job_dir)
         raise
     except ClusterJobError:
         shutil.rmtree(plan.job_dir, ignore_errors=True)
@@ -314,8 +318,9 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
 
 
 def _remove_leftovers(records: Records) -> None:
-    """Remove what killed submits have left: parts of records, and old directories without a record
-    in which nothing was started.
+    """Remove partial records and old, unused job directories that killed submits left.
+
+    A directory is unused if it has no record and nothing was started in it.
     """
     files.remove_leftovers(records.directory)
     try:
@@ -330,8 +335,7 @@ def _remove_leftovers(records: Records) -> None:
             or any((job_dir / "ends").glob("*"))
         ):
             continue
-        # A job that waits in a queue looks the same, and NFS may list the records as they were
-        # before it.
+        # The directory of a queued job looks the same, and NFS may not list its record yet.
         with contextlib.suppress(OSError):
             if files.is_old(job_dir) and not records.has(job_dir.name):
                 shutil.rmtree(job_dir, ignore_errors=True)
@@ -341,8 +345,9 @@ _loaded: dict[str, Backend] = {}
 
 
 def _backend(name: str) -> Backend:
-    """Return the one instance of a backend in this process: it may hold connections, or the
-    lifelines of its jobs.
+    """Return this process's only instance of a backend.
+
+    The instance may hold connections, or the lifelines of its jobs.
     """
     if name not in _loaded:
         _loaded[name] = base.load(name)
@@ -350,16 +355,16 @@ def _backend(name: str) -> Backend:
 
 
 def plan(spec: JobSpec, settings: config.Settings) -> Plan:
-    """Return what submitting a job would do; runs no command and contacts nothing."""
+    """Return the plan of a job; runs no command and contacts no host."""
     plan = _backend(settings.backend).plan(spec)
-    job_secrets.packed(spec.secret, os.environ)  # each has a value, or the job is refused here
-    wrong = spec.syntax_error()  # by this Python: the job's own may be a newer one
+    job_secrets.packed(spec.secret, os.environ)  # raises if a secret has no value
+    wrong = spec.syntax_error()  # only a note: the job's Python may be newer than this one
     return (
         replace(
             plan,
             notes=(
                 *plan.notes,
-                f"{wrong} (as Python {sys.version_info.major}.{sys.version_info.minor} reads it)",
+                f"{wrong} (checked with Python {sys.version_info.major}.{sys.version_info.minor})",
             ),
         )
         if wrong
@@ -367,31 +372,32 @@ def plan(spec: JobSpec, settings: config.Settings) -> Plan:
     )
 
 
-def examine(settings: config.Settings, directory: Path) -> Iterator[Check]:
-    """Yield what is found of a cluster's fitness for a job with these settings, each check as it is
-    done.
+def doctor_checks(settings: config.Settings, directory: Path) -> Iterator[Check]:
+    """Check whether a cluster can run a job with these settings; yield each check.
 
     Args:
-        settings: what holds for the job.
+        settings: the job's settings.
         directory: as for `make_spec`.
 
     Raises:
-        UsageError: such a job makes no sense there.
-        ClusterJobError: the cluster's backend cannot be examined.
+        UsageError: the cluster cannot run a job with these settings.
+        ClusterJobError: the cluster's backend has no checks.
     """
     backend = _backend(settings.backend)
-    if not isinstance(backend, base.Examiner):
+    if not isinstance(backend, base.Checker):
         raise ClusterJobError(
-            f"the {settings.backend} backend has no checks of its own", "it is another package's"
+            f"the {settings.backend} backend has no checks of its own",
+            "another package provides this backend",
         )
-    return backend.examine(make_spec(Program("module", "doctor"), settings, directory=directory))
+    return backend.doctor_checks(
+        make_spec(Program("module", "doctor"), settings, directory=directory)
+    )
 
 
 def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
-    """Return how jobs stand, one question to each backend for all of its jobs; ends that are news
-    are noted in the records.
+    """Return the status of jobs, with one query to each backend; save new ends in the records.
 
-    An array stands for its elements, each a job of its own.
+    An array is replaced by its elements, each a job of its own.
     """
     records = Records()
     wanted = [element for record in wanted for element in records.elements(record)]
@@ -411,9 +417,9 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
         if record.end is not None and (status.provisional or status.state is JobState.UNKNOWN):
-            status = _from_end(Verdict.from_json(record.end))  # nothing better is known
+            status = _from_end(Verdict.from_json(record.end))  # the best that is known
         if status.handle is not None and record.handle is None and record.index is None:
-            record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job, and where it is
+            record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job
         elif status.handle is not None and record.handle is None:
             arrays[record.whole_id] = status.handle
         if (
@@ -431,8 +437,9 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
 
 
 def with_states(error: AmbiguousId) -> AmbiguousId:
-    """Return the error with the state of each of the first jobs in its hint, as far as they can be
-    asked.
+    """Add the states of the first 5 jobs to the error's hint and return the error.
+
+    The error stays as it is if the states cannot be read.
     """
     records = Records()
     try:
@@ -448,17 +455,22 @@ def with_states(error: AmbiguousId) -> AmbiguousId:
         if len(error.ids) > len(shown)
         else ""
     )
-    error.hint = f"it could be {', '.join(f'{one.job_id} ({known.get(one.job_id, _ARRAY)})' for one in shown)}{more}"
+    error.hint = (
+        "it could be "
+        f"{', '.join(f'{one.job_id} ({known.get(one.job_id, _ARRAY)})' for one in shown)}"
+        f"{more}"
+    )
     return error
 
 
 def _ask(name: str, group: Sequence[Record]) -> dict[str, Status]:
-    """Ask one backend for its jobs. What is wrong with one record or directory makes that job
-    UNKNOWN, and no other.
+    """Ask one backend for the status of jobs.
+
+    A broken record or directory makes only its own job UNKNOWN.
     """
     try:
         backend = _backend(name)
-    except ClusterJobError as error:  # a backend of a package that is gone
+    except ClusterJobError as error:  # the backend's package is no longer installed
         return {record.job_id: Status(JobState.UNKNOWN, error.message) for record in group}
     try:
         return backend.status(group)
@@ -482,8 +494,8 @@ def _ask(name: str, group: Sequence[Record]) -> dict[str, Status]:
         }
 
 
-def unended() -> list[tuple[Record, Status]]:
-    """Return how the jobs stand that have not ended, the oldest first."""
+def unfinished() -> list[tuple[Record, Status]]:
+    """Return the jobs that have not ended, with their status, oldest first."""
     found = Listing(Records())
     pairs = [(record, status) for record, status in statuses(found.open) if not status.state.final]
     return sorted(pairs, key=lambda pair: place_in_list(row_of(*pair)))
@@ -500,12 +512,12 @@ def _from_end(verdict: Verdict) -> Status:
 
 
 def status(record: Record) -> Status:
-    """Return how one job stands."""
+    """Return the status of one job."""
     return statuses([record])[0][1]
 
 
 def collect(record: Record) -> None:
-    """Have a job's logs in its directory here, as far as they are written by now."""
+    """Copy the logs that a job has written so far into its directory on this machine."""
     _backend(record.backend).collect(record)
 
 
@@ -517,20 +529,21 @@ def fetch(
     may_replace: Callable[[list[str]], bool],
     limits: FetchLimits = FETCH_LIMITS,
 ) -> list[Fetched]:
-    """Bring results of a job from its hosts: only what has changed.
+    """Copy results of a job from its hosts; unchanged files are not sent.
 
     Args:
         record: the job.
-        paths: files and directories, relative to its working directory.
-        target: where to; several hosts get a directory each, ``node<k>``.
-        nodes: from which; None for all.
-        may_replace: asked whether files that have changed here may be replaced: all of them, or
-            none.
+        paths: files and directories, relative to the job's working directory.
+        target: destination directory; with several hosts, each gets a directory ``node<k>`` in it.
+        nodes: nodes to copy from; None for all.
+        may_replace: takes the files that have changed here; returns whether to replace them, all
+            or none.
         limits: how much each host may send.
 
     Raises:
-        ClusterJobError: its working directory is no other machine's; a host is not reached or has
-            nothing at a path.
+        ClusterJobError: the working directory is on this machine, a host cannot be reached, or a
+            host has nothing at a path.
+        UsageError: the job has no such node.
     """
     backend = _backend(record.backend)
     if not isinstance(backend, base.Fetcher):
@@ -544,10 +557,10 @@ def fetch(
 
 
 def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
-    """Stop jobs, an array's elements all together; for each, whether it was still to be stopped.
+    """Stop jobs; return each job with True if it still had to be stopped.
 
-    One whose end is only guessed may run: its backend tries again, and notes its try in the job's
-    directory.
+    The elements of an array are stopped together. A job whose recorded end is provisional may still
+    run: its backend tries again and notes the attempt in the job's directory.
     """
     pairs = statuses(list(wanted))
     running: dict[str, list[Record]] = {}
@@ -563,39 +576,37 @@ def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
 
 
 def interrupt_prompt(record: Record) -> bool:
-    """Interrupt the worker that waits for input from this process's terminal, as at a debugger's
-    prompt; return whether there is one.
+    """Interrupt the worker that waits for input from this process's terminal.
+
+    Such a worker is, for example, at a debugger's prompt. Return False if there is none.
     """
     backend = _backend(record.backend)
     return isinstance(backend, Foreground) and backend.interrupt_prompt(record)
 
 
 def interrupt(record: Record) -> bool:
-    """Have a job's workers interrupted, as Ctrl-C does; return False where it can only be
-    cancelled.
-    """
+    """Interrupt a job's workers as Ctrl-C does; return False if it can only be cancelled."""
     backend = _backend(record.backend)
     return isinstance(backend, Interrupter) and record.array is None and backend.interrupt(record)
 
 
 def follow(
     record: Record,
-    show: Callable[[Iterable[list[Line]]], None],
+    show: Callable[[Iterable[list[LogLine]]], None],
     progress: Callable[[Status], None],
     reader: LogReader | None = None,
     *,
     logs: bool = True,
 ) -> Verdict:
-    """Show a job's output as it is written, until the job ends; return the verdict.
+    """Show a job's output while it is written, until the job ends; return the verdict.
 
     Args:
         record: the job.
-        show: takes the new lines of one look, in order, as pieces of little memory; an empty piece
-            where a line without an end has grown.
-        progress: told how the job stands at each look.
-        reader: where the lines come from; it may have read some already, or take one worker's
-            alone.
-        logs: whether the logs are wanted at all; fetching them from afar costs something.
+        show: takes the new lines of one poll, in order, in small batches; a batch is empty if only
+            an unfinished line has grown.
+        progress: called with the status at each poll.
+        reader: source of the lines; it may have read some already, or may read only one worker's.
+        logs: whether to fetch the logs, which takes time if they are on another machine.
     """
     reader = reader or LogReader(record.job_dir)
     pause = _FIRST_PAUSE
@@ -614,13 +625,12 @@ def follow(
         time.sleep(pause)
 
 
-def wait_for_all(wanted: Sequence[Record], news: Callable[[Record, Status], None]) -> int:
-    """Return the exit code of several jobs, such as an array's elements, once all have ended: the
-    first that is not 0, in their order.
+def wait_for_all(wanted: Sequence[Record], on_end: Callable[[Record, Status], None]) -> int:
+    """Wait until all jobs have ended; return the first exit code that is not 0, else 0.
 
     Args:
-        wanted: the jobs.
-        news: told of each end, as it is seen.
+        wanted: the jobs, such as an array's elements; their order decides which code is first.
+        on_end: called with each job when its end is seen.
     """
     open_ = [element for record in wanted for element in Records().elements(record)]
     codes = dict.fromkeys((record.job_id for record in open_), 0)
@@ -629,7 +639,7 @@ def wait_for_all(wanted: Sequence[Record], news: Callable[[Record, Status], None
         pairs = statuses(open_)
         ended = [(record, now) for record, now in pairs if now.verdict is not None]
         for record, now in ended:
-            news(record, now)
+            on_end(record, now)
             codes[record.job_id] = now.verdict.exit_code if now.verdict is not None else 1
         open_ = [record for record, now in pairs if now.verdict is None]
         if not open_:
@@ -639,7 +649,12 @@ def wait_for_all(wanted: Sequence[Record], news: Callable[[Record, Status], None
 
 
 def wait(record: Record, progress: Callable[[Status], None] = lambda _: None) -> Verdict:
-    """Return the verdict of a job, once it has ended; progress is told how it stands at each look."""
+    """Wait until a job has ended and return its verdict.
+
+    Args:
+        record: the job.
+        progress: called with the status at each poll.
+    """
     return follow(
         record,
         lambda _: None,

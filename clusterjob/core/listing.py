@@ -1,5 +1,6 @@
-"""One row per job for `list`. Rows of ended jobs come from a cache: to read 10,000 records takes
-over a second.
+"""Build one row per job for `list`, with a cache for the rows of ended jobs.
+
+Without the cache, reading 10,000 records takes over a second.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from clusterjob.backends.base import Status
 from clusterjob.core.records import SEPARATOR, Record, Records
 from clusterjob.node.system import files
 
-_CACHE = ".ended.json"  # beside the records; records' names have no dot in front
+_CACHE = ".ended.json"  # beside the records, whose names never begin with a dot
 _SCHEMA = 1
-Stamp = tuple[
-    int, int, int
-]  # inode, time of the last change (ns of the epoch), size (bytes): other ones once a file is replaced
-_MANY = 50  # new rows that are worth writing the cache again
+# Inode, modification time (ns since the epoch) and size (bytes); they change with the file.
+Stamp = tuple[int, int, int]
+_MANY = 50  # number of new rows after which the cache is rewritten
 
 
-class Row(NamedTuple):
-    """What `list` shows of a job, or of one element of an array."""
+class ListRow(NamedTuple):
+    """The row of a job, or of one element of an array, in the output of `list`."""
 
     job_id: str
     state: str
@@ -33,15 +33,15 @@ class Row(NamedTuple):
 
     @property
     def array_id(self) -> str:
-        """The array that this is an element of; empty for a job of its own."""
+        """The id of the array that this element belongs to; empty for other jobs."""
         return self.job_id.rpartition(SEPARATOR)[0] if SEPARATOR in self.job_id else ""
 
 
-def row_of(record: Record, status: Status) -> Row:
-    """Return the row of a job in this state."""
+def row_of(record: Record, status: Status) -> ListRow:
+    """Return the row of a job with this status."""
     code = "" if status.verdict is None else str(status.verdict.exit_code)
     reason = status.reason.partition("\n")[0]
-    return Row(
+    return ListRow(
         record.job_id,
         str(status.state),
         exit_code=code,
@@ -53,44 +53,43 @@ def row_of(record: Record, status: Status) -> Row:
 
 
 class Listing:
-    """All jobs, parted: the rows of those that have ended, and the records of the others.
+    """All jobs: the rows of the ended jobs, and the records of the others.
 
     Attributes:
-        rows: jobs whose end is on record; an array's elements each have one.
-        open: jobs whose end is not, or is a guess that may be corrected; of an array, such
-            elements.
-        broken: names of files among the records that are none, or cannot be read.
+        rows: jobs with a recorded verdict; each element of an array has a row.
+        open: jobs without a verdict, or with a provisional one; for an array, such elements.
+        broken: names of files in the record directory that are not valid records.
     """
 
     def __init__(self, records: Records) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[ListRow] = []
         self.open: list[Record] = []
         self.broken: list[str] = []
         self._records = records
         self._stamps = dict(_stamps(records))
         self._cache_path = records.directory / _CACHE
         self._cached = self._load()
-        self._known: dict[str, tuple[Stamp, Row]] = {}
+        self._known: dict[str, tuple[Stamp, ListRow]] = {}
         news = sum(self._take(name) for name in self._stamps)
         if news > _MANY or len(self._cached) > len(self._known) + _MANY:
             self._save()
 
-    def with_states(self, states: Iterable[tuple[Record, Status]]) -> list[Row]:
-        """Return a row for each job, the oldest first, an array's elements together.
+    def with_states(self, states: Iterable[tuple[Record, Status]]) -> list[ListRow]:
+        """Return a row for each job, oldest first, with the elements of an array together.
 
         Args:
-            states: how the open ones stand.
+            states: the status of each open job.
         """
         return sorted(
             [*self.rows, *(row_of(record, status) for record, status in states)], key=place_in_list
         )
 
     def _take(self, name: str) -> bool:
-        """Sort in what the file of this name holds; return whether its row is new to the cache."""
+        """Add the job of one record file; return whether its row is new to the cache."""
         if self._take_cached(name):
             return False
         if SEPARATOR in name:
-            return False  # an element's: taken with its array
+            return False  # an array element; added with its array
         record = self._records.read(name)
         if record is None:
             self.broken.append(f"{name}.json")
@@ -120,7 +119,7 @@ class Listing:
                 yield self._records.read(name) or record.element(index)
 
     def _part(self, record: Record) -> bool:
-        """Sort in a job that is not in the cache; return whether its row may be cached."""
+        """Add a job that is not in the cache; return whether its row may be cached."""
         verdict = record.verdict
         if verdict is None or record.may_be_corrected:
             self.open.append(record)
@@ -131,12 +130,12 @@ class Listing:
             self._known[record.job_id] = (self._stamps[record.job_id], row)
         return True
 
-    def _load(self) -> dict[str, tuple[Stamp, Row]]:
+    def _load(self) -> dict[str, tuple[Stamp, ListRow]]:
         data = files.read_json(self._cache_path)
         try:
             if isinstance(data, dict) and data["schema"] == _SCHEMA:
                 return {
-                    name: ((inode, modified, size), Row(name, *row))
+                    name: ((inode, modified, size), ListRow(name, *row))
                     for name, (inode, modified, size, *row) in data["rows"].items()
                 }
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -151,13 +150,11 @@ class Listing:
                 json.dumps({"schema": _SCHEMA, "rows": rows}).encode(errors="surrogatepass"),
             )
         except OSError:
-            pass  # the next one reads the records again
+            pass  # the next `list` reads the records again
 
 
-def place_in_list(row: Row) -> tuple[str, str, int]:
-    """Return what rows are sorted by: the oldest first, an array's elements together and in their
-    order.
-    """
+def place_in_list(row: ListRow) -> tuple[str, str, int]:
+    """Return the sort key of a row: oldest first, elements of an array together and in order."""
     return (
         row.submitted_at,
         row.array_id or row.job_id,

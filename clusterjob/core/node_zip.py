@@ -1,6 +1,4 @@
-"""The node zip: the package as one file that travels with a job, so that a host needs nothing
-installed by us.
-"""
+"""Build the node zip: the package as one file of the job, so hosts need no installation."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ if TYPE_CHECKING:
     import zipfile
 
 NAME = "clusterjob-node.pyz"
-LIMIT = 150_000  # bytes; more would show at every submission to many hosts (a test holds the line)
-# What only submits jobs to other machines, with libraries that come with an installation of ours
-# alone; see `clusterjob.node.zip.importer`.
+LIMIT = 150_000  # bytes; a larger zip slows submissions to many hosts (a test checks it)
+# Code that only submits jobs to other machines. It needs libraries of an installed clusterjob; see
+# `clusterjob.node.zip.importer`.
 LEFT_OUT = (
     "cli/",
     "remote/",
@@ -30,32 +28,32 @@ LEFT_OUT = (
     "backends/slurm/",
     "backends/ssh/",
 )
-# What finds the rest, which travels as one block: half as long as module by module, and quicker to
-# start from.
+# The modules that load the others. Those are in one compressed block, which is half as long as
+# separate entries and starts faster.
 _BARE_FILES = ("__init__.py", "node/__init__.py", "node/zip/__init__.py", "node/zip/importer.py")
 _INSTALL = (
     "\nfrom clusterjob.node.zip import importer as _importer\n\n_importer.install(__file__)\n"
 )
 _DOCSTRING = re.compile(r'r?"""')
-_END_BYTES = 22  # of the record at the end of a zip without a comment
-_MOST_KEPT = 4  # zips of other sources, such as those of another environment, that stay
-_made: dict[str, bytes] = {}  # what this process has made, by the name that it is kept under
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the same package gives the same bytes
+_END_BYTES = 22  # length of the end record of a zip without a comment
+_MOST_KEPT = 4  # zips of other sources, such as another environment, to keep
+_made: dict[str, bytes] = {}  # zips that this process has built, by cache name
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time, so equal sources give equal bytes
 
 
 def node_zip(cache: Path | None = None) -> bytes:
-    """Return the package as a zip that Python runs, and imports from when it is on PYTHONPATH.
+    """Return the package as a zip that Python can run, and import from on PYTHONPATH.
 
-    All that a job needs, so that it may shadow an installed package; `LEFT_OUT` says what it does
-    not. Sources alone: compiled files would serve one version of Python, save 30 ms of the agent's
-    start and triple the size. They travel without comment lines and docstrings, line for line, so
-    that a traceback names the lines of the source.
+    It has everything that a job needs, so it may shadow an installed package; `LEFT_OUT` lists the
+    parts that it lacks. It has only sources: compiled files would work with one version of Python,
+    save 30 ms of the agent's start and triple the size. Comment lines and docstrings are removed,
+    but line numbers stay the same, so a traceback names the lines of the source.
 
-    Inside a job this is the job's own zip.
+    Inside a job, the job's own zip is returned.
 
     Args:
-        cache: a directory of the user's own where `keep` may have left the zip of these very
-            sources.
+        cache: a private directory of the user where `keep` may have stored the zip of the same
+            sources; None for no cache.
     """
     archive = importer.archive()
     if archive is not None:
@@ -71,8 +69,9 @@ def node_zip(cache: Path | None = None) -> bytes:
 
 
 def cache_directory() -> Path:
-    """Return where zips are kept between commands: the user's cache directory, such as
-    ~/.cache/clusterjob (XDG_CACHE_HOME).
+    """Return the directory where zips are kept between commands.
+
+    It is in the user's cache directory, such as ~/.cache/clusterjob (XDG_CACHE_HOME).
     """
     import platformdirs
 
@@ -80,8 +79,9 @@ def cache_directory() -> Path:
 
 
 def keep(data: bytes, cache: Path) -> None:
-    """Leave the zip of these very sources in a directory, where a few of other sources stay; a disk
-    that is full costs that alone.
+    """Store the zip of the current sources in a cache directory.
+
+    A few zips of other sources stay there. An error, such as a full disk, is ignored.
     """
     if importer.archive() is not None:
         return
@@ -100,8 +100,9 @@ def keep(data: bytes, cache: Path) -> None:
 
 
 def _kept(path: Path) -> bytes | None:
-    """Return a zip that was kept; None where there is none, it is cut short, or somebody else could
-    have written it: nodes run it.
+    """Return a cached zip, or None if it is missing, truncated or not safe to run.
+
+    Nodes run it, so it must belong to this user and be writable by no other user.
     """
     with contextlib.suppress(OSError), path.open("rb") as stream:
         status = os.fstat(stream.fileno())
@@ -131,13 +132,14 @@ def _fingerprint(package: Path, sources: list[Path]) -> str:
     for path in sources:
         stat = path.stat()
         digest.update(
-            f"{path.relative_to(package)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode()
+            f"{path.relative_to(package)}\0{stat.st_size}\0"
+            f"{stat.st_mtime_ns}\0{stat.st_ino}\n".encode()
         )
     return digest.hexdigest()[:24]
 
 
 def _make(package: Path, sources: list[Path]) -> bytes:
-    import bz2  # all this is for the first time that these sources are packed
+    import bz2  # slow imports, needed only when the zip is not cached
     import io
     import zipfile
 
@@ -164,9 +166,9 @@ def _make(package: Path, sources: list[Path]) -> bytes:
 def bare(source: str) -> str:
     """Return Python source without comment lines and docstrings, each statement on its own line.
 
-    It reads lines, not syntax, which takes a twentieth of the time. It relies on the layout of this
-    package, which a test compares with Python's own parser: a docstring stands in triple double
-    quotes below a line that ends with a colon, or comes first, and ends its line.
+    It scans lines instead of parsing, which takes a twentieth of the time. It relies on the layout
+    of this package: a docstring has triple double quotes, follows a line that ends with a colon or
+    is the first statement, and ends its line. A test compares the result with Python's parser.
     """
     kept: list[str] = []
     closing, in_docstring, may_begin = "", False, True

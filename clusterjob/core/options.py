@@ -1,6 +1,4 @@
-"""The one table of a job's settings: what may stand in a configuration file, in a CLUSTERJOB_*
-variable and on the command line.
-"""
+"""The table of job options: keys of configuration files, variables, and command-line flags."""
 
 from __future__ import annotations
 
@@ -117,9 +115,7 @@ def _listed(value: Any) -> str:
 
 
 class Structure(str):
-    """A list or a table of a file, as JSON: a backend's option may be one, where the backend has
-    such options.
-    """
+    """A list or a table of a configuration file, as JSON: a value of a backend's option."""
 
     __slots__ = ()
 

@@ -1,6 +1,4 @@
-"""A job as files and commands, pure data: exactly what ``--dry-run`` prints and what ``submit``
-carries out.
-"""
+"""A plan: the files and commands of a job, which ``--dry-run`` prints and ``submit`` runs."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ from clusterjob.node.system import private_dirs
 if TYPE_CHECKING:
     from clusterjob.core.snapshot import Snapshot
 
-_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no letter that is read as another
+_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no characters that look alike
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file to be written.
+    """A file to write.
 
     Attributes:
-        path: where, absolute.
+        path: absolute path.
         data: its content.
         mode: permission bits.
     """
@@ -40,9 +38,7 @@ class PlannedFile:
     mode: int = 0o600
 
     def text(self) -> str:
-        """Return the content as it is to be shown: text as it is, anything else by its size and
-        digest.
-        """
+        """Return the content for display: text unchanged, other data as size and digest."""
         try:
             return self.data.decode()
         except UnicodeDecodeError:
@@ -51,14 +47,15 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class PlannedCommand:
-    """A command to be started.
+    """A command to start.
 
     Attributes:
         argv: the command line.
         env: variables added to its environment.
-        node_rank: the node that it starts.
-        host: where it is started over SSH; empty for here, or where argv says so itself.
-        directory: where it is started there; a ``~`` at its beginning is the home directory there.
+        node_rank: rank of the node that it starts.
+        host: the host to start it on over SSH; empty for this machine, or if argv names the host.
+        directory: working directory on the host; a ``~`` at its beginning is the home directory
+            there.
     """
 
     argv: tuple[str, ...]
@@ -68,10 +65,13 @@ class PlannedCommand:
     directory: str = ""
 
     def text(self) -> str:
-        """Return the command as a shell would take it."""
+        """Return the command as a shell command line."""
         if self.host:
             home = "~/" if self.directory.startswith("~/") else ""
-            there = f"cd {home}{shlex.quote(self.directory.removeprefix(home))} && {shlex.join(self.argv)}"
+            there = (
+                f"cd {home}{shlex.quote(self.directory.removeprefix(home))}"
+                f" && {shlex.join(self.argv)}"
+            )
             return shlex.join(("ssh", self.host, there))
         return " ".join(
             [
@@ -87,14 +87,14 @@ class Plan:
 
     Attributes:
         job_id: the job's id.
-        backend: who carries it out.
-        job_dir: where its files lie.
-        spec: what was asked for.
-        files: to be written, in this order.
-        commands: to be started, in this order, once all files are there.
-        notes: lines that the user should see, such as that there are too few GPUs.
-        array: for an array, what its record holds of it.
-        sends_code: whether the working directory's files are sent too.
+        backend: name of the backend that runs it.
+        job_dir: directory of its files.
+        spec: the job.
+        files: files to write, in this order.
+        commands: commands to start, in this order, once all files are written.
+        notes: messages for the user, such as that there are too few GPUs.
+        array: for an array, the data for its record.
+        sends_code: whether the files of the working directory are sent too.
     """
 
     job_id: str
@@ -108,7 +108,7 @@ class Plan:
     sends_code: bool = False
 
     def _code(self) -> Snapshot | None:
-        """Return the files that are sent, as they are now."""
+        """Return the current files of the working directory if they are sent, else None."""
         from clusterjob.core import snapshot
 
         return (
@@ -118,23 +118,25 @@ class Plan:
         )
 
     def text(self) -> str:
-        """Return the plan for people: each file whole, each command as a shell would take it."""
+        """Return the plan as text: the content of each file and each command line."""
         parts = [
             f"### {file.path} ({file.mode:04o})\n{file.text().rstrip()}\n" for file in self.files
         ]
         if self.spec.secret:
             parts.append(
-                f"### secrets, whose values are not shown\n{', '.join(secret.name for secret in self.spec.secret)}\n"
+                "### secrets, whose values are not shown\n"
+                f"{', '.join(secret.name for secret in self.spec.secret)}\n"
             )
         if (code := self._code()) is not None:
             parts.append(
-                f"### code: {code.files} files, {show_size(code.size)}, of {code.root}\n{code.text()}\n"
+                f"### code: {code.files} files, {show_size(code.size)}, of {code.root}\n"
+                f"{code.text()}\n"
             )
         parts.append("### commands\n" + "\n".join(command.text() for command in self.commands))
         return "\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain data; what is not text appears by its digest."""
+        """Return the plan as plain data for JSON; data that is not text appears as its digest."""
         return {
             "job_id": self.job_id,
             "backend": self.backend,
@@ -159,13 +161,13 @@ class Plan:
 
 
 def new_id(name: str) -> str:
-    """Return an id for a job: the letters and digits of its name, of any script, and six random
-    characters.
+    """Return a new job id: the letters and digits of its name, and six random characters.
+
+    Letters of any language are kept.
     """
     import unicodedata
 
-    # Letters, marks and digits: no blank, no control character, and no underscore, which separates
-    # an array's elements.
+    # Only letters, marks and digits; no underscore, which separates the index of an array element.
     kept = [
         letter if unicodedata.category(letter)[0] in "LMN" else "-"
         for letter in unicodedata.normalize("NFC", name).lower()
@@ -175,15 +177,14 @@ def new_id(name: str) -> str:
 
 
 def write_files(plan: Plan, values: bytes = b"") -> None:
-    """Make the job's directory, readable by its owner alone, with the planned files and a fresh
-    token.
+    """Create the job directory, private to its owner, with the planned files and a new token.
 
     Args:
         plan: the job.
-        values: the secrets of the user, as `secret_values.packed` gives them.
+        values: the user's secrets, as `job_secrets.packed` returns them.
 
     Raises:
-        RecordError: it cannot be written, or the disk is full; nothing is left of it.
+        RecordError: it cannot be written, or the disk is full; nothing of it is left.
     """
     try:
         private_dirs.make(plan.job_dir.parent)
@@ -202,7 +203,7 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
             write_atomic(secrets_file(plan.job_dir), values)
         for file in plan.files:
             if plan.array is not None:
-                private_dirs.make(file.path.parent)  # of an element
+                private_dirs.make(file.path.parent)  # directory of an array element
             write_atomic(file.path, file.data, mode=file.mode)
     except OSError as error:
         shutil.rmtree(plan.job_dir, ignore_errors=True)
@@ -212,20 +213,20 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
 
 
 def token_file(job_dir: Path) -> Path:
-    """Return where the job's secret lies."""
+    """Return the path of the job's token, which agents authenticate with."""
     return job_dir / "token"
 
 
 def secrets_file(job_dir: Path) -> Path:
-    """Return where the values of ``--secret`` lie."""
+    """Return the path of the file with the values of ``--secret``."""
     return job_dir / "secrets"
 
 
 def carried_elsewhere(job_dir: Path) -> list[tuple[str, int, bytes]]:
-    """Return the files that no plan shows, as (name, mode, content), for hosts that do not see this
-    job's directory.
+    """Return the files that no plan shows, and remove the secrets from this machine.
 
-    The secrets are then only there: their file here is removed.
+    Each file is (name, mode, content). The files are for hosts that do not share this job
+    directory. Afterwards only those hosts have the secrets.
     """
     found = [(token_file(job_dir).name, 0o600, token_file(job_dir).read_bytes())]
     path = secrets_file(job_dir)
@@ -236,4 +237,4 @@ def carried_elsewhere(job_dir: Path) -> list[tuple[str, int, bytes]]:
 
 
 def _where() -> str:
-    return "CLUSTERJOB_HOME names another place for jobs"
+    return "set CLUSTERJOB_HOME to another directory"

@@ -1,5 +1,6 @@
-"""Job records on disk: what was submitted, where, its handle and its end. One small file a job,
-written whole or not at all.
+"""Store job records on disk: what was submitted, where, its handle and its end.
+
+Each job has one small file, which is written atomically.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from clusterjob.node.verdict import Verdict
 
 SCHEMA = 1
 _SUFFIX = ".json"
-_CORRECTED_WITHIN = 86400.0  # seconds after which the end on record is not asked for again
-SEPARATOR = "_"  # between an array's id and an element's index; no id that we make holds one
+_CORRECTED_WITHIN = 86400.0  # seconds in which a provisional end is queried again
+SEPARATOR = "_"  # between an array's id and an element's index; never part of a generated id
 
 
 @dataclass(frozen=True)
 class Handle:
-    """How another process, on another day, can ask for a job, follow it and cancel it.
+    """What a later process needs to poll, follow and cancel a job.
 
     Attributes:
-        backend: who has the job.
-        id: the job's name there: a Slurm job id; our own id where the backend has none.
-        data: what else the backend needs, plain JSON.
+        backend: name of the job's backend.
+        id: the job's id in the backend, such as a Slurm job id; clusterjob's id if the backend has
+            none.
+        data: other data that the backend needs, plain JSON.
     """
 
     backend: str
@@ -50,25 +52,26 @@ _KINDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a job on the submitting side.
+    """The data of a job on the submitting side.
 
     Attributes:
         job_id: the job's id.
-        name: the name that the user gave it.
+        name: the job's name.
         cluster: the profile that it was submitted to.
-        backend: who carries it out.
-        job_dir: where its files lie.
+        backend: name of the backend that runs it.
+        job_dir: directory of its files.
         nodes: number of nodes.
-        submitted_at: RFC 3339, UTC.
-        spec: the job as it was asked for.
-        handle: None while it is being submitted, and for ever if the submitter died in that.
-        submitter: the process that submits it, so that others can tell the two.
-        end: the verdict as plain data once it is known, so that it outlives the job's directory.
-        provisional: whether the end is a guess, as hosts that know it were not reached: a later
-            answer corrects it.
+        submitted_at: time of the submit, RFC 3339, UTC.
+        spec: the job spec as plain data.
+        handle: the job's handle; None during the submit, and always if the submitter died then.
+        submitter: the process that submits it; other processes check whether it still runs.
+        end: the verdict as plain data once it is known; it remains when the job's directory is
+            removed.
+        provisional: whether the end is a guess, because hosts that know it were not reached; a
+            later answer corrects it.
         array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each part
             that was submitted).
-        index: for one element of an array, which.
+        index: for an element of an array, its index.
     """
 
     job_id: str
@@ -88,17 +91,18 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Any) -> Record:
-        """Return the record that `to_json` wrote.
+        """Return the record from the data that `to_json` returned.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the data is not a valid record.
         """
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise ValueError(f"it is no record of schema {SCHEMA}")
+            raise ValueError(f"it is not a record of schema {SCHEMA}")
         fields: dict[str, Any] = {name: data.get(name) for name in cls.__dataclass_fields__}
         for name, kind in _KINDS.items():
             if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
-                raise ValueError(f"{name} is {type(fields[name]).__name__}")  # noqa: TRY004 - one exception for all that is wrong
+                # ValueError: callers expect one type for all errors.
+                raise ValueError(f"{name} is {type(fields[name]).__name__}")  # noqa: TRY004
         fields["job_dir"] = Path(data["job_dir"])
         try:
             fields["handle"] = Handle(**data["handle"]) if data.get("handle") else None
@@ -110,14 +114,14 @@ class Record:
         try:
             fields["end"] = Verdict.from_json(data["end"]).to_json() if data.get("end") else None
         except ValueError:
-            fields["end"] = None  # it is asked for again
+            fields["end"] = None  # a later poll reads it again
         fields["provisional"] = data.get("provisional") is True
         record = cls(**fields)
         record._check()
         return record
 
     def _check(self) -> None:
-        """Raise ValueError unless the parts of the record are what they are declared to be."""
+        """Raise ValueError if a field has an invalid value."""
         handle, array, submitter = self.handle, self.array, self.submitter
         well = self.nodes >= 1 and (self.index is None or self.index >= 0)
         if handle is not None:
@@ -137,11 +141,11 @@ class Record:
                 for each in lists
             )
         if not well:
-            raise ValueError("a field has a value that no job has")
+            raise ValueError("a field has an invalid value")
 
     @property
     def may_be_corrected(self) -> bool:
-        """Whether the end on record is a guess of late, so that the hosts are worth asking again."""
+        """Whether the recorded end is provisional and recent, so that hosts are asked again."""
         if not self.provisional or self.end is None:
             return False
         try:
@@ -152,7 +156,7 @@ class Record:
 
     @property
     def verdict(self) -> Verdict | None:
-        """How the job ended, if that is on record."""
+        """The recorded verdict of the job; None if there is none."""
         return None if self.end is None else Verdict.from_json(self.end)
 
     def to_json(self) -> dict[str, Any]:
@@ -161,13 +165,11 @@ class Record:
 
     @property
     def whole_id(self) -> str:
-        """The job's id; for an element that of its array."""
+        """The job's id; for an element of an array, the array's id."""
         return self.job_id if self.index is None else self.job_id.rpartition(SEPARATOR)[0]
 
     def element(self, index: int) -> Record:
-        """Return one element of this array as a job of its own: it has its own directory, state and
-        logs.
-        """
+        """Return one element of this array as a job with its own directory, state and logs."""
         assert self.array is not None
         return replace(
             self, job_id=f"{self.job_id}{SEPARATOR}{index}",
@@ -180,15 +182,17 @@ class Record:
             return None
         piece = bisect.bisect_right(self.array["pieces"], index) - 1
         ids = self.handle.data.get("ids")
-        if not isinstance(ids, list) or piece >= len(
-            ids
-        ):  # of which nobody knows (yet) whether it was taken
+        # Without an id it is not known (yet) whether the cluster accepted this part of the array.
+        if not isinstance(ids, list) or piece >= len(ids):
             return None
         return replace(self.handle, id=f"{ids[piece]}_{index - self.array['pieces'][piece]}")
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where records and local jobs lie: CLUSTERJOB_HOME, else the user's state directory."""
+    """Return the directory of records and local jobs.
+
+    It is CLUSTERJOB_HOME, else the user's state directory.
+    """
     if environ.get("CLUSTERJOB_HOME"):
         return Path(environ["CLUSTERJOB_HOME"]).expanduser().absolute()
     import platformdirs
@@ -197,10 +201,10 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def secure_home() -> None:
-    """Make the directories of jobs and records, and see that nobody else can write to them.
+    """Create the directories of jobs and records; check that no other user can write to them.
 
     Raises:
-        RecordError: they cannot be made, or somebody else could change what jobs run.
+        RecordError: they cannot be created, or another user could change what jobs run.
     """
     place = home()
     own = (place / "jobs", place / "records")
@@ -210,10 +214,10 @@ def secure_home() -> None:
         for folder in own if os.environ.get("CLUSTERJOB_HOME") else (*own, place):
             _close(folder)
         for folder in (*own, place):
-            if why := private_dirs.danger(folder):
+            if why := private_dirs.other_writers(folder):
                 raise RecordError(
                     f"{folder} is not safe for jobs: {why}",
-                    f"chmod go-w {folder}; or CLUSTERJOB_HOME names another place",
+                    f"run chmod go-w {folder}, or set CLUSTERJOB_HOME to another directory",
                 )
         for folder in place.resolve().parents:
             status = folder.stat()
@@ -223,17 +227,18 @@ def secure_home() -> None:
             if who:
                 why = f"{who} {folder}, and could put another directory in its place"
                 raise RecordError(
-                    f"{place} is not safe for jobs: {why}", "CLUSTERJOB_HOME names another place"
+                    f"{place} is not safe for jobs: {why}",
+                    "set CLUSTERJOB_HOME to another directory",
                 )
     except OSError as error:
         raise RecordError(
             f"{error.filename} cannot be written: {error.strerror}",
-            "CLUSTERJOB_HOME names another place",
+            "set CLUSTERJOB_HOME to another directory",
         ) from error
 
 
 def _close(folder: Path) -> None:
-    """Take from others the right to write in a directory that was made here under a generous umask."""
+    """Remove write permission of group and others, which a permissive umask may have left."""
     status = folder.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o022:
         folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
@@ -243,7 +248,7 @@ class Records:
     """The records of one user.
 
     Args:
-        directory: where they lie; made when the first is written.
+        directory: directory of the records; it is created when the first record is written.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -253,7 +258,7 @@ class Records:
         """Write a record.
 
         Raises:
-            RecordError: it cannot be written; what was there before is untouched.
+            RecordError: it cannot be written; an older version of the record is unchanged.
         """
         try:
             private_dirs.make(self.directory)
@@ -264,7 +269,7 @@ class Records:
             ) from error
 
     def with_handle(self, record: Record, handle: Handle) -> Record:
-        """Note where the job is and return the new record."""
+        """Save the job's handle and return the new record."""
         record = replace(record, handle=handle)
         self.save(record)
         return record
@@ -272,10 +277,10 @@ class Records:
     def with_end(
         self, record: Record, end: Mapping[str, Any], *, provisional: bool = False
     ) -> Record:
-        """Note how the job ended and return the new record; a disk that is full costs the note
-        alone.
+        """Save the job's end and return the new record.
 
-        A record that somebody else has changed or removed since it was read is left as it is.
+        If the disk is full, the end is not saved and no error is raised. A record whose handle
+        another process has changed is not overwritten, and a removed record is not written again.
         """
         now = self.read(record.whole_id)
         if now is not None and record.index is None and now.handle != record.handle:
@@ -289,16 +294,14 @@ class Records:
         return record
 
     def remove(self, job_id: str) -> None:
-        """Forget a job that never came to be."""
+        """Remove the record of a job that could not be submitted."""
         try:
             self._path(job_id).unlink(missing_ok=True)
         except OSError:
-            pass  # what cannot be removed could not be written either
+            pass  # where files cannot be removed, the record could not be written either
 
     def elements(self, record: Record) -> list[Record]:
-        """Return the elements of an array; of any other job the job itself. What is known of their
-        ends comes with them.
-        """
+        """Return the elements of an array with their recorded ends; for another job, the job."""
         if record.array is None:
             return [record]
         noted = {name for name in self._names() if name.startswith(record.job_id + SEPARATOR)}
@@ -309,11 +312,10 @@ class Records:
         return found
 
     def find(self, text: str) -> Record:
-        """Return the job of this id, or of the one id that begins so; ``ID_7`` is an element of the
-        array ID.
+        """Return the job with this id or unique id prefix; ``ID_7`` is an element of array ID.
 
         Raises:
-            JobNotFound: there is none, or more than one.
+            JobNotFound: no job matches, or more than one (`AmbiguousId`).
         """
         names = [name for name in self._names() if SEPARATOR not in name]
         whole, separator, index = text.rpartition(SEPARATOR)
@@ -322,7 +324,7 @@ class Records:
             if array.array is None or int(index) not in array.array["indices"]:
                 raise JobNotFound(
                     f"job {array.job_id} has no element {index}",
-                    f"`clusterjob status {array.job_id}` shows what it has",
+                    f"`clusterjob status {array.job_id}` shows its elements",
                 )
             return self.read(f"{array.job_id}{SEPARATOR}{int(index)}") or array.element(int(index))
         matches = (
@@ -339,22 +341,23 @@ class Records:
         near = difflib.get_close_matches(text, names, 1)
         raise JobNotFound(
             f"there is no job {text!r}",
-            f"did you mean {near[0]}?" if near else "`clusterjob list` shows them all",
+            f"did you mean {near[0]}?" if near else "`clusterjob list` shows all jobs",
         )
 
     def all(self) -> list[Record]:
-        """Return every record, the oldest first; an array is one. A file that is none, or cannot be
-        read, is left out.
+        """Return every record, oldest first; an array is one record.
+
+        A file that is not a record, or cannot be read, is skipped.
         """
         names = [name for name in self._names() if SEPARATOR not in name]
         found = [record for name in names if (record := self.read(name)) is not None]
         return sorted(found, key=lambda record: (record.submitted_at, record.job_id))
 
     def entries(self) -> list[os.DirEntry[str]]:
-        """Return the files of the records, an element's of an array included.
+        """Return the files of all records, including those of array elements.
 
         Raises:
-            RecordError: they cannot be listed.
+            RecordError: the directory cannot be listed.
         """
         try:
             with os.scandir(self.directory) as found:
@@ -374,20 +377,19 @@ class Records:
         return [entry.name.removesuffix(_SUFFIX) for entry in self.entries()]
 
     def read(self, name: str) -> Record | None:
-        """Return the record of this name; None where there is none, or what is there is none or
-        cannot be read.
-        """
+        """Return the record with this name; None if it is missing, invalid or unreadable."""
         try:
             return self._load(name)
         except RecordError:
             return None
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of this name's record, whatever is in it; a listing may be
-        older.
+        """Return whether the file of this record exists, with any content.
+
+        A listing of the directory may be out of date.
 
         Raises:
-            OSError: nobody can tell.
+            OSError: the file system returned another error than "not found".
         """
         try:
             self._path(name).lstat()
@@ -400,13 +402,13 @@ class Records:
         try:
             record = Record.from_json(files.read_json(path))
             if record.job_id != name:
-                raise ValueError("it is another job's")
+                raise ValueError("it belongs to another job")
         except OSError as error:
             raise RecordError(f"the record {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise RecordError(
-                f"the file {path} is no record of a job: {error}",
-                "remove it, if it is of no use to you",
+                f"the file {path} is not a job record: {error}",
+                "remove it if you do not need it",
             ) from error
         return record
 

@@ -1,11 +1,11 @@
-"""Templates into scripts and YAML. Every value is quoted once, here, and a template that forgets to
-quote one is refused.
+"""Render templates into scripts and YAML; refuse a template that writes an unquoted value.
 
-Templates lie at the top of the source tree, in ``templates/``; a wheel carries them as
-``clusterjob/templates``. A template may come from a cloned repository, and a dry run renders it: it
-runs in jinja2's sandbox, and the script is bounded, as are the operators ``*``, ``**`` and ``%``.
-Methods and filters are not, such as ``ljust`` and ``center``: a hostile template can take much
-memory and time, and no more.
+The filters of this module quote every value. Templates are in ``templates/`` at the top of the
+source tree; a wheel contains them as ``clusterjob/templates``. A template may come from a cloned
+repository, and a dry run renders it. Therefore it runs in jinja2's sandbox. The length of the
+script is limited, as are the results of the operators ``*``, ``**`` and ``%``. Methods and filters
+such as ``ljust`` and ``center`` are not limited: a hostile template can use much memory and time,
+but do no other harm.
 """
 
 from __future__ import annotations
@@ -29,45 +29,41 @@ _MOST_TEXT = 4 << 20  # characters that a template may write; Slurm takes script
 
 
 class Quoted(str):
-    """Text that may stand in a script, or in YAML, as it is: it went through a filter of this
-    module.
-    """
+    """Text that a script or YAML may contain unchanged: a filter of this module returned it."""
 
     __slots__ = ()
 
 
 def sh(value: object) -> Quoted:
-    """Quote one value as one word of bash's; one that is shell already, such as a path below a
-    variable, stays as it is.
+    """Quote one value as one bash word.
+
+    A value that is quoted already, such as a path below a shell variable, stays unchanged.
     """
     if isinstance(value, Quoted):
         return value
-    # A carriage return stands between single quotes then, and sbatch takes no script that holds one
-    # before a line break.
+    # shlex.quote keeps a carriage return inside the quotes, and sbatch refuses a script that has
+    # one before a line break.
     return Quoted(shlex.quote(str(value)).replace("\r", "'$'\\r''"))
 
 
 def sh_words(values: Iterable[object]) -> Quoted:
-    """Quote several values as several words of bash's."""
+    """Quote several values as several bash words."""
     return Quoted(" ".join(map(sh, values)))
 
 
 def sh_line(values: Iterable[object]) -> Quoted:
-    """Quote several values as several words of bash's on one line: a line break within one would
-    begin another line.
-    """
-    return Quoted(
-        sh_words(values).replace("\n", "'$'\\n''")
-    )  # which quotes it in single quotes, and nowhere else
+    """Quote several values as several bash words on one line, also if a value has a line break."""
+    # sh_words puts a line break between single quotes, and nowhere else.
+    return Quoted(sh_words(values).replace("\n", "'$'\\n''"))
 
 
 def yaml(value: object) -> Quoted:
-    """Write a value, plain data, as YAML on one line: texts in double quotes, so that none is read
-    as anything else.
+    """Write plain data as YAML on one line, with every text in double quotes.
+
+    Without quotes, YAML could read a text as another type.
 
     Raises:
-        TemplateError: it holds bytes that are no UTF-8, which YAML cannot carry, or it is no plain
-            data.
+        TemplateError: the value is not valid UTF-8, which YAML requires, or it is not plain data.
     """
     from yaml import YAMLError, dump
 
@@ -83,11 +79,11 @@ def yaml(value: object) -> Quoted:
         text.encode()
     except UnicodeEncodeError as error:
         raise TemplateError(
-            f"{str(value)[:60]!r} holds bytes that are no UTF-8, which YAML cannot carry"
+            f"{str(value)[:60]!r} is not valid UTF-8, which YAML requires"
         ) from error
     except YAMLError as error:
         raise TemplateError(f"{str(value)[:60]!r} cannot be written as YAML: {error}") from error
-    return Quoted(text.removesuffix("\n").removesuffix("\n..."))  # which ends a bare scalar
+    return Quoted(text.removesuffix("\n").removesuffix("\n..."))  # "..." ends a bare scalar
 
 
 @functools.cache
@@ -95,12 +91,12 @@ def _line_dumper() -> Any:
     from yaml import SafeDumper
 
     class LineDumper(SafeDumper):
-        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - the same list twice is written twice
-            return True
+        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002
+            return True  # writes the same list twice, without an anchor and an alias
 
     def text(dumper: LineDumper, value: str) -> ScalarNode:
         if any("\ud800" <= character <= "\udfff" for character in value):
-            value.encode()  # which raises
+            value.encode()  # raises UnicodeEncodeError
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"')
 
     LineDumper.add_representer(str, text)
@@ -109,20 +105,17 @@ def _line_dumper() -> Any:
 
 
 def verbatim(value: object) -> Quoted:
-    """Let a value stand as it is: for setup lines, which are shell code that the user wrote as
-    such.
-    """
+    """Mark a value as quoted without changing it: for setup lines, which are shell code."""
     return Quoted(value)
 
 
 def in_shell(value: Any, path: str, variable: str) -> Any:
-    """Return a template's values with a path, wherever it stands in a text of theirs, as what a
-    shell variable holds on the node.
+    """Replace a placeholder path in a template's values with a shell variable of the node.
 
     Args:
-        value: a text, or a list or tuple of texts; anything else is returned as it is.
-        path: stands for what is not known here.
-        variable: as the shell takes it, such as ``"$SLURM_SUBMIT_DIR"`` with its quotes.
+        value: a text, or a list or tuple of texts; any other value is returned unchanged.
+        path: placeholder for the path that is not known on this machine.
+        variable: shell code of the variable, such as ``"$SLURM_SUBMIT_DIR"`` with its quotes.
     """
     if isinstance(value, (list, tuple)):
         return [in_shell(item, path, variable=variable) for item in value]
@@ -132,12 +125,13 @@ def in_shell(value: Any, path: str, variable: str) -> Any:
 
 
 def template_directory() -> Path:
-    """Return where the templates lie: in the package of a wheel, beside it in a source tree; inside
-    a job those of the installed one.
+    """Return the directory of the templates.
+
+    It is inside the package of a wheel, and beside the package in a source tree. Inside a job it
+    belongs to the installed package, as the node zip has no templates.
 
     Raises:
-        TemplateError: this is the inside of a job, and there is no installed package of its
-            version.
+        TemplateError: this process runs inside a job, and no package of its version is installed.
     """
     package = Path(__file__).resolve().parent.parent
     if importer.archive() is not None:
@@ -147,7 +141,7 @@ def template_directory() -> Path:
             raise TemplateError(str(error)) from error
         if installed is None:
             raise TemplateError(
-                "no clusterjob is installed here: a job brings no templates with it"
+                "clusterjob is not installed here, and a job's node zip has no templates"
             )
         package = Path(installed).resolve()
     inside = package / "templates"
@@ -155,14 +149,14 @@ def template_directory() -> Path:
 
 
 def render(template: str | Path, values: Mapping[str, Any]) -> str:
-    """Return the text of a template.
+    """Render a template and return the text.
 
     Args:
-        template: the name of one of ours, or the path of the user's own.
-        values: what the template may name; docs/backends.md lists them.
+        template: the name of a template of clusterjob, or the path of the user's template.
+        values: variables for the template; docs/backends.md lists them.
 
     Raises:
-        TemplateError: it cannot be read, is broken, names something undefined, or writes a value
+        TemplateError: it cannot be read, is broken, uses an undefined variable, or writes a value
             without quoting it.
     """
     import jinja2
@@ -179,15 +173,16 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
     except Exception as error:  # an expression of the template may raise anything
         line = _line_in(path, error)
         raise TemplateError(
-            f"the template {path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}"
+            f"the template {path}{f', line {line}' if line else ''}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
 def _bounded(pieces: Iterable[str]) -> str:
-    """Return the pieces of a text as one.
+    """Join the pieces of a text.
 
     Raises:
-        TemplateRuntimeError: it is longer than any script.
+        TemplateRuntimeError: the text is longer than the limit for a script.
     """
     import jinja2
 
@@ -200,15 +195,13 @@ def _bounded(pieces: Iterable[str]) -> str:
     return "".join(found)
 
 
-@functools.lru_cache(
-    maxsize=2
-)  # an array renders one template a thousand times, which is then compiled once
+@functools.lru_cache(maxsize=2)  # an array renders one template many times, but compiles it once
 def _environment(directory: Path) -> jinja2.Environment:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Refuse what reaches Python's own objects, and an operator whose result would be huge."""
+        """Refuse access to Python's internal objects, and an operator whose result is huge."""
 
         intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -224,7 +217,7 @@ def _environment(directory: Path) -> jinja2.Environment:
     environment = Sandbox(
         loader=jinja2.FileSystemLoader([directory, template_directory()]),
         undefined=jinja2.StrictUndefined,
-        # It is shell or YAML, not HTML: `finalize` below enforces their own quoting.
+        # The text is shell or YAML, not HTML: `finalize` below enforces its quoting.
         autoescape=False,
         finalize=_quoted_only,
         trim_blocks=True,
@@ -236,11 +229,10 @@ def _environment(directory: Path) -> jinja2.Environment:
 
 
 def _is_small(operator: str, left: Any, right: Any) -> bool:
-    """Return whether an operation of a template makes no huge number, text or list."""
+    """Return False if an operation of a template may make a huge number, text or list."""
     if operator == "%":
-        return not (
-            isinstance(left, str) and re.search(r"[0-9]{5}|\*", left)
-        )  # a width, as in %99999999d
+        # A large width, as in %99999999d.
+        return not (isinstance(left, str) and re.search(r"[0-9]{5}|\*", left))
     lengths = [len(value) for value in (left, right) if hasattr(value, "__len__")]
     numbers = [abs(value) for value in (left, right) if isinstance(value, (int, float))]
     if lengths:
@@ -254,9 +246,10 @@ def _quoted_only(value: object) -> object:
     import jinja2
 
     if isinstance(value, jinja2.Undefined):
-        return value  # which raises by itself, naming the variable
+        return value  # jinja2 raises an error that names the variable
     raise jinja2.TemplateRuntimeError(
-        f"the value {str(value)[:40]!r} is written without quoting: pipe it through the filter sh, or yaml"
+        f"the value {str(value)[:40]!r} is written without quoting: "
+        "pipe it through the filter sh, or yaml"
     )
 
 
@@ -264,15 +257,13 @@ def _describe(path: Path, error: jinja2.TemplateError) -> str:
     import jinja2
 
     if isinstance(error, jinja2.TemplateNotFound):
-        return f"the template {error.name!r} is not there"
+        return f"the template {error.name!r} does not exist"
     line = getattr(error, "lineno", None) or _line_in(path, error)
     return f"the template {path}{f', line {line}' if line else ''}: {error.message}"
 
 
 def _line_in(path: Path, error: BaseException) -> int | None:
-    """Return the template's line in the traceback, which jinja2 rewrites to point into the
-    template.
-    """
+    """Return the template's line in a traceback; jinja2 adds frames that point into templates."""
     frames = error.__traceback__
     found = None
     while frames is not None:

@@ -1,5 +1,6 @@
-"""Check data that others sent against a schema: types, ranges and sizes. The first thing that does
-not fit is named.
+"""Check received data against a schema: types, ranges and sizes.
+
+The error names the first value that does not match.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from typing import Any, Protocol
 
 
 class SchemaError(ValueError):
-    """The data is not as the schema says; the text says where, and what is there."""
+    """The data does not match the schema; the message has the location and the value."""
 
 
 class Schema(Protocol):
-    """What a value has to be."""
+    """A condition on a value."""
 
     def check(self, value: Any, where: str) -> None:
         """Check a value.
 
         Raises:
-            SchemaError: it does not fit.
+            SchemaError: it does not match.
         """
         ...
 
@@ -35,7 +36,7 @@ def _refuse(value: Any, where: str, wanted: str) -> SchemaError:
 
 @dataclass(frozen=True)
 class Text:
-    """A text of at most so many characters, of a form if one is given."""
+    """A text with a maximum length and an optional regular expression."""
 
     most: int = 4096
     form: str = ""
@@ -54,7 +55,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer in a range; True and False are none."""
+    """An integer in a range; True and False are not integers."""
 
     least: int = 0
     most: int = 2**63 - 1
@@ -71,7 +72,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number, below a bound on both sides of 0."""
+    """A finite number with a maximum absolute value."""
 
     most: float = 1e300
 
@@ -113,7 +114,7 @@ class Nullable:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list of at most so many values of one kind."""
+    """A list of values of one schema, with a maximum length."""
 
     of: Schema
     most: int = 10_000
@@ -130,7 +131,7 @@ class ListOf:
 
 @dataclass(frozen=True)
 class Row:
-    """A list with one value of each kind, in their order."""
+    """A list with one value for each schema, in their order."""
 
     of: tuple[Schema, ...]
 
@@ -144,7 +145,7 @@ class Row:
 
 @dataclass(frozen=True)
 class MapOf:
-    """An object with any keys and values of one kind."""
+    """An object with any keys, values of one schema and a maximum number of keys."""
 
     of: Schema
     most: int = 10_000
@@ -161,7 +162,7 @@ class MapOf:
 
 @dataclass(frozen=True)
 class Object:
-    """An object with keys that have to be there and keys that may be; others are passed over."""
+    """An object with required and optional keys; other keys are ignored."""
 
     required: Mapping[str, Schema] = field(default_factory=dict)
     optional: Mapping[str, Schema] = field(default_factory=dict)

@@ -1,5 +1,6 @@
-"""What a job is: one frozen `JobSpec`, validated once, before anything runs. Nothing here reads a
-file but to see it is there.
+"""Define `JobSpec`, the description of a job, and validate it before anything runs.
+
+The validation reads only the program's source and checks that other files exist.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 MAX_NAME = 128
 
-# What bash makes read-only, counts itself or changes as it runs (bash(1), "Shell Variables"): an
-# export of it fails, or its value does not arrive.
+# Variables that bash sets itself or makes read-only (bash(1), "Shell Variables"): exporting one
+# fails, or the worker gets another value.
 _BASH_VARIABLES = frozenset({
     "_", "BASH", "BASHOPTS", "BASHPID", "COMP_WORDBREAKS", "DIRSTACK", "EPOCHREALTIME",
     "EPOCHSECONDS", "EUID", "FUNCNAME", "GROUPS", "HISTCMD", "IFS", "LINENO", "OLDPWD", "OPTIND",
@@ -40,15 +41,15 @@ _BASH_VARIABLES = frozenset({
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job needs of a cluster.
+    """The resources that a job requests from a cluster.
 
     Attributes:
         nodes: number of machines.
-        gpus_per_node: GPUs on each; None when the job does not ask for GPUs.
-        gpu_type: their type, as the cluster names it; empty for any.
-        cpus_per_task: cores per worker; None for an even share of the node's.
+        gpus_per_node: GPUs on each node; None if the job does not request GPUs.
+        gpu_type: GPU type, as the cluster names it; empty for any.
+        cpus_per_task: cores per worker; None for an even share of the node's cores.
         mem: memory per node in bytes; 0 for all of it, None for the cluster's default.
-        time_limit: seconds; None for the cluster's default.
+        time_limit: time limit in seconds; None for the cluster's default.
     """
 
     nodes: int = 1
@@ -68,46 +69,46 @@ class Resources:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job as the user means it; no cluster has been asked yet.
+    """A job as the user requests it, independent of any cluster.
 
     Attributes:
-        program: what each worker runs; a script's path is relative to workdir.
+        program: the program of each worker; a script's path is relative to workdir.
         workdir: absolute path of the directory that the workers start in.
-        name: for people; the id is made from it.
+        name: name that users see; the job's id is made from it.
         python: the interpreter that runs the agent and the workers.
         env: variables added to the workers' environment.
-        secret: variables whose values are shown and recorded nowhere; they are read when the job is
+        secret: variables whose values are never shown or recorded; they are read when the job is
             submitted.
         setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
-        resources: what the job needs.
+        resources: the requested resources.
         nproc_per_node: workers on each node.
-        nproc_open: whether that is a default, which a platform that knows its nodes' GPUs may
-            overrule; in a plan, whether it will.
+        nproc_is_default: whether nproc_per_node is a default; a platform that knows its nodes' GPUs
+            may replace it. In a plan, whether the platform will replace it.
         max_restarts: how often the workers are started again after a failure.
         start: ``fork`` from a process that has imported torch, ``exec`` each, or ``auto``.
-        launcher: ``agent``, ``torchrun`` for torch's own agent on each node, or ``srun`` for one
-            task of Slurm's per worker.
-        require_gpus: refuse to rehearse on the CPU where there are too few GPUs.
-        template: the user's own template in the place of the backend's.
+        launcher: ``agent``, ``torchrun`` for torch's agent on each node, or ``srun`` for one Slurm
+            task per worker.
+        require_gpus: refuse the job if there are too few GPUs, instead of using the CPU.
+        template: the user's template that replaces the backend's.
         options: backend options by name, such as Slurm flags (``--set``).
-        hosts: where it runs, one a node, where no queue chooses.
-        gpus: which cards of each host: numbers, or ``auto`` for idle ones; empty for all.
-        login: the login host of a cluster that this machine has no commands of; empty for one that
-            it has.
-        include_secrets: send what looks like a secret too.
-        sync: send the working directory to the hosts, or to the login host; else it lies there
-            already, under the same path.
-        container: the image that the node's part runs in.
+        hosts: the hosts of the nodes, in order, for backends without a queue.
+        gpus: GPUs of each host: their numbers, or ``auto`` for idle ones; empty for all.
+        login: login host of a cluster whose commands are missing on this machine; empty if this
+            machine has them.
+        include_secrets: also send files that look like secrets.
+        sync: send the working directory to the hosts, or to the login host; if false, it exists
+            there already, under the same path.
+        container: container image in which a node runs the job.
         array, sweep: the elements of the job, if it is an array; see
             `clusterjob.core.arrays.parse`.
         after: jobs that this one waits for, each as ``ID`` or ``KIND:ID``.
-        requeue: queue the job again when it was preempted or out of time.
+        requeue: queue the job again after a preemption or after the time limit.
         signal_before: seconds before the time limit at which the workers are warned; None for no
             warning.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
     Raises:
-        SpecError: a field makes no sense; the message names it.
+        SpecError: a field is invalid; the message names it.
     """
 
     program: Program
@@ -119,7 +120,7 @@ class JobSpec:
     setup: tuple[str, ...] = ()
     resources: Resources = field(default_factory=Resources)
     nproc_per_node: int = 1
-    nproc_open: bool = False
+    nproc_is_default: bool = False
     max_restarts: int = 0
     start: str = "auto"
     launcher: str = "agent"
@@ -152,11 +153,13 @@ class JobSpec:
         for label in ("join_timeout", "heartbeat", "lease", "grace"):
             if not 0 < getattr(self, label) < 1e9:
                 raise SpecError(
-                    f"{label.replace('_', ' ')} is {getattr(self, label)}: it has to be more than 0 seconds"
+                    f"{label.replace('_', ' ')} is {getattr(self, label)}: "
+                    "must be more than 0 and less than 1e9 seconds"
                 )
         if self.lease <= self.heartbeat:
             raise SpecError(
-                f"the lease ({self.lease:g} s) has to be longer than the heartbeat ({self.heartbeat:g} s)"
+                f"the lease ({self.lease:g} s) must be longer "
+                f"than the heartbeat ({self.heartbeat:g} s)"
             )
         for name, value in self.env.items():
             _check_variable(name, value)
@@ -165,7 +168,7 @@ class JobSpec:
             if secret.name in self.env or [one.name for one in self.secret].count(secret.name) > 1:
                 raise SpecError(
                     f"{secret.name} has two values",
-                    "give it once: --env for a public value, --secret for one that nobody sees",
+                    "give it once: --env for a public value, --secret for a hidden one",
                 )
         twice = next((host for host in self.hosts if self.hosts.count(host) > 1), None)
         if twice is not None:
@@ -184,30 +187,31 @@ class JobSpec:
                 raise SpecError(f"{text!r} holds a NUL byte, which no command line can carry")
         self.elements()
         if self.template is not None and not self.template.is_file():
-            raise SpecError(f"the template {str(self.template)!r} is not there")
+            raise SpecError(f"the template {str(self.template)!r} does not exist")
         self._check_program()
 
     def _check_program(self) -> None:
         if not self.sync:
-            return  # it lies where the job runs, and perhaps not here
+            return  # the program is where the job runs, and perhaps not on this machine
         if not self.workdir.is_dir():
-            raise SpecError(f"the working directory {str(self.workdir)!r} is not there")
+            raise SpecError(f"the working directory {str(self.workdir)!r} does not exist")
         if self.program.kind == "script":
             _check_script(self.workdir, self.program.target)
         elif self.program.kind == "module" and not _MODULE_NAME.fullmatch(self.program.target):
             raise SpecError(
-                f"{self.program.target!r} is not a module's name",
-                "write it as python -m takes it, such as package.train",
+                f"{self.program.target!r} is not a module name",
+                "write it as for python -m, such as package.train",
             )
         elif self.program.kind == "command" and not self.program.target:
             raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
         wrong = self.syntax_error()
         if wrong and self._has_this_interpreter():
-            raise SpecError(wrong, f"{self.python} cannot run it: no node would")
+            raise SpecError(wrong, f"no node could run it: their {self.python} is this interpreter")
 
     def syntax_error(self) -> str:
-        """Return where this process's Python cannot read the program, one line; empty where it can,
-        or where there is no source here.
+        """Return the program's syntax error in this process's Python as one line.
+
+        The text is empty if there is no error, or if the source is not on this machine.
         """
         if not self.sync or not self.program.is_python:
             return ""
@@ -231,17 +235,15 @@ class JobSpec:
         return os.path.realpath(shutil.which(self.python) or "") == os.path.realpath(sys.executable)
 
     def elements(self) -> Array | None:
-        """Return the elements of the job; None when it is no array.
+        """Return the elements of the job; None if it is not an array.
 
         Raises:
-            SpecError: array or sweep makes no sense.
+            SpecError: array or sweep is invalid.
         """
         return arrays.parse(self.array, self.sweep)
 
     def launch_options(self, **more: Any) -> LaunchOptions:
-        """Return what the agent of each node is told; `more` adds what the backend decides, such as
-        the lifeline.
-        """
+        """Return the options of each node's agent; `more` holds the backend's, such as lifeline."""
         limit = self.resources.time_limit
         return LaunchOptions(
             nproc_per_node=self.nproc_per_node, cpus_per_task=self.resources.cpus_per_task,
@@ -262,9 +264,7 @@ class JobSpec:
 
 
 def default_name(program: Program) -> str:
-    """Return a job's name where the user gave none: the script's, the module's or the command's
-    own.
-    """
+    """Return the default name of a job: that of its script, module or command."""
     stem = Path(program.target).stem if program.kind == "script" else Path(program.target).name
     cleaned = re.sub(r"[^\w.-]+", "-", stem).strip("-.")
     return cleaned[:MAX_NAME] or "job"
@@ -273,20 +273,20 @@ def default_name(program: Program) -> str:
 def _at_least(label: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise SpecError(
-            f"{label} is {value}: it has to be at least {least}",
-            f"give {least} or more, or leave it out",
+            f"{label} is {value}: must be at least {least}",
+            "leave it out to use the default",
         )
 
 
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise SpecError(f"{label} is {value!r}", f"it can be {', '.join(known)}")
+        raise SpecError(f"{label} is {value!r}", f"use one of {', '.join(known)}")
 
 
 def _check_name(name: str) -> None:
     if len(name) > MAX_NAME or not name.isprintable():
         raise SpecError(
-            f"{name[:MAX_NAME]!r} cannot be a job's name",
+            f"{name[:MAX_NAME]!r} is not a valid job name",
             f"use up to {MAX_NAME} printable characters on one line",
         )
 
@@ -294,14 +294,15 @@ def _check_name(name: str) -> None:
 def _check_variable(name: str, value: str, flag: str = "--env") -> None:
     if not _ENV_NAME.fullmatch(name):
         raise SpecError(
-            f"{name!r} cannot be a variable's name",
+            f"{name!r} is not a valid variable name",
             f"use letters, digits and underscores, such as {flag} NCCL_DEBUG",
         )
     if "\0" in value:
         raise SpecError(f"the value of {name} holds a NUL byte, which no environment can carry")
     if name in _BASH_VARIABLES or name.startswith("BASH_"):
         raise SpecError(
-            f"{name} is bash's own: the script on the node cannot set it", f"leave it out of {flag}"
+            f"{name} is a variable of bash: the script on the node cannot set it",
+            f"leave it out of {flag}",
         )
     if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
         raise SpecError(f"{name} is set by the launcher for each worker", f"leave it out of {flag}")
@@ -310,7 +311,9 @@ def _check_variable(name: str, value: str, flag: str = "--env") -> None:
 def _check_script(workdir: Path, target: str) -> None:
     path = workdir / target
     if not path.exists():
-        raise SpecError(f"the script {target!r} is not there (in {workdir})", _nearest_script(path))
+        raise SpecError(
+            f"the script {target!r} does not exist (in {workdir})", _nearest_script(path)
+        )
     if not path.is_file():
         raise SpecError(f"the script {target!r} is not a file (in {workdir})")
     try:
@@ -325,18 +328,18 @@ def _check_script(workdir: Path, target: str) -> None:
         )
 
 
-@functools.lru_cache(maxsize=4)  # a spec is checked whenever one is made of another
+@functools.lru_cache(maxsize=4)  # each copy of a spec is checked again
 def _syntax_error(source: bytes, name: str) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # which are the job's to show
+            warnings.simplefilter("ignore")  # the job shows its warnings itself
             compile(source, name, "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
         line = f": {error.text.strip()[:80]}" if error.text and error.text.strip() else ""
         return f"{name}{where}: {type(error).__name__}: {error.msg}{line}"
     except (ValueError, MemoryError, RecursionError, OverflowError):
-        return ""  # more than this process can tell
+        return ""  # no syntax error, so the job's Python may still run it
     return ""
 
 

@@ -1,9 +1,9 @@
-"""Whether a project's configuration file is obeyed: who could have written it, and what the user
-runs or has trusted.
+"""Decide whether settings of a project's configuration file may be used.
 
-A cloned repository may hold a configuration file. Its numbers and names are harmless. Everything
-else in it executes something or sends a job elsewhere: that is obeyed for a program of the same
-project, and for anything else only after ``clusterjob trust``.
+The decision depends on who could have written the file, on the program that the user runs, and on
+the files that the user has trusted. A cloned repository may contain a configuration file. Its
+numbers and names are harmless. Every other setting executes something or sends a job elsewhere. It
+is used for a program of the same project; otherwise only after ``clusterjob trust``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from clusterjob.errors import ConfigError, Untrusted
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 
-# Settings that execute nothing and send a job nowhere; any other needs trust, so a new one does
-# until it is named here.
+# Settings that neither execute anything nor send a job elsewhere. Every other setting needs trust,
+# so a new one needs it until it is added here.
 HARMLESS = frozenset({
     "nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "mem", "time", "name",
     "max_restarts", "start", "launcher", "require_gpus", "gpus", "sync", "account", "partition",
     "nodelist", "exclude", "reservation", "array", "after", "requeue", "signal_before",
     "join_timeout", "heartbeat", "lease", "grace",
 })  # fmt: skip
-HERE = ("local", "slurm")  # backends that send nothing away from this machine and its cluster
+HERE = ("local", "slurm")  # backends that send nothing to another machine or cluster
 _NAMED_FILES = ("template", "hostfile")
-LARGEST_NAMED = 4_000_000  # bytes of a file that a project's file names
+LARGEST_NAMED = 4_000_000  # largest size of a file that a project's file names, in bytes
 _SCRIPTS = (".py", ".sh")
 _INTERPRETERS = re.compile(
     r"(?:python[0-9.]*|pypy[0-9.]*|bash|sh|dash|ksh|zsh|env|torchrun|accelerate|deepspeed)",
@@ -44,18 +44,18 @@ _LAUNCHERS = (
     "torch.distributed.launch",
     "accelerate.commands.launch",
     "deepspeed.launcher.runner",
-)  # python -m
+)  # modules that are run with python -m
 _MARKS = (".git", ".hg", ".svn")
 
 
 @dataclass(frozen=True)
-class Line:
-    """One setting as it stands in a file.
+class RiskySetting:
+    """One setting in a configuration file.
 
     Attributes:
-        table: such as ``[clusters.lab]``; empty at the top of the file.
-        key: the setting.
-        value: as TOML has it.
+        table: TOML table, such as ``[clusters.lab]``; empty at the top of the file.
+        key: name of the setting.
+        value: value as read from TOML.
     """
 
     table: str
@@ -63,18 +63,18 @@ class Line:
     value: Any
 
     def text(self) -> str:
-        """Return it on one line, without characters that a terminal obeys."""
+        """Return the setting as one line without terminal control characters."""
         return f"{self.table} {self.key} = {json.dumps(self.value, default=str)}".lstrip()
 
 
 @dataclass(frozen=True)
-class Use:
-    """What is about to happen with the settings.
+class Usage:
+    """How a command will use the settings.
 
     Attributes:
-        executes: whether anything is executed or contacted at all; a dry run does neither.
-        program: what a job will run.
-        sources: files whose code asks for the job.
+        executes: whether the command executes anything or contacts a host; a dry run does neither.
+        program: the program that a job will run.
+        sources: files with the code that submits the job.
     """
 
     executes: bool = True
@@ -82,14 +82,13 @@ class Use:
     sources: tuple[Path, ...] = ()
 
 
-LOOK = Use(executes=False)
+LOOK = Usage(executes=False)
 
 
 def why_ignored(path: Path) -> str:
-    """Return why a project's file is not obeyed: another user could have written it; empty if none
-    could.
+    """Return why a project's file is ignored; empty if no other user could have written it.
 
-    Its directory counts, and those above it up to the top of its repository.
+    The check includes its directory and the directories above, up to the top of its repository.
     """
     folders = [path.parent]
     top = next(
@@ -103,20 +102,20 @@ def why_ignored(path: Path) -> str:
     while top is not None and folders[-1] != top:
         folders.append(folders[-1].parent)
     try:
-        if why := private_dirs.danger(path):
+        if why := private_dirs.other_writers(path):
             return why
         for folder in folders:
-            if why := private_dirs.danger(folder):
+            if why := private_dirs.other_writers(folder):
                 return f"{folder}: {why}"
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     return ""
 
 
-def lines_of(data: Mapping[str, Any]) -> list[Line]:
-    """Return all lines of a file that execute something or send a job elsewhere."""
+def risky_settings(data: Mapping[str, Any]) -> list[RiskySetting]:
+    """Return all settings of a file that execute something or send a job elsewhere."""
     found = (
-        [Line("", "cluster", value=data["cluster"])]
+        [RiskySetting("", "cluster", value=data["cluster"])]
         if data.get("cluster", HERE[0]) not in HERE
         else []
     )
@@ -126,27 +125,32 @@ def lines_of(data: Mapping[str, Any]) -> list[Line]:
     for table, values in tables.items():
         for key, value in values.items():
             if key not in HARMLESS and not (key == "backend" and value in HERE):
-                found.append(Line(table, key, value=value))
+                found.append(RiskySetting(table, key, value=value))
     return found
 
 
 def check(
-    path: Path, data: Mapping[str, Any], lines: Iterable[Line], workdirs: Sequence[Path], use: Use
+    path: Path,
+    data: Mapping[str, Any],
+    lines: Iterable[RiskySetting],
+    workdirs: Sequence[Path],
+    use: Usage,
 ) -> None:
-    """Refuse lines of a project's file that are about to be obeyed, unless the user runs a program
-    of the project or has trusted the file.
+    """Refuse settings of a project's file that the user has not allowed.
+
+    The user allows them by running a program of the project, or by trusting the file.
 
     Args:
-        path: the file.
+        path: the project's file.
         data: its content.
-        lines: those that hold, of any kind.
-        workdirs: where the program starts; where a project's file names that, where the user is
-            too. A program has to be below the file from each of them, or a file could declare a
-            foreign program its own.
-        use: what is about to happen.
+        lines: the settings of the file that the command would use and that need trust.
+        workdirs: the directory in which the program starts; if a project's file sets it, also the
+            user's current directory. The program must be below the file's directory from each of
+            them. Otherwise a file could declare another project's program its own.
+        use: how the command will use the settings.
 
     Raises:
-        Untrusted: the user has to look at the lines first.
+        Untrusted: the user has to check the settings first.
     """
     lines = list(lines)
     if not lines or not use.executes or is_trusted(path, data):
@@ -156,17 +160,18 @@ def check(
         return
     if any(_is_below(source, path.parent) for source in use.sources):
         return
-    count = "1 line of it" if len(lines) == 1 else f"{len(lines)} lines of it"
+    count = "1 line in it" if len(lines) == 1 else f"{len(lines)} lines in it"
     raise Untrusted(
         f"{path} is not trusted, and this command would execute or follow {count}",
-        f"`clusterjob trust {path}` shows and trusts it, if you know who wrote it",
+        f"if you know who wrote it: `clusterjob trust {path}` shows the lines and trusts the file",
         lines=[line.text() for line in lines],
     )
 
 
 def _begun(program: Program, workdirs: Sequence[Path]) -> str | None:
-    """Return what a program is begun from: a script, a module's file or directory; None if nothing
-    tells.
+    """Return the path that a program starts from; None if it is unknown.
+
+    It is a script, or the file or directory of a module.
     """
     if program.kind == "module":
         return _script_of(("-m", program.target, *program.args), workdirs)
@@ -180,8 +185,9 @@ def _begun(program: Program, workdirs: Sequence[Path]) -> str | None:
 
 
 def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
-    """Return what an interpreter or a launcher runs, such as ``train.py`` in ``torchrun
-    --nproc-per-node 2 train.py``; None if unclear.
+    """Return the script or module that an interpreter or launcher runs; None if it is unclear.
+
+    For example, it is ``train.py`` in ``torchrun --nproc-per-node 2 train.py``.
     """
     before = ""
     for word in words:
@@ -196,7 +202,7 @@ def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
                 return module
             if word not in _LAUNCHERS:
                 return _installed_at(word)
-        elif word == "-" or re.fullmatch("-[A-Za-z]*c", word):  # the program is no file
+        elif word == "-" or re.fullmatch("-[A-Za-z]*c", word):  # the program is not a file
             return None
         elif (
             word.startswith("-")
@@ -205,21 +211,20 @@ def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
             or _INTERPRETERS.fullmatch(Path(word).name)
         ):
             continue
-        elif not after_option or word.endswith(
-            _SCRIPTS
-        ):  # else it is an option's value, or a script that looks like one
+        # Any other word after an option may be the option's value.
+        elif not after_option or word.endswith(_SCRIPTS):
             return word if any((at / word).is_file() for at in workdirs) else None
     return None
 
 
 def _installed_at(module: str) -> str | None:
-    """Return where a module's package is installed; the module itself, as in the working directory,
-    if it is nowhere.
+    """Return the path where a module's package is installed; else the module's name.
+
+    The name is then taken as a path in the working directory.
     """
     try:
-        found = importlib.util.find_spec(
-            module.partition(".")[0]
-        )  # without its submodule, which would import the package
+        # Only the top-level name: with a submodule, find_spec would import the package.
+        found = importlib.util.find_spec(module.partition(".")[0])
     except (ImportError, ValueError):
         found = None
     if found is None:
@@ -232,20 +237,20 @@ def _installed_at(module: str) -> str | None:
 
 
 def _is_below(place: Path, root: Path) -> bool:
-    """Return whether a path is inside a directory, as it is written or as it is."""
+    """Return whether a path is inside a directory, as written or with links resolved."""
     return Path(os.path.abspath(place)).is_relative_to(root) or place.resolve().is_relative_to(
         root.resolve()
     )
 
 
-# -- what was trusted --------------------------------------------------------------------------------------------------------
+# -- trusted files ---------------------------------------------------------------------------------
 
 
 def digest(path: Path, data: Mapping[str, Any]) -> str:
-    """Return what names a file's content: its settings, and the files that it names.
+    """Return a hash of a file's settings and of the content of the files that it names.
 
     Raises:
-        ConfigError: one that it names is a pipe or a device, or too large.
+        ConfigError: a file that it names is a pipe or a device, or too large.
     """
     found = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode())
     for table in (data.get("defaults", {}), *data.get("clusters", {}).values()):
@@ -265,16 +270,16 @@ def digest(path: Path, data: Mapping[str, Any]) -> str:
 
 
 def _ssh_config_of(table: Mapping[str, Any]) -> str | None:
-    """Return the ssh configuration that a table names, in each form that ``set`` takes."""
+    """Return the ssh configuration that a table names, in any form that ``set`` accepts."""
     try:
         named = read_setting("set", table.get("set", {}), origin="").get("ssh_config")
-    except ConfigError:  # who uses the table is told
+    except ConfigError:  # the code that uses the table reports the error
         return None
     return named if isinstance(named, str) else None
 
 
 def is_trusted(path: Path, data: Mapping[str, Any]) -> bool:
-    """Return whether the user has trusted a file with this very content.
+    """Return whether the user has trusted a file with exactly this content.
 
     Raises:
         ConfigError: see `digest`.
@@ -284,10 +289,10 @@ def is_trusted(path: Path, data: Mapping[str, Any]) -> bool:
 
 
 def record(path: Path, data: Mapping[str, Any]) -> None:
-    """Note that the user trusts a file with its content of now.
+    """Record that the user trusts a file with its current content.
 
     Raises:
-        ConfigError: it cannot be written, or see `digest`.
+        ConfigError: the record cannot be written, or see `digest`.
     """
     place = _place()
     try:
@@ -299,7 +304,7 @@ def record(path: Path, data: Mapping[str, Any]) -> None:
     except OSError as error:
         raise ConfigError(
             f"{place} cannot be written: {error.strerror}",
-            "XDG_CONFIG_HOME names another directory",
+            "set XDG_CONFIG_HOME to another directory",
         ) from error
 
 
@@ -308,7 +313,7 @@ def _recorded() -> dict[str, Any]:
     try:
         found = (
             {}
-            if private_dirs.danger(place) or private_dirs.danger(place.parent)
+            if private_dirs.other_writers(place) or private_dirs.other_writers(place.parent)
             else files.read_json(place)
         )
     except OSError:

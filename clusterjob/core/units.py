@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, into bytes and seconds and back."""
+"""Parse sizes and durations into bytes and seconds, and format sizes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _PART_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def parse_size(text: str) -> int:
-    """Return a memory size in bytes: 64G, 512M, 1.5T; a bare number is mebibytes, as Slurm reads
-    it.
+    """Return a memory size in bytes, from a text such as 64G, 512M or 1.5T.
+
+    A bare number is mebibytes, as in Slurm.
 
     Raises:
-        SpecError: the text is no size, or the size is 0.
+        SpecError: the text is not a size, or the size is 0.
     """
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * _SIZE_FACTORS[match[2].upper()]) if match else 0
@@ -32,11 +33,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> int:
-    """Return a duration in seconds: 90s, 30m, 2h, 1d12h, 01:30:00 or 1-12:00:00; a bare number is
-    minutes, as Slurm reads it.
+    """Return a duration in seconds, from 90s, 30m, 2h, 1d12h, 01:30:00 or 1-12:00:00.
+
+    A bare number is minutes, as in Slurm.
 
     Raises:
-        SpecError: the text is no duration, or the duration is 0.
+        SpecError: the text is not a duration, or the duration is 0.
     """
     stripped = text.strip()
     clock = _CLOCK.fullmatch(stripped)
@@ -58,7 +60,7 @@ def parse_duration(text: str) -> int:
 
 
 def show_size(size: int) -> str:
-    """Return a size in bytes for people: 512 MB, 1.5 GB."""
+    """Format a size in bytes as text: 512 MB, 1.5 GB."""
     value, unit = float(size), "bytes"
     for larger in ("KB", "MB", "GB", "TB"):
         if value < 1000:

@@ -1,6 +1,4 @@
-"""Checks of a cluster before there is a job: what was found, how it is judged, and which check
-needs which other.
-"""
+"""Run doctor checks in order: findings, their states, and the dependencies between checks."""
 
 from __future__ import annotations
 
@@ -10,16 +8,16 @@ from enum import Enum
 
 from clusterjob.errors import ClusterJobError
 
-_SHOWN = 4  # hosts that are named before the rest is counted
+_SHOWN = 4  # hosts to name; the rest is only counted
 
 
 class CheckState(str, Enum):
-    """What came of a check."""
+    """The result of a check."""
 
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
-    UNKNOWN = "unknown"  # it could not be looked at, or only a job can tell
+    UNKNOWN = "unknown"  # not checked, or only a job can show it
 
     def __str__(self) -> str:
         return self.value
@@ -27,13 +25,13 @@ class CheckState(str, Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of an examination.
+    """One line of the output of `doctor`.
 
     Attributes:
-        name: what was looked at, one word or two.
-        state: what came of it.
-        words: what was found, one line.
-        hint: what can be done about it; empty where it is ok.
+        name: the checked part, in one or two words.
+        state: the result.
+        words: the finding, one line.
+        hint: a command or a place that helps; empty if the state is OK.
     """
 
     name: str
@@ -43,98 +41,98 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What one look has found; see `Check`."""
+class CheckFinding:
+    """The finding of one check function; see `Check` for the fields."""
 
     state: CheckState
     words: str
     hint: str = ""
 
 
-def ok(words: str) -> Finding:
-    """Return that all is well."""
-    return Finding(CheckState.OK, words)
+def ok(words: str) -> CheckFinding:
+    """Return a finding with the state OK."""
+    return CheckFinding(CheckState.OK, words)
 
 
-def warning(words: str, hint: str) -> Finding:
-    """Return that jobs run, and that something is not as it should be."""
-    return Finding(CheckState.WARNING, words, hint=hint)
+def warning(words: str, hint: str) -> CheckFinding:
+    """Return a warning: jobs run, but with a disadvantage."""
+    return CheckFinding(CheckState.WARNING, words, hint=hint)
 
 
-def failed(words: str, hint: str) -> Finding:
-    """Return that jobs cannot run so."""
-    return Finding(CheckState.FAILED, words, hint=hint)
+def failed(words: str, hint: str) -> CheckFinding:
+    """Return a failure: jobs cannot run."""
+    return CheckFinding(CheckState.FAILED, words, hint=hint)
 
 
-def unknown(words: str, hint: str = "") -> Finding:
-    """Return that it cannot be told."""
-    return Finding(CheckState.UNKNOWN, words, hint=hint)
+def unknown(words: str, hint: str = "") -> CheckFinding:
+    """Return a finding with the state UNKNOWN."""
+    return CheckFinding(CheckState.UNKNOWN, words, hint=hint)
 
 
 @dataclass(frozen=True)
-class Look:
-    """One look at a cluster.
+class CheckStep:
+    """One check function, with its name and the checks that it needs.
 
     Attributes:
         name: the check's name.
-        find: looks and returns what it found; a `ClusterJobError`, or an OSError, is a failure in
-            the error's words.
-        needs: names of looks before it, without whose success there is nothing to look at.
-        hint: what can be done about a failure whose own words do not say.
+        find: runs the check and returns its findings; a `ClusterJobError` or an OSError counts as
+            a failure with the error's message.
+        needs: names of earlier checks that must succeed before this one runs.
+        hint: the hint for an error that has none.
     """
 
     name: str
-    find: Callable[[], Iterable[Finding]]
+    find: Callable[[], Iterable[CheckFinding]]
     needs: tuple[str, ...] = ()
     hint: str = ""
 
 
-def examine(looks: Iterable[Look]) -> Iterator[Check]:
-    """Look, one after the other, and yield each check when it is done; what needs one that failed
-    is not looked at, and says so.
+def run_checks(steps: Iterable[CheckStep]) -> Iterator[Check]:
+    """Run the checks in order and yield each result as soon as it is known.
+
+    A check that needs a failed check is not run; its state is UNKNOWN.
     """
     missed: set[str] = set()
-    for look in looks:
-        absent = next((name for name in look.needs if name in missed), None)
+    for step in steps:
+        absent = next((name for name in step.needs if name in missed), None)
         if absent is not None:
-            missed.add(look.name)
-            yield Check(look.name, CheckState.UNKNOWN, words=f"not checked: it needs {absent!r}")
+            missed.add(step.name)
+            yield Check(step.name, CheckState.UNKNOWN, words=f"not checked: it needs {absent!r}")
             continue
         try:
-            for found in look.find():
+            for found in step.find():
                 if found.state is CheckState.FAILED:
-                    missed.add(look.name)
-                yield Check(look.name, found.state, words=one_line(found.words), hint=found.hint)
+                    missed.add(step.name)
+                yield Check(step.name, found.state, words=one_line(found.words), hint=found.hint)
         except ClusterJobError as error:
-            missed.add(look.name)
+            missed.add(step.name)
             yield Check(
-                look.name,
+                step.name,
                 CheckState.FAILED,
                 words=one_line(error.message),
-                hint=error.hint or look.hint,
+                hint=error.hint or step.hint,
             )
         except OSError as error:
-            missed.add(look.name)
+            missed.add(step.name)
             words = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-            yield Check(look.name, CheckState.FAILED, words=one_line(words), hint=look.hint)
+            yield Check(step.name, CheckState.FAILED, words=one_line(words), hint=step.hint)
 
 
 def one_line(text: str) -> str:
-    """Return a text on one line, as one that can be printed."""
+    """Return a text of several lines as one line."""
     return "; ".join(line.strip() for line in text.splitlines() if line.strip()).replace(
         ":; ", ": "
     )
 
 
-def of_hosts(found: Mapping[str, Finding], total: int | None = None) -> Iterator[Finding]:
-    """Yield what was found on hosts: hosts of which the same is to be said in one line, with their
-    names.
+def of_hosts(found: Mapping[str, CheckFinding], total: int | None = None) -> Iterator[CheckFinding]:
+    """Yield the findings of hosts, with equal findings joined into one that names its hosts.
 
     Args:
-        found: by the host's name.
-        total: how many hosts there are; by default those that something was found on.
+        found: the finding of each host, by host name.
+        total: number of hosts; by default the number of findings.
     """
-    together: dict[Finding, list[str]] = {}
+    together: dict[CheckFinding, list[str]] = {}
     for host, finding in found.items():
         together.setdefault(finding, []).append(host)
     for finding, hosts in together.items():
@@ -145,7 +143,7 @@ def of_hosts(found: Mapping[str, Finding], total: int | None = None) -> Iterator
 
 
 def listed(hosts: Iterable[str]) -> str:
-    """Return names as text: some of them, and how many more there are."""
+    """Return host names as text: the first ones, and the number of the others."""
     names = list(hosts)
     more = len(names) - _SHOWN
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:_SHOWN])} and {more} more"

@@ -1,8 +1,7 @@
-"""What is found on a machine, judged: interpreter, torch, how workers are started there, GPUs,
-disk.
+"""Turn facts about a machine into findings: interpreter, torch, start method, GPUs, disk.
 
-An `answer` is what `clusterjob.node.host_server.host_check.facts` returns, on whichever machine it
-was asked.
+An `answer` is the return value of `clusterjob.node.host_server.host_check.facts` for the checked
+machine.
 """
 
 from __future__ import annotations
@@ -11,22 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from clusterjob.core.units import show_size
-from clusterjob.doctor.engine import Finding, failed, ok, warning
+from clusterjob.doctor.engine import CheckFinding, failed, ok, warning
 
-NEEDED, LITTLE = (
-    50_000_000,
-    1 << 30,
-)  # bytes that are to be free: for a job at all; without a warning
+# Free bytes: below NEEDED a job cannot run, below LITTLE there is a warning.
+NEEDED, LITTLE = 50_000_000, 1 << 30
 _SLOW_IMPORT = 15.0  # seconds
 
 Answer = Mapping[str, Any]
 
 
-def interpreter(answer: Answer) -> Finding:
-    """Judge the interpreter that the job's script will find, after its setup lines."""
+def interpreter(answer: Answer) -> CheckFinding:
+    """Check the interpreter that the job's script finds after its setup lines."""
     if answer["unfit"]:
         hint = (
-            "the setup line has to work on its own"
+            "run the setup line in a shell: it must succeed on its own"
             if answer["setup"]
             else "--python names another interpreter"
         )
@@ -34,83 +31,85 @@ def interpreter(answer: Answer) -> Finding:
     return ok(f"{answer['executable']}, Python {'.'.join(map(str, answer['version']))}")
 
 
-def torch(answer: Answer, *, needed: bool = True) -> Finding:
-    """Judge torch as that interpreter imports it.
+def torch(answer: Answer, *, needed: bool = True) -> CheckFinding:
+    """Check torch as that interpreter imports it.
 
     Args:
-        answer: what the machine answered.
-        needed: whether a job without torch makes no sense.
+        answer: the facts about the machine.
+        needed: whether missing torch is a failure; else it is a warning.
     """
     facts, executable = answer["facts"], answer["executable"]
-    shown = f"`{executable} -c 'import torch'` shows all of it"
+    shown = f"`{executable} -c 'import torch'` shows the whole error"
     if facts is None:
         return failed(
-            f"importing torch ends the interpreter: {answer['died'] or 'without a word'}", shown
+            f"importing torch ends the interpreter: {answer['died'] or 'no output'}", shown
         )
     if facts["broken"]:
         return failed(facts["broken"], shown)
     if not facts["torch"]:
-        judge = failed if needed else warning
+        finding = failed if needed else warning
         words, hint = (
             f"no torch: {executable} does not find it",
-            f"`{executable} -m pip install torch`, or --python names another",
+            f"`{executable} -m pip install torch`, or choose another interpreter with --python",
         )
-        return judge(words, hint)
-    words = f"{facts['torch']} for {accelerator(facts)}, with {' and '.join(facts['backends']) or 'no backend of torch.distributed'}"
+        return finding(words, hint)
+    words = (
+        f"{facts['torch']} for {accelerator(facts)}, with "
+        f"{' and '.join(facts['backends']) or 'no backend of torch.distributed'}"
+    )
     if not facts["backends"]:
         return failed(words, "this build of torch cannot train on several processes")
     if facts["seconds"] > _SLOW_IMPORT:
         return warning(
             f"{words}; its import takes {facts['seconds']:.0f} s",
-            "an environment on a local disk is read faster",
+            "put the environment on a local disk",
         )
     return ok(words)
 
 
 def has_torch(answer: Answer) -> bool:
-    """Return whether torch is there and can be imported."""
+    """Return whether torch is installed and can be imported."""
     return answer["facts"] is not None and bool(answer["facts"]["torch"])
 
 
 def accelerator(facts: Answer) -> str:
-    """Return what torch was built for."""
-    return f"CUDA {facts['cuda']}" if facts["cuda"] else "the CPU alone"
+    """Return the accelerator that torch was built for."""
+    return f"CUDA {facts['cuda']}" if facts["cuda"] else "the CPU only"
 
 
-def start(answer: Answer, mode: str) -> Finding:
-    """Judge how workers would be started: from a process that has imported torch, or each by
-    itself.
+def start(answer: Answer, mode: str) -> CheckFinding:
+    """Check how workers will start: forked from a forkserver that preloads torch, or by exec.
 
     Args:
-        answer: what the machine answered.
+        answer: the facts about the machine.
         mode: the job's ``--start``.
     """
     why = answer["facts"]["fork"]
     if mode == "exec":
-        return ok("by exec, as --start says")
+        return ok("by exec, because of --start exec")
     if not why:
         return ok("forked from one process that has imported torch")
     if mode == "fork":
-        return failed(f"--start fork is impossible: {why}", "--start auto takes exec then")
+        return failed(f"--start fork is impossible: {why}", "--start auto uses exec instead")
     return warning(
-        f"by exec, each importing torch for itself: {why}",
-        "--start exec asks for that, and this line is ok then",
+        f"by exec, each worker imports torch: {why}",
+        "--start exec chooses it and removes this warning",
     )
 
 
-def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) -> Finding:
-    """Judge a machine's GPUs: what the driver has, what torch sees of them, and what the job wants.
+def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) -> CheckFinding:
+    """Check the GPUs: those of the driver, those that torch sees, and those that the job needs.
 
     Args:
-        installed: how many the driver shows to this login.
-        answer: what the machine answered.
-        wanted: how many the job wants there; None if it does not say.
-        required: whether fewer are an error, not a rehearsal on the CPU.
+        installed: number of GPUs that the driver shows to this user.
+        answer: the facts about the machine.
+        wanted: number of GPUs that the job needs on it; None if the job does not specify it.
+        required: whether too few GPUs are an error; else the job is a rehearsal on the CPU.
     """
     seen = answer["facts"]["gpus"]
     installed = max(installed, seen)
     if wanted and installed < wanted:
-        words = f"{_count(installed)} where {wanted} are asked for"
+        words = f"{_count(installed)}, but the job needs {wanted}"
         if required:
             return failed(words, "fewer --gpus-per-node, or another cluster")
         return warning(
@@ -125,32 +124,30 @@ def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) 
         )
     if not answer["facts"]["cuda"]:
         why, hint = (
-            "it is built for the CPU alone",
+            "torch is built for the CPU only",
             "https://pytorch.org/get-started lists the builds for each driver",
         )
     else:
         why, hint = (
-            answer["facts"]["driver_error"] or "it gives no reason",
-            "`nvidia-smi` shows the driver's version, and which cards it has",
+            answer["facts"]["driver_error"] or "torch gives no reason",
+            "`nvidia-smi` shows the driver's version and its GPUs",
         )
-    judge = failed if wanted else warning
-    return judge(f"{_count(installed)}, of which torch sees {seen}: {why}", hint)
+    finding = failed if wanted else warning
+    return finding(f"{_count(installed)}, of which torch sees {seen}: {why}", hint)
 
 
 def _count(number: int) -> str:
     return "no GPU" if number == 0 else "1 GPU" if number == 1 else f"{number} GPUs"
 
 
-def space(free: int, where: str) -> Finding:
-    """Judge the bytes that are free where jobs lie."""
+def space(free: int, where: str) -> CheckFinding:
+    """Check the free disk space for the job directories."""
     words = f"{show_size(free)} free in {where}"
     if free < NEEDED:
         return failed(
             f"disk full: {words}",
-            "logs and the job's own files have to go somewhere; CLUSTERJOB_HOME names another place",
+            "logs and job files need space: free some, or set CLUSTERJOB_HOME",
         )
     return (
-        warning(words, "logs grow; old jobs' directories may be removed")
-        if free < LITTLE
-        else ok(words)
+        warning(words, "logs grow: remove directories of old jobs") if free < LITTLE else ok(words)
     )

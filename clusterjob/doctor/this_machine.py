@@ -1,6 +1,4 @@
-"""This machine before there is a job: what `doctor` looks at where jobs run here, or are submitted
-from here.
-"""
+"""Doctor checks of this machine: directory, disk, bash, interpreter, GPUs, network."""
 
 from __future__ import annotations
 
@@ -20,41 +18,41 @@ from clusterjob.core import gpus, node_zip
 from clusterjob.core.records import home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
-from clusterjob.doctor.engine import Finding, Look, failed, ok, warning
+from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, ok, warning
 from clusterjob.node.host_server import host_check
 from clusterjob.node.system import files
 
-_PATIENCE = 5.0  # seconds for a name to resolve
-_SLOW_NAME = 1.0  # seconds
+_TIMEOUT = 5.0  # seconds to resolve a name
+_SLOW_NAME = 1.0  # seconds; a slower resolution is a warning
 
 
 class Machine:
-    """This machine, as jobs would find it.
+    """The checks of this machine for one job.
 
     Args:
-        spec: the job that it is looked at for.
+        spec: the job.
     """
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
         self._answer: Mapping[str, Any] = {}
 
-    def looks(self) -> list[Look]:
-        """Return the looks at a machine that jobs run on."""
+    def check_steps(self) -> list[CheckStep]:
+        """Return the checks of a machine that runs jobs."""
         return [
-            *directory_looks(),
-            Look("bash", bash),
-            Look("interpreter", self._interpreter, needs=("bash",)),
-            Look("torch", lambda: [fitness.torch(self._answer)], needs=("interpreter",)),
-            Look(
+            *directory_checks(),
+            CheckStep("bash", bash),
+            CheckStep("interpreter", self._interpreter, needs=("bash",)),
+            CheckStep("torch", lambda: [fitness.torch(self._answer)], needs=("interpreter",)),
+            CheckStep(
                 "start", lambda: [fitness.start(self._answer, self._spec.start)], needs=("torch",)
             ),
-            Look("GPUs", self._gpus, needs=("torch",)),
-            Look("loopback", loopback),
-            Look("host name", host_name),
+            CheckStep("GPUs", self._gpus, needs=("torch",)),
+            CheckStep("loopback", loopback),
+            CheckStep("host name", host_name),
         ]
 
-    def _interpreter(self) -> Iterator[Finding]:
+    def _interpreter(self) -> Iterator[CheckFinding]:
         spec = self._spec
         with tempfile.TemporaryDirectory(prefix="clusterjob-doctor-") as folder:
             archive = Path(folder) / node_zip.NAME
@@ -63,7 +61,7 @@ class Machine:
             self._answer = host_check.facts(str(spec.workdir), request, node_zip=str(archive))
         yield fitness.interpreter(self._answer)
 
-    def _gpus(self) -> Iterator[Finding]:
+    def _gpus(self) -> Iterator[CheckFinding]:
         resources = self._spec.resources
         wanted = (
             None if resources.gpus_per_node is None else resources.gpus_per_node * resources.nodes
@@ -72,11 +70,11 @@ class Machine:
         yield fitness.gpus(installed, self._answer, wanted=wanted, required=self._spec.require_gpus)
 
 
-def directory_looks() -> list[Look]:
-    """Return the looks at the place where jobs and their records lie."""
+def directory_checks() -> list[CheckStep]:
+    """Return the checks of the directory that holds jobs and their records."""
     return [
-        Look("directory", lambda: [directory(home())]),
-        Look(
+        CheckStep("directory", lambda: [directory(home())]),
+        CheckStep(
             "disk",
             lambda: [fitness.space(shutil.disk_usage(_nearest(home())).free, str(home()))],
             needs=("directory",),
@@ -84,15 +82,15 @@ def directory_looks() -> list[Look]:
     ]
 
 
-def directory(place: Path) -> Finding:
-    """Judge the place where jobs lie: whether it can be written, by the user alone."""
-    hint = "CLUSTERJOB_HOME names another place"
+def directory(place: Path) -> CheckFinding:
+    """Check that the job directory is writable, and that other users cannot write to it."""
+    hint = "set CLUSTERJOB_HOME to another directory"
     try:
         if not place.exists():
             nearest = _nearest(place)
             if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
                 return failed(f"{place} cannot be made: {nearest} cannot be written", hint)
-            return ok(f"{place} will be made with the first job")
+            return ok(f"{place} will be created with the first job")
         mode = place.stat()
         probe = place / f".doctor-{os.getpid()}"
         try:
@@ -104,17 +102,17 @@ def directory(place: Path) -> Finding:
     bits = stat.S_IMODE(mode.st_mode)
     if mode.st_uid not in (os.geteuid(), 0):
         return failed(
-            f"{place} belongs to another user (uid {mode.st_uid}), who could replace what jobs run",
+            f"{place} belongs to another user (uid {mode.st_uid}), who could replace job files",
             hint,
         )
     if bits & 0o022 and not bits & stat.S_ISVTX:
         others = "everyone" if bits & 0o002 else "its group"
-        judge = failed if bits & 0o002 else warning
-        return judge(
-            f"{place} has the mode {bits:04o}: {others} could replace what jobs run",
+        finding = failed if bits & 0o002 else warning
+        return finding(
+            f"{place} has the mode {bits:04o}: {others} could replace job files",
             f"chmod go-w {place}",
         )
-    return ok(f"{place} can be written (mode {bits:04o})")
+    return ok(f"{place} is writable (mode {bits:04o})")
 
 
 def _nearest(place: Path) -> Path:
@@ -123,11 +121,11 @@ def _nearest(place: Path) -> Path:
     return place
 
 
-def bash() -> Iterator[Finding]:
-    """Judge bash, which runs every script of ours."""
+def bash() -> Iterator[CheckFinding]:
+    """Check bash, which runs the scripts of clusterjob."""
     path = shutil.which("bash")
     if path is None:
-        yield failed("bash is not on PATH", "scripts of jobs are written for it: install it")
+        yield failed("bash is not on PATH", "install bash: job scripts need it")
         return
     try:
         asked = subprocess.run(
@@ -139,49 +137,52 @@ def bash() -> Iterator[Finding]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         yield failed(
-            f"{path} cannot be run: {getattr(error, 'strerror', None) or 'it does not end'}",
-            "install it anew",
+            f"{path} cannot be run: {getattr(error, 'strerror', None) or 'it does not exit'}",
+            "reinstall bash",
         )
         return
     if not asked.stdout or asked.returncode != 0:
-        yield failed(f"{path} is no bash that works", "install it anew")
+        yield failed(f"{path} is not a working bash", "reinstall bash")
         return
     yield ok(f"{path} {asked.stdout}")
 
 
-def loopback() -> Iterator[Finding]:
-    """Judge the loopback, over which the agents and the workers of this machine meet."""
-    hint = "`ip link show lo` has to say UP; `localhost` belongs into /etc/hosts"
+def loopback() -> Iterator[CheckFinding]:
+    """Check the loopback interface, which agents and workers of one machine use."""
+    hint = "`ip link show lo` must show UP; /etc/hosts must have `localhost`"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = server.getsockname()
-            with socket.create_connection(address, _PATIENCE):
+            with socket.create_connection(address, _TIMEOUT):
                 pass
     except OSError as error:
         yield failed(f"127.0.0.1 cannot be reached: {error.strerror or error}", hint)
         return
     found, _ = _resolved("localhost")
     if "127.0.0.1" not in found:
-        yield warning(f"localhost is {', '.join(found) or 'not known'}, and not 127.0.0.1", hint)
+        yield warning(f"localhost resolves to {', '.join(found) or 'nothing'}, not 127.0.0.1", hint)
         return
-    yield ok("127.0.0.1 is reached, and is localhost")
+    yield ok("127.0.0.1 is reachable, and localhost resolves to it")
 
 
-def host_name() -> Iterator[Finding]:
-    """Judge this machine's own name, which gloo looks up where no interface is named."""
+def host_name() -> Iterator[CheckFinding]:
+    """Check that the host name resolves; gloo needs it unless an interface is set."""
     name = socket.gethostname()
     found, seconds = _resolved(name)
-    hint = f"a line `ADDRESS {name}` in /etc/hosts"
+    hint = f"add a line `ADDRESS {name}` to /etc/hosts"
     if not found:
         yield warning(f"{name} does not resolve", hint)
     elif seconds > _SLOW_NAME:
         yield warning(f"{name} took {seconds:.1f} s to resolve", hint)
     else:
-        yield ok(f"{name} is {', '.join(found)}")
+        yield ok(f"{name} resolves to {', '.join(found)}")
 
 
 def _resolved(name: str) -> tuple[list[str], float]:
-    """Return a name's addresses, none where there are none in time, and the seconds that it took."""
+    """Return the addresses of a name and the seconds that the resolution took.
+
+    The addresses are empty if the name does not resolve before the timeout.
+    """
     found: list[str] = []
 
     def ask() -> None:
@@ -194,5 +195,5 @@ def _resolved(name: str) -> tuple[list[str], float]:
     begin = time.monotonic()
     thread = threading.Thread(target=ask, name="clusterjob-doctor", daemon=True)
     thread.start()
-    thread.join(_PATIENCE)
+    thread.join(_TIMEOUT)
     return found.copy(), time.monotonic() - begin

@@ -1,4 +1,4 @@
-"""``python -m clusterjob.node``: the launch command without the submit half."""
+"""Run `clusterjob launch` without the submit half: ``python -m clusterjob.node``."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""The agent of one node: obeys the lead, has the starter start and stop the workers, and says how
-they fare.
-"""
+"""The agent of one node: follow the coordinator and run the workers through the forkserver."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,41 @@ from clusterjob.node.contract import World
 from clusterjob.node.environments import paddle_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
-from clusterjob.node.logs.console import Voice
+from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import now
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous.coordinator import Lead
+from clusterjob.node.rendezvous import coordinator_link, messages
+from clusterjob.node.rendezvous.coordinator import Coordinator
+from clusterjob.node.rendezvous.coordinator_link import Link, LocalLink
 from clusterjob.node.rendezvous.identity import JobIdentity
-from clusterjob.node.rendezvous.member import Link, OwnLead, find_lead
-from clusterjob.node.rendezvous.protocol import Message
-from clusterjob.node.rendezvous.stop_requests import Wishes
+from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.system import crashes, devices, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict
-from clusterjob.node.workers import forkserver
-from clusterjob.node.workers.forkserver_client import StarterProcess
+from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers.forkserver_client import ForkserverClient
+from clusterjob.node.workers.missing_worker import MissingWorker
 from clusterjob.node.workers.worker_failures import Failures, how
 from clusterjob.node.workers.worker_status import WorkerStatus
 
-_LOST_GRACE = 0.5  # between SIGTERM and SIGKILL for workers whose lead is gone
-_QUIT_PATIENCE = 3.0  # for a starter that was told to quit
+_LOST_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the coordinator is lost
+_QUIT_TIMEOUT = 3.0  # seconds for the forkserver to exit
+
+
+def _ignore(_message: object) -> None:
+    """Ignore a message that needs no action after the handshake."""
 
 
 class Agent:
-    """One node's agent.
+    """The agent of one node.
 
     Args:
-        topology: this node's place.
+        topology: this node.
         nproc: workers of this node.
-        options: what the node was told.
+        options: the node's options.
         job: the job's identity and secret.
-        job_dir: the job's directory as this node sees it.
-        starter_process: the starter, forked already.
-        voice: what this agent says, and shows of its workers' output.
+        job_dir: the job's directory, as this node sees it.
+        forkserver: the forkserver, which was forked before.
+        console: prints the agent's messages and the workers' output.
     """
 
     def __init__(
@@ -57,37 +61,33 @@ class Agent:
         options: LaunchOptions,
         job: JobIdentity,
         job_dir: Path,
-        starter_process: StarterProcess,
-        voice: Voice,
+        forkserver: ForkserverClient,
+        console: Console,
     ) -> None:
         self._topology = topology
         self._nproc = nproc
         self._options = options
         self._job = job
         self._job_dir = job_dir
-        self._starter = starter_process
-        self._voice = voice
+        self._forkserver = forkserver
+        self._console = console
         self._host = network.own_name()
         self._link: Link | None = None
-        self._lead: Lead | None = None  # node 0's
-        self._lead_task: asyncio.Task[Verdict] | None = None
+        self._coordinator: Coordinator | None = None  # on node 0
+        self._coordinator_task: asyncio.Task[Verdict] | None = None
         self._world: World | None = None
         self._running: set[int] = set()  # local ranks
-        self._exec_reason = ""  # why the workers are not forked, until the lead was told
-        # A step's task is slurmstepd's child. Where that is killed, Slurm does not notice: the job
-        # stays RUNNING, and a scancel of it reaches nobody here. Elsewhere a parent may go as it
-        # likes.
-        self._keeper = (
-            os.getppid()
-            if os.environ.get("SLURM_STEP_ID") and os.environ.get("CLUSTERJOB_TASK")
-            else None
-        )
+        self._exec_reason = ""  # why the workers are not forked, until the coordinator knows it
+        # A task of a Slurm step is a child of slurmstepd. Slurm does not notice that slurmstepd was
+        # killed: the job stays RUNNING, and scancel does not reach this agent. On other platforms
+        # the parent may end.
+        in_step = os.environ.get("SLURM_STEP_ID") and os.environ.get("CLUSTERJOB_TASK")
+        self._slurmstepd = os.getppid() if in_step else None
         self._stop_ordered = False
-        self._warning_told = self._haste_told = False
-        self._starter_end: asyncio.Future[None] | None = None
-        self._held = paddle_endpoints.HeldPorts(
-            nproc + (topology.node_rank == 0)
-        )  # the first node's last one is where they meet
+        self._warning_sent = self._kill_sent = False
+        self._forkserver_end: asyncio.Future[None] | None = None
+        # Node 0 holds one more port, for PADDLE_MASTER.
+        self._held = paddle_endpoints.HeldPorts(nproc + (topology.node_rank == 0))
         self._directory = log_files.node_directory(job_dir, topology.node_rank)
         self._timeline = log_files.Timeline(self._directory)
         self._failures = Failures(
@@ -105,42 +105,39 @@ class Agent:
             failures=self._failures,
         )
 
-    # -- the story -----------------------------------------------------------------------------------------------------
+    # -- from join to verdict ----------------------------------------------------------------------
 
     async def run(self) -> Verdict:
-        """Meet the other agents, obey the lead, and return the verdict once no process of this node
-        is left.
-        """
+        """Run this node's part of the job until its processes have ended; return the verdict."""
         loop = asyncio.get_running_loop()
-        self._starter_end = loop.create_future()
+        self._forkserver_end = loop.create_future()
         self._crashes = crashes.Crashes()
-        loop.add_reader(self._starter.control, self._hear_starter)
-        self._wishes = Wishes(self._options, self._job_dir, attempt=self._job.attempt)
-        self._wishes.listen(self._starter.early)
-        if (
-            self._keeper is not None and self._topology.node_rank == 0
-        ):  # under Slurm; it tells the others
-            self._wishes.watch()
-        noting = asyncio.create_task(self._note_growth())
-        self._crashes.watch(noting)
+        loop.add_reader(self._forkserver.control, self._receive_from_forkserver)
+        self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
+        self._requests.listen(self._forkserver.early)
+        if self._slurmstepd is not None and self._topology.node_rank == 0:
+            self._requests.poll_job_dir()  # node 0 tells the other nodes
+        following = asyncio.create_task(self._follow_output())
+        self._crashes.watch(following)
         try:
             verdict = await self._serve()
         except ClusterJobError as error:
             verdict = self._own_verdict(JobState.FAILED, error.message)
         except Exception as error:
-            why = f"the agent of node {self._topology.node_rank} on {self._host} (pid {os.getpid()}) broke: {crashes.in_words(error)}"
+            who = f"the agent of node {self._topology.node_rank} on {self._host}"
+            why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
             verdict = self._own_verdict(JobState.FAILED, why)
-            if self._lead is not None:
-                self._lead.give_up(verdict)
+            if self._coordinator is not None:
+                self._coordinator.abort(verdict)
         finally:
-            noting.cancel()
-        if self._lead_task is not None:
-            self._lead_task.cancel()  # one that has ended does not mind
-            await asyncio.wait([self._lead_task])
-        await self._dismiss_starter()
-        self._sweep()  # what setup lines left in the background
+            following.cancel()
+        if self._coordinator_task is not None:
+            self._coordinator_task.cancel()
+            await asyncio.wait([self._coordinator_task])
+        await self._quit_forkserver()
+        self._kill_descendants()  # background processes of the setup lines
         self._timeline.note()
-        self._voice.finish()
+        self._console.finish()
         self._record_end(verdict)
         self._held.close()
         if self._link is not None:
@@ -150,156 +147,144 @@ class Agent:
     async def _serve(self) -> Verdict:
         await self._join()
         if self._link is None:
-            return self._own_verdict(JobState.CANCELLED, self._wishes.cancelled.result())
+            return self._own_verdict(JobState.CANCELLED, self._requests.cancelled.result())
+        handlers: dict[type, Callable[[Any], None]] = {
+            messages.Start: self._on_start,
+            messages.StartWithStore: self._on_start,
+            messages.Stop: self._on_stop,
+            messages.Warn: self._on_warn,
+            messages.ProbeRanks: self._on_probe_ranks,
+            messages.RanksFound: self._on_ranks_found,
+            messages.ReportFailures: self._on_report_failures,
+            **dict.fromkeys((messages.Heartbeat, messages.Welcome, messages.Refused), _ignore),
+        }
         while True:
             order = await self._next_order()
-            if order is None:
-                continue
-            kind = order["t"]
-            if kind == "start":
-                self._start_workers(order)
-            elif kind == "stop":
-                self._stop_workers(float(order["grace"]), int(order.get("signal", signal.SIGTERM)))
-            elif kind == "warn":
-                self._warn_workers()
-            elif kind == "where":
-                self._look_for(order)
-            elif kind == "found":
-                self._status.note_found(int(order["local_rank"]), order["lines"])
-            elif kind == "check":
-                self._check()
-            elif kind == "end":
-                return Verdict.from_json(order["verdict"])
-            elif kind == "lost":
-                self._tell_lead(
-                    {"t": "gave_up", "why": order["why"]}
-                )  # it may hear this node all the same
+            if isinstance(order, messages.End):
+                return order.verdict
+            if isinstance(order, messages.ConnectionLost):
+                # The coordinator may still receive messages of this node.
+                self._send(messages.CoordinatorLost(order.why))
                 self._stop_workers(_LOST_GRACE)
-                return self._own_verdict(
-                    JobState.LOST, f"node {self._topology.node_rank} lost node 0: {order['why']}"
-                )
+                reason = f"node {self._topology.node_rank} lost node 0: {order.why}"
+                return self._own_verdict(JobState.LOST, reason)
+            if order is not None:
+                handlers[type(order)](order)
 
-    async def _next_order(self) -> Message | None:
-        """Return the lead's next order; None after an interruption that was dealt with."""
+    async def _next_order(self) -> Any:
+        """Return the coordinator's next message; None after a stop request was passed on."""
         assert self._link is not None
         ordering = asyncio.ensure_future(self._link.orders.get())
         waiting: set[asyncio.Future[Any]] = {ordering, self._crashes.first}
         if not self._stop_ordered:
-            waiting.add(self._wishes.cancelled)
-        if not self._warning_told:
-            waiting.add(self._wishes.warned)
-        if self._lead_task is not None:
-            waiting.add(self._lead_task)
-        if not self._haste_told:
-            waiting.add(self._wishes.at_once)
+            waiting.add(self._requests.cancelled)
+        if not self._warning_sent:
+            waiting.add(self._requests.warned)
+        if self._coordinator_task is not None:
+            waiting.add(self._coordinator_task)
+        if not self._kill_sent:
+            waiting.add(self._requests.kill_now)
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if self._crashes.first.done():
             raise self._crashes.first.result()
         if ordering.done():
             return ordering.result()
         ordering.cancel()
-        if (
-            self._lead_task is not None
-            and self._lead_task.done()
-            and self._lead_task.exception() is not None
-        ):
-            self._lead_task.result()  # raises: the lead cannot lead
-        self._pass_on_wishes()
+        task = self._coordinator_task
+        if task is not None and task.done() and task.exception() is not None:
+            task.result()  # raises
+        self._send_stop_requests()
         return None
 
-    def _pass_on_wishes(self) -> None:
-        """Tell the lead each wish that it was not told yet."""
-        assert self._link is not None
-        if self._wishes.warned.done() and not self._warning_told:
-            self._warning_told = True
-            self._link.send({"t": "warned", "why": self._wishes.warned.result()})
-        if self._wishes.cancelled.done() and not self._stop_ordered:
-            self._stop_ordered = True  # once is enough; the lead's order to stop follows
-            self._link.send(
-                {
-                    "t": "interrupt" if self._wishes.interrupted else "cancel",
-                    "why": self._wishes.cancelled.result(),
-                }
-            )
-        if self._wishes.at_once.done() and not self._haste_told:
-            self._haste_told = True
-            self._link.send({"t": "at_once"})
+    def _send_stop_requests(self) -> None:
+        """Send each new stop request to the coordinator."""
+        requests = self._requests
+        if requests.warned.done() and not self._warning_sent:
+            self._warning_sent = True
+            self._send(messages.PreemptionWarning(requests.warned.result()))
+        if requests.cancelled.done() and not self._stop_ordered:
+            self._stop_ordered = True  # the coordinator's stop order follows
+            why = requests.cancelled.result()
+            self._send(messages.Cancel(why, interrupt=requests.interrupted))
+        if requests.kill_now.done() and not self._kill_sent:
+            self._kill_sent = True
+            self._send(messages.KillNow())
 
     async def _join(self) -> None:
-        """Become part of the gang. No link is set if the wish to end came first."""
-        hello = {
-            "job": self._job.job_id, "attempt": self._job.attempt,
-            "node_rank": self._topology.node_rank, "nnodes": self._topology.nnodes,
-            "nproc": self._nproc, "host": self._host, "pid": os.getpid(),
-            "counted_by": self._job.counted_by, "endpoints": self._endpoints(),
-            "wants_endpoints": paddle_endpoints.may_be_used(self._options.program),
-        }  # fmt: skip
+        """Join the coordinator. No link is set if the job was cancelled first."""
+        address = paddle_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
+        hello = messages.Hello(
+            node_rank=self._topology.node_rank,
+            host=self._host,
+            pid=os.getpid(),
+            attempt=self._job.attempt,
+            nnodes=self._topology.nnodes,
+            nproc=self._nproc,
+            counted_by=self._job.counted_by,
+            endpoints=tuple(paddle_endpoints.endpoint(address, p) for p in self._held.ports),
+            wants_endpoints=paddle_endpoints.may_be_used(self._options.program),
+        )
         if self._topology.node_rank == 0:
-            self._lead = Lead(
+            self._coordinator = Coordinator(
                 self._topology,
                 self._options,
                 job=self._job,
                 job_dir=self._job_dir,
-                say=self._voice.say,
+                say=self._console.say,
                 watch=self._crashes.watch,
             )
-            self._link = OwnLead(self._lead.gathering, hello)
-            # That came while this process was loading: the lead hears them before it starts
-            # workers.
-            self._pass_on_wishes()
-            self._lead_task = asyncio.create_task(self._lead.lead())
+            self._link = LocalLink(self._coordinator.membership, hello)
+            # Requests that arrived during the imports: the coordinator handles them before it
+            # starts workers.
+            self._send_stop_requests()
+            self._coordinator_task = asyncio.create_task(self._coordinator.run())
             return
-        finding = asyncio.create_task(
-            find_lead(
+        connecting = asyncio.create_task(
+            coordinator_link.connect(
                 self._topology,
                 self._options,
                 job=self._job,
                 hello=hello,
-                say=self._voice.say,
-                given_up=self._lead_given_up,
+                say=self._console.say,
+                refusal=self._node_0_refusal,
             )
         )
-        either: set[asyncio.Future[Any]] = {finding, self._wishes.cancelled, self._crashes.first}
+        either: set[asyncio.Future[Any]] = {
+            connecting,
+            self._requests.cancelled,
+            self._crashes.first,
+        }
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._crashes.first.done():
-            finding.cancel()
+            connecting.cancel()
             raise self._crashes.first.result()
-        if finding.done():
-            self._link = link = finding.result()
+        if connecting.done():
+            self._link = link = connecting.result()
             for task in link.tasks:
                 self._crashes.watch(task)
         else:
-            finding.cancel()
+            connecting.cancel()
 
-    def _endpoints(self) -> list[str]:
-        address = paddle_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
-        return [paddle_endpoints.endpoint(address, port) for port in self._held.ports]
+    def _node_0_refusal(self) -> str:
+        """Return why node 0 cannot start, from the shared job directory; empty if it may start."""
+        refusals = ends.refusals(self._job_dir, self._job.attempt)
+        return next((failure.message for failure in refusals if failure.node_rank == 0), "")
 
-    def _lead_given_up(self) -> str:
-        """Node 0's script may say in the job's directory, where nodes share it, that it cannot
-        start.
-        """
-        return next(
-            (
-                failure.message
-                for failure in ends.refusals(self._job_dir, self._job.attempt)
-                if failure.node_rank == 0
-            ),
-            "",
-        )
+    def _send(self, message: Any) -> None:
+        if self._link is not None:
+            self._link.send(message)
 
-    # -- workers -------------------------------------------------------------------------------------------------------
+    # -- orders of the coordinator -----------------------------------------------------------------
 
-    def _start_workers(self, order: Message) -> None:
-        assert self._link is not None
+    def _on_start(self, order: messages.Start) -> None:
         gpus = devices.visible_gpus(os.environ)
-        world = replace(World(**order["world"]), gpus=gpus)
+        world = replace(order.world, gpus=gpus)
         self._world = world
         self._stop_ordered = False
         self._status.begin(world)
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
-        if self._starter.trouble:
-            self._node_failed(self._starter.trouble)
+        if self._forkserver.error:
+            self._node_failed(self._forkserver.error)
             return
         variables = contract.quiet_defaults(
             os.environ, world.master_addr, nnodes=world.nnodes
@@ -313,103 +298,158 @@ class Agent:
                 self._job.token, self._job.job_id, attempt=self._job.attempt, restart=world.restart
             ),
         }
-        self._tell_exec_reason()
-        if self._starter.begin(forkserver.world_message(world, variables), order.get("store")):
-            self._tell_lead({"t": "running"})
+        self._send_exec_reason()
+        store = order.store if isinstance(order, messages.StartWithStore) else None
+        if self._forkserver.start_round(forkserver_messages.StartRound(world, variables), store):
+            self._send(messages.Running())
 
-    def _tell_lead(self, message: Message) -> None:
-        if self._link is not None:
-            self._link.send(message)
-
-    def _tell_exec_reason(self) -> None:
-        if self._link is not None and self._exec_reason:
-            self._link.send({"t": "exec", "why": self._exec_reason})
-            self._exec_reason = ""
+    def _on_stop(self, order: messages.Stop) -> None:
+        self._stop_workers(order.grace, order.signal)
 
     def _stop_workers(self, grace: float, number: int = signal.SIGTERM) -> None:
         self._stop_ordered = True
-        if self._starter.ready and not self._starter.gone:
-            self._starter.tell({"t": "stop", "grace": grace, "signal": number})
+        if self._forkserver.ready and not self._forkserver.gone:
+            self._forkserver.send(forkserver_messages.StopWorkers(grace, int(number)))
             return
-        self._starter.call_off()
-        self._workers_gone()
+        self._forkserver.drop_round()
+        self._send(messages.Stopped())
 
-    def _warn_workers(self) -> None:
-        """Have the workers told, and leave word for those that were started by somebody else than
-        our starter.
-        """
+    def _on_warn(self, _order: messages.Warn) -> None:
+        # The file is for workers that another launcher has started.
         ends.warn(self._job_dir, self._job.attempt)
-        self._starter.tell({"t": "warn"})
+        self._forkserver.send(forkserver_messages.WarnWorkers())
 
-    def _workers_gone(self) -> None:
-        self._tell_lead({"t": "stopped"})
-
-    def _hear_starter(self) -> None:
-        message = self._starter.hear()
-        if message is None:
-            self._starter_ended()
+    def _on_probe_ranks(self, order: messages.ProbeRanks) -> None:
+        """Report what each of these workers does; the forkserver probes those that run."""
+        if self._world is None:
             return
-        kind = message["t"]
-        if kind == "ready":
-            self._starter_ready(message["why"])
-        elif kind == "failing":
-            self._worker_failing(message)
-        elif kind == "exit":
-            self._worker_ended(message)
-        elif kind == "missing" and self._world is not None and self._link is not None:
-            self._link.send(message | {"restart": self._world.restart})
-        elif kind == "where":
-            found = [self._status.sighting(**answer) for answer in message["answers"]]
-            self._tell_lead(self._status.where(found, final=message["final"]))
-        elif kind == "store" and not self._stop_ordered:
-            ended = how(*processes.exit_code_of(message["status"]))
+        wanted = [rank - self._world.first_rank for rank in order.ranks]
+        started = self._forkserver.ready and not self._forkserver.waiting
+        known = [] if order.note else self._status.known(wanted, started=started)
+        if known:
+            self._send_probed(known, final=order.final)
+        running = tuple(rank for rank in wanted if rank in self._running and started)
+        if running:
+            self._forkserver.send(
+                forkserver_messages.ProbeWorkers(running, final=order.final, note=order.note)
+            )
+
+    def _on_ranks_found(self, order: messages.RanksFound) -> None:
+        self._status.note_found(order.local_rank, order.lines)
+
+    def _on_report_failures(self, _order: messages.ReportFailures) -> None:
+        """Report all failures known by now; the forkserver first reports every worker's end."""
+        if self._forkserver.ready and not self._forkserver.gone:
+            self._forkserver.send(forkserver_messages.ReportEnds())
+        else:
+            self._send_early_exits()
+
+    # -- messages of the forkserver ----------------------------------------------------------------
+
+    def _receive_from_forkserver(self) -> None:
+        handlers: dict[type, Callable[[Any], None]] = {
+            forkserver_messages.Ready: self._on_ready,
+            forkserver_messages.WorkerFailing: self._on_worker_failing,
+            forkserver_messages.WorkerExited: self._on_worker_exited,
+            forkserver_messages.WorkerWaiting: self._on_worker_waiting,
+            forkserver_messages.WorkersProbed: self._on_workers_probed,
+            forkserver_messages.StoreExited: self._on_store_exited,
+            forkserver_messages.EndsReported: self._on_ends_reported,
+            forkserver_messages.WorkersGone: self._on_workers_gone,
+        }
+        message = self._forkserver.receive()
+        if message is None:
+            self._on_forkserver_exited()
+        else:
+            handlers[type(message)](message)
+
+    def _on_ready(self, message: forkserver_messages.Ready) -> None:
+        if self._forkserver.mark_ready():
+            self._send(messages.Running())
+        if message.why and self._options.start == "fork":
+            self._forkserver_failed(f"--start fork is impossible: {message.why}")
+        elif message.why:
+            node = f"node {self._topology.node_rank}"
+            self._exec_reason = f"{node} starts its workers by exec: {message.why}"
+            self._console.say(self._exec_reason)
+            self._send_exec_reason()
+
+    def _send_exec_reason(self) -> None:
+        if self._link is not None and self._exec_reason:
+            self._link.send(messages.StartedByExec(self._exec_reason))
+            self._exec_reason = ""
+
+    def _on_worker_waiting(self, message: forkserver_messages.WorkerWaiting) -> None:
+        if self._world is not None:
+            self._send(
+                messages.RanksMissing(
+                    self._world.restart,
+                    message.local_rank,
+                    ranks=message.ranks,
+                    final=message.final,
+                )
+            )
+
+    def _on_workers_probed(self, message: forkserver_messages.WorkersProbed) -> None:
+        found = [
+            self._status.describe(each.local_rank, each.pid, text=each.text, stack=each.stack)
+            for each in message.workers
+        ]
+        self._send_probed(found, final=message.final)
+
+    def _send_probed(self, found: Sequence[MissingWorker], *, final: bool) -> None:
+        if self._world is not None:
+            self._send(
+                messages.RanksProbed(
+                    self._world.restart,
+                    final=final,
+                    lines=self._status.lines(found),
+                    failures=self._status.missing_failures(found) if final else (),
+                )
+            )
+
+    def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
+        if not self._stop_ordered:
+            ended = how(*processes.exit_code_of(message.status))
             last = log_files.last_lines(self._directory / "store.log", 1)
             self._node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
-        elif kind == "checked" and self._world is not None:
-            self._tell_lead(self._status.exits())
-        elif kind == "gone":
-            self._workers_gone()
 
-    def _starter_ready(self, why: str | None) -> None:
-        """The starter takes orders; why it cannot fork workers, if it cannot."""
-        if self._starter.serve():
-            self._tell_lead({"t": "running"})
-        if why and self._options.start == "fork":
-            self._starter_trouble(f"--start fork is impossible: {why}")
-        elif why:
-            self._exec_reason = f"node {self._topology.node_rank} starts its workers by exec: {why}"
-            self._voice.say(self._exec_reason)
-            self._tell_exec_reason()
+    def _on_ends_reported(self, _message: forkserver_messages.EndsReported) -> None:
+        self._send_early_exits()
 
-    def _starter_ended(self) -> None:
-        """The starter is gone; if it was not told to go, its workers were killed with it and this
-        node has failed.
-        """
-        assert self._starter_end is not None
-        asyncio.get_running_loop().remove_reader(self._starter.control)
-        ended = how(*self._starter.reap())
-        if not self._starter_end.done():
-            self._starter_end.set_result(None)
-        self._sweep()
+    def _send_early_exits(self) -> None:
+        if self._world is not None:
+            exits = tuple(messages.EarlyExit(*each) for each in self._status.early_exits())
+            self._send(messages.FailuresReported(self._world.restart, exits))
+
+    def _on_workers_gone(self, _message: forkserver_messages.WorkersGone) -> None:
+        self._send(messages.Stopped())
+
+    def _on_forkserver_exited(self) -> None:
+        """Fail, unless the forkserver was stopped: the kernel has killed the workers with it."""
+        assert self._forkserver_end is not None
+        asyncio.get_running_loop().remove_reader(self._forkserver.control)
+        ended = how(*self._forkserver.reap())
+        if not self._forkserver_end.done():
+            self._forkserver_end.set_result(None)
+        self._kill_descendants()
         if self._stop_ordered:
-            self._workers_gone()
+            self._send(messages.Stopped())
         else:
-            self._starter_trouble(f"the process that starts the workers was lost ({ended})")
+            self._forkserver_failed(f"the forkserver was lost ({ended})")
 
-    def _starter_trouble(self, why: str) -> None:
-        """The starter cannot serve: said at once while workers run, else when they are to start."""
-        self._starter.trouble = why
+    def _forkserver_failed(self, why: str) -> None:
+        """Report that no workers can run: now if a round runs, else when one starts."""
+        self._forkserver.error = why
         if self._world is not None:
             self._node_failed(why)
 
-    def _sweep(self) -> None:
-        """Kill every process below this one, orphans that it has adopted included."""
+    def _kill_descendants(self) -> None:
+        """Kill every process below this one, adopted orphans included."""
         for _ in range(100):
             try:
                 left = processes.descendants(os.getpid())
-            except (
-                OSError
-            ):  # no descriptor is left to look; the kernel ends the workers with their starter
+            except OSError:  # no free descriptor; the kernel ends the workers with the forkserver
                 return
             if not left:
                 return
@@ -417,100 +457,73 @@ class Agent:
                 processes.send_signal(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    # -- workers that others wait for ----------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
-    def _look_for(self, order: Message) -> None:
-        """Say of each of these workers what it does; the starter asks those that run."""
-        if self._world is None:
-            return
-        wanted = [rank - self._world.first_rank for rank in order["ranks"]]
-        started = self._starter.ready and not self._starter.waiting
-        note = order.get("note", "")  # for the log of each that still runs
-        known = [] if note else self._status.known(wanted, started=started)
-        if known:
-            self._tell_lead(self._status.where(known, final=order["final"]))
-        running = [rank for rank in wanted if rank in self._running and started]
-        if running:
-            self._starter.tell(
-                {"t": "where", "local_ranks": running, "final": order["final"], "note": note}
-            )
-
-    def _check(self) -> None:
-        """Tell what is known of ends so far; the starter first tells of all that it knows."""
-        if self._starter.ready and not self._starter.gone:
-            self._starter.tell({"t": "check"})
-        elif self._world is not None:
-            self._tell_lead(self._status.exits())
-
-    # -- failures ------------------------------------------------------------------------------------------------------
-
-    def _worker_failing(self, message: Message) -> None:
+    def _on_worker_failing(self, message: forkserver_messages.WorkerFailing) -> None:
         assert self._world is not None
         failure = self._failures.of_worker(
             self._world,
-            int(message["local_rank"]),
-            int(message["exit_code"]),
-            None,
-            message["message"],
+            message.local_rank,
+            code=message.exit_code,
+            signal_name=None,
+            message=message.message,
+            kind=forkserver_messages.failure_kind(message),
         )
-        self._send_failure(failure, message["monotonic"], exited=bool(message.get("fatal")))
+        self._send_failure(failure, message.monotonic, exited=not message.started)
 
-    def _worker_ended(self, message: Message) -> None:
+    def _on_worker_exited(self, message: forkserver_messages.WorkerExited) -> None:
         assert self._world is not None
-        local_rank = int(message["local_rank"])
+        local_rank = message.local_rank
         self._running.discard(local_rank)
-        code, signal_name = processes.exit_code_of(message["status"])
+        code, signal_name = processes.exit_code_of(message.status)
         self._status.ended[local_rank] = how(code, signal_name)
         if code == 0 and self._options.launcher == "agent":
-            self._status.note_exit(local_rank, message["monotonic"])
-            self._tell_lead({"t": "succeeded", "local_rank": local_rank})
+            self._status.note_exit(local_rank, message.monotonic)
+            self._send(messages.Succeeded(local_rank))
         if code != 0:
             failure = self._failures.of_worker(
-                self._world, local_rank, code, signal_name, how(code, signal_name)
+                self._world,
+                local_rank,
+                code=code,
+                signal_name=signal_name,
+                message=how(code, signal_name),
             )
-            self._send_failure(failure, message["monotonic"], exited=True)
+            self._send_failure(failure, message.monotonic, exited=True)
         if not self._running:
-            self._tell_lead({"t": "done"})
+            self._send(messages.Done())
 
     def _node_failed(self, why: str) -> None:
         self._send_failure(self._failures.of_node(why), time.monotonic(), exited=True)
 
     def _send_failure(self, failure: Failure, monotonic: float, *, exited: bool) -> None:
         age = max(0.0, time.monotonic() - monotonic)
-        self._tell_lead(
-            {"t": "failing", "failure": failure.to_json(), "age": age, "exited": exited}
-        )
+        self._send(messages.Failing(failure, age, exited=exited))
 
-    # -- output -------------------------------------------------------------------------------------------------------------
+    # -- output ------------------------------------------------------------------------------------
 
-    async def _note_growth(self) -> None:
+    async def _follow_output(self) -> None:
         while True:
             await asyncio.sleep(log_files.INTERVAL)
-            self._show()
-            if self._keeper not in (None, os.getppid()):
-                self._keeper = None
-                self._node_failed(
-                    "Slurm's own process that kept this node's part of the job is gone (slurmstepd)"
-                )
+            self._timeline.note()
+            self._console.show()
+            if self._slurmstepd not in (None, os.getppid()):
+                self._slurmstepd = None
+                self._node_failed("slurmstepd, the parent of this node's agent, was killed")
 
-    def _show(self) -> None:
-        self._timeline.note()
-        self._voice.show()
+    # -- the end -----------------------------------------------------------------------------------
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
-    async def _dismiss_starter(self) -> None:
-        assert self._starter_end is not None
+    async def _quit_forkserver(self) -> None:
+        assert self._forkserver_end is not None
         self._stop_ordered = True
-        if self._starter.ready:
-            self._starter.tell({"t": "quit"})
-        elif not self._starter.gone:
-            processes.send_signal(self._starter.pid, signal.SIGKILL)
+        if self._forkserver.ready:
+            self._forkserver.send(forkserver_messages.Quit())
+        elif not self._forkserver.gone:
+            processes.send_signal(self._forkserver.pid, signal.SIGKILL)
         try:
-            await asyncio.wait_for(asyncio.shield(self._starter_end), _QUIT_PATIENCE)
+            await asyncio.wait_for(asyncio.shield(self._forkserver_end), _QUIT_TIMEOUT)
         except asyncio.TimeoutError:
-            processes.send_signal(self._starter.pid, signal.SIGKILL)
-            await self._starter_end
+            processes.send_signal(self._forkserver.pid, signal.SIGKILL)
+            await self._forkserver_end
 
     def _own_verdict(self, state: JobState, reason: str) -> Verdict:
         cancelled = state is JobState.CANCELLED
@@ -525,9 +538,7 @@ class Agent:
         )
 
     def _record_end(self, verdict: Verdict) -> None:
-        """Write this node's end where it happened, and the job's where node 0 could not come to
-        one.
-        """
+        """Write this node's end, and on node 0 the job's verdict if the coordinator wrote none."""
         try:
             ends.write(
                 self._job_dir,
@@ -539,6 +550,7 @@ class Agent:
             ):
                 ends.write_result(self._job_dir, verdict)
         except OSError as error:
-            self._voice.say(
-                f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}: {error.strerror}"
+            node = f"node {self._topology.node_rank}"
+            self._console.say(
+                f"the end of {node} cannot be recorded in {self._job_dir}: {error.strerror}"
             )

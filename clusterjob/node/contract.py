@@ -1,9 +1,9 @@
-"""The contract between the two halves: the variables that a worker finds, and the CLUSTERJOB_* that
-a node's script sets.
+"""Environment variables of a worker, and CLUSTERJOB_* variables set by a node's script.
 
-Torch's own names come first, so that a script that never heard of clusterjob runs under it.
-Source: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables". Then
-PaddlePaddle's (`paddle`).
+They are the contract between the submit half and the node half. Workers get torch's own variables,
+so a script that does not know clusterjob runs under it. Source:
+https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables". They also get
+PaddlePaddle's variables (`paddle_endpoints`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments import paddle_endpoints
 from clusterjob.node.system import network
 
@@ -26,13 +26,13 @@ SECRETS_FILE = "CLUSTERJOB_SECRETS_FILE"
 ARRAY_INDEX = "CLUSTERJOB_ARRAY_INDEX"
 REPORT_FD = "CLUSTERJOB_REPORT_FD"
 WARNING_FD = "CLUSTERJOB_WARNING_FD"
-STORE_KEY = "CLUSTERJOB_STORE_KEY"  # signs what ranks leave in torch's store for each other
-STDIN_FD = "CLUSTERJOB_STDIN_FD"  # of the node's agent: a descriptor that is to be rank 0's stdin
-STORE = "CLUSTERJOB_STORE"  # host:port of the store that agents serve; empty where rank 0 serves it
-STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees this node's stdout alone; see `numbered`
+STORE_KEY = "CLUSTERJOB_STORE_KEY"  # signs the data that ranks exchange through torch's store
+STDIN_FD = "CLUSTERJOB_STDIN_FD"  # set for the agent: the descriptor that becomes rank 0's stdin
+STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
+STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `log_protocol`
 _RESTARTS = "SLURM_RESTART_COUNT"
 
-# What a launcher sets for its workers; a job started from inside another must not inherit them.
+# Variables set for each worker; a job started inside another job must not inherit them.
 LAUNCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
@@ -43,22 +43,23 @@ LAUNCH_VARIABLES = (
 
 @dataclass(frozen=True)
 class World:
-    """What the lead tells every agent when the workers are to start: one round of the job.
+    """One round of the job, which the coordinator sends to every agent to start the workers.
 
     Attributes:
-        restart: how often the workers were started before, from 0.
-        master_addr, master_port: where torch's store listens.
-        agent_store: whether that store is served by node 0's agent; else rank 0 serves it.
-        node_rank, nnodes: this node's place.
-        nproc: workers of this node.
-        first_rank: rank of this node's local rank 0 (nodes may differ in size, so it is a prefix
-            sum).
-        world_size: workers of the job.
-        gpus: GPUs that a worker of this node sees.
-        paddle_master: where PaddlePaddle's rank 0 listens; empty where no ports are held for its
-            processes.
-        endpoints: of all workers, by rank and separated by commas; empty where they are too many.
-        own_endpoints: of this node's workers.
+        restart: number of earlier starts of the workers.
+        master_addr, master_port: address and port of torch's store.
+        agent_store: whether node 0's agent serves that store; otherwise rank 0 serves it.
+        node_rank, nnodes: rank of this node, and number of nodes.
+        nproc: number of workers of this node.
+        first_rank: rank of this node's local rank 0 (a prefix sum, because nodes may have
+            different numbers of workers).
+        world_size: number of workers of the job.
+        gpus: number of GPUs that a worker of this node sees.
+        paddle_master: ``host:port`` on which PaddlePaddle's rank 0 listens; empty if no ports are
+            reserved for its processes.
+        endpoints: endpoints of all workers, by rank, separated by commas; empty if the list is too
+            long for a variable.
+        own_endpoints: endpoints of this node's workers, in the same form.
     """
 
     restart: int
@@ -79,13 +80,13 @@ class World:
 def worker_variables(
     world: World, local_rank: int, job_id: str, max_restarts: int
 ) -> dict[str, str]:
-    """Return the variables that tell one worker its place.
+    """Return the variables that give one worker its rank and the address of torch's store.
 
     Args:
         world: the round that the worker belongs to.
         local_rank: the worker's index on this node.
         job_id: the job's id, which torch calls the run id.
-        max_restarts: how often the workers may be started again.
+        max_restarts: maximum number of restarts of the workers.
     """
     rank = str(world.first_rank + local_rank)
     return {
@@ -103,15 +104,16 @@ def worker_variables(
         "TORCHELASTIC_RUN_ID": job_id,
         "TORCHELASTIC_RESTART_COUNT": str(world.restart),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        # Every rank is then a client: plain env:// scripts work unchanged and the store outlives
+        # If True, every rank is a client: env:// scripts work unchanged, and the store outlives
         # rank 0.
         "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),
     } | _of_paddle(world, local_rank, rank=rank)
 
 
 def store_address(world: World, launcher: str) -> str:
-    """Return where agents, ours or torchrun's, serve torch's store: ``host:port``; empty where rank
-    0 is to serve it.
+    """Return ``host:port`` of torch's store if an agent serves it; empty if rank 0 serves it.
+
+    The agent is clusterjob's or torchrun's.
     """
     return (
         f"{world.master_addr}:{world.master_port}"
@@ -121,14 +123,14 @@ def store_address(world: World, launcher: str) -> str:
 
 
 def _of_paddle(world: World, local_rank: int, rank: str) -> dict[str, str]:
-    """Return what PaddlePaddle's processes read, where ports are held for them."""
+    """Return PaddlePaddle's variables; empty if no ports are reserved for its processes."""
     own = world.own_endpoints.split(",")
     if not world.paddle_master or len(own) != world.nproc:
         return {}
     variables = {
         "PADDLE_TRAINER_ID": rank,
         "PADDLE_TRAINERS_NUM": str(world.world_size),
-        "PADDLE_MASTER": world.paddle_master,  # not torch's port: rank 0 binds this one itself
+        "PADDLE_MASTER": world.paddle_master,  # not torch's port: rank 0 binds it itself
         "PADDLE_CURRENT_ENDPOINT": own[local_rank],
         "PADDLE_NNODES": str(world.nnodes),
         "PADDLE_RANK_IN_NODE": str(local_rank),
@@ -140,30 +142,31 @@ def _of_paddle(world: World, local_rank: int, rank: str) -> dict[str, str]:
     if world.gpus:
         variables["FLAGS_selected_gpus"] = str(
             local_rank % world.gpus
-        )  # init_parallel_env() wants it where there are GPUs
+        )  # init_parallel_env() requires it on a machine with GPUs
     return variables
 
 
 def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) -> dict[str, str]:
-    """Return the variables that make torch's start quick and right, each only where the user has
-    not set it.
+    """Return network and output variables for the workers, except those that the user has set.
+
+    They make torch's start fast and select the network interface of gloo and NCCL.
 
     Args:
         environ: the environment that the workers inherit.
-        master_addr: where torch's store listens; the route to it says which interface to use.
-        nnodes: nodes of the job.
+        master_addr: address of torch's store; the route to it determines the interface.
+        nnodes: number of nodes of the job.
     """
-    # torch's TCPStore does a reverse DNS query per connection and stalls for seconds where no
-    # resolver answers.
+    # torch's TCPStore does a reverse DNS query per connection, which takes seconds if no resolver
+    # answers.
     wanted = {"RES_OPTIONS": "timeout:1 attempts:1", "PYTHONUNBUFFERED": "1"}
-    named = environ.get("MLP_IFNAME", "").strip().strip("'\"")  # a platform's own word
+    named = environ.get("MLP_IFNAME", "").strip().strip("'\"")  # the platform's choice
     interface = (
         named
         if named and network.has_interface(named)
         else network.interface_among(master_addr, nnodes)
     )
     if interface:
-        # gloo wants one name; NCCL takes a prefix unless it is written with '='.
+        # gloo takes one name; NCCL takes a prefix unless the value starts with '='.
         wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: value for name, value in wanted.items() if name not in environ}
 
@@ -171,16 +174,15 @@ def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) ->
 def thread_defaults(
     environ: Mapping[str, str], nproc: int, cpus_per_task: int | None
 ) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each worker: its share of this node's cores, unless the user has
-    set it.
+    """Return OMP_NUM_THREADS for each worker, its share of cores; empty if the user has set it.
 
-    It has to be in place before torch is imported: the OpenMP runtime reads it once.
+    It must be set before torch is imported: the OpenMP runtime reads it once.
 
     Args:
         environ: the environment that the workers inherit.
-        nproc: workers of this node.
-        cpus_per_task: cores per worker as the user asked for them; None for an even share of what
-            this process may use.
+        nproc: number of workers of this node.
+        cpus_per_task: cores per worker that the user requested; None for an even share of the
+            cores that this process may use.
     """
     if "OMP_NUM_THREADS" in environ:
         return {}
@@ -193,9 +195,7 @@ def thread_defaults(
 
 
 def _cpus_of_a_task(environ: Mapping[str, str]) -> int | None:
-    """Return what Slurm gives each task of a step that starts the workers itself; None where our
-    agent does.
-    """
+    """Return Slurm's cores per task if the step starts the workers; None if our agent does."""
     text = environ.get("SLURM_CPUS_PER_TASK", "")
     one_each = environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
     return (
@@ -206,29 +206,30 @@ def _cpus_of_a_task(environ: Mapping[str, str]) -> int | None:
 
 
 def read_attempt(environ: Mapping[str, str]) -> int:
-    """Return which start of the whole job this is, from 0.
+    """Return the number of this start of the whole job, from 0.
 
     Raises:
-        PlaceError: CLUSTERJOB_ATTEMPT, or else SLURM_RESTART_COUNT, is no whole number.
+        PlacementError: CLUSTERJOB_ATTEMPT, or else SLURM_RESTART_COUNT, is not a whole number.
     """
     variable = ATTEMPT if environ.get(ATTEMPT) else _RESTARTS  # a requeued job keeps its id
     text = environ.get(variable) or "0"
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise PlaceError(f"{variable}={text[:80]!r} is not a whole number")
+        raise PlacementError(f"{variable}={text[:80]!r} is not a whole number")
     return int(text)
 
 
 def store_key(token: bytes, job_id: str, attempt: int, restart: int) -> str:
-    """Return the key with which the workers of one round sign what they leave in torch's store;
-    every agent makes the same.
+    """Return the key with which the workers of one round sign their data in torch's store.
+
+    Every agent computes the same key.
 
     Args:
         token: the job's secret.
         job_id: the job's id.
-        attempt: which start of the job this is.
-        restart: which round of it.
+        attempt: number of this start of the job, from 0.
+        restart: number of this round of the workers, from 0.
     """
-    import hashlib  # slow to load, and every worker loads this module
+    import hashlib  # slow to import, and every worker imports this module
     import hmac
 
     return hmac.new(
@@ -237,11 +238,13 @@ def store_key(token: bytes, job_id: str, attempt: int, restart: int) -> str:
 
 
 def read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``--secret``, from the file that CLUSTERJOB_SECRETS_FILE names; none
-    where it names none.
+    """Return the variables of ``--secret``.
+
+    They come from the file that CLUSTERJOB_SECRETS_FILE names. The result is empty if that variable
+    is not set.
 
     Raises:
-        PlaceError: the file cannot be read.
+        PlacementError: the file cannot be read.
     """
     path = environ.get(SECRETS_FILE)
     if not path:
@@ -249,8 +252,8 @@ def read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     try:
         lines = Path(path).read_bytes().split(b"\0")
     except OSError as error:
-        raise PlaceError(
-            f"the secrets of the job cannot be read: {error.strerror}: {path}"
+        raise PlacementError(
+            f"{SECRETS_FILE}={path}: the job's secrets cannot be read: {error.strerror}"
         ) from error
     return {
         os.fsdecode(name): os.fsdecode(value)
@@ -260,12 +263,12 @@ def read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_token(environ: Mapping[str, str]) -> bytes | None:
-    """Return the job's secret, which agents prove to each other; None where there is none.
+    """Return the job's secret, with which agents authenticate to each other; None if not set.
 
-    From CLUSTERJOB_TOKEN, else the file that CLUSTERJOB_TOKEN_FILE names.
+    It comes from CLUSTERJOB_TOKEN, otherwise from the file that CLUSTERJOB_TOKEN_FILE names.
 
     Raises:
-        PlaceError: the file cannot be read, or is empty.
+        PlacementError: the file cannot be read, or it is empty.
     """
     if environ.get(TOKEN):
         return environ[TOKEN].encode(errors="surrogateescape")
@@ -273,10 +276,11 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
         try:
             token = Path(environ[TOKEN_FILE]).read_bytes().strip()
         except OSError as error:
-            raise PlaceError(
-                f"the job's secret cannot be read: {error.strerror}: {environ[TOKEN_FILE]}"
+            raise PlacementError(
+                f"{TOKEN_FILE}={environ[TOKEN_FILE]}: the job's token cannot be read: "
+                f"{error.strerror}"
             ) from error
         if not token:
-            raise PlaceError(f"the job's secret is empty: {environ[TOKEN_FILE]}")
+            raise PlacementError(f"{TOKEN_FILE}={environ[TOKEN_FILE]}: the file is empty")
         return token
     return None

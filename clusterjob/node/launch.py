@@ -1,6 +1,4 @@
-"""One node's part of a job as a story: read the environment, fork the starter, meet the others,
-run, give the verdict.
-"""
+"""Entry point of a node: detect the environment, fork the forkserver, run the agent, return."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clusterjob.errors import ClusterJobError, PlaceError, UsageError
+from clusterjob.errors import ClusterJobError, PlacementError, UsageError
 from clusterjob.node import contract, environments
 from clusterjob.node.environments import Finding, slurm_addresses, slurm_env
 from clusterjob.node.environments.topology import Topology
@@ -30,15 +28,14 @@ from clusterjob.node.system import devices, network, private_dirs, processes, si
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers import preload
-from clusterjob.node.workers.forkserver import Starter
+from clusterjob.node.workers.forkserver import Forkserver
 from clusterjob.node.workers.report import report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this node's part of a job; returns the job's exit code.
+    """Run this node's part of a job; return the job's exit code.
 
-    Returns in the agent's process only: in a forked worker, the program takes over and ends by
-    SystemExit.
+    Only the agent's process returns. A forked worker runs the program, which ends by SystemExit.
     """
     try:
         return launch(parse(sys.argv[1:] if argv is None else argv), os.environ)
@@ -57,16 +54,17 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     """Run this node's part of a job.
 
     Args:
-        options: what the node was told.
-        environ: where its place in the job is read from; a place that is not there means one node.
+        options: the node's options.
+        environ: the environment that gives this node's place; without a place, the job has one
+            node.
 
     Raises:
-        PlaceError: the environment is half-set, contradictory, or already one process's.
-        UsageError: the GPUs that the node was told of are not visible here.
-        ClusterJobError: the job's directory cannot be written.
+        PlacementError: the environment is incomplete or contradictory, or belongs to one process.
+        UsageError: a GPU of --gpus is not visible here.
+        ClusterJobError: the job directory cannot be written.
     """
     finding = find_node(environ)
-    topology = slurm_addresses.settle(node_of(finding), environ)
+    topology = slurm_addresses.resolve_master_address(node_of(finding), environ)
     chosen = (
         devices.choose_gpus(options.gpus.split(","), environ) if options.gpus is not None else []
     )
@@ -83,25 +81,23 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         contract.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
         | contract.read_secrets(environ)
     )
-    os.environ.pop(contract.SECRETS_FILE, None)  # of this job, not of one that a worker may start
+    os.environ.pop(contract.SECRETS_FILE, None)  # a worker may start another job
     job = _identity(environ, topology, finding=finding, insecure=options.insecure_no_token)
     job_dir, temporary = _job_directory(environ, topology, attempt=job.attempt)
-    numbered = (
-        os.environ.pop(contract.STREAM, "") == "1"
-    )  # of this agent, not of one that a worker may start
+    numbered = os.environ.pop(contract.STREAM, "") == "1"  # a worker may start another job
 
     stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
 
-    agent_end, starter_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent_end, forkserver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sys.stdout.flush()
     sys.stderr.flush()
-    early = signals.note_early(preemptible=options.warning is not None)
-    starter_pid = os.fork()
-    if starter_pid == 0:
-        _serve_as_starter(
+    early = signals.collect_early(preemptible=options.warning is not None)
+    forkserver_pid = os.fork()
+    if forkserver_pid == 0:
+        _serve_as_forkserver(
             agent_end,
-            Starter(
-                starter_end,
+            Forkserver(
+                forkserver_end,
                 options,
                 job_dir=job_dir,
                 job_id=job.job_id,
@@ -110,36 +106,35 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
                 stdin=stdin,
             ),
         )
-    _give_away(starter_end, stdin)
+    _close_forkserver_descriptors(forkserver_end, stdin)
     agent_end.setblocking(False)
-    processes.raise_open_files()  # the starter, and so each worker, keeps the limit as it was
+    processes.raise_open_files()  # the forkserver and the workers keep the old limit
     processes.adopt_orphans()
 
-    # From here on there may be threads; and while this process loads asyncio, the starter imports
-    # torch.
+    # From here on there may be threads. The forkserver imports torch while this process imports
+    # asyncio.
     import asyncio
 
     from clusterjob.node.agent import Agent
-    from clusterjob.node.logs.console import Voice
-    from clusterjob.node.workers.forkserver_client import StarterProcess
+    from clusterjob.node.logs.console import Console
+    from clusterjob.node.workers.forkserver_client import ForkserverClient
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
-    voice = Voice(reader if options.echo or numbered else None, numbered=numbered)
-    _log_insecurity(voice.say, options, topology=topology, environ=environ)
+    console = Console(reader if options.echo or numbered else None, numbered=numbered)
+    _log_insecurity(console.say, options, topology=topology, environ=environ)
 
     async def live() -> Verdict:
         verdict = await agent.run()
         if topology.node_rank == 0:
-            voice.say(verdict.text())
+            console.say(verdict.text())
         elif verdict.state is not JobState.SUCCEEDED:
-            voice.say(f"{verdict.state}: {verdict.reason}")
+            console.say(f"{verdict.state}: {verdict.reason}")
         if temporary and verdict.state is not JobState.SUCCEEDED and not numbered:
-            voice.say(f"logs: {job_dir}")
+            console.say(f"logs: {job_dir}")
         if topology.node_rank == 0:
-            voice.tell(verdict)
-        # While signals are still heeded: a platform may end this node because another one has
-        # ended.
-        voice.close()
+            console.tell(verdict)
+        # Before signal handlers are removed: a platform may end this node when another has ended.
+        console.close()
         return verdict
 
     try:
@@ -149,21 +144,19 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             options=options,
             job=job,
             job_dir=job_dir,
-            starter_process=StarterProcess(starter_pid, agent_end, early=early),
-            voice=voice,
+            forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
+            console=console,
         )
         verdict = asyncio.run(live())
     finally:
-        voice.close()
+        console.close()
     if temporary and verdict.state is JobState.SUCCEEDED:
         shutil.rmtree(job_dir, ignore_errors=True)
     return verdict.exit_code
 
 
 def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:
-    """Return the descriptor that is to be rank 0's stdin, on its node: one that was handed over,
-    else this command's own.
-    """
+    """Return the descriptor of rank 0's stdin on node 0: an inherited one, else this process's."""
     handed = os.environ.pop(contract.STDIN_FD, "")
     if topology.node_rank or (lifeline and not handed.isdecimal()):
         return None
@@ -175,35 +168,37 @@ def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:
     return descriptor
 
 
-def _give_away(starter_end: socket.socket, stdin: int | None) -> None:
-    """Close, in the agent, what is its starter's."""
-    starter_end.close()
-    if stdin:  # 0 may be the terminal of whoever runs this
+def _close_forkserver_descriptors(forkserver_end: socket.socket, stdin: int | None) -> None:
+    """Close the forkserver's descriptors in the agent."""
+    forkserver_end.close()
+    if stdin:  # 0 may be the user's terminal
         os.close(stdin)
 
 
 def find_node(environ: Mapping[str, str]) -> Finding:
-    """Return this node's place in the job, with the evidence; a world of one node where the
-    environment names no job at all.
+    """Return this node's place in the job; one node if the environment names no job.
 
     Raises:
-        PlaceError: the environment is half-set or contradictory, or it is one process's: launching
-            there would start a whole set of workers in the place of each. Or it is Slurm's and of
-            several nodes, and this is no task of srun's.
+        PlacementError: the environment is incomplete or contradictory; or it belongs to one
+            process, so that each process would start a whole set of workers; or this is an
+            allocation of several Slurm nodes, outside srun.
     """
-    finding = environments.detect(environments.look(environ)).check()
+    finding = environments.detect(environments.look_up(environ)).check()
     if isinstance(finding.place, Topology):
         return finding
     if finding.place is not None:
-        raise PlaceError(
-            f"this is one process of a job already ({finding.source}: {', '.join(sorted(set(finding.evidence.values())))})",
-            "launch starts the workers of a whole node; start it once per node, outside of them",
+        raise PlacementError(
+            "this process is already one process of a job"
+            f" ({finding.source}: {', '.join(sorted(set(finding.evidence.values())))})",
+            "run `clusterjob launch` once per node; it starts all workers of the node",
         )
     nodes = slurm_env.nodes_outside_a_step(environ)
     if nodes > 1:
-        raise PlaceError(
-            f"this is outside of srun, in an allocation of {nodes} nodes: the others would stay idle",
-            "`srun --ntasks-per-node=1 clusterjob launch ...` starts it on each; CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0 means this one",
+        raise PlacementError(
+            f"this process runs outside srun, in an allocation of {nodes} nodes:"
+            " only one would be used",
+            "use `srun --ntasks-per-node=1 clusterjob launch ...`; to use this node only, set"
+            " CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0",
         )
     return replace(
         finding,
@@ -219,18 +214,18 @@ def find_node(environ: Mapping[str, str]) -> Finding:
 
 
 def node_of(finding: Finding) -> Topology:
-    """Return the place of a finding of `find_node`."""
+    """Return the topology in a finding of `find_node`."""
     assert isinstance(finding.place, Topology)
     return finding.place
 
 
-def _serve_as_starter(agent_end: socket.socket, starter: Starter) -> None:
-    """Serve as the starter; in a worker that it forks, become the program."""
+def _serve_as_forkserver(agent_end: socket.socket, forkserver: Forkserver) -> None:
+    """Serve as the forkserver; in a forked worker, run the program."""
     agent_end.close()
     if not getattr(sys.flags, "safe_path", False) and sys.path:
-        del sys.path[0]  # the launcher's own place, which `python train.py` would not have
+        del sys.path[0]  # the launcher's directory, which `python train.py` does not have
     gc.disable()
-    program = starter.serve()
+    program = forkserver.serve()
     if program is None:
         os._exit(0)
     report_fd, local_rank, own_pid = (
@@ -239,9 +234,9 @@ def _serve_as_starter(agent_end: socket.socket, starter: Starter) -> None:
         os.getpid(),
     )
 
-    def on_failure(message: str, exit_code: int) -> None:
-        if os.getpid() == own_pid:  # a child that the program forked runs the same code to its end
-            report(report_fd, local_rank, message=message, exit_code=exit_code)
+    def on_failure(message: str, exit_code: int, kind: str) -> None:
+        if os.getpid() == own_pid:  # a child that the program forked returns to this code too
+            report(report_fd, local_rank, message=message, exit_code=exit_code, kind=kind)
 
     run_as_main(program, on_failure)
 
@@ -254,18 +249,21 @@ def _log_insecurity(
 ) -> None:
     if options.insecure_no_token and topology.nnodes > 1 and contract.read_token(environ) is None:
         say(
-            f"--insecure-no-token: anybody who reaches {topology.master_addr} can join this job, or end it"
+            f"--insecure-no-token: everyone who can connect to {topology.master_addr}"
+            " can join this job or end it"
         )
 
 
 def _identity(
     environ: Mapping[str, str], topology: Topology, finding: Finding, *, insecure: bool
 ) -> JobIdentity:
-    """Return which job this is; where nobody gave an id, one that all nodes come to by themselves,
-    a random one on a single node.
+    """Return the job's identity.
+
+    Without CLUSTERJOB_JOB_ID, all nodes compute the same id from the environment; a single node
+    takes a random one.
 
     Raises:
-        UsageError: there are several nodes and no secret, and that was not asked for (insecure).
+        UsageError: the job has several nodes, no secret, and no --insecure-no-token.
     """
     attempt = contract.read_attempt(environ)
     place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
@@ -276,10 +274,11 @@ def _identity(
     token = contract.read_token(environ)
     if token is None and topology.nnodes > 1 and not insecure:
         raise UsageError(
-            f"{topology.nnodes} nodes and no {contract.TOKEN}: anybody who reaches node 0 could join the job, or end it",
-            f"set {contract.TOKEN} to one secret on every node; --insecure-no-token does without",
+            f"{topology.nnodes} nodes and no {contract.TOKEN}:"
+            " everyone who can connect to node 0 could join the job or end it",
+            f"set {contract.TOKEN} to the same secret on every node, or use --insecure-no-token",
         )
-    if token is None:  # a single node needs to tell nobody
+    if token is None:  # a single node shares it with no other
         token = (
             f"clusterjob:{job_id}:{attempt}:{place_text}".encode()
             if topology.nnodes > 1
@@ -312,6 +311,6 @@ def _job_directory(
         ends.reserve(job_dir, topology.node_rank)
     except OSError as error:
         raise ClusterJobError(
-            f"the job's directory {job_dir} cannot be written: {error.strerror}"
+            f"the job directory {job_dir} cannot be written: {error.strerror}"
         ) from error
     return job_dir, not named

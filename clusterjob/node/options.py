@@ -1,5 +1,6 @@
-"""The command line of a node: what the rendered scripts, a platform's entry command or a person
-tell the agent.
+"""Parse the command line of `clusterjob launch`, which starts one node of a job.
+
+Rendered scripts, a platform's entry command or a person run it on each node.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ LAUNCHERS = ("agent", "torchrun")
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How one node runs its part of a job. Times are in seconds.
+    """Options of one node of a job; times are in seconds.
 
     Attributes:
-        program: what each worker runs.
-        nproc_per_node: workers on this node; None for the number of `gpus`, else what the
-            environment says, else 1.
-        cpus_per_task: cores per worker, which become its OMP_NUM_THREADS; None for an even share.
-        max_restarts: how often the workers are started again after a failure.
-        start: ``fork`` from a process that has imported torch, ``exec`` a fresh one each, or
-            ``auto``: fork where it is safe.
-        launcher: ``agent`` starts the workers itself, ``torchrun`` leaves that to torch's own agent
-            on each node.
-        time_limit: how long the job may run, from the roll-call's end; None for no limit.
+        program: the program of each worker.
+        nproc_per_node: number of workers on this node; None for the number of `gpus`, else the
+            number from the environment, else 1.
+        cpus_per_task: cores per worker, the value of its OMP_NUM_THREADS; None for an even share.
+        max_restarts: maximum number of restarts of the workers after a failure.
+        start: ``fork`` the workers from a process that has imported torch, ``exec`` a new process
+            for each, or ``auto``: fork if it is safe.
+        launcher: ``agent``: clusterjob's agent starts the workers; ``torchrun``: torch's own agent
+            on each node starts them.
+        time_limit: how long the job may run, from when all workers have started, or from the end
+            of `join_timeout` if they start later; None for no limit.
         join_timeout: how long the agents wait for each other.
-        heartbeat: between two signs of life on a connection between agents.
-        lease: silence after which the other end counts as lost.
-        grace: between SIGTERM and SIGKILL when the job is cancelled or out of time.
-        lifeline: whether stdin is a lifeline: its end cancels the job, unless a file ``detached``
-            in the job's directory says that the job was let go.
-        echo: whether the workers' output is shown on this command's own stdout and stderr.
-        warning: the job may be preempted, and is warned this long before the end; None for a job
-            that may not.
-        insecure_no_token: let nodes join that know no secret: whoever reaches node 0 can end the
-            job.
-        gpus: the GPUs of this node's workers, as CUDA_VISIBLE_DEVICES names them; None for all that
-            are visible.
+        heartbeat: interval between heartbeats on a connection between agents.
+        lease: time without a message after which the peer counts as lost.
+        grace: time between SIGTERM and SIGKILL when the job is cancelled or reaches its time limit.
+        lifeline: whether the end of stdin cancels the job; a file ``detached`` in the job's
+            directory prevents that.
+        echo: whether to show the workers' output on this command's stdout and stderr.
+        warning: how long before its end a job that may be preempted is warned; None for a job that
+            may not be preempted.
+        insecure_no_token: whether nodes may join without the job's secret; anyone who can connect
+            to node 0 can then end the job.
+        gpus: GPUs of this node's workers, in the form of CUDA_VISIBLE_DEVICES; None for all visible
+            ones.
     """
 
     program: Program
@@ -65,9 +67,7 @@ class LaunchOptions:
     insecure_no_token: bool = False
 
     def arguments(self) -> list[str]:
-        """Return the command line that `parse` turns into these options: only what differs from the
-        defaults.
-        """
+        """Return the arguments that `parse` turns into these options, without the defaults."""
         words: list[str] = []
         for name, value in vars(self).items():
             if name == "program" or value == getattr(LaunchOptions, name):
@@ -84,7 +84,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     """Return the options of a launch command line.
 
     Raises:
-        UsageError: an option is unknown or its value makes no sense, or there is no program.
+        UsageError: an option is unknown, its value is invalid, or there is no program.
     """
     options_part, program = _split_program(list(argv))
     known, unknown = _parser().parse_known_args(options_part)
@@ -97,9 +97,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
 
 
 def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
-    """Cut the command line where the program starts: everything after that point is the program's
-    own.
-    """
+    """Split the command line into options and the program; all later words are its arguments."""
     takes_value = {
         flag
         for action in _parser()._actions
@@ -125,7 +123,7 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
     return argv, None
 
 
-# What torchrun has as options, and a node reads from its environment.
+# torchrun's options that a node reads from environment variables instead.
 _VARIABLES = {
     "--nnodes": "CLUSTERJOB_NNODES", "--nodes": "CLUSTERJOB_NNODES", "-N": "CLUSTERJOB_NNODES",
     "--node-rank": "CLUSTERJOB_NODE_RANK", "--master-addr": "CLUSTERJOB_MASTER_ADDR",
@@ -141,7 +139,10 @@ def _no_such_option(word: str) -> UsageError:
         else ""
     )
     if spelled in _VARIABLES:
-        hint = f"the environment says so: {_VARIABLES[spelled]}=..., where the platform has no variable of its own"
+        hint = (
+            f"set {_VARIABLES[spelled]}=... in the environment, if the platform has no variable "
+            "for it"
+        )
     return UsageError(
         f"there is no option {word}", hint or "`clusterjob launch --help` lists the options"
     )
@@ -157,73 +158,84 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="clusterjob launch",
         usage="clusterjob launch [options] SCRIPT [ARGS...] | -m MODULE [ARGS...] | -- COMMAND...",
-        description="Start this node's part of a job: read the environment, meet the other nodes, run the workers.",
+        description="Run this node's part of a job: read the environment, connect to the other "
+        "nodes, run the workers.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nproc-per-node", type=_count, metavar="N", help="workers on this node")
-    add("--gpus", metavar="LIST", help="the workers' GPUs, such as 0,1; one worker on each")
-    add("--cpus-per-task", type=_count, metavar="N", help="cores per worker (OMP_NUM_THREADS)")
+    add("--nproc-per-node", type=_count, metavar="N", help="Number of workers on this node.")
+    add("--gpus", metavar="LIST", help="GPUs of the workers, such as 0,1; one worker each.")
+    add("--cpus-per-task", type=_count, metavar="N", help="Cores per worker (OMP_NUM_THREADS).")
     add(
         "--max-restarts",
         type=_whole,
         default=default.max_restarts,
         metavar="N",
-        help="restarts of the workers after a failure",
+        help="Maximum number of restarts of the workers after a failure (default: 0).",
     )
     add(
         "--start",
         choices=START_MODES,
         default=default.start,
-        help="import torch once and fork, or exec each worker",
+        help="How workers start: fork after one import of torch, or exec each (default: auto).",
     )
-    add("--launcher", choices=LAUNCHERS, default=default.launcher, help="who starts the workers")
-    add("--time-limit", type=_seconds, metavar="SECONDS", help="how long the job may run")
+    add(
+        "--launcher",
+        choices=LAUNCHERS,
+        default=default.launcher,
+        help="Launcher of the workers (default: agent).",
+    )
+    add(
+        "--time-limit",
+        type=_seconds,
+        metavar="SECONDS",
+        help="Seconds that the job may run (default: no limit).",
+    )
     add(
         "--join-timeout",
         type=_seconds,
         default=default.join_timeout,
         metavar="SECONDS",
-        help="how long to wait for the other nodes",
+        help="Seconds to wait for the other nodes (default: 300).",
     )
     add(
         "--heartbeat",
         type=_seconds,
         default=default.heartbeat,
         metavar="SECONDS",
-        help="between two signs of life",
+        help="Seconds between two heartbeats (default: 2).",
     )
     add(
         "--lease",
         type=_seconds,
         default=default.lease,
         metavar="SECONDS",
-        help="silence after which a node is lost",
+        help="Seconds without a message after which a node is lost (default: 10).",
     )
     add(
         "--grace",
         type=_seconds,
         default=default.grace,
         metavar="SECONDS",
-        help="between SIGTERM and SIGKILL",
+        help="Seconds between SIGTERM and SIGKILL (default: 3).",
     )
     add(
         "--warning",
         type=_seconds,
         metavar="SECONDS",
-        help="how long before its end a preempted job is warned",
+        help="Seconds before its end at which a preempted job is warned (default: no warning).",
     )
     add(
         "--insecure-no-token",
         action="store_true",
-        help="let nodes join without CLUSTERJOB_TOKEN: anybody can end the job",
+        help="Let nodes join without CLUSTERJOB_TOKEN; anyone on the network can end the job.",
     )
-    add("--lifeline", action="store_true", help="stdin's end cancels the job")
+    add("--lifeline", action="store_true", help="Cancel the job when stdin ends.")
     add(
         "--no-echo",
         dest="echo",
         action="store_false",
-        help="leave the workers' output in their files",
+        help="Write the workers' output only to their log files.",
     )
     return parser
 
@@ -231,19 +243,19 @@ def _parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
     return value
 
 
 def _whole(text: str) -> int:
     value = int(text)
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 0")
     return value
 
 
 def _seconds(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
     return value

@@ -1,10 +1,8 @@
-"""What the workers run: a Python script, a Python module or any command; and running the first two
-as ``__main__``.
+"""The workers' program: a Python script, a Python module or any command.
 
-`run_as_main` is for a process that was forked with the interpreter already warm. What the program
-sees of itself (argv, ``__main__``, ``__file__``, sys.path[0], tracebacks, exit codes, atexit) is
-what ``python train.py`` shows it: the function ends by SystemExit, and the interpreter then
-finishes as always.
+`run_as_main` runs a script or module in a process forked after the preload. The program sees the
+same argv, ``__main__``, ``__file__``, sys.path[0], tracebacks, exit codes and atexit handlers as
+under ``python train.py``: the function ends by SystemExit, and the interpreter then exits as usual.
 """
 
 from __future__ import annotations
@@ -19,8 +17,10 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
-# What stands in a traceback above the program's own frames.
-_LAUNCHERS_FILES = (
+from clusterjob.errors import ClusterJobError
+
+# Files of the frames in a traceback above the program's own frames.
+_LAUNCHER_FILES = (
     __file__,
     "<frozen importlib._bootstrap>",
     "<frozen importlib._bootstrap_external>",
@@ -29,13 +29,13 @@ _LAUNCHERS_FILES = (
 
 @dataclass(frozen=True)
 class Program:
-    """What each worker runs.
+    """The program of each worker.
 
     Attributes:
         kind: ``script`` (a Python file), ``module`` (as ``python -m``) or ``command`` (any
             executable).
         target: the file, the module's name, or the executable.
-        args: the arguments after it, untouched.
+        args: the arguments after it, unchanged.
     """
 
     kind: str
@@ -44,11 +44,11 @@ class Program:
 
     @property
     def is_python(self) -> bool:
-        """Whether the launcher's own interpreter runs it, so that it can be started warm."""
+        """Whether the launcher's interpreter runs it, so that a worker can be forked for it."""
         return self.kind in ("script", "module")
 
     def argv(self, python: str) -> list[str]:
-        """Return the whole command line.
+        """Return the complete command line.
 
         Args:
             python: path of the interpreter for a script or a module.
@@ -58,21 +58,22 @@ class Program:
         return [python, *(["-m"] if self.kind == "module" else []), self.target, *self.args]
 
     def launch_arguments(self) -> list[str]:
-        """Return how the launch command line names this program: the inverse of parsing it."""
+        """Return the arguments of `clusterjob launch` for this program, the inverse of parsing."""
         prefix = {"script": [], "module": ["-m"], "command": ["--"]}[self.kind]
         if self.kind == "script" and self.target.startswith("-"):
             return [f"./{self.target}", *self.args]
         return [*prefix, self.target, *self.args]
 
 
-def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoReturn:
+def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -> NoReturn:
     """Run a Python program as this process's ``__main__`` and end by SystemExit.
 
     Args:
         program: a script or a module.
-        on_failure: told one line, such as ``ValueError: boom``, and the exit code, at the moment
-            when an exception or a non-zero SystemExit leaves the program, before atexit handlers
-            and other threads are waited for: the failure's true time.
+        on_failure: called with one line, such as ``ValueError: boom``, the exit code and the
+            `FailureKind`, when an
+            exception or a non-zero SystemExit leaves the program. This is the time of the failure:
+            atexit handlers and other threads are waited for later.
     """
     failure: BaseException | None = None
     sys.orig_argv = program.argv(sys.executable)
@@ -82,54 +83,55 @@ def run_as_main(program: Program, on_failure: Callable[[str, int], None]) -> NoR
         exec(code, module.__dict__)
     except SystemExit as request:
         if isinstance(request.code, int) and request.code & 0xFF:
-            on_failure(f"sys.exit({request.code})", request.code & 0xFF)
+            on_failure(f"sys.exit({request.code})", request.code & 0xFF, "exit_code")
         elif request.code is not None and not isinstance(request.code, int):
-            on_failure(_text(request.code), 1)
+            on_failure(_text(request.code), 1, "code")
         raise
     except BaseException as error:
         failure = error
     if failure is None:
         sys.exit(0)
     interrupted = isinstance(failure, KeyboardInterrupt)
-    on_failure(summary(failure), 130 if interrupted else 1)
-    _show(failure)  # out here, where it is nobody's context
+    on_failure(summary(failure), 130 if interrupted else 1, failure_kind(failure))
+    _show(failure)  # outside `except`: it must not be the context of an error in the hook
     if interrupted:
         sys.excepthook = _silent
-        raise failure  # so that the interpreter ends by SIGINT, as it always does
+        raise failure  # the interpreter then ends by SIGINT, as usual
     sys.exit(1)
 
 
 def _show(error: BaseException) -> None:
-    """Show an uncaught exception as the interpreter does: through the program's own hook, with the
-    program's own frames.
+    """Show an uncaught exception as the interpreter does.
+
+    It goes through the program's sys.excepthook, with only the program's own frames.
     """
     _strip(error)
-    mishap: BaseException | None = None
+    hook_error: BaseException | None = None
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:
         raise
     except BaseException as failed:
-        mishap = failed
-    if mishap is not None:
+        hook_error = failed
+    if hook_error is not None:
         sys.stderr.write("Error in sys.excepthook:\n")
-        _strip(mishap)
-        sys.__excepthook__(type(mishap), mishap, mishap.__traceback__)
+        _strip(hook_error)
+        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
         sys.stderr.write("\nOriginal exception was:\n")
         sys.__excepthook__(type(error), error, error.__traceback__)
 
 
 def _strip(error: BaseException) -> None:
-    """Take the launcher's frames off the top of a traceback."""
+    """Remove the launcher's frames from the top of a traceback."""
     while (
         error.__traceback__ is not None
-        and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHERS_FILES
+        and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHER_FILES
     ):
         error.__traceback__ = error.__traceback__.tb_next
 
 
 def _silent(*_: object) -> None:
-    """Say nothing: all was said."""
+    """Print nothing: `_show` has already printed the exception."""
 
 
 def _text(value: object) -> str:
@@ -145,10 +147,17 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
+def failure_kind(error: BaseException) -> str:
+    """Return the `FailureKind` of an uncaught exception."""
+    if isinstance(error, ClusterJobError) and error.failure_kind:
+        return error.failure_kind
+    if isinstance(error, ImportError):
+        return "import"
+    return "oom_host" if isinstance(error, MemoryError) else "code"
+
+
 def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
-    path = os.path.join(
-        os.getcwd(), program.target
-    )  # as it was written: Python itself does not tidy it either
+    path = os.path.join(os.getcwd(), program.target)  # not normalized: Python does not do it either
     sys.argv = [program.target, *program.args]
     _prepend_to_path(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)
@@ -179,7 +188,7 @@ def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
         if spec is not None and spec.submodule_search_locations is not None:
             name = f"{name}.__main__"
             spec = importlib.util.find_spec(name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the list of runpy
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the same ones as runpy
         _refuse(f"Error while finding module specification for {name!r} ({summary(error)})")
     if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
         package = (

@@ -1,9 +1,8 @@
-"""How a job ended: the one failure that was the root cause, by time, and what followed from it."""
+"""The verdict of a job: its final state, the root cause, and the failures that followed."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,13 +12,11 @@ from clusterjob.node.system.sanitize import sanitize
 SCHEMA = 1
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
 TIMEOUT_EXIT_CODE = 124  # as timeout(1)
-PREEMPTED_EXIT_CODE = (
-    75  # EX_TEMPFAIL of sysexits.h: of a worker that leaves to be queued again, and of its job
-)
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h, of a preempted worker and of its job
 
 
 class JobState(str, Enum):
-    """Where a job stands. Absence of news is never success: it is LOST or UNKNOWN."""
+    """The state of a job. A job without a recorded end is LOST or UNKNOWN, never SUCCEEDED."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -32,120 +29,55 @@ class JobState(str, Enum):
 
     @property
     def final(self) -> bool:
-        """Whether a job in this state can change no more. PREEMPTED is not final: the job may be
-        queued again.
-        """
+        """Whether the state cannot change. A PREEMPTED job may be queued again."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST)
 
     def __str__(self) -> str:
         return self.value
 
 
-# Lines of a verdict's text for ranks that failed beside the root cause, each for a reason of its
-# own.
-_MOST_REASONS = 5
-
-# What a worker says when ANOTHER one is gone. Such a failure is an effect: while a failure of its
-# own kind is not yet known, the lead waits a moment for it. Texts of gloo, NCCL and torch's
-# TCPStore (pytorch#113546, #194871).
-_PEER_LOSS = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection was likely closed|Broken pipe|Socket Timeout|"
-    r"remote process exited or there was a network error|NCCL communicator was aborted|application timeout caused pair closure|"
-    r"failed to recv, got 0 bytes|Failed to recv|DistNetworkError|recvValue failed|sendBytes failed|recvVector failed|"
-    # It has waited for a rank that never came: to its store, or to a collective.
-    r"wait timeout after \d+ms|Timed out waiting \d+ms for (?:recv|send) operation",
-    re.IGNORECASE,
-)
+_MAX_REASONS = 5  # lines of a verdict's text for other failures with a cause of their own
 
 
-def is_peer_loss(text: str) -> bool:
-    """Return whether these last words of a worker only say that another worker is gone."""
-    return _PEER_LOSS.search(text) is not None or _ROLL_CALL_END.search(text) is not None
+class FailureKind(str, Enum):
+    """The kind of a failure."""
+
+    CODE = "code"  # an exception of the script
+    IMPORT = "import"  # a module cannot be imported
+    OOM_HOST = "oom_host"  # the host's memory is used up
+    OOM_DEVICE = "oom_device"  # a GPU's memory is used up
+    DEVICE = "device"  # a CUDA, ECC or XID error
+    NETWORK = "network"  # the connection to another worker is gone
+    RENDEZVOUS = "rendezvous"  # other ranks did not join
+    EARLY_EXIT = "early_exit"  # exit code 0 while other ranks were in a collective
+    TERMINATED = "terminated"  # SIGTERM ended the worker, or a process that it needs
+    PREEMPTED = "preempted"  # the worker left after a preemption warning
+    SIGNAL = "signal"  # another signal ended the worker
+    EXIT_CODE = "exit_code"  # the worker chose a non-zero exit code
+    NODE_LOST = "node_lost"  # the agent of a node is gone or silent
+    LAUNCH = "launch"  # a node cannot start or run its workers
+
+    def __str__(self) -> str:
+        return self.value
 
 
-# What a process says that was there when the roll was called, and gave up waiting for another.
-_ROLL_CALL_END = re.compile(
-    r"GangError: waiting for ranks? \d.*; gave up after|GangError: .* was at the roll-call, and rank 0 does not end it"
-)
-
-
-def is_roll_call_end(failure: Failure) -> bool:
-    """Return whether a failure only says that another worker did not come to the roll-call."""
-    return _ROLL_CALL_END.search("\n".join((failure.message, *failure.last_lines))) is not None
-
-
-# What a worker says when a SIGTERM met not itself but a process that it needs: a DataLoader's
-# worker, or torchrun.
-_TERMINATED = re.compile(
-    r"killed by signal: Terminated|DataLoader worker .* exited unexpectedly|got signal: 15\b"
-)
-
-
-def is_termination(failure: Failure) -> bool:
-    """Return whether a failure is nothing but a SIGTERM, to the worker or to a process that it
-    needs.
-    """
-    return (
-        failure.signal == "SIGTERM"
-        or _TERMINATED.search("\n".join((failure.message, *failure.last_lines))) is not None
-    )
-
-
-# Once there is a process group, torch marks every line of a traceback.
-_RANK_MARK = re.compile(r"\[rank\d+\]: ?")
-
-
-_TRACEBACK = "Traceback (most recent call last):"
-_EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
-
-
-def last_exception(lines: Sequence[str]) -> str | None:
-    """Return the exception of the last Python traceback in these lines: ``ValueError: boom``; None
-    where there is none.
-
-    Whoever catches it may write more: Hydra adds a line, and ends by sys.exit(1).
-    """
-    bare = [_RANK_MARK.sub("", line, count=1) for line in lines]
-    # A DataLoader's process leaves "Original Traceback" below the one of its rank.
-    begins = [number for number, line in enumerate(bare) if line.endswith(_TRACEBACK)]
-    if not begins:
-        return None
-    return next((line for line in bare[begins[-1] + 1 :] if _EXCEPTION.fullmatch(line)), None)
-
-
-# Lines of c10d's and NCCL's loggers, below errors in their severity, and the C++ frames that come
-# with some of them.
-_LIBRARY_LINE = re.compile(
-    r"(\[rank\d+\]: ?)?(\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ \w+\.\w+:\d+\]|frame #\d+: |Exception raised from .*\(most recent call first\):)"
-)
-
-
-def without_library_warnings(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return a worker's last lines without what C++ libraries only warn of; all of them where
-    nothing else is there.
-    """
-    own = tuple(line for line in lines if not _LIBRARY_LINE.match(line))
-    return own or tuple(lines)
-
-
-# What other processes and hosts wrote is checked field by field: a verdict of the wrong shape is
-# none.
-_LARGEST_EXIT_CODE = 255
-_LARGEST_NUMBER = 2**31 - 1
-_LONGEST_TEXT = 16_384  # characters; what is longer is cut
-_MOST_LINES, _MOST_CONSEQUENCES = 200, 65_536
+# Other processes and hosts write verdicts: each field is checked.
+_MAX_EXIT_CODE = 255
+_MAX_NUMBER = 2**31 - 1
+_MAX_TEXT = 16_384  # characters; a longer text is cut
+_MAX_LINES, _MAX_CONSEQUENCES = 200, 65_536
 
 
 def _object(data: Any) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise ValueError(f"{type(data).__name__} where an object belongs")  # noqa: TRY004 - one exception for all that is wrong
+        raise ValueError(f"{type(data).__name__} instead of an object")  # noqa: TRY004 - one exception type
     return data
 
 
 def _number(fields: Mapping[str, Any], name: str) -> int:
     value = fields.get(name)
-    if type(value) is not int or abs(value) > _LARGEST_NUMBER:
-        raise ValueError(f"{name} is no number")
+    if type(value) is not int or abs(value) > _MAX_NUMBER:
+        raise ValueError(f"{name} is not a number")
     return value
 
 
@@ -156,8 +88,8 @@ def _optional_number(fields: Mapping[str, Any], name: str) -> int | None:
 def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name} is no text")  # noqa: TRY004
-    return value[:_LONGEST_TEXT]
+        raise ValueError(f"{name} is not a text")  # noqa: TRY004
+    return value[:_MAX_TEXT]
 
 
 def _optional_text(fields: Mapping[str, Any], name: str) -> str | None:
@@ -167,24 +99,30 @@ def _optional_text(fields: Mapping[str, Any], name: str) -> str | None:
 def _items(fields: Mapping[str, Any], name: str) -> list[Any]:
     value = fields.get(name) or []
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{name} is no list")  # noqa: TRY004
+        raise ValueError(f"{name} is not a list")  # noqa: TRY004
     return list(value)
+
+
+def _kind(fields: Mapping[str, Any]) -> FailureKind:
+    try:
+        return FailureKind(fields.get("kind"))
+    except ValueError:  # a kind that a newer version has added
+        return FailureKind.CODE
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failure, of a worker or (rank None) of a whole node.
+    """The failure of a worker or, without a rank, of a node.
 
     Attributes:
-        rank, local_rank: the worker; None when the node itself failed.
-        node_rank, host: where it ran.
-        exit_code: the worker's own, 128 + n when signal n ended it.
-        signal: name of that signal, such as SIGKILL; None for an ordinary exit.
-        message: what happened, one line.
-        last_lines: the end of its stderr, oldest line first.
-        effect: its last words only say that another worker is gone.
-        kind: ``early_exit`` of a rank that ended with exit code 0 while others were in a
-            collective; None of any other failure.
+        rank, local_rank: the worker; None for a failure of the node.
+        node_rank, host: the node.
+        exit_code: the worker's exit code, 128 + n for signal n.
+        signal: the name of that signal, such as SIGKILL; None for an ordinary exit.
+        message: the error, one line.
+        last_lines: the end of stderr, oldest line first.
+        effect: whether it failed only because another worker is gone or missing.
+        kind: the kind of the failure.
     """
 
     rank: int | None
@@ -196,15 +134,38 @@ class Failure:
     message: str
     last_lines: tuple[str, ...] = ()
     effect: bool = False
-    kind: str | None = None
+    kind: FailureKind = FailureKind.CODE
+
+    @classmethod
+    def of_node(
+        cls,
+        node_rank: int,
+        host: str,
+        *,
+        message: str,
+        kind: FailureKind = FailureKind.NODE_LOST,
+        exit_code: int = 1,
+        last_lines: tuple[str, ...] = (),
+    ) -> Failure:
+        """Return the failure of a node."""
+        return cls(
+            None,
+            None,
+            node_rank=node_rank,
+            host=host,
+            exit_code=exit_code,
+            signal=None,
+            message=message,
+            last_lines=last_lines,
+            kind=kind,
+        )
 
     @classmethod
     def from_json(cls, data: Any) -> Failure:
-        """Return the failure that `to_json` wrote; unknown keys of a newer writer are left out,
-        long texts are cut.
+        """Return the failure that `to_json` wrote; ignore unknown keys, cut long texts.
 
         Raises:
-            ValueError: it is none.
+            ValueError: a key is missing or has a wrong value.
         """
         fields = _object(data)
         return cls(
@@ -216,23 +177,23 @@ class Failure:
             signal=_optional_text(fields, "signal"),
             message=_text(fields, "message"),
             last_lines=tuple(
-                _text({"line": line}, "line")
-                for line in _items(fields, "last_lines")[-_MOST_LINES:]
+                _text({"line": line}, "line") for line in _items(fields, "last_lines")[-_MAX_LINES:]
             ),
             effect=bool(fields.get("effect")),
-            kind=_optional_text(fields, "kind"),
+            kind=_kind(fields),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the failure as plain data."""
-        return asdict(self) | {"last_lines": list(self.last_lines)}
+        return asdict(self) | {"last_lines": list(self.last_lines), "kind": self.kind.value}
 
     @property
     def who(self) -> str:
-        """``rank 3 (node 1, local rank 1, host gpu7)``, or the node alone."""
+        """The worker, as ``rank 3 (node 1, local rank 1, host gpu7)``, or the node."""
         if self.rank is None:
             return f"node {self.node_rank} (host {self.host})"
-        return f"rank {self.rank} (node {self.node_rank}, local rank {self.local_rank}, host {self.host})"
+        node = f"node {self.node_rank}, local rank {self.local_rank}, host {self.host}"
+        return f"rank {self.rank} ({node})"
 
 
 @dataclass(frozen=True)
@@ -241,14 +202,14 @@ class Verdict:
 
     Attributes:
         state: a final `JobState`.
-        exit_code: what the job's command returns: 0, or the root cause's.
+        exit_code: the exit code of the job's command: 0, or that of the root cause.
         reason: one line; empty for a success.
         failure: the root cause, if a worker or a node failed.
-        consequences: the failures that came after it, in the order in which they were heard of.
-        restarts: how often the workers were started again.
-        attempt: which start of the whole job this was, from 0.
-        started_at, ended_at: RFC 3339, UTC, by the lead's clock; started_at is None if the workers
-            never started.
+        consequences: the later failures, in the order in which the coordinator received them.
+        restarts: the number of restarts of the workers.
+        attempt: the number of this start of the job, from 0.
+        started_at, ended_at: RFC 3339, UTC, by the coordinator's clock; started_at is None if the
+            workers never started.
     """
 
     state: JobState
@@ -263,19 +224,19 @@ class Verdict:
 
     @classmethod
     def from_json(cls, data: Any) -> Verdict:
-        """Return the verdict that `to_json` wrote; long texts are cut.
+        """Return the verdict that `to_json` wrote; cut long texts.
 
         Raises:
-            ValueError: it is none, or contradicts itself: exit code 0 means SUCCEEDED, and nothing
-                else does.
+            ValueError: a key is missing or wrong, or the exit code contradicts the state: 0 means
+                SUCCEEDED.
         """
         fields = _object(data)
         state, exit_code = JobState(_text(fields, "state")), _number(fields, "exit_code")
         if not (state.final or state is JobState.PREEMPTED):
-            raise ValueError(f"{state} is no end")
+            raise ValueError(f"{state} is not a final state")
         if (exit_code == 0) != (
             state is JobState.SUCCEEDED
-        ) or not 0 <= exit_code <= _LARGEST_EXIT_CODE:
+        ) or not 0 <= exit_code <= _MAX_EXIT_CODE:
             raise ValueError(f"{state} with exit code {exit_code}")
         failure = fields.get("failure")
         return cls(
@@ -285,7 +246,7 @@ class Verdict:
             failure=Failure.from_json(failure) if failure else None,
             consequences=tuple(
                 Failure.from_json(item)
-                for item in _items(fields, "consequences")[:_MOST_CONSEQUENCES]
+                for item in _items(fields, "consequences")[:_MAX_CONSEQUENCES]
             ),
             restarts=_optional_number(fields, "restarts") or 0,
             attempt=_optional_number(fields, "attempt") or 0,
@@ -309,9 +270,7 @@ class Verdict:
         }
 
     def text(self) -> str:
-        """Return the verdict for people: the root cause, its last lines of stderr, and what it
-        brought down.
-        """
+        """Return the verdict as text: the root cause, the end of its stderr, the other failures."""
         restarted = (
             f" after {self.restarts} restart{'s' if self.restarts > 1 else ''}"
             if self.restarts
@@ -330,10 +289,10 @@ class Verdict:
                 own.setdefault(item.message, []).append(item)
         lines += [
             f"  failed too, for a reason of its own: {_names(items)}: {message}"
-            for message, items in list(own.items())[:_MOST_REASONS]
+            for message, items in list(own.items())[:_MAX_REASONS]
         ]
-        if len(own) > _MOST_REASONS:
-            lines.append(f"  and {len(own) - _MOST_REASONS} more reasons")
+        if len(own) > _MAX_REASONS:
+            lines.append(f"  and {len(own) - _MAX_REASONS} more reasons")
         return "\n".join(sanitize(line) for line in lines)
 
 

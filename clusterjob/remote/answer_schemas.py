@@ -96,17 +96,17 @@ _ANSWERS = {
     "check": AnswerSchema(_CHECK),
     "fit": AnswerSchema(Object({"errors": _TEXTS})),
     "facts": AnswerSchema(_INTERPRETER),
-    "land": AnswerSchema(Object({"missing": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
+    "install": AnswerSchema(Object({"missing": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
     "blobs": AnswerSchema(Object({"wrong": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
     "reserve": AnswerSchema(Object({"devices": Nullable(_TEXT), "short": _TEXT})),
     "up": AnswerSchema(Object({"up": Flag()}, {"why": _TEXT})),
     "cancel": AnswerSchema(Object({"running": Flag()})),
-    "look": AnswerSchema(
+    "poll_node": AnswerSchema(
         Object({"known": Flag(), "alive": Flag(), "files": _FILES, "more": Flag()}),
         poll.MAX_ANSWER,
         max_line=4 << 20,
     ),
-    "looks": AnswerSchema(
+    "poll_jobs": AnswerSchema(
         Object(
             {
                 "jobs": ListOf(
@@ -117,7 +117,7 @@ _ANSWERS = {
         poll.MAX_ANSWER,
         max_line=16 << 20,
     ),
-    # The request says how many bytes may follow.
+    # The request sets the limit of the bytes that follow.
     "tree": AnswerSchema(Object({"absent": ListOf(_PATH)})),
     "digests": AnswerSchema(
         Object({"digests": ListOf(Text(64, "([0-9a-f]{64})?"), results.MAX_DIGESTS)})
@@ -133,7 +133,7 @@ _ANSWERS = {
     "run": _COMMAND,
     "reap": _COMMAND,
 }
-# The answer to requests that return nothing: put, start, remove, request_stop, stop_listening, drop.
+# The answer to a request that returns nothing, such as put, start, remove or drop.
 _EMPTY = AnswerSchema(Object())
 # Average bytes of a tree's entry, which limits the answer to "tree".
 TREE_ENTRY_BYTES = 400

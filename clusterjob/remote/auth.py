@@ -52,46 +52,47 @@ def log_in(
         HostError: the host accepts none of the keys.
     """
     tried: list[str] = []
-    troubles: list[str] = []
+    problems: list[str] = []
     agent = _agent(target)
     try:
-        for name, key in _keys(target, agent, troubles=troubles):
+        for name, key in _keys(target, agent, problems=problems):
             try:
                 with bound():
                     left = transport.auth_publickey(target.user, key)
             except paramiko.BadAuthenticationType as error:
                 raise HostError(
                     target.label,
-                    f"it takes no keys from {target.user}, only {', '.join(error.allowed_types)}",
+                    f"it accepts no public key from {target.user}, only "
+                    f"{', '.join(error.allowed_types)}",
                 ) from error
             except paramiko.AuthenticationException:
                 tried.append(name)
                 continue
             except (paramiko.SSHException, OSError, EOFError) as error:
                 if not transport.is_active():
-                    why = f"it hung up on {target.user} after {len(tried) + 1} keys"
+                    why = f"it closed the connection after {len(tried) + 1} keys of {target.user}"
                     raise HostError(
                         target.label,
                         why,
-                        hint="IdentitiesOnly yes in the ssh configuration offers fewer",
+                        hint="set IdentitiesOnly yes in the ssh configuration to offer fewer keys",
                     ) from error
-                troubles.append(f"{name}: {error}")
+                problems.append(f"{name}: {error}")
                 continue
             if not left:
                 return
             raise HostError(
-                target.label, f"it wants more than a key from {target.user}: {', '.join(left)}"
+                target.label, f"it requires more than a key from {target.user}: {', '.join(left)}"
             )
     finally:
         if agent is not None:
             agent.close()
     what = f"there is no key to log in with as {target.user}"
     if tried:
-        what = f"it lets {target.user} in with none of these keys: {', '.join(tried)}"
+        what = f"it accepts none of the keys of {target.user}: {', '.join(tried)}"
     raise HostError(
         target.label,
-        "; ".join([what, *troubles]),
-        hint=f"`ssh {target.label}` has to work without a password",
+        "; ".join([what, *problems]),
+        hint=f"make `ssh {target.label}` work without a password",
     )
 
 
@@ -105,7 +106,7 @@ def _agent(target: Target) -> _Agent | None:
 
 
 def _keys(
-    target: Target, agent: _Agent | None, troubles: list[str]
+    target: Target, agent: _Agent | None, problems: list[str]
 ) -> Iterator[tuple[str, paramiko.PKey]]:
     """Yield (name, key) in ssh's order.
 
@@ -124,7 +125,7 @@ def _keys(
     for path in target.identities:
         if not path.is_file() or (_public(path) or b"") in held:
             continue
-        key = _load(path, troubles)
+        key = _load(path, problems)
         if key is None:
             continue
         for certificate in certificates:
@@ -139,23 +140,23 @@ def _keys(
 
 
 def _public(path: Path) -> bytes | None:
-    """Return the public key from the .pub file beside a key file; None if there is none."""
+    """Return the public key from the .pub file next to a key file; None if there is none."""
     try:
         return paramiko.pkey.PublicBlob.from_file(f"{path}.pub").key_blob
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _load(path: Path, troubles: list[str]) -> paramiko.PKey | None:
+def _load(path: Path, problems: list[str]) -> paramiko.PKey | None:
     try:
         return paramiko.PKey.from_path(path)
     except paramiko.PasswordRequiredException:
-        troubles.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
+        problems.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
     except TypeError:  # cryptography raises this for a missing passphrase
-        troubles.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
+        problems.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
     except (OSError, ValueError, paramiko.SSHException) as error:
-        troubles.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+        problems.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
     except Exception as error:
         # UnknownKeyType, or any error that cryptography raises for a key type it does not know.
-        troubles.append(f"{path} cannot be used: {type(error).__name__}")
+        problems.append(f"{path} cannot be used: {type(error).__name__}")
     return None

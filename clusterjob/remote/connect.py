@@ -24,7 +24,7 @@ from paramiko.message import Message
 
 from clusterjob.errors import HostError
 from clusterjob.remote import auth, host_certificates, known_hosts, revocation
-from clusterjob.remote.known_hosts import KnownHosts, Standing, fingerprint
+from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts, fingerprint
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import Transport
 
@@ -96,12 +96,17 @@ class Connection:
         """
         try:
             with _bounded(
-                self._transport, self._timeout, label=self.target.label, what="it opens no session"
+                self._transport,
+                self._timeout,
+                label=self.target.label,
+                what="it does not open a session",
             ):
                 channel = self._transport.open_session(timeout=self._timeout)
                 channel.exec_command(command)
         except (paramiko.SSHException, OSError, EOFError) as error:
-            raise HostError(self.target.label, f"it starts no command: {_text(error)}") from error
+            raise HostError(
+                self.target.label, f"it does not start a command: {_text(error)}"
+            ) from error
         channel.settimeout(self._timeout)
         return channel
 
@@ -136,7 +141,7 @@ class Connection:
         """Return a channel through this host to another (direct-tcpip).
 
         Raises:
-            HostError: this host cannot options the other one in time.
+            HostError: this host cannot reach the other one in time.
         """
         try:
             return self._transport.open_channel(
@@ -275,7 +280,7 @@ def _handshake(
 
 
 def _hang_up(transport: paramiko.Transport) -> None:
-    # Stop paramiko's handshake timer, which otherwise runs on for 15 s.
+    # Stop paramiko's handshake timer, which would otherwise run for 15 s more.
     transport.packetizer.complete_handshake()
     transport.close()
 
@@ -443,11 +448,11 @@ def _verify(target: Target, key: HostKey, options: ConnectOptions) -> None:
                     hint="this host is not to be trusted",
                 )
             return
-    standing, place = known.standing(names, key.blob)
-    if standing is Standing.KNOWN:
+    status, place = known.status(names, key.blob)
+    if status is HostKeyStatus.KNOWN:
         return
     shown = f"{key.kind} {fingerprint(key.blob)}"
-    if standing is Standing.REVOKED:
+    if status is HostKeyStatus.REVOKED:
         raise HostError(
             target.label,
             f"its key {shown} is revoked ({place})",
@@ -455,14 +460,16 @@ def _verify(target: Target, key: HostKey, options: ConnectOptions) -> None:
         )
     trust = f"clusterjob hosts trust {target.label}"
     if target.strict == "no":
-        what = "is unknown" if standing is Standing.UNKNOWN else f"differs from the one in {place}"
+        what = (
+            "is unknown" if status is HostKeyStatus.UNKNOWN else f"differs from the one in {place}"
+        )
         options.warn(
             f"{target.label}: its key {shown} {what}; used because StrictHostKeyChecking is `no`"
         )
-        if standing is Standing.UNKNOWN:
+        if status is HostKeyStatus.UNKNOWN:
             remember(target, key)
         return
-    if standing is Standing.CHANGED:
+    if status is HostKeyStatus.CHANGED:
         raise HostError(
             target.label,
             f"its key has changed: it shows {shown}, another one is in {place}",
@@ -474,7 +481,7 @@ def _verify(target: Target, key: HostKey, options: ConnectOptions) -> None:
     raise HostError(
         target.label,
         f"its key is unknown: {shown}",
-        hint=f"compare it with the host's own, then: {trust}",
+        hint=f"compare it with the key on the host, then: {trust}",
     )
 
 

@@ -92,7 +92,9 @@ class Destination:
             HostError: it would be outside, or in a version control directory or repository.
         """
         outside = HostError(
-            self._label, f"it names a file outside of what was asked for: {path[:80]!r}", hint=_HINT
+            self._label,
+            f"it names a file outside of the requested paths: {path[:80]!r}",
+            hint=_HINT,
         )
         if not is_plain(path):
             raise outside
@@ -119,7 +121,7 @@ class Destination:
         """Return the git repository that holds a host's directory; empty if there is none."""
         try:
             found = self._repository_with((self._root / folder).resolve())
-        except RuntimeError:  # a loop of links, which `local_path` refuses
+        except RuntimeError:  # a loop of links; writing a file there is refused later
             return ""
         return "" if found is None else os.path.relpath(found, self._root)
 

@@ -1,6 +1,6 @@
-"""Fetch results from a host: only requested files that changed, and no local change is overwritten.
+"""Fetch results from a host: transfer changed files without overwriting local changes.
 
-The host is trusted with the content of its files, not with their paths or modification times.
+The host is trusted for the content of its files, but not for their paths or modification times.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Fetched:
     Attributes:
         host: the host as the user wrote it.
         written: paths that were written, relative to the target.
-        unchanged: number of files that are the same here, or on the host as they were sent.
+        unchanged: number of files that are equal here and on the host, or that are on the host
+            as they were sent.
         kept: paths that were not replaced because they changed here or were sent with the code.
         passed_over: paths that were skipped, each with the reason.
     """
@@ -238,7 +239,7 @@ class Fetch:
             raise HostError(
                 self._label,
                 f"{show_size(total)} would be fetched, more than {limit}",
-                hint="name a part of them, or raise the limit: --max-size",
+                hint="fetch fewer paths, or raise the limit with --max-size",
             )
         for file, part, found in self._contents(destination, wanted):
             destination.finish(file, part, found)

@@ -1,4 +1,4 @@
-"""Check hosts before a job: reachable, trusted, fit for a job, and which machine each one is."""
+"""Check hosts before a job: network, host key, interpreter, disk, GPUs, machine identity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clusterjob.errors import HostError
 from clusterjob.remote.pool import for_each
-from clusterjob.remote.sessions import Place, Visits
+from clusterjob.remote.sessions import Place, Sessions
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class HostReport:
         home: clusterjob's directory there; empty if the host did not answer.
         machine: identity of the machine, the same under each of its names.
         reached_at: the host's address of this connection.
-        ahead: minimum seconds that its clock is ahead of the local one; 0 if the answer came too
-            slowly to tell.
+        ahead: minimum seconds that its clock is ahead of the local one, negative if behind; 0 if
+            the answer took too long to measure it; None if the host did not answer.
     """
 
     host: str
@@ -45,22 +45,22 @@ class HostReport:
     ahead: float | None = None
 
 
-def survey(visits: Visits, place: Place, *, own: bool = True) -> list[HostReport]:
+def probe_hosts(sessions: Sessions, place: Place, *, own: bool = True) -> list[HostReport]:
     """Check in parallel whether hosts are fit for jobs.
 
     Args:
-        visits: the sessions with the hosts.
+        sessions: the sessions with the hosts.
         place: the hosts.
         own: whether the session runs in the job's interpreter, which must then find torch.
     """
 
     def ask(node: int) -> HostReport:
         host = place.hosts[node]
-        target = visits.pool(place).resolve(host)
+        target = sessions.pool(place).resolve(host)
         address = f"{target.user}@{target.hostname}:{target.port}"
         try:
             begin = time.time()
-            answer, _ = visits.session(place, node).ask(
+            answer, _ = sessions.session(place, node).ask(
                 "check", need=0, torch=own, own=own, gpus=True
             )
             end = time.time()

@@ -1,11 +1,11 @@
-"""Send a job's files and its code to one host; content that the host already has is not sent."""
+"""Send a job's files and its code to one host, without content that the host already has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from clusterjob.core.snapshot import Entry, Snapshot, changed
+from clusterjob.core.snapshot import Snapshot, SnapshotEntry, changed
 from clusterjob.errors import HostError
 from clusterjob.remote.session import Session
 
@@ -43,7 +43,7 @@ class JobBundle:
         listed = [(name, mode, len(data)) for name, mode, data in files]
         self._ask("put", files=listed, body=b"".join(data for _, _, data in files))
 
-    def land(self, snapshot: Snapshot) -> None:
+    def install(self, snapshot: Snapshot) -> None:
         """Install the complete code in the job's directory on the host.
 
         Raises:
@@ -51,8 +51,8 @@ class JobBundle:
             SubmitError: a local file changed while it was sent.
         """
         packed = snapshot.packed()
-        for _ in range(3):  # a file that turns out to be damaged in the store is sent again
-            answer = self._ask("land", bulk=True, body=packed, timeout=_SLOW)
+        for _ in range(3):  # a file that is damaged in the host's store is sent again
+            answer = self._ask("install", bulk=True, body=packed, timeout=_SLOW)
             if not answer["missing"]:
                 return
             self._send(set(answer["missing"]), snapshot)
@@ -66,13 +66,13 @@ class JobBundle:
         entries = snapshot.of_digests(missing)
         total, sent = sum(entry.size for entry in entries), 0
         while entries:
-            batch: list[Entry] = []
+            batch: list[SnapshotEntry] = []
             size = 0
             while entries and (not batch or size + entries[0].size <= _BATCH):
                 batch.append(entries.pop(0))
                 size += batch[-1].size
 
-            def pieces(batch: list[Entry] = batch, before: int = sent) -> Iterator[bytes]:
+            def pieces(batch: list[SnapshotEntry] = batch, before: int = sent) -> Iterator[bytes]:
                 done = before
                 for piece in snapshot.content(batch):
                     yield piece

@@ -25,7 +25,7 @@ from clusterjob.node.system import private_dirs
 _MARKERS = ("@cert-authority", "@revoked")
 
 
-class Standing(Enum):
+class HostKeyStatus(Enum):
     """Status of a host key in the known_hosts files."""
 
     KNOWN = "known"
@@ -35,8 +35,8 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One line of a known_hosts file; `location` is its file and line number."""
+class KnownHostsEntry:
+    """One line of a known_hosts file, with its file name and line number."""
 
     marker: str
     patterns: str
@@ -81,15 +81,15 @@ class KnownHosts:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._entries = [entry for path in paths for entry in _read(path)]
-        self._found: dict[str, list[Entry]] = {}
+        self._found: dict[str, list[KnownHostsEntry]] = {}
 
-    def _of(self, name: str) -> list[Entry]:
+    def _of(self, name: str) -> list[KnownHostsEntry]:
         """Return the lines of a host, cached by name: hashed names make the search slow."""
         if name not in self._found:
             self._found[name] = [entry for entry in self._entries if entry.names(name)]
         return self._found[name]
 
-    def standing(self, names: Sequence[str], blob: bytes) -> tuple[Standing, str]:
+    def status(self, names: Sequence[str], blob: bytes) -> tuple[HostKeyStatus, str]:
         """Return a host key's status and the line that determines it.
 
         Args:
@@ -97,19 +97,19 @@ class KnownHosts:
             blob: the key in wire format.
         """
         if place := self.revoked(names, blob):
-            return Standing.REVOKED, place
+            return HostKeyStatus.REVOKED, place
         other = ""
         for name in names:
             for entry in self._of(name):
                 if entry.marker:
                     continue
                 if entry.blob == blob:
-                    return Standing.KNOWN, entry.place
+                    return HostKeyStatus.KNOWN, entry.place
                 # A host may have keys of several types. A key of another type is a change too,
                 # because the handshake requests the known types first.
                 if name == names[0]:
                     other = other or entry.place
-        return (Standing.CHANGED, other) if other else (Standing.UNKNOWN, "")
+        return (HostKeyStatus.CHANGED, other) if other else (HostKeyStatus.UNKNOWN, "")
 
     def revoked(self, names: Sequence[str], blob: bytes) -> str:
         """Return the line that revokes a key or an authority for the host; empty if none."""
@@ -152,10 +152,10 @@ def fingerprint(blob: bytes) -> str:
 
 
 # Parsed files by path, with (inode, modification time, size) to notice changes.
-_files: dict[Path, tuple[tuple[int, int, int], list[Entry]]] = {}
+_files: dict[Path, tuple[tuple[int, int, int], list[KnownHostsEntry]]] = {}
 
 
-def _read(path: Path) -> list[Entry]:
+def _read(path: Path) -> list[KnownHostsEntry]:
     """Return the lines of a file, cached until it changes: many hosts use it at once."""
     try:
         status = path.stat()
@@ -175,7 +175,7 @@ def _read(path: Path) -> list[Entry]:
     return entries
 
 
-def _entry(line: str, place: str) -> Entry | None:
+def _entry(line: str, place: str) -> KnownHostsEntry | None:
     words = line.split()
     marker = words.pop(0) if words and words[0] in _MARKERS else ""
     if len(words) < 3 or words[0].startswith(("#", "@")):
@@ -187,7 +187,7 @@ def _entry(line: str, place: str) -> Entry | None:
     # The key's type is also in its blob; a line where the two differ is malformed.
     length = int.from_bytes(blob[:4], "big")
     return (
-        Entry(marker, words[0], kind=words[1], blob=blob, place=place)
+        KnownHostsEntry(marker, words[0], kind=words[1], blob=blob, place=place)
         if blob[4 : 4 + length] == words[1].encode()
         else None
     )

@@ -1,4 +1,4 @@
-"""Mirror the files that hosts write into a job's local directory.
+"""JobMirror the files that hosts write into a job's local directory.
 
 Growing files are transferred from a byte offset, so that no byte is sent twice.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clusterjob.remote.protocol import Exchange
     from clusterjob.remote.session import Session
 
-Look = dict[str, Any]
+PollAnswer = dict[str, Any]
 STATUS_BYTES = 1 << 18  # requested at once for a job's status
 LOG_BYTES = MAX_BYTES  # requested at once for its logs
 MAX_TOTAL_BYTES = 16 << 30  # of the mirrored files of one host, or of one job
@@ -161,8 +161,8 @@ def keep(
         ) from error
 
 
-class Mirror:
-    """Mirror of one node's files of a job.
+class JobMirror:
+    """JobMirror of one node's files of a job.
 
     Args:
         job_id: the job.
@@ -181,7 +181,7 @@ class Mirror:
         self._replaced = re.compile(rf"{verdict}ends/node{node}\.(?:json|refused)")
         self._log = re.compile(rf"logs/node{node}/[\w.-]+", re.ASCII)
 
-    def look(self, session: Session | Exchange, *, logs: bool) -> Look:
+    def poll(self, session: Session | Exchange, *, logs: bool) -> PollAnswer:
         """Transfer new data.
 
         Returns:
@@ -194,7 +194,13 @@ class Mirror:
         sizes, most = self._sizes(logs=logs), LOG_BYTES if logs else STATUS_BYTES
         have = {**self._stamps, **sizes}
         answer, data = session.ask(
-            "look", bulk=logs, job=self._job_id, node=self._node, logs=logs, most=most, have=have
+            "poll_node",
+            bulk=logs,
+            job=self._job_id,
+            node=self._node,
+            logs=logs,
+            most=most,
+            have=have,
         )
         check_progress(session.label, [answer], data=data, most=most)
         self._volume = self._volume or Volume(session.label, self._job_dir)
@@ -214,8 +220,8 @@ class Mirror:
                     hint=_HINT,
                 )
             keep(session.label, self._job_dir, file=file, content=content, stamps=self._stamps)
-        look: Look = answer
-        return look
+        polled: PollAnswer = answer
+        return polled
 
     def _may_send(self, file: dict[str, Any], *, logs: bool) -> bool:
         """Return whether the host may send this file: a whole replaced one, or a part of a log."""

@@ -1,4 +1,4 @@
-"""Connections to many hosts: one per host, shared bastions, a limit of handshakes per machine."""
+"""Connections to many hosts: one per host, shared bastions, limited handshakes per machine."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Pool:
     def _limit(self, target: Target) -> threading.Semaphore:
         """Return the semaphore that limits handshakes with the first machine on the route.
 
-        Machines are told apart by their address.
+        Hosts with the same address count as one machine.
         """
         if target.jumps:
             first = str(target.jumps[0])
@@ -134,7 +134,7 @@ class Pool:
             connection.close()
 
 
-class Outcome(Generic[Key, Result]):
+class TaskOutcome(Generic[Key, Result]):
     """Results and errors of `for_each`, by key."""
 
     def __init__(self) -> None:
@@ -144,8 +144,8 @@ class Outcome(Generic[Key, Result]):
 
 def for_each(
     keys: Sequence[Key], work: Callable[[Key], Result], stop: threading.Event | None = None
-) -> Outcome[Key, Result]:
-    """Call a function for many hosts in parallel; wait for all and collect their errors.
+) -> TaskOutcome[Key, Result]:
+    """Call a function for many hosts in parallel; collect the results and errors of all.
 
     Args:
         keys: arguments of the calls.
@@ -155,7 +155,7 @@ def for_each(
     Raises:
         BaseException: any error other than `HostError`, such as Ctrl-C or a bug.
     """
-    outcome: Outcome[Key, Result] = Outcome()
+    outcome: TaskOutcome[Key, Result] = TaskOutcome()
     futures: list[tuple[Key, Future[Result]]] = [(key, Future()) for key in keys]
     waiting = iter(futures)
     taking = threading.Lock()

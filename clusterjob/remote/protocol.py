@@ -25,7 +25,7 @@ _MALFORMED_HINT = (
 )
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """A byte stream: a socket or a paramiko channel."""
 
     def recv(self, size: int, /) -> bytes:
@@ -46,9 +46,9 @@ class Stream(Protocol):
 
 
 class Deadline:
-    """Deadline of one exchange, extended by each `PROGRESS_BYTES` bytes.
+    """Deadline of one exchange; each `PROGRESS_BYTES` bytes extend it.
 
-    A host that sends one byte per second cannot extend it.
+    A host that sends only one byte per second cannot extend it.
 
     Args:
         seconds: time until the first byte.
@@ -71,7 +71,7 @@ class Deadline:
         """Return the remaining seconds.
 
         Raises:
-            TimeoutError: the deadline has passed; the message says how many bytes came.
+            TimeoutError: the deadline has passed; the message has the number of bytes that came.
         """
         left = (self._end if self._last is None else min(self._end, self._last)) - time.monotonic()
         if left <= 0:
@@ -119,7 +119,7 @@ class Exchange:
     def __init__(
         self,
         label: str,
-        stream: Stream,
+        stream: ByteStream,
         timeout: float,
         last_stderr_line: Callable[[], str] = lambda: "",
     ) -> None:
@@ -213,7 +213,7 @@ class Exchange:
         Raises:
             TimeoutError: the line does not come in time.
             EOFError: the host closed the connection.
-            SchemaError: the line is longer than `max_bytes`.
+            SchemaError: the line is longer than the given number of bytes.
         """
         searched = 0
         while (end := self._heard.find(b"\n", searched)) < 0 and len(self._heard) <= most:

@@ -202,7 +202,7 @@ class Session:
             if isinstance(error, TimeoutError):
                 raise HostError(self.label, str(error)) from error
             raise HostError(
-                self.label, "its login does not stop printing", hint="check .bashrc there"
+                self.label, "its login does not stop printing", hint="check .bashrc on the host"
             ) from error
         except (OSError, paramiko.SSHException) as error:
             why = self._last_stderr_line()

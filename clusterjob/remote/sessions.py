@@ -1,4 +1,4 @@
-"""All sessions of this process: one per host, started on first use and restarted if it broke."""
+"""All sessions of this process: one per host, started on first use, replaced if broken."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Place:
         )
 
 
-class Visits:
+class Sessions:
     """Sessions with hosts, and the connections that they use.
 
     Args:

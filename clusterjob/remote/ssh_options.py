@@ -1,4 +1,4 @@
-"""Options of ``--set`` for hosts behind SSH, shared by all backends that use SSH."""
+"""ConnectionSettings of ``--set`` for hosts behind SSH, shared by all backends that use SSH."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("ssh_config", "connect_timeout", "sync_limit", "remote_home")
 
 
 @dataclass(frozen=True)
-class Options:
+class ConnectionSettings:
     """Parsed SSH options of ``--set``.
 
     Attributes:
@@ -33,7 +33,7 @@ class Options:
     remote_home: str
 
     @classmethod
-    def of(cls, options: Mapping[str, str], *, must_exist: bool = True) -> Options:
+    def of(cls, options: Mapping[str, str], *, must_exist: bool = True) -> ConnectionSettings:
         """Parse the options of a job.
 
         Args:

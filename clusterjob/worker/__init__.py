@@ -1,3 +1,1 @@
-"""What runs inside a worker process: its place, its device, the meeting, the process group, and the
-end.
-"""
+"""Run inside each worker process: rank, device, rendezvous of ranks, process group, exit."""

@@ -1,8 +1,7 @@
-"""The worker's side of a function as a job: load the call, make it, leave what came of it for
-whoever asked.
+"""Run a submitted function in a worker: load the pickled call, make it, write its outcome.
 
-Run as ``python -m clusterjob.worker.call`` by the job's workers. The files lie in the job's
-directory, which its owner alone can read.
+The job's workers run it as ``python -m clusterjob.worker.call``. The files are in the job's
+directory, which only its owner can read.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _FOLDER = "call"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a call on one rank.
+class CallOutcome:
+    """The outcome of a call on one rank.
 
     Attributes:
-        value: what the function returned.
-        error: what it raised; None if it returned.
+        value: the value that the function returned.
+        error: the exception that it raised; None if it returned.
         trace: the worker's traceback, as text.
     """
 
@@ -45,12 +44,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class PlainCall:
-    """A call in a process of the very program that asks for it: the process group is left to the
-    function.
+    """A call that runs without `bootstrap.init`: the function makes the process group itself.
 
     Attributes:
-        function, args, kwargs: what is called.
-        argv: the program's own sys.argv.
+        function, args, kwargs: the function and its arguments.
+        argv: sys.argv of the program that made the call.
     """
 
     function: Callable[..., Any]
@@ -65,7 +63,7 @@ class PlainCall:
 
 
 class RemoteTraceback(Exception):
-    """Stands as the cause of a worker's exception, and shows where in the worker it was raised."""
+    """The cause of a re-raised worker exception; shows the worker's own traceback."""
 
     def __init__(self, trace: str) -> None:
         super().__init__(trace)
@@ -76,7 +74,7 @@ class RemoteTraceback(Exception):
 
 
 def call_file(job_dir: Path, index: int) -> Path:
-    """Return where the pickled call lies: of an array's element, in the directory of the array."""
+    """Return the path of the pickled call; an array's elements share the array's directory."""
     return job_dir / f"call.{index}.pkl"
 
 
@@ -84,43 +82,47 @@ def _outcome_file(job_dir: Path, rank: int, attempt: int) -> Path:
     return job_dir / _FOLDER / f"rank{rank}.attempt{attempt}.pkl"
 
 
-def read_outcome(job_dir: Path, rank: int, attempt: int) -> Outcome | None:
-    """Return what came of the call on one rank; None if it left nothing.
+def read_outcome(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
+    """Return the outcome of the call on one rank; None if that rank wrote none.
 
     Args:
         job_dir: the job's directory.
-        rank: the worker.
-        attempt: which start of the job.
+        rank: rank of the worker.
+        attempt: number of the job's start.
+
+    Raises:
+        JobFailed: the outcome cannot be unpickled here.
     """
     try:
         data = _outcome_file(job_dir, rank, attempt=attempt).read_bytes()
     except OSError:
         return None
     try:
-        outcome = pickle.loads(data)  # noqa: S301 - a file in the user's own directory, written by the user's own job
-    except Exception as error:  # a class that is not to be found here raises what it likes
+        # The user's own job has written the file, in the user's own directory.
+        outcome = pickle.loads(data)  # noqa: S301
+    except Exception as error:  # a class's own code runs here and may raise any exception
         raise JobFailed(
-            f"what rank {rank} left cannot be read here: {type(error).__name__}: {error}"
+            f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}"
         ) from error
-    return outcome if isinstance(outcome, Outcome) else None
+    return outcome if isinstance(outcome, CallOutcome) else None
 
 
 def results(
     job_dir: Path, verdict: Verdict, world_size: int, name: str, hint: str = ""
 ) -> list[Any]:
-    """Return what the call returned on each rank of a job that has ended, in their order.
+    """Return the values that the call returned in an ended job, in rank order.
 
     Args:
         job_dir: the job's directory.
-        verdict: how the job ended.
-        world_size: its workers.
-        name: what the job is called in an error.
-        hint: what helps when it failed.
+        verdict: the job's verdict.
+        world_size: number of workers.
+        name: the job's name in error messages.
+        hint: the hint of the error when the job failed.
 
     Raises:
-        Exception: what the call raised on the rank that failed first, with that worker's traceback
-            as its cause.
-        JobFailed: the job failed otherwise, or a rank left nothing.
+        Exception: the exception of the rank that failed first, with that worker's traceback as its
+            cause.
+        JobFailed: the job failed for another reason, or a rank wrote no result.
     """
     if verdict.state is not JobState.SUCCEEDED:
         rank = verdict.failure.rank if verdict.failure is not None else None
@@ -132,7 +134,8 @@ def results(
     missing = [str(rank) for rank, outcome in enumerate(found) if outcome is None]
     if missing:
         raise JobFailed(
-            f"{name} succeeded, but rank {', '.join(missing)} left no result: did the function end the process?"
+            f"{name} succeeded, but rank {', '.join(missing)} wrote no result: "
+            "did the function end the process?"
         )
     return [outcome.value for outcome in found if outcome is not None]
 
@@ -142,7 +145,7 @@ def main() -> None:
     named = os.environ.get(contract.JOB_DIR)
     if not named:
         raise UsageError(
-            "this is the worker's side of a function's job",
+            f"{contract.JOB_DIR} is not set: this module runs only in a function job's workers",
             "clusterjob.submit(function) starts one",
         )
     job_dir = Path(named)
@@ -160,21 +163,21 @@ def main() -> None:
 
 
 def _make(delayed: Any, job_dir: Path, rank: int) -> None:
-    """Make a call and leave what came of it."""
+    """Make a call and write its outcome."""
     outcome_file = _outcome_file(job_dir, rank, attempt=contract.read_attempt(os.environ))
     outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        _leave(outcome_file, Outcome(delayed.result()))
+        _leave(outcome_file, CallOutcome(delayed.result()))
     except Exception as error:
         _leave_error(outcome_file, error)
         raise
 
 
 def _continue_later(context: Context, delayed: Any, paths: list[str], path: Path) -> None:
-    """Have a function that says how it is to be continued do so when the job is warned of its end.
+    """On a preemption warning, save the call of the next attempt and requeue the job.
 
-    That is submitit's Checkpointable: ``checkpoint(*args, **kwargs)`` returns the call that the
-    next attempt is to make. Rank 0 is asked.
+    This is submitit's Checkpointable: the function's ``checkpoint(*args, **kwargs)`` returns the
+    call that the next attempt makes. Only rank 0 calls it.
     """
     checkpoint = getattr(delayed.function, "__submitit_checkpoint__", None) or getattr(
         delayed.function, "checkpoint", None
@@ -191,59 +194,60 @@ def _continue_later(context: Context, delayed: Any, paths: list[str], path: Path
 
 
 def pickled(paths: list[str], delayed: Any) -> bytes:
-    """Return a call as the worker reads it.
+    """Pickle a call in the format that the worker reads.
 
     Args:
-        paths: where its modules may lie.
+        paths: directories to search for its modules, added to sys.path.
         delayed: submitit's DelayedSubmission, or a `PlainCall`.
 
     Raises:
-        ClusterJobError: it cannot be pickled.
+        ClusterJobError: the call cannot be pickled.
     """
     import cloudpickle
 
     try:
         return pickle.dumps(paths) + bytes(cloudpickle.dumps(delayed))
-    except Exception as error:  # whatever the object's own code raises
+    except Exception as error:  # the object's own code runs here and may raise any exception
         raise ClusterJobError(
             f"the call cannot be pickled: {type(error).__name__}: {error}",
-            "open files, locks and sockets cannot travel",
+            "open files, locks and sockets cannot be pickled",
         ) from error
 
 
 def _load(path: Path) -> tuple[list[str], Any]:
     with path.open("rb") as stream:
-        paths = pickle.load(stream)  # noqa: S301 - the user's own call, from the user's own directory
+        paths = pickle.load(stream)  # noqa: S301 - the user's own call and directory
         sys.path[1:1] = [entry for entry in paths if entry not in sys.path]
         try:
             return paths, pickle.load(stream)  # noqa: S301
         except ModuleNotFoundError as error:
             raise ClusterJobError(
                 f"the function cannot be loaded: {error}",
-                f"{sys.executable} has to have what it needs",
+                f"install the module for {sys.executable}",
             ) from error
 
 
-def _leave(path: Path, outcome: Outcome) -> None:
+def _leave(path: Path, outcome: CallOutcome) -> None:
     import cloudpickle
 
     files.write_atomic(path, cloudpickle.dumps(outcome))
 
 
 def _leave_error(path: Path, error: BaseException) -> None:
-    """Leave an exception; one that cannot be pickled, or read back, leaves its text."""
+    """Write an exception; if it cannot be pickled and unpickled, write its text."""
     trace = "".join(traceback.format_exception(error))
     try:
         import cloudpickle
 
-        pickle.loads(cloudpickle.dumps(error))  # noqa: S301 - some exceptions can be written and not read
-        _leave(path, Outcome(None, error, trace=trace))
+        # Some exceptions can be pickled and not unpickled.
+        pickle.loads(cloudpickle.dumps(error))  # noqa: S301
+        _leave(path, CallOutcome(None, error, trace=trace))
     except Exception:
-        _leave(path, Outcome(None, JobFailed(f"{type(error).__name__}: {error}"), trace=trace))
+        _leave(path, CallOutcome(None, JobFailed(f"{type(error).__name__}: {error}"), trace=trace))
 
 
 if __name__ == "__main__":
-    # The classes of this module are pickled by its name, not as __main__'s.
+    # Classes are pickled under their module's name: run the imported module, not __main__.
     from clusterjob.worker.call import main as run
 
     run()

@@ -1,6 +1,4 @@
-"""What `bootstrap.init` returns: one process's place in the job, its device, and the few helpers
-that a training script needs.
-"""
+"""Define the `Context` of `bootstrap.init`: rank, device, helpers for a training script."""
 
 from __future__ import annotations
 
@@ -9,8 +7,7 @@ import os
 from clusterjob.errors import UsageError
 from clusterjob.worker.preemption import Preemptible
 
-# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name
-# for theirs.
+# Importing typing costs as much as the rest of this module; type checkers accept any such name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,16 +16,16 @@ if TYPE_CHECKING:
 
     import torch
 
-_ABANDON_PATIENCE = 5.0  # seconds for a group whose peers may be gone
-_SETTLING = 1.0  # seconds at most for threads that have nothing to wait for
+_ABANDON_TIMEOUT = 5.0  # seconds for a group whose peers may be gone
+_SETTLING = 1.0  # seconds at most for gloo's threads to release their last tensors
 OPERATIONS = ("mean", "sum", "min", "max", "product")
 
 
 class Context(Preemptible):
-    """One process's place in the job; made by `bootstrap.init`, never by hand.
+    """One process's rank, device and process group; `bootstrap.init` creates it.
 
-    As a context manager it leaves the process group when the block ends. A block that ends by an
-    exception is left at once: nothing waits for the other processes, which may never come.
+    As a context manager it leaves the process group when the block ends. When the block ends with
+    an exception, it leaves at once and does not wait for the other processes, which may never come.
 
     Attributes:
         rank: index of this process in the job, 0 to world_size - 1.
@@ -37,15 +34,15 @@ class Context(Preemptible):
         local_world_size: number of processes on this node.
         node_rank: index of this node, 0 to nnodes - 1.
         nnodes: number of nodes in the job.
-        master_addr: host name or address of rank 0's node; None where nothing names it (a world of
-            one, an adopted group).
-        master_port: TCP port of torch's store there; None likewise.
-        backend: what carries the process group's collectives on `device`, ``nccl`` or ``gloo``;
-            None without a process group.
-        device: where this process computes: ``cuda:N``, or ``cpu``.
-        source: the family of variables that the place was read from, such as ``clusterjob`` or
-            ``torchrun``; ``none`` for a plain ``python train.py``, ``arguments`` where init was
-            told, ``process group`` where only an adopted group knew.
+        master_addr: host name or address of rank 0's node; None if it is unknown (a world of one,
+            an adopted group).
+        master_port: TCP port of torch's store there; None in the same cases.
+        backend: backend of the process group's collectives on `device`, ``nccl`` or ``gloo``; None
+            without a process group.
+        device: device of this process: ``cuda:N``, ``xpu:N`` or ``cpu``.
+        source: family of variables that the rank was read from, such as ``clusterjob`` or
+            ``torchrun``; ``none`` for a plain ``python train.py``, ``arguments`` if it was given to
+            init, ``process group`` if it is known from an adopted group only.
     """
 
     def __init__(
@@ -83,7 +80,10 @@ class Context(Preemptible):
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"Context(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r}, device={str(self.device)!r})"
+        return (
+            f"Context(rank={self.rank}, world_size={self.world_size}, "
+            f"backend={self.backend!r}, device={str(self.device)!r})"
+        )
 
     @property
     def is_main(self) -> bool:
@@ -103,28 +103,27 @@ class Context(Preemptible):
     ) -> None:
         self._depth -= 1
         if self._depth > 0 or self._closed:
-            return  # an inner block of the same context: the outer one still needs the group
+            return  # an inner block of the same context: the outer block still needs the group
         ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         self._leave(not ends_well)
 
     def join_group(self, *, owned: bool) -> None:
-        """Take torch's default process group for this context's own.
+        """Use torch's default process group as this context's group.
 
         Args:
-            owned: whether leaving the context is to destroy the group; False for one that the
-                script has made itself.
+            owned: whether leaving the context destroys the group; False for a group that the
+                script created itself.
         """
         import torch.distributed as dist
 
         self._group = dist.group.WORLD
         self._owned = owned
-        # "cpu:gloo,cuda:nccl"; get_backend() says "undefined" of a group whose backend was left to
-        # torch.
+        # Such as "cpu:gloo,cuda:nccl"; get_backend() is "undefined" if torch chose the backend.
         self._devices = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         self.backend = self._devices.get(self.device.type) or next(iter(self._devices.values()))
 
     def holds_group(self) -> bool:
-        """Return whether the group that this context joined still is torch's default process group."""
+        """Return whether this context's group is still torch's default process group."""
         if self._group is None:
             return False
         import torch.distributed as dist
@@ -132,11 +131,11 @@ class Context(Preemptible):
         return dist.is_initialized() and dist.group.WORLD is self._group
 
     def close(self, *, failed: bool) -> bool:
-        """Leave the process group if it is this context's own, and be of no use from then on.
+        """Close this context, and leave the process group if this context owns it.
 
         Args:
-            failed: whether this process ends in the middle of its work, so that nobody may be
-                waited for.
+            failed: whether this process ends in the middle of its work and must not wait for other
+                processes.
 
         Returns:
             Whether threads of the group may still run.
@@ -156,12 +155,11 @@ class Context(Preemptible):
         return False
 
     def _abandon(self) -> None:
-        """Leave the group in the middle of whatever it does, without waiting for peers that may
-        never come.
+        """Leave the group during a collective, without waiting for peers that may never come.
 
-        destroy_process_group() and, left alone, the interpreter's own end wait in gloo's destructor
-        for collectives under way, such as DDP's when backward() fails (seen with torch 2.13: until
-        the peer's end, or the timeout of 30 minutes). NCCL has a call for it.
+        destroy_process_group(), and otherwise the exit of the interpreter, wait in gloo's
+        destructor for running collectives, such as DDP's when backward() fails (seen with torch
+        2.13: until the peer ends, or the timeout of 30 minutes passes). NCCL has an abort call.
         """
         import threading
 
@@ -173,7 +171,7 @@ class Context(Preemptible):
             if self.device.type != "cpu":
                 getattr(torch, self.device.type).set_device(
                     self.device
-                )  # a thread starts at cuda:0
+                )  # a new thread's current device is cuda:0
             abort = getattr(distributed_c10d, "_abort_process_group", None)
             if self.backend == "nccl" and abort is not None:
                 abort()
@@ -183,10 +181,10 @@ class Context(Preemptible):
 
         thread = threading.Thread(target=leave, daemon=True, name="clusterjob-abandon")
         thread.start()
-        thread.join(_ABANDON_PATIENCE)
+        thread.join(_ABANDON_TIMEOUT)
 
     def barrier(self) -> None:
-        """Wait until every process of the job has come here; nothing to wait for in a world of one.
+        """Wait until every process of the job has called this; return at once in a world of one.
 
         Raises:
             UsageError: the context was shut down, or there are other processes and no process
@@ -197,38 +195,37 @@ class Context(Preemptible):
         import torch.distributed as dist
 
         # Without a device NCCL's barrier guesses one, warns, and may create a CUDA context on
-        # somebody else's GPU.
+        # another process's GPU.
         dist.barrier(
             device_ids=[self.device.index] if self._devices.get("cuda") == "nccl" else None
         )
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Combine one value of every process and return the result to all of them. Every process
-        has to call this.
+        """Combine one value from each process and return the result to all of them.
 
-        Numbers travel as they are and are combined in rank order: every process gets the same bits,
-        ints stay exact, an int here may meet a float there, and a NaN anywhere is the result of
-        ``min`` and ``max`` too.
+        Every process has to call this. Numbers are sent unchanged and combined in rank order. So
+        every process gets the same bits, ints stay exact, some processes may give an int and others
+        a float, and one NaN makes the result NaN, also for ``min`` and ``max``.
 
         Args:
             value: a Python (or numpy) number, or a tensor of any shape, the same on every process.
             op: ``mean``, ``sum``, ``min``, ``max`` or ``product``.
 
         Returns:
-            For a number a Python int or float (always a float for ``mean``). For a tensor a new
-            tensor of the same shape, device and dtype, without gradient; the input stays as it is.
-            Two dtypes differ: the mean of an integer or bool tensor is of torch's default float
-            type, and the sum of a bool tensor counts in int64. Half precision is combined in
-            float32.
+            For a number, a Python int or float (always a float for ``mean``). For a tensor, a new
+            tensor of the same shape, device and dtype, without gradient; the input is not changed.
+            Two results have another dtype: the mean of an integer or bool tensor has torch's
+            default float type, and the sum of a bool tensor has int64. Half precision is combined
+            in float32.
 
         Raises:
-            UsageError: the operation is unknown, the value is no number and no tensor, an int does
-                not fit into 64 bits, the context was shut down, or there are other processes and no
-                process group.
+            UsageError: the operation is unknown, the value is neither a number nor a tensor, an int
+                does not fit into 64 bits, the context was shut down, or there are other processes
+                and no process group.
         """
         if op not in OPERATIONS:
             raise UsageError(
-                f"reduce knows no operation {op!r}: it is one of {', '.join(OPERATIONS)}"
+                f"reduce: unknown operation {op!r}: must be one of {', '.join(OPERATIONS)}"
             )
         grouped = self._can_communicate()
         import torch
@@ -239,7 +236,7 @@ class Context(Preemptible):
         return _combine(self._gather(number) if grouped else [number], op)
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print on the main process only, and flush, so that the line is seen when it is written.
+        """Print on rank 0 only, and flush, so that the line appears at once.
 
         Args:
             values: as for Python's own print.
@@ -252,19 +249,18 @@ class Context(Preemptible):
     def wrap(
         self, model: torch.nn.Module, *, sync_batchnorm: bool = False, **ddp_options: Any
     ) -> torch.nn.Module:
-        """Move a model to `device` and make it train as one with its copies in the other processes.
+        """Move a model to `device` and wrap it in DistributedDataParallel.
 
         Args:
             model: the same architecture on every process; DDP sends rank 0's weights to all.
             sync_batchnorm: let batch normalisation layers use the statistics of all processes.
                 torch has that for GPUs only (its SyncBatchNorm refuses CPU tensors), so on CPU the
-                layers stay as they are, with a warning.
+                layers do not change, and rank 0 warns.
             ddp_options: further arguments of torch.nn.parallel.DistributedDataParallel, such as
                 find_unused_parameters.
 
         Returns:
-            The model in a DistributedDataParallel, or without a process group the model itself, on
-            `device`.
+            The wrapped model; without a process group, the model itself, on `device`.
 
         Raises:
             UsageError: the context was shut down.
@@ -290,12 +286,11 @@ class Context(Preemptible):
         return torch.nn.parallel.DistributedDataParallel(model, **ddp_options)
 
     def sampler(self, dataset: Any, *, shuffle: bool = True, **options: Any) -> Any:
-        """Return a DistributedSampler that gives this process its share of a dataset, also in a
-        world of one.
+        """Return a DistributedSampler that gives this process its share of a dataset.
 
-        Call its set_epoch before each epoch, else every epoch has the same order. It pads: where
-        the dataset's length is no multiple of world_size, a few samples come twice, which matters
-        when an evaluation counts.
+        It works in a world of one too. Call its set_epoch before each epoch, else every epoch has
+        the same order. It pads: if the dataset's length is not a multiple of world_size, a few
+        samples come twice, which changes the result of an evaluation that counts samples.
 
         Args:
             dataset: anything with a length, in samples.
@@ -314,14 +309,18 @@ class Context(Preemptible):
             raise UsageError("this context was shut down: call bootstrap.init() again")
 
     def _can_communicate(self) -> bool:
-        """Return whether there is a process group; False in a world of one, where each result is
-        the value itself.
+        """Return whether there is a process group; False in a world of one.
+
+        Raises:
+            UsageError: the context was shut down, or there are other processes and no process
+                group.
         """
         self._check_open()
         if self._group is None and self.world_size > 1:
-            # The value itself would look like a result of all processes.
+            # Returning the value itself would look like a result of all processes.
             raise UsageError(
-                f"there are {self.world_size} processes and no process group: init was called with process_group=False"
+                f"there are {self.world_size} processes and no process group: "
+                "init was called with process_group=False"
             )
         return self._group is not None
 
@@ -332,7 +331,7 @@ class Context(Preemptible):
         exact = not (value.is_floating_point() or value.is_complex())
         work_type, result_type = value.dtype, value.dtype
         if exact:
-            work_type = torch.int64  # gloo knows no bool and no int16
+            work_type = torch.int64  # gloo does not support bool and int16
             if op == "sum" and value.dtype == torch.bool:
                 result_type = torch.int64
             elif op == "mean":
@@ -348,7 +347,7 @@ class Context(Preemptible):
             device=place, dtype=work_type, copy=True, memory_format=torch.contiguous_format
         )
         if grouped:
-            # gloo has no mean of its own.
+            # gloo has no mean operation.
             operation = {"mean": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}.get(
                 op
             ) or getattr(dist.ReduceOp, op.upper())
@@ -358,8 +357,9 @@ class Context(Preemptible):
         return work.to(device=value.device, dtype=result_type)
 
     def _gather(self, number: int | float) -> list[int | float]:
-        """Return every process's number, in rank order; each travels as 64 bits and a word that
-        says how to read them.
+        """Return every process's number, in rank order.
+
+        Each number is sent as two words: a flag for int or float, and 64 bits.
         """
         import struct
 
@@ -383,26 +383,25 @@ class Context(Preemptible):
         ]
 
     def _exchange_device(self) -> torch.device:
-        """Return where a tensor has to lie so that the process group can carry it."""
+        """Return the device of tensors that the process group can send."""
         import torch
 
         return torch.device("cpu") if "cpu" in self._devices else self.device
 
 
 def _let_gloo_finish() -> None:
-    """Wait until gloo's threads have let go of the last tensors, for which they need the
-    interpreter's lock.
+    """Wait until gloo's threads have released their last tensors, for which they need the GIL.
 
-    What still holds a destroyed group, such as a DistributedDataParallel model, keeps its threads.
-    One that is late to let go when the interpreter ends takes the whole process down by SIGABRT
-    (pytorch#179291; with torch 2.13 in 1 of 40 runs).
+    An object that still holds a destroyed group, such as a DistributedDataParallel model, keeps its
+    threads alive. A thread that releases a tensor while the interpreter exits aborts the process
+    with SIGABRT (pytorch#179291; with torch 2.13 in 1 of 40 runs).
     """
     import time
 
     end = time.monotonic() + _SETTLING
     quiet = 0
     while quiet < 2 and time.monotonic() < end:
-        time.sleep(0.002)  # without the lock, so that it is theirs
+        time.sleep(0.002)  # releases the GIL for gloo's threads
         quiet = 0 if _gloo_runs() else quiet + 1
 
 
@@ -412,14 +411,14 @@ def _gloo_runs() -> bool:
             with open(f"/proc/self/task/{task}/stat") as file:
                 name, _, state = file.read().partition("(")[2].rpartition(") ")
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended
         if name.startswith("pt_gloo") and state.startswith("R"):
             return True
     return False
 
 
 def _keep_for_ever(groups: list[Any]) -> None:
-    """See to it that no destructor of these runs, not even when the interpreter ends."""
+    """Prevent the destructors of these groups from running, also when the interpreter exits."""
     import ctypes
 
     for group in groups:
@@ -445,7 +444,8 @@ def _combine(values: list[int | float], op: str) -> int | float:
         import math
 
         return math.prod(values)
-    not_a_number = next((value for value in values if value != value), None)  # noqa: PLR0124 - only NaN differs from itself
+    # Only NaN differs from itself.
+    not_a_number = next((value for value in values if value != value), None)  # noqa: PLR0124
     if not_a_number is not None:
         return not_a_number
     return min(values) if op == "min" else max(values)

@@ -1,10 +1,8 @@
-"""The device of a worker process, and the backend that fits it: what torch sees here, and whether
-it is meant to be used.
-"""
+"""Choose the device of a worker process and the backend of its process group."""
 
 from __future__ import annotations
 
-from clusterjob.errors import PlaceError, UsageError
+from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node.environments import slurm_env
 from clusterjob.node.environments.topology import Worker
 
@@ -12,8 +10,9 @@ BACKENDS = ("nccl", "gloo")
 
 
 def accelerators() -> tuple[str, int]:
-    """Return torch's name for this machine's GPUs, and how many it sees and can use. ROCm's are
-    cuda to torch.
+    """Return torch's device type for this machine's GPUs, and how many torch can use.
+
+    torch calls ROCm's GPUs ``cuda`` too.
     """
     import torch
 
@@ -25,15 +24,15 @@ def accelerators() -> tuple[str, int]:
 
 
 def choose_backend(asked: str | None, gpus: int, kind: str = "cuda") -> str:
-    """Return the backend for a machine.
+    """Return the backend of the process group on this machine.
 
     Args:
-        asked: what the script wants; None for the default.
-        gpus: GPUs that torch sees and can use.
-        kind: torch's name for them: ``cuda``, which AMD's are called too, or ``xpu``.
+        asked: the backend that the script asks for; None for the default.
+        gpus: number of GPUs that torch can use.
+        kind: torch's device type for them: ``cuda`` (also for AMD) or ``xpu``.
 
     Raises:
-        UsageError: nccl without a GPU.
+        UsageError: nccl is asked for, and torch can use no GPU.
     """
     if asked == "nccl" and not (gpus and kind == "cuda"):
         raise UsageError(
@@ -43,30 +42,27 @@ def choose_backend(asked: str | None, gpus: int, kind: str = "cuda") -> str:
 
 
 def choose_device(local_rank: int, gpus: int, kind: str = "cuda") -> str:
-    """Return the name of a process's device: cpu, or the GPU of its local rank among those that it
-    sees.
+    """Return the name of a process's device: ``cpu``, or the GPU with its local rank.
 
     Args:
         local_rank: index of the process on its node.
-        gpus: GPUs that torch sees and can use. One, where the launcher shows each process only its
-            own (mace#435).
-        kind: torch's name for them.
+        gpus: number of GPUs that torch can use; 1 if the launcher shows each process only its own
+            GPU (mace#435).
+        kind: torch's device type for them.
     """
     return f"{kind}:{local_rank % gpus}" if gpus else "cpu"
 
 
 def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:
-    """Refuse a task of srun that is alone on its node and sees several GPUs: all but one would stay
-    idle, silently.
+    """Refuse a single srun task on a node with several GPUs, all but one of which would idle.
 
     Args:
-        worker: this process's place.
-        gpus: how many GPUs it sees.
-        process_group: what the script asked for; False says that one process is meant to use them
-            all.
+        worker: this process's rank assignment.
+        gpus: number of GPUs that it sees.
+        process_group: argument of `init`; False means that one process uses all GPUs on purpose.
 
     Raises:
-        PlaceError: it is such a task.
+        PlacementError: it is such a task.
     """
     alone = (
         worker is not None
@@ -74,8 +70,10 @@ def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) 
         and worker.topology.nproc_per_node is None
     )
     if alone and gpus > 1 and process_group is not False:
-        raise PlaceError(
-            f"srun started one process on this node, which sees {gpus} GPUs: all but one would be idle",
-            f"start this node's processes with `srun ... clusterjob launch --nproc-per-node {gpus} SCRIPT`, or have srun start them with "
-            f"--ntasks-per-node={gpus}; CLUSTERJOB_NPROC_PER_NODE=1 says that one is meant",
+        raise PlacementError(
+            f"srun started one process on this node, which sees {gpus} GPUs: "
+            "all but one would be idle",
+            f"run `srun ... clusterjob launch --nproc-per-node {gpus} SCRIPT`, "
+            f"or srun with --ntasks-per-node={gpus}; "
+            "set CLUSTERJOB_NPROC_PER_NODE=1 if one process is intended",
         )

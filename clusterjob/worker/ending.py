@@ -1,6 +1,4 @@
-"""The end of a worker process: what it has to leave is remembered from `init` on, and an uncaught
-exception is told at once.
-"""
+"""Leave the process group when a worker ends, and report an uncaught exception at once."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ import sys
 
 from clusterjob.worker import process, store
 
-# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name
-# for theirs.
+# Importing typing costs as much as the rest of this module; type checkers accept any such name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
@@ -20,18 +17,18 @@ if TYPE_CHECKING:
     from clusterjob.worker.context import Context
 
 
-class Remembered:
-    """What is remembered of the process in which this runs.
+class ProcessState:
+    """State of this process between `init` and its end.
 
     Attributes:
-        context: what `init` has returned, until it is left.
-        timeout: what `init` was given, in seconds.
-        rounds: process groups that were made here.
-        pid: of the process that called `init`: a forked child inherits the rest, and none of it is
-            its own.
-        watched: whether the ends of this process are looked after.
-        hosted: rank 0's: a store that it serves itself, and for how many processes.
-        abandoned: whether threads of a group that was left in the middle still run.
+        context: the context that `init` returned, until it is left.
+        timeout: the timeout that `init` was given, in seconds.
+        rounds: number of process groups that were made here.
+        pid: pid of the process that called `init`; a forked child inherits this state and must not
+            use it.
+        watched: whether `watch` has installed its hooks.
+        hosted: on rank 0, the store that it serves itself, and for how many processes.
+        abandoned: whether threads of an abandoned group may still run.
     """
 
     def __init__(self) -> None:
@@ -44,35 +41,35 @@ class Remembered:
         self.abandoned = False
 
 
-remembered = Remembered()
+state = ProcessState()
 
 
 def leave(*, failed: bool) -> None:
-    """Leave the process group that was made here and forget the context; nothing where there is
-    none.
+    """Leave the process group that was made here and forget the context, if there is one.
 
     Args:
-        failed: whether this process ends in the middle of its work, so that nobody may be waited
-            for.
+        failed: whether this process ends in the middle of its work and must not wait for other
+            processes.
     """
-    context, remembered.context = remembered.context, None
-    hosted, remembered.hosted = remembered.hosted, None
-    if context is not None and os.getpid() == remembered.pid:
+    context, state.context = state.context, None
+    hosted, state.hosted = state.hosted, None
+    if context is not None and os.getpid() == state.pid:
         if hosted is not None and not failed:
             store.await_joined(*hosted)
-        remembered.abandoned |= context.close(failed=failed)
+        state.abandoned |= context.close(failed=failed)
 
 
 def watch(local_rank: int) -> None:
-    """Have the group left at the end of the process, and an uncaught exception reported the moment
-    it happens. Once is enough.
+    """Leave the group at exit, and report an uncaught exception to the agent at once.
+
+    A second call does nothing.
 
     Args:
-        local_rank: the worker that the launcher is told of.
+        local_rank: local rank of this worker, for the report.
     """
-    if remembered.watched:
+    if state.watched:
         return
-    remembered.watched = True
+    state.watched = True
     atexit.register(leave, failed=False)
     previous = sys.excepthook
     report_fd = process.report_pipe()
@@ -80,9 +77,7 @@ def watch(local_rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         import threading
 
-        own = (
-            os.getpid() == remembered.pid and threading.current_thread() is threading.main_thread()
-        )
+        own = os.getpid() == state.pid and threading.current_thread() is threading.main_thread()
         if own and report_fd is not None:
             from clusterjob.node import program
             from clusterjob.node.workers import report
@@ -92,13 +87,14 @@ def watch(local_rank: int) -> None:
                 local_rank,
                 message=program.summary(error),
                 exit_code=130 if kind is KeyboardInterrupt else 1,
+                kind=program.failure_kind(error),
             )
         previous(kind, error, trace)
         if own and not process.is_interactive():
             leave(failed=True)
             if (
-                remembered.abandoned and kind is not KeyboardInterrupt
-            ):  # that one ends by its signal
+                state.abandoned and kind is not KeyboardInterrupt
+            ):  # the interpreter ends a KeyboardInterrupt by SIGINT
                 process.end_process(1)
 
     sys.excepthook = hook

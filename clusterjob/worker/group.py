@@ -1,6 +1,4 @@
-"""The process group of a worker: made over a store where all have met, or the script's own; and the
-context around it.
-"""
+"""Make a worker's process group, or adopt the script's own, and return its context."""
 
 from __future__ import annotations
 
@@ -9,35 +7,35 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from clusterjob.errors import GangError, UsageError
+from clusterjob.errors import RendezvousError, UsageError
 from clusterjob.node.environments import Finding
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import processes
 from clusterjob.worker import ending, process, rank_assignment, rendezvous, siblings
 from clusterjob.worker.context import Context
 from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
-from clusterjob.worker.group_formation import Forming
-from clusterjob.worker.rendezvous import Roll
+from clusterjob.worker.group_formation import GroupFormation
+from clusterjob.worker.rendezvous import Rendezvous
 from clusterjob.worker.signed_values import SignedStore
-from clusterjob.worker.store import meeting_store, note_joined, where
+from clusterjob.worker.store import note_joined, open_store, where
 
 
 def make(
     finding: Finding, backend: str | None, timeout: float | None, *, process_group: bool | None
 ) -> Context:
-    """Return a context of our own making, with a process group where there should be one.
+    """Return a new context, with a new process group if one is asked for.
 
     Args:
-        finding: this process's place.
-        backend: the backend that the script wants; None for the machine's own.
-        timeout: seconds after which a collective, or the meeting of all processes, fails; None for
-            torch's own.
-        process_group: whether there is to be one; None for one in every launched process.
+        finding: this process's rank assignment.
+        backend: the backend that the script asks for; None for this machine's default.
+        timeout: seconds after which a collective, or the rendezvous of all ranks, fails; None for
+            torch's default.
+        process_group: whether to make a process group; None to make one in every launched process.
 
     Raises:
-        PlaceError: the place is a node's, or names no port.
-        GangError: the processes did not find each other.
-        UsageError: what is asked for cannot be had here.
+        PlacementError: the assignment is a node's, or has no port.
+        RendezvousError: the processes did not find each other.
+        UsageError: this machine or this torch does not have the backend or the process group.
     """
     import torch
 
@@ -52,14 +50,18 @@ def make(
     if process_group or (process_group is None and worker is not None):
         if not torch.distributed.is_available():
             raise UsageError(
-                "this torch was built without torch.distributed: init(process_group=False) does without"
+                "this torch was built without torch.distributed: "
+                "init(process_group=False) works without it"
             )
         try:
-            roll = _make_group(worker, backend, timeout=timeout, device=device)
+            rendezvous_result = _make_group(worker, backend, timeout=timeout, device=device)
         finally:
             ending.watch(context.local_rank)
-        if roll is not None and finding.source in rank_assignment.NODES_UNKNOWN:
-            context.node_rank, context.nnodes = roll.nodes[context.rank], max(roll.nodes) + 1
+        if rendezvous_result is not None and finding.source in rank_assignment.NODES_UNKNOWN:
+            context.node_rank, context.nnodes = (
+                rendezvous_result.nodes[context.rank],
+                max(rendezvous_result.nodes) + 1,
+            )
         context.join_group(owned=True)
     elif worker is not None:
         ending.watch(context.local_rank)
@@ -70,25 +72,25 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
     """Return a context around the process group that the script has made itself.
 
     Args:
-        finding: this process's place, which may not be that of the group.
-        backend: the backend that the script says it wants.
-        process_group: as `init` was given it.
+        finding: this process's rank assignment, which may differ from its rank in the group.
+        backend: the backend that the script asks for.
+        process_group: the argument of `init`.
 
     Raises:
-        UsageError: the group is not what is asked for.
+        UsageError: the arguments do not fit the group.
     """
     import torch
     import torch.distributed as dist
 
     if process_group is False:
         raise UsageError(
-            "init(process_group=False), but the script has initialised torch's default process group already"
+            "init(process_group=False), but the script has initialised "
+            "torch's default process group already"
         )
     kind, gpus = accelerators()
     worker: Any = finding.place
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Only a process's own place has a rank; the script may also have given the group another order
-    # than the launcher.
+    # A node's assignment has no rank, and the script may number the group's ranks in another order.
     if (getattr(worker, "rank", None), getattr(worker, "world_size", None)) == (rank, world_size):
         context = _context_at(
             worker,
@@ -106,19 +108,19 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
     context.join_group(owned=False)
     if backend is not None and backend != context.backend:
         raise UsageError(
-            f"init(backend={backend!r}), but the script has initialised the process group with {context.backend}"
+            f"init(backend={backend!r}), but the script has initialised "
+            f"the process group with {context.backend}"
         )
     ending.watch(context.local_rank)
     return context
 
 
 def load_functional() -> None:
-    """Import torch.distributed.nn.functional while there is no process group, where this torch has
-    it.
+    """Import torch.distributed.nn.functional before there is a process group, if torch has it.
 
-    Functions of that module take the default group of the moment of its import for a default
-    argument. Imported later, as by the first optimizer, it keeps the group for ever: gloo's threads
-    outlive destroy_process_group(), and now and then abort the process when the interpreter ends
+    Functions of that module bind the default group at import time as a default argument. A later
+    import, such as by the first optimizer, keeps the group forever. Then gloo's threads outlive
+    destroy_process_group() and sometimes abort the process when the interpreter exits
     (pytorch#179291).
     """
     import torch.distributed as dist
@@ -129,9 +131,10 @@ def load_functional() -> None:
 
 def _make_group(
     worker: Worker | None, backend: str, timeout: float | None, device: Any
-) -> Roll | None:
-    """Make the default process group; returns what the roll-call has found, None in a world of one
-    without a launcher.
+) -> Rendezvous | None:
+    """Make the default process group and return the result of the rendezvous of ranks.
+
+    Returns None in a world of one without a launcher.
     """
     import torch.distributed as dist
 
@@ -140,30 +143,29 @@ def _make_group(
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)
     if backend == "nccl":
-        # Bound to its device the communicator forms at once, errors show here, and no barrier has
-        # to guess.
+        # With a device the communicator forms here, errors appear here, and barriers need no guess.
         options["device_id"] = device
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
         return None
     meeting = where(worker.topology.master_addr, worker.topology.master_port or 0)
     hook = sys.excepthook
-    patience = timeout or rendezvous.DEFAULT_TIMEOUT
+    seconds = timeout or rendezvous.DEFAULT_TIMEOUT
     try:
-        place = meeting_store(worker, options, patience=patience)
-        corner, ask = (
-            SignedStore(dist.PrefixStore("roll", place.store), place.number),
+        place = open_store(worker, options, timeout=seconds)
+        signed, ask = (
+            SignedStore(dist.PrefixStore("rendezvous", place.store), place.number),
             process.ask_agents(worker.local_rank),
         )
-        roll = rendezvous.call(
-            corner,
+        rendezvous_result = rendezvous.join(
+            signed,
             worker,
             own=rendezvous.own_facts(worker, device, backend=backend),
-            timeout=patience,
+            timeout=seconds,
             started=place.served,
             ask=ask,
         )
-        with Forming(corner, worker, number=place.number, ask=ask):
+        with GroupFormation(signed, worker, number=place.number, ask=ask):
             dist.init_process_group(
                 store=place.store, rank=worker.rank, world_size=worker.world_size, **options
             )
@@ -171,19 +173,20 @@ def _make_group(
         if not place.served:
             note_joined(place.store)
             if worker.rank == 0:
-                ending.remembered.hosted = place.store, worker.world_size
+                ending.state.hosted = place.store, worker.world_size
     except RuntimeError as error:  # torch's DistError is one
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise GangError(
-            f"rank {worker.rank} of {worker.world_size} could not form the process group ({backend}, store at {meeting}): {reason}"
+        raise RendezvousError(
+            f"rank {worker.rank} of {worker.world_size} could not form the process group "
+            f"({backend}, store at {meeting}): {reason}"
         ) from error
     finally:
-        siblings.part()
-    if ending.remembered.rounds:
-        # Torch has put its "[rank0]:" around it, which the first time is inside it already.
+        siblings.close()
+    if ending.state.rounds:
+        # torch wraps the hook to prefix "[rank0]:" at each group; keep only its first wrapper.
         sys.excepthook = hook
-    ending.remembered.rounds += 1
-    return roll
+    ending.state.rounds += 1
+    return rendezvous_result
 
 
 def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
@@ -204,8 +207,9 @@ def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
 
 
 def _context_by_hosts(rank: int, world_size: int) -> Context:
-    """Return the context of a group whose processes know their ranks alone: they tell each other
-    where they run.
+    """Return the context of a group whose processes know only their ranks.
+
+    The processes exchange their host names to compute local ranks and node ranks.
     """
     import torch
     import torch.distributed as dist

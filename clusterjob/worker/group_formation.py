@@ -1,9 +1,9 @@
-"""torch makes a process group without a word, and may wait half an hour for a peer: those who wait
-tell each other, and one says so.
+"""Name the ranks that do not answer while torch forms the process group.
 
-Each process leaves one sign once it has the group. Whoever has none after some seconds says that it
-is there; whoever does not even say that has died, or is stuck. Nothing of this costs more than that
-one request where the group is made at once.
+torch may wait half an hour for a peer and prints nothing. Each process writes one key to the store
+once it has the group. A process without the group after some seconds writes another key to show
+that it is alive; a rank with neither key has died or is stuck. If the group forms at once, this
+costs one request per rank.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ import time
 from types import TracebackType
 from typing import Any
 
-from clusterjob.errors import GangError
+from clusterjob.errors import RanksMissingError
 from clusterjob.node.environments.topology import Worker
 from clusterjob.worker import once_per_host, rendezvous
 from clusterjob.worker.rendezvous import Ask, Facts
 from clusterjob.worker.signed_values import SignedStore
 from clusterjob.worker.store import another_connection
 
-# Seconds after which whoever has no group says that it is there; one that was called late says so
-# later.
-_SIGN = 3.0
-_OTHERS = 1.0  # seconds that are left to others before they are said not to answer
-_LOOK = 0.05  # seconds between two looks for what another one has found at the end
+# Seconds from its own start after which a process without the group reports that it is alive.
+_ALIVE_AFTER = 3.0
+_OTHERS = 1.0  # further seconds for other ranks before they count as not answering
+_POLL = 0.05  # seconds between two polls for another rank's final finding
 
 
-class Forming:
-    """A process group in the making, as a context around the call that makes it.
+class GroupFormation:
+    """Context manager around the call that forms a process group.
 
     Args:
-        store: the corner of the store in which the roll was called.
-        worker: this process's place.
-        number: which of the groups over this store it is, from 0.
-        ask: as for `rollcall.call`.
+        store: the prefix of the store in which the rendezvous of ranks took place.
+        worker: this process's rank assignment.
+        number: index of the group among the groups over this store, from 0.
+        ask: as for `rendezvous.join`.
 
     Raises:
-        GangError: torch has given up, because of processes that do not answer; their names are in
-            it.
+        RanksMissingError: torch has given up because of processes that do not answer; the message
+            names them.
     """
 
     def __init__(self, store: Any, worker: Worker, number: int, ask: Ask) -> None:
@@ -48,7 +47,7 @@ class Forming:
         self._number = number
         self._ask = ask
         self._over = threading.Event()
-        self._is_there = False  # as the others know
+        self._is_there = False  # whether the other ranks can see that this one is alive
         self._begin = time.monotonic()
 
     def __enter__(self) -> None:
@@ -65,33 +64,35 @@ class Forming:
         if error is None:
             with contextlib.suppress(
                 RuntimeError
-            ):  # whoever serves the store has the group, and may have left
+            ):  # the process that serves the store may have the group and have left
                 self._store.set(f"formed{self._worker.rank}", "")
         elif isinstance(error, RuntimeError) and self._is_there:
-            waited_for = self._last_look()
+            waited_for = self._final_probe()
             if waited_for:
-                raise GangError(f"{waited_for}; gave up after {self._waited():.0f} s") from error
+                raise RanksMissingError(
+                    f"{waited_for}; gave up after {self._waited():.0f} s"
+                ) from error
 
     def _waited(self) -> float:
         return time.monotonic() - self._begin
 
     def _watch(self) -> None:
-        if self._over.wait(_SIGN):
+        if self._over.wait(_ALIVE_AFTER):
             return
         try:
             store = self._connect()
             store.set(f"there{self._worker.rank}", "")
             self._is_there = True
-            for number, due in enumerate(once_per_host.notices()):
+            for number, due in enumerate(once_per_host.notice_times()):
                 if self._over.wait(due - self._waited()):
                     return
-                if self._first(store, f"looks{number}"):
+                if self._first(store, f"probe{number}"):
                     self._look(store)
         except (OSError, RuntimeError):
-            pass  # the store is gone, as torch's own request finds out too
+            pass  # the store is gone; torch's own request fails too
 
     def _look(self, store: Any) -> None:
-        """Say, for all, who does not answer, or that all do."""
+        """Print which ranks do not answer, or that all ranks wait for each other."""
         without, silent = self._without(store)
         if silent:
             if self._over.wait(_OTHERS):
@@ -99,22 +100,29 @@ class Forming:
             without, silent = self._without(store)
         if silent:
             self._ask(silent, final=False)
-            once_per_host.say(f"{self._stuck(store, silent)}; {self._waited():.0f} s so far")
+            once_per_host.print_line(f"{self._stuck(store, silent)}; {self._waited():.0f} s so far")
         elif without:
             named = self._named(store, without)
-            who = f"{len(without)} of {self._worker.world_size} processes wait for each other, such as {named[0]} and {named[-1]}"
-            hint = "can their machines reach each other at every port, by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
-            once_per_host.say(
+            who = (
+                f"{len(without)} of {self._worker.world_size} processes wait for each other, "
+                f"such as {named[0]} and {named[-1]}"
+            )
+            hint = (
+                "can their machines reach each other at every port, "
+                "by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
+            )
+            once_per_host.print_line(
                 f"the process group is not made after {self._waited():.0f} s: {who}: {hint}"
             )
 
-    def _last_look(self) -> str:
-        """Return who does not answer, now that torch has given up; the same for all, and empty if
-        all answer.
+    def _final_probe(self) -> str:
+        """Return the ranks that do not answer, as text, after torch has given up.
+
+        All ranks get the same text; it is empty if all ranks answer.
         """
         try:
             store = self._connect()
-            if self._first(store, "looks at the end"):
+            if self._first(store, "final probe"):
                 silent = self._without(store)[1]
                 text = self._stuck(store, silent) if silent else ""
                 self._ask(silent, final=True)
@@ -122,19 +130,18 @@ class Forming:
                 return text
             end = time.monotonic() + _OTHERS
             while not store.check(["end"]) and time.monotonic() < end:
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
             return str(store.get("end").decode()) if store.check(["end"]) else ""
         except (OSError, RuntimeError):
             return ""
 
     def _connect(self) -> Any:
-        """A request of torch's that waits holds its connection: nothing else comes through there
-        meanwhile.
-        """
+        """Open a second connection: a waiting request of torch's blocks the first one."""
         import torch.distributed as dist
 
         return SignedStore(
-            dist.PrefixStore("roll", another_connection(self._worker, self._number)), self._number
+            dist.PrefixStore("rendezvous", another_connection(self._worker, self._number)),
+            self._number,
         )
 
     def _first(self, store: Any, what: str) -> bool:
@@ -142,8 +149,8 @@ class Forming:
         return bool(store.compare_set(what, "", own).decode() == own)
 
     def _without(self, store: Any) -> tuple[list[int], list[int]]:
-        """Return the ranks that have no group, and those of them that do not answer."""
-        without = rendezvous.absent(store, self._worker, sign="formed")
+        """Return the ranks without the group, and those of them that do not answer."""
+        without = rendezvous.missing_ranks(store, self._worker, key="formed")
         return without, [rank for rank in without if not store.check([f"there{rank}"])]
 
     def _named(self, store: Any, ranks: list[int]) -> list[str]:
@@ -154,8 +161,8 @@ class Forming:
         ]
 
     def _stuck(self, store: Any, silent: list[int]) -> str:
-        return rendezvous.gone(
+        return rendezvous.describe_unresponsive(
             store,
             silent,
-            how="at the roll-call, and no answer while the process group is made: died, or stuck",
+            how="joined the rendezvous, no answer while the process group is made: dead or stuck",
         )

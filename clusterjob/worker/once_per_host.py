@@ -1,4 +1,4 @@
-"""Those who wait say so: of all processes of one machine that wait for the same, one speaks."""
+"""Print each waiting notice once per host."""
 
 from __future__ import annotations
 
@@ -9,62 +9,65 @@ import sys
 from collections.abc import Iterator
 
 _BACKLOG = 4096
-_others: set[str] = set()  # names under which another process of this user's was found
-_FIRST_NOTICE, _LATER_NOTICES = (
-    4.0,
-    30.0,
-)  # seconds before the first line that says who is missing, and between later ones
+_others: set[str] = set()  # socket names that another process of this user holds
+# Seconds before the first notice about missing ranks, and between later notices.
+_FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0
 
 
-def say(text: str) -> None:
-    """Write one line into stderr."""
+def print_line(text: str) -> None:
+    """Write one line to stderr."""
     print(f"clusterjob: {text}", file=sys.stderr, flush=True)
 
 
-def notices() -> Iterator[float]:
-    """Return when to say that one waits, in seconds from the beginning."""
+def notice_times() -> Iterator[float]:
+    """Yield the times at which to print a waiting notice, in seconds from the beginning."""
     due = _FIRST_NOTICE
     while True:
         yield due
         due += _LATER_NOTICES if due > _FIRST_NOTICE else _LATER_NOTICES - _FIRST_NOTICE
 
 
-def take_turn(subject: str) -> socket.socket | None:
-    """Return a sign that this process speaks, until it is closed or the process ends; None while
-    another one speaks.
+def lock_subject(subject: str) -> socket.socket | None:
+    """Take this host's lock for notices about a subject; None if another process holds it.
 
-    It is a Unix socket without a file (unix(7), "abstract"), whose name only one process of a
-    machine can have: whichever asks first, so that nobody is silent because a particular one, such
-    as local rank 0, is not there.
+    The lock is released when it is closed or the process ends. It is a Unix socket without a file
+    (unix(7), "abstract"), whose name only one process of a machine can have. The first process that
+    asks gets it: a fixed choice, such as local rank 0, may be missing.
 
     Args:
-        subject: what is spoken of.
+        subject: the subject of the notices.
     """
     import hashlib
 
-    name = f"\0clusterjob-speaks-{os.getuid()}-{hashlib.sha256(subject.encode(errors='surrogateescape')).hexdigest()[:32]}"
-    sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    name = (
+        f"\0clusterjob-notice-{os.getuid()}-"
+        f"{hashlib.sha256(subject.encode(errors='surrogateescape')).hexdigest()[:32]}"
+    )
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sign.bind(name)
-        sign.listen(_BACKLOG)
+        lock.bind(name)
+        lock.listen(_BACKLOG)
         _others.discard(name)
     except OSError:
         if name in _others or is_ours(name):
-            _others.add(name)  # asked once: a connection that nobody accepts stays in the backlog
-            sign.close()
+            # Connect only once: a connection that is never accepted stays in the backlog.
+            _others.add(name)
+            lock.close()
             return None
-    return sign
+    return lock
 
 
 def is_ours(name: str) -> bool:
-    """Return whether it is this user who listens under a name: anybody may take one. Where the
-    backlog is full, nobody knows.
+    """Return whether a process of this user listens on an abstract socket name.
+
+    Any user may take a name. The result is False if the backlog is full, because then the owner
+    cannot be found.
 
     Args:
-        name: an abstract one, with its leading zero byte.
+        name: an abstract socket name, with its leading zero byte.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a full backlog holds up a blocking connect for ever (unix(7))
+        probe.setblocking(False)  # a blocking connect to a full backlog never returns (unix(7))
         try:
             probe.connect(name)
         except OSError:

@@ -1,9 +1,8 @@
-"""The worker side of a preemption: how a training script learns that its job's end is near, and
-leaves to be queued again.
+"""Warn a training script of a preemption, and let it exit so that the job is requeued.
 
-The warning comes through a pipe of the agent that started this process. Where another launcher did,
-a file in the job's directory stands for it, looked at once a second; and so do the scheduler's own
-signals. `Context` offers what is here.
+The warning comes through a pipe of the agent that started this process. Under another launcher it
+is a file in the job's directory, which is polled once a second, or a signal of the scheduler.
+`Context` inherits from `Preemptible`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import os
 
 from clusterjob.worker import process
 
-# Not typing's: importing that costs as much as the rest of this module. Type checkers take the name
-# for theirs.
+# Importing typing costs as much as the rest of this module; type checkers accept any such name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,16 +21,15 @@ if TYPE_CHECKING:
 
     import torch
 
-_INTERVAL = 1.0  # seconds between two looks at what cannot be waited for
-_LEAVING = 5.0  # seconds for a process group whose other members may have gone already
-_FIRST_SIGNAL = 10  # above SIGRTMIN: the first few belong to libraries
-# CLUSTERJOB_WARNING_FD where there is no agent, and a scheduler signals each process of a job that
-# it warns.
+_INTERVAL = 1.0  # seconds between two polls of the warning file
+_LEAVING = 5.0  # seconds to leave a process group whose other members may be gone
+_FIRST_SIGNAL = 10  # offset from SIGRTMIN: libraries use the first real-time signals
+# Value of CLUSTERJOB_WARNING_FD without an agent: the scheduler signals each process of the job.
 BY_SIGNALS = "none"
 
 
 class Preemptible:
-    """The part of a `Context` by which a script lives with preemption."""
+    """The preemption methods of a `Context`."""
 
     local_rank: int
     device: torch.device
@@ -41,41 +38,42 @@ class Preemptible:
 
     @property
     def attempt(self) -> int:
-        """Which start of the job this is, from 0. Restarts of the workers alone do not count."""
+        """Number of this start of the job, from 0; restarts of the workers alone do not count."""
         from clusterjob.node import contract
 
         return contract.read_attempt(os.environ)
 
     @property
     def preempted(self) -> bool:
-        """Whether the job's end is near. Costs a few microseconds, so every step may ask.
+        """Whether the job has a preemption warning; each call costs a few microseconds.
 
-        Processes may see it at different steps. To leave together they have to agree:
+        Processes may see the warning at different steps. To leave together they have to agree:
         ``ctx.reduce(ctx.preempted, "max")``.
         """
         _watch.arm(self._pid)
-        return _watch.look()
+        return _watch.poll()
 
     def on_preempt(self, callback: Callable[[], object]) -> None:
-        """Have a function called, once, when the job's end is near; several are called in the order
-        in which they were given.
+        """Call a function once when the preemption warning comes.
 
-        It runs on the main thread as soon as that runs Python, in the middle of whatever it does: a
-        step may be half done. What it raises goes on from there, and may end the script. Given on
-        another thread, it runs on a thread of its own. Given after the warning, it runs at once.
+        Several functions are called in the order in which they were registered. A function runs on
+        the main thread as soon as that thread runs Python code, so a step may be half done. An
+        exception from it is raised at that point of the main thread and may end the script. A
+        function registered on another thread runs on a separate thread. A function registered after
+        the warning runs at once.
 
         Args:
-            callback: takes nothing.
+            callback: a function without arguments.
         """
         _watch.arm(self._pid)
         _watch.add(callback)
 
     def requeue(self) -> NoReturn:
-        """Leave in order that the job be queued again: leave the process group, then end with the
-        exit code 75.
+        """Leave the process group and exit with code 75, so that the job is requeued.
 
-        Every process calls it, once the checkpoint is safe. Those that fail because a peer has left
-        like this do not fail the job. Without a warning, 75 is a failure like any other.
+        Every process calls it after the checkpoint is saved. A process that fails because a peer
+        has left this way does not fail the job. Without a preemption warning, exit code 75 is an
+        ordinary failure.
 
         Raises:
             SystemExit: always.
@@ -88,16 +86,14 @@ class Preemptible:
         raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def _leave_soon(self) -> bool:
-        """Leave the process group; return False where collectives under way keep this process in
-        it.
-        """
+        """Leave the process group; return False if running collectives block this for 5 s."""
         import threading
 
         def leave() -> None:
             if self.device.type == "cuda":
                 import torch
 
-                torch.cuda.set_device(self.device)  # a thread starts at cuda:0
+                torch.cuda.set_device(self.device)  # a new thread's current device is cuda:0
             self._leave(False)
 
         thread = threading.Thread(target=leave, daemon=True, name="clusterjob-leave")
@@ -107,18 +103,22 @@ class Preemptible:
 
 
 def _announce(local_rank: int, exit_code: int) -> None:
-    """Tell the agent before the peers can feel it."""
+    """Report the exit to the agent before any peer can fail because of it."""
     from clusterjob.node.workers.report import report
 
     descriptor = process.report_pipe()
     if descriptor is not None:
-        report(descriptor, local_rank, message="left to be queued again", exit_code=exit_code)
+        report(
+            descriptor,
+            local_rank,
+            message="left to be queued again",
+            exit_code=exit_code,
+            kind="preempted",
+        )
 
 
 def _end_without_the_group(exit_code: int) -> None:
-    """Have the process end, once the script has, without waiting for the collectives of a group
-    that it cannot leave.
-    """
+    """End the process after the script, without waiting for collectives of a stuck group."""
     import atexit
 
     def end() -> None:
@@ -129,24 +129,24 @@ def _end_without_the_group(exit_code: int) -> None:
 
 
 def _ask(pipe: int, seconds: float) -> tuple[bool, bool]:
-    """Return (warned, being stopped), after waiting for either."""
+    """Return (warned, being stopped), after waiting up to `seconds` for either."""
     import select
 
-    poll = select.poll()  # one for each question: threads and signal handlers cannot share it
+    poll = select.poll()  # one per call: threads and signal handlers cannot share it
     poll.register(pipe, select.POLLIN)
     events = sum(event for _, event in poll.poll(seconds * 1000))
     return bool(events & select.POLLIN), bool(events & ~select.POLLIN)
 
 
 class _Watch:
-    """What this process knows of the warning, and whom it tells."""
+    """The preemption warning of this process: its sources and its callbacks."""
 
     def __init__(self) -> None:
-        self._ready = False  # whether it is known where a warning would come from
+        self._ready = False  # whether the sources of the warning are known
         self._armed = False
         self._seen = False
         self._terminated_once = False
-        self._pipe: int | None = None  # our agent's pipe, which nobody reads
+        self._pipe: int | None = None  # the agent's pipe, which is polled and never read
         self._takes_sigterm = False
         self._job_dir: Path | None = None
         self._marker: Path | None = None
@@ -154,18 +154,17 @@ class _Watch:
         self._callbacks: list[Callable[[], object]] = []  # for the main thread
         self._others: list[Callable[[], object]] = []
         self._calling = False
-        self._call_number = 0  # the signal by which the thread calls the main one
+        self._call_number = 0  # the signal by which the waiting thread interrupts the main thread
         self._thread: Any = None
 
-    # -- where a warning comes from --------------------------------------------------------------------------------------
+    # -- sources of the warning ------------------------------------------------------------------
 
     def arm(self, pid: int) -> None:
-        """Be ready for a warning, and keep the scheduler's signals from ending this process at
-        once.
+        """Find the sources of the warning, and handle the scheduler's signals.
 
         Args:
-            pid: the process whose place in the job it is. Its children keep their signals: SIGTERM
-                is how they are ended.
+            pid: pid of the process that called `init`. Its children keep their signal handlers:
+                SIGTERM ends them.
         """
         if self._armed:
             return
@@ -181,7 +180,7 @@ class _Watch:
             signal.signal(signal.SIGTERM, self._terminated)
         if (
             signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-        ):  # our agent and our scripts have it ignored
+        ):  # under the agent and the job scripts it is ignored
             signal.signal(signal.SIGUSR1, self._warned)
 
     def _find_sources(self) -> None:
@@ -196,7 +195,7 @@ class _Watch:
         named = os.environ.get(contract.WARNING_FD, "")
         descriptor, _, inode = named.partition(":")
         try:
-            # A child inherits the variable, and under this number perhaps a file of its own.
+            # A child inherits the variable, but may have another file under this number.
             if os.fstat(int(descriptor)).st_ino == int(inode):
                 self._pipe = int(descriptor)
         except (ValueError, OSError):
@@ -207,10 +206,8 @@ class _Watch:
             self._job_dir = Path(job_dir)
             self._marker = ends.warning_file(self._job_dir, contract.read_attempt(os.environ))
 
-    def look(self) -> bool:
-        """Return whether the warning has come. On the main thread the callbacks have been called
-        then.
-        """
+    def poll(self) -> bool:
+        """Return whether the warning has come; on the main thread, call the callbacks first."""
         if not self._seen:
             if self._pipe is not None:
                 self._seen = _ask(self._pipe, 0)[0]
@@ -232,11 +229,12 @@ class _Watch:
         self._next_look = moment + _INTERVAL
         return marker.exists()
 
-    # -- signals ---------------------------------------------------------------------------------------------------------
+    # -- signals ---------------------------------------------------------------------------------
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """Take the first SIGTERM for the scheduler's warning, unless the workers are being stopped;
-        the second one is meant.
+        """Treat the first SIGTERM as the scheduler's warning; end the process at the second.
+
+        While the workers are being stopped, the first SIGTERM ends the process too.
         """
         if self._terminated_once or self._is_stopped():
             import signal
@@ -269,21 +267,21 @@ class _Watch:
         self._callbacks.clear()
         self._others.clear()
 
-    # -- callbacks -------------------------------------------------------------------------------------------------------
+    # -- callbacks -------------------------------------------------------------------------------
 
     def add(self, callback: Callable[[], object]) -> None:
-        """Have a function called when the warning comes; now, if it has come."""
+        """Call a function when the warning comes, or now if it has come."""
         import threading
 
         if threading.current_thread() is threading.main_thread():
             self._callbacks.append(callback)
             self._call_number = self._call_number or self._free_signal()
-        elif self.look():
+        elif self.poll():
             callback()
             return
         else:
             self._others.append(callback)
-        if not self.look() and self._thread is None:
+        if not self.poll() and self._thread is None:
             self._thread = threading.Thread(
                 target=self._wait, daemon=True, name="clusterjob-warning"
             )
@@ -296,11 +294,11 @@ class _Watch:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._warned)
                 return number
-        raise RuntimeError("every real-time signal is taken")
+        raise RuntimeError("every real-time signal has a handler already")
 
     def _call(self) -> None:
         if self._calling:
-            return  # whoever calls goes on with the rest
+            return  # the running call continues with the remaining callbacks
         self._calling = True
         try:
             while self._callbacks:
@@ -309,14 +307,15 @@ class _Watch:
             self._calling = False
 
     def _wait(self) -> None:
-        """Wait for the warning on a thread of its own. A real signal, unlike a wish, also ends a
-        wait of the main thread.
+        """Wait for the warning on a thread, then interrupt the main thread with a signal.
+
+        Only a real signal also interrupts a blocking system call of the main thread.
         """
         import signal
         import threading
         import time
 
-        while not self.look():
+        while not self.poll():
             if self._pipe is None:
                 time.sleep(_INTERVAL)
             elif _ask(self._pipe, _INTERVAL) == (False, True):

@@ -1,4 +1,4 @@
-"""Which process of the job this is, from whatever started it, or a refusal in one line."""
+"""Determine this process's rank assignment from its environment or from init's arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import replace
 
-from clusterjob.errors import PlaceError, UsageError
+from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node import contract, environments
 from clusterjob.node.environments import Finding, openmpi_env, slurm_addresses, slurm_env, torch_env
 from clusterjob.node.environments.topology import Topology, Worker
@@ -14,42 +14,40 @@ from clusterjob.node.system import network
 from clusterjob.node.system.network import is_loopback
 from clusterjob.worker import siblings
 
-# Launchers that number their processes and say nothing of nodes: the processes count them when they
-# meet.
+# Launchers that give ranks but no nodes: the processes count the nodes in their rendezvous.
 NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))
 
 
-def find(by_hand: dict[str, str], *, checked: bool = True, timeout: float | None = None) -> Finding:
-    """Return where this process stands: a finding whose place is a `Worker`, or None for a world of
-    one.
+def find(given: dict[str, str], *, checked: bool = True, timeout: float | None = None) -> Finding:
+    """Return this process's rank assignment.
+
+    The place of the finding is a `Worker`, or None for a world of one.
 
     Args:
-        by_hand: what the script itself says, under torch's names.
-        checked: whether conflicts are raised; without, the place may be anything: the script's own
-            group knows better.
-        timeout: seconds to wait for rank 0, where only it can say where the others find it.
+        given: the assignment that the script gives to init, under torch's variable names.
+        checked: whether conflicts are raised. Without it the finding may be incomplete, because the
+            script's own process group decides.
+        timeout: seconds to wait for rank 0, if only rank 0 knows its address.
 
     Raises:
-        UsageError: half a place by hand.
-        PlaceError: the environment is half-set, contradictory, or a node's.
+        UsageError: rank or world_size is missing in `given`.
+        PlacementError: the environment is half-set, contradictory, or gives a node only.
     """
-    if by_hand and not {"RANK", "WORLD_SIZE"} <= by_hand.keys():
+    if given and not {"RANK", "WORLD_SIZE"} <= given.keys():
         raise UsageError(
-            f"init was given {', '.join(name.lower() for name in by_hand)}: a place by hand needs rank and world_size"
+            f"init was given {', '.join(name.lower() for name in given)}: "
+            "rank and world_size are both required"
         )
-    if (
-        by_hand.get("WORLD_SIZE") == "1"
-        and by_hand["RANK"] == by_hand.get("LOCAL_RANK", "0") == "0"
-    ):
+    if given.get("WORLD_SIZE") == "1" and given["RANK"] == given.get("LOCAL_RANK", "0") == "0":
         return Finding(source="arguments", place=None)
-    if checked and by_hand:
-        by_hand = _on_one_machine(_among_siblings(by_hand, timeout))
-    given = _local_rank_of_argv() | by_hand
-    # A place by hand is a process's, whatever else the environment speaks of.
+    if checked and given:
+        given = _on_one_machine(_among_siblings(given, timeout))
+    variables = _local_rank_of_argv() | given
+    # Given ranks are read as torch's variables; the rest of the environment does not count.
     finding = (
-        torch_env.read(os.environ | given)
-        if given
-        else environments.detect(environments.look(os.environ))
+        torch_env.read(os.environ | variables)
+        if variables
+        else environments.detect(environments.look_up(os.environ))
     )
     if not checked:
         return finding
@@ -67,63 +65,58 @@ def find(by_hand: dict[str, str], *, checked: bool = True, timeout: float | None
             else "train.py"
         )
         why = " (LOCAL_RANK is not set, so that RANK counts nodes)" if by_node else ""
-        raise PlaceError(
-            f"the environment ({finding.source}) gives the place of a node, not of a process{why}: "
-            f"a launcher has to start the processes, with `clusterjob launch {script}`",
-            "`clusterjob env` shows each variable and what was made of it",
+        raise PlacementError(
+            f"the environment ({finding.source}) gives a node rank, not a process rank{why}: "
+            f"start the processes with a launcher, such as `clusterjob launch {script}`",
+            "`clusterjob env` shows each variable and the detected environment",
         )
     _check_launcher(finding)
-    return Finding(source="arguments", place=finding.place) if by_hand else finding
+    return Finding(source="arguments", place=finding.place) if given else finding
 
 
-def _among_siblings(by_hand: dict[str, str], timeout: float | None) -> dict[str, str]:
-    """Return a place by hand with the rest of it, where it is that of one of multiprocessing's
-    processes, all of this machine.
-    """
+def _among_siblings(given: dict[str, str], timeout: float | None) -> dict[str, str]:
+    """Complete a given assignment if this is one of multiprocessing's processes on this machine."""
     addressed = {"MASTER_ADDR", "MASTER_PORT"} & (
-        by_hand.keys() | {name for name, value in os.environ.items() if value}
+        given.keys() | {name for name, value in os.environ.items() if value}
     )
-    rank, world_size = by_hand.get("RANK", ""), by_hand.get("WORLD_SIZE", "")
+    rank, world_size = given.get("RANK", ""), given.get("WORLD_SIZE", "")
     here = (
-        by_hand.get("LOCAL_RANK", rank) == rank
-        and by_hand.get("LOCAL_WORLD_SIZE", world_size) == world_size
+        given.get("LOCAL_RANK", rank) == rank
+        and given.get("LOCAL_WORLD_SIZE", world_size) == world_size
     )
-    if addressed or not here or not siblings.are_there():
-        return by_hand
+    if addressed or not here or not siblings.started_by_multiprocessing():
+        return given
     if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
-        return by_hand  # which is refused with its reason
-    return _all_here(by_hand) | {
+        return given  # torch_env refuses it with a reason
+    return _all_here(given) | {
         "MASTER_ADDR": siblings.ADDRESS,
-        "MASTER_PORT": str(siblings.meet(int(rank), timeout)),
+        "MASTER_PORT": str(siblings.find_port(int(rank), timeout)),
     }
 
 
-def _on_one_machine(by_hand: dict[str, str]) -> dict[str, str]:
-    """Return a place by hand with the rest of it, where all meet at an address that means each
-    machine itself: all are of this one.
+def _on_one_machine(given: dict[str, str]) -> dict[str, str]:
+    """Complete a given assignment if the master address is loopback.
+
+    All ranks are then on this machine.
     """
-    given = os.environ | by_hand
-    knows_more = given.get("LOCAL_RANK") or given.get("LOCAL_WORLD_SIZE")
-    return (
-        by_hand
-        if knows_more or not is_loopback(given.get("MASTER_ADDR", ""))
-        else _all_here(by_hand)
-    )
+    variables = os.environ | given
+    complete = variables.get("LOCAL_RANK") or variables.get("LOCAL_WORLD_SIZE")
+    if complete or not is_loopback(variables.get("MASTER_ADDR", "")):
+        return given
+    return _all_here(given)
 
 
-def _all_here(by_hand: dict[str, str]) -> dict[str, str]:
-    return by_hand | {
-        "LOCAL_RANK": by_hand["RANK"],
-        "LOCAL_WORLD_SIZE": by_hand["WORLD_SIZE"],
+def _all_here(given: dict[str, str]) -> dict[str, str]:
+    return given | {
+        "LOCAL_RANK": given["RANK"],
+        "LOCAL_WORLD_SIZE": given["WORLD_SIZE"],
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
     }
 
 
 def _check_launcher(finding: Finding) -> None:
-    """Refuse a master that is mpirun's own machine, where rank 0 is told to meet the others, if
-    rank 0 runs elsewhere.
-    """
+    """Refuse mpirun's own machine as the master address if rank 0 runs elsewhere."""
     worker = finding.place
     implied = finding.evidence.get("master_addr") == openmpi_env.LAUNCHER
     if (
@@ -132,21 +125,21 @@ def _check_launcher(finding: Finding) -> None:
         and worker.rank == 0
         and not network.is_own(worker.topology.master_addr)
     ):
-        raise PlaceError(
-            f"rank 0 does not run where mpirun does, at {worker.topology.master_addr}, and nothing says where the others find it",
-            "MASTER_ADDR names rank 0's machine: mpirun -x MASTER_ADDR=...",
+        raise PlacementError(
+            f"rank 0 does not run on mpirun's host {worker.topology.master_addr}, "
+            "and MASTER_ADDR is not set",
+            "set MASTER_ADDR to rank 0's machine: mpirun -x MASTER_ADDR=...",
         )
 
 
 def prepare(finding: Finding) -> None:
-    """Set, where the user has not, what makes torch's start quick and right: outside of our agents
-    nobody else has.
+    """Set environment defaults for torch that the user has not set, outside of our agents.
 
-    The interface and the patience of the resolver, and this process's share of the cores
-    (OMP_NUM_THREADS). All of it is inherited by what the process starts.
+    These are the network interface, the timeout of the resolver, and this process's share of the
+    cores (OMP_NUM_THREADS). Child processes inherit all of them.
 
     Args:
-        finding: this process's own.
+        finding: this process's rank assignment.
     """
     worker = finding.place
     if not isinstance(worker, Worker) or finding.source == "clusterjob":
@@ -154,16 +147,17 @@ def prepare(finding: Finding) -> None:
     topology = worker.topology
     threads = contract.thread_defaults(os.environ, worker.local_world_size, cpus_per_task=None)
     quiet = contract.quiet_defaults(os.environ, topology.master_addr, nnodes=topology.nnodes)
-    quiet.pop("PYTHONUNBUFFERED", None)  # it is too late for that
+    quiet.pop("PYTHONUNBUFFERED", None)  # the interpreter has read it already
     os.environ.update(quiet | threads)
     torch = sys.modules.get("torch")
-    if threads and torch is not None:  # which has read the variable when it was imported
+    if threads and torch is not None:  # torch has read the variable at its import
         torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))
 
 
 def _local_rank_of_argv() -> dict[str, str]:
-    """Return LOCAL_RANK from ``--local-rank=N``: torch.distributed.launch of older torch says it
-    there alone.
+    """Return LOCAL_RANK from ``--local-rank=N``, if it is not in the environment.
+
+    torch.distributed.launch of older torch gives it only there.
     """
     if os.environ.get("LOCAL_RANK") or not (
         os.environ.get("RANK") and os.environ.get("WORLD_SIZE")
@@ -177,9 +171,7 @@ def _local_rank_of_argv() -> dict[str, str]:
 
 
 def _alone_on_its_node(finding: Finding) -> Finding:
-    """Return a finding of Slurm's with what a process makes of it: a step's only task on its node
-    is a process of its own.
-    """
+    """Turn a Slurm node into a worker if it is the step's only task on its node."""
     place = finding.place
     if finding.source != slurm_env.SOURCE or place is None:
         return finding
@@ -188,5 +180,8 @@ def _alone_on_its_node(finding: Finding) -> Finding:
             return finding
         place = slurm_env.as_worker(place, os.environ)
     return replace(
-        finding, place=replace(place, topology=slurm_addresses.settle(place.topology, os.environ))
+        finding,
+        place=replace(
+            place, topology=slurm_addresses.resolve_master_address(place.topology, os.environ)
+        ),
     )

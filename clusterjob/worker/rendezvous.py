@@ -1,9 +1,8 @@
-"""The processes of a job find each other over torch's store, and whoever is missing, or does not
-belong, is named.
+"""Rendezvous of ranks over torch's store: check all ranks, and name missing or wrong ones.
 
-Each rank costs the store a few requests, whatever the size of the job: it compares itself with the
-first that came. Rank 0 alone looks at all. What torch would answer with a wait of half an hour, or
-with pages of C++ frames, is one line here: FIELD notes such as pytorch#41665 and nccl#1260.
+Each rank sends a few requests to the store for any size of the job: it compares its facts with
+those of the first rank that came. Only rank 0 reads the facts of all ranks. A fault gives one line
+here, where torch waits half an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
 """
 
 from __future__ import annotations
@@ -18,37 +17,35 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from clusterjob.errors import GangError
+from clusterjob.errors import RanksMissingError, RendezvousError
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.worker import once_per_host
 
-DEFAULT_TIMEOUT = 1800.0  # seconds, as torch's own for gloo
-_GRACE = 5.0  # seconds that the others give rank 0 beyond their own patience
-_FARTHEST_CLOCK = 60.0  # seconds between two hosts' clocks that nobody needs to hear of
-_QUICK = 3.0  # seconds in which a start that goes well is over
-_SHORTEST_PAUSE, _LONGEST_PAUSE = (
-    0.001,
-    0.01,
-)  # seconds between two looks of whoever oversees the roll-call
-_EAGER_PAUSE = 0.002  # ... while the start may still be a quick one: all wait for that one look
+DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
+_GRACE = 5.0  # seconds that the other ranks give rank 0 beyond their own timeout
+_FARTHEST_CLOCK = 60.0  # seconds between two hosts' clocks that are not reported
+_QUICK = 3.0  # seconds that a normal start takes at most
+# Seconds between two polls of the overseeing rank.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
+_EAGER_PAUSE = 0.002  # the longest pause during a normal start: all ranks wait for that poll
 _MOST_NAMED = 8
 _LONGEST_ANSWER = 4000
-_LONGEST_NAME = 300  # characters of what another process says of itself
-Ask = Callable[..., None]  # (missing ranks, final=whether one gives up)
+_LONGEST_NAME = 300  # characters of a text that another process wrote
+Ask = Callable[..., None]  # (missing ranks, final=whether the caller gives up)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process says of itself when the roll is called.
+    """The facts that a process writes to the store in the rendezvous.
 
     Attributes:
-        rank: its own.
-        host, pid, boot: which process of which machine it is.
-        world_size: how many processes it counts.
-        job: which job it thinks it is of; empty where nothing says.
-        versions: torch's and the backend's.
+        rank: its rank.
+        host, pid, boot: its host name, its pid, and the boot id of its machine.
+        world_size: its world size.
+        job: its job id; empty if it is unknown.
+        versions: versions of torch and of the backend.
         gpu: the UUID of its GPU; empty without one.
         time: its machine's clock, in seconds since 1970.
     """
@@ -65,10 +62,10 @@ class Facts:
 
     @classmethod
     def of(cls, data: bytes) -> Facts:
-        """Read what another process has left in the store; nothing of it moves a terminal's cursor.
+        """Parse the facts of another process; texts are made safe to show on a terminal.
 
         Raises:
-            GangError: it is not what our processes leave there.
+            RendezvousError: the data is not what our processes write.
         """
         try:
             fields = json.loads(data)
@@ -78,30 +75,30 @@ class Facts:
                 return cls(**fields | {"time": float(fields["time"])})
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             pass
-        raise GangError(
-            "torch's store holds what no process of a job leaves there",
+        raise RendezvousError(
+            "torch's store holds a value that no process of a job writes",
             "another program uses MASTER_ADDR:MASTER_PORT",
         )
 
     def data(self) -> str:
-        """Return what `of` reads."""
+        """Return the facts in the format that `of` parses."""
         return json.dumps(asdict(self))
 
     def process(self) -> str:
-        """Return which process it is, for people."""
+        """Return the process's host and pid as text."""
         return f"{self.host} (pid {self.pid})"
 
     def is_same_process(self, other: Facts) -> bool:
-        """Return whether both were said by one process."""
+        """Return whether both are facts of the same process."""
         return (self.host, self.pid, self.boot) == (other.host, other.pid, other.boot)
 
 
 @dataclass(frozen=True)
-class Roll:
-    """What rank 0 has found once all were there.
+class Rendezvous:
+    """The result of a rendezvous in which all ranks joined.
 
     Attributes:
-        nodes: the index of the machine of each rank, in the order of their first ranks.
+        nodes: the index of each rank's machine; machines are ordered by their lowest rank.
     """
 
     nodes: Sequence[int]
@@ -111,9 +108,9 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
     """Return this process's facts.
 
     Args:
-        worker: its place.
+        worker: its rank assignment.
         device: its torch device.
-        backend: the backend of the process group to come.
+        backend: the backend of the process group that will be made.
     """
     import torch
 
@@ -123,7 +120,7 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
         gpu = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
         if backend == "nccl":
             versions += f" with NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    # Whoever sets ranks by hand may well join two allocations of Slurm's; its own steps are of one.
+    # Ranks set manually may span two Slurm allocations; the ranks of one srun step never do.
     own_name = "SLURM_JOB_ID" if worker.topology.source == "slurm" else "TORCHELASTIC_RUN_ID"
     job = os.environ.get("CLUSTERJOB_JOB_ID") or os.environ.get(own_name) or ""
     host, boot = socket.gethostname(), processes.boot_id() or ""
@@ -142,7 +139,7 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
 
 @dataclass(frozen=True)
 class _Call:
-    """One process's part of a roll-call: the arguments of `call`."""
+    """One process's part of a rendezvous: the arguments of `call`."""
 
     store: Any
     worker: Worker
@@ -151,25 +148,25 @@ class _Call:
     ask: Ask
 
 
-def call(
+def join(
     store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool, ask: Ask | None = None
-) -> Roll:
-    """Return once all processes are there.
+) -> Rendezvous:
+    """Wait until all ranks have joined the rendezvous.
 
     Args:
-        store: a corner of torch's store that is this process group's alone.
-        worker: this process's place.
-        own: what it says of itself.
-        timeout: seconds to wait for the others.
-        started: whether a launcher on each node has started all of them, so that whoever is missing
-            has only not come so far.
-        ask: told the missing ranks, and whether this is the end, whenever this process says that it
-            waits for them.
+        store: a prefix of torch's store for this process group only.
+        worker: this process's rank assignment.
+        own: this process's facts.
+        timeout: seconds to wait for the other ranks.
+        started: whether a launcher on each node has started all ranks, so that a missing rank is
+            running but has not called init().
+        ask: called with the missing ranks, and with whether this process gives up, each time this
+            process reports that it waits for them.
 
     Raises:
-        GangError: somebody is missing, twice there, of another job, or of another version; all
-            processes hear the same, and whoever does not belong is refused without waiting for
-            those who are missing.
+        RendezvousError: a rank is missing, claimed twice, of another job, or has other versions.
+            All ranks get the same message. A wrong rank is refused at once, without waiting for
+            missing ranks.
     """
     mine = _Call(store, worker, own=own, started=started, ask=ask or _ask_nobody)
     try:
@@ -179,38 +176,38 @@ def call(
         if not answer["refused"]:
             ahead = time.time() - float(answer["time"])
             if abs(ahead) > _FARTHEST_CLOCK and worker.rank:
-                _tell_clock(
+                _report_clock(
                     store,
                     own,
                     how=f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
                 )
-            return Roll(answer["nodes"])
+            return Rendezvous(answer["nodes"])
         if worker.rank == 0:
-            _await_hearing(store, worker)
+            _await_readers(store, worker)
         else:
             with contextlib.suppress(
                 RuntimeError
-            ):  # the answer is known, and the store may be gone with rank 0
+            ):  # this rank has the answer; the store may have ended with rank 0
                 store.add("heard", 1)
     except RuntimeError as error:  # torch's DistError is one
-        raise GangError(
-            f"{who(own)} was at the roll-call, and rank 0 does not end it: {_first(error)}"
+        raise RanksMissingError(
+            f"{who(own)} has joined, and rank 0 does not end the rendezvous: {_first(error)}"
         ) from error
-    raise GangError(
+    kind = RanksMissingError if answer.get("timed_out") else RendezvousError
+    raise kind(
         sanitize(str(answer["refused"]))[:_LONGEST_ANSWER],
         sanitize(str(answer["hint"]))[:_LONGEST_ANSWER],
     )
 
 
 def _enter(call: _Call) -> bool:
-    """Leave this process's facts in the store, and see whether they agree with those of the first
-    that came.
+    """Write this process's facts to the store and compare them with those of the first rank.
 
     Returns:
         Whether this process is the first.
 
     Raises:
-        GangError: another process has come as this rank.
+        RendezvousError: another process has joined as this rank.
     """
     store, own = call.store, call.own
     data = own.data()
@@ -219,9 +216,9 @@ def _enter(call: _Call) -> bool:
         refused = f"rank {own.rank} is claimed twice: by {holder.process()} and by {own.process()}"
         hint = "two processes have the same RANK, or two jobs the same MASTER_PORT"
         _answer(store, refused, hint=hint)
-        raise GangError(refused, hint)
+        raise RendezvousError(refused, hint)
     if holder != own:
-        return False  # it tries again
+        return False  # the same process joins a second time
     first = Facts.of(store.compare_set("first", "", data))
     refused, hint = disagreement(own, first)
     if own.gpu and not refused:
@@ -233,22 +230,23 @@ def _enter(call: _Call) -> bool:
             )
     if refused:
         _answer(store, refused, hint=hint)
-    if first.time - own.time > _FARTHEST_CLOCK:  # the other way round it may only have come later
+    if first.time - own.time > _FARTHEST_CLOCK:  # a later time may only mean a later start
         off = f"at least {first.time - own.time:.0f} s"
         if own.rank == 0:
-            _tell_clock(store, first, how=f"{off} ahead of rank 0's")
+            _report_clock(store, first, how=f"{off} ahead of rank 0's")
         else:
-            _tell_clock(store, own, how=f"{off} behind {_whose(first)}")
-    # Whoever is refused has said so before it is counted: nobody then takes the number for a full
-    # house.
+            _report_clock(store, own, how=f"{off} behind {_whose(first)}")
+    # A refused rank writes the refusal before it is counted, so that a full count implies no
+    # refusal is missing.
     if store.add("count", 1) == own.world_size:
         store.set("full", "")
     return first == own
 
 
 def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
-    """Return in one line why two processes cannot be of one job, and a hint; empty if they can. It
-    is the same for both.
+    """Return why two processes cannot be of one job, and a hint; both empty if they can.
+
+    The result is the same in both processes.
     """
     if own.rank < first.rank:
         own, first = first, own
@@ -259,7 +257,10 @@ def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
         )
     if own.job != first.job:
         return (
-            f"{who(own)} is of job {own.job or '(unnamed)'}, {who(first)} of job {first.job or '(unnamed)'}",
+            (
+                f"{who(own)} is of job {own.job or '(unnamed)'}, "
+                f"{who(first)} of job {first.job or '(unnamed)'}"
+            ),
             "two jobs have the same MASTER_ADDR and MASTER_PORT: one of them needs another port",
         )
     if own.versions != first.versions:
@@ -271,19 +272,20 @@ def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
 
 
 def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
-    """Wait for the answer to all. Rank 0 gives it; while rank 0 itself is missing, the first that
-    came oversees in its place.
+    """Wait for the answer to all ranks, and give it if this process oversees the rendezvous.
 
-    A wait of torch's that times out writes two lines of C++ into stderr and hears no Ctrl-C. So the
-    others wait by it as long as a good start takes and no longer: whoever oversees ends that wait
-    in time, and from then on each looks now and then.
+    Rank 0 gives the answer. While rank 0 is missing, the first rank that came oversees.
+
+    torch's store.wait() prints two lines of C++ to stderr when it times out, and ignores Ctrl-C.
+    So the other ranks use it only as long as a normal start takes. The overseeing rank ends that
+    wait before its timeout, and from then on each rank polls.
 
     Raises:
-        GangError: nobody oversees, and nothing is heard of rank 0.
-        RuntimeError: torch's own, when the store is gone.
+        RendezvousError: no rank oversees, and rank 0 does not answer.
+        RuntimeError: torch's error, if the store is gone.
     """
     store, worker = call.store, call.worker
-    notices = once_per_host.notices()
+    notices = once_per_host.notice_times()
     begin = time.monotonic()
     due, pause = next(notices), _SHORTEST_PAUSE
     longest = _LONGEST_PAUSE if oversees else _idle_pause(worker.world_size)
@@ -300,145 +302,169 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
         waited = time.monotonic() - begin
         if oversees and all_wait and waited > _QUICK:
             all_wait = False
-            store.set("look", "")
+            store.set("end_wait", "")
         if waited > min(due, timeout):
             in_charge = worker.rank == 0 or (oversees and not store.check(["rank0"]))
             if in_charge and waited > timeout:
-                missing = absent(store, worker)
+                missing = missing_ranks(store, worker)
                 call.ask(missing, final=True)
-                _answer(store, f"{_missing(call, missing)}; gave up after {waited:.0f} s")
+                text = f"{_missing(call, missing)}; gave up after {waited:.0f} s"
+                _answer(store, text, timed_out=True)
                 return
             if waited > timeout + _GRACE:
-                raise GangError(
-                    f"{who(call.own)} was at the roll-call, and rank 0 does not end it; gave up after {waited:.0f} s"
+                raise RanksMissingError(
+                    f"{who(call.own)} has joined, and rank 0 does not end the rendezvous; "
+                    f"gave up after {waited:.0f} s"
                 )
             if waited > due:
                 due = next(notices)
                 if in_charge:
-                    _say_missing(call, waited)
+                    _print_missing(call, waited)
         time.sleep(pause)
         pause = min(_EAGER_PAUSE if oversees and waited < _QUICK else longest, pause * 1.5)
 
 
-def _await_good_start(store: Any, patience: float) -> None:
-    """Wait, some seconds (patience) at most, until the start is over or no good one; RuntimeError,
-    torch's own, if the store goes.
+def _await_good_start(store: Any, seconds: float) -> None:
+    """Wait until a normal start is over or the overseeing rank ends the wait.
+
+    Args:
+        store: the store of the rendezvous.
+        seconds: the longest wait.
+
+    Raises:
+        RuntimeError: torch's error, if the store is gone.
     """
     begin = time.monotonic()
     try:
-        store.wait(["look"], timedelta(seconds=patience))
+        store.wait(["end_wait"], timedelta(seconds=seconds))
     except RuntimeError:
-        if time.monotonic() - begin < patience - _LONGEST_PAUSE:
+        if time.monotonic() - begin < seconds - _LONGEST_PAUSE:
             raise  # the store is gone
 
 
-def _answer_all(call: _Call, patience: float) -> None:
-    """Give rank 0's answer once all have come: after a start that took long all have to say so
-    again, in the seconds that are left.
+def _answer_all(call: _Call, seconds: float) -> None:
+    """Give rank 0's answer once all ranks have joined.
+
+    After a slow start, all ranks first have to confirm within the remaining seconds.
     """
     store, ranks = call.store, range(call.worker.world_size)
     everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in ranks])]
     took = max(each.time for each in everybody) - min(each.time for each in everybody)
-    if store.check(["look"]) or took > _QUICK:  # a clock that is off costs a question more
-        _call_again(call, patience)
+    if store.check(["end_wait"]) or took > _QUICK:  # wrong clocks only cause one more confirmation
+        _call_again(call, seconds)
     _answer(store, nodes=_machines(everybody))
 
 
-def _call_again(call: _Call, patience: float) -> None:
-    """Wait until all have said once more that they are there: where the last came late, others may
-    have gone meanwhile.
+def _call_again(call: _Call, seconds: float) -> None:
+    """Wait until all ranks have confirmed: if the last rank came late, others may have died.
 
-    torch would wait for them without a word. Who does not answer is named, and refused in the end,
-    as whoever never came.
+    torch would wait for them silently. A rank that does not answer is named, and at the timeout the
+    rendezvous fails as for a missing rank.
 
     Args:
         call: rank 0's part.
-        patience: seconds, of which the others have as many as they need to look.
+        seconds: seconds to wait; at least as long as the other ranks need for one poll.
     """
     store, worker = call.store, call.worker
-    begin, notices = time.monotonic(), once_per_host.notices()
-    due, patience = next(notices), max(patience, _GRACE / 2)
+    begin, notices = time.monotonic(), once_per_host.notice_times()
+    due, seconds = next(notices), max(seconds, _GRACE / 2)
     store.set("again", "")
-    store.set("look", "")
+    store.set("end_wait", "")
     _repeat(call)
     while store.add("repeated", 0) < worker.world_size and not store.check(["go"]):
         waited = time.monotonic() - begin
-        if waited > min(due, patience):
-            silent = absent(store, worker, sign="again")
+        if waited > min(due, seconds):
+            silent = missing_ranks(store, worker, key="again")
             if not silent:
-                return  # the last is between its sign and its count
-            call.ask(silent, final=waited > patience)
-            text = gone(
-                store, silent, how="at the roll-call before, and no answer now: died, or stuck"
+                return  # the last rank has written its key and not yet increased the count
+            call.ask(silent, final=waited > seconds)
+            text = describe_unresponsive(
+                store, silent, how="joined the rendezvous, no answer since: dead or stuck"
             )
-            if waited > patience:
-                _answer(store, f"{text}; gave up after {waited:.0f} s")
+            if waited > seconds:
+                _answer(store, f"{text}; gave up after {waited:.0f} s", timed_out=True)
                 return
             due = next(notices)
-            once_per_host.say(f"{text}; {waited:.0f} s so far")
+            once_per_host.print_line(f"{text}; {waited:.0f} s so far")
         time.sleep(_LONGEST_PAUSE)
 
 
 def _repeat(call: _Call) -> None:
-    """Say once more that this process is there."""
+    """Confirm that this process is still alive."""
     call.store.set(f"again{call.own.rank}", "")
     call.store.add("repeated", 1)
 
 
 def _idle_pause(world_size: int) -> float:
-    """Return the seconds between two looks of a rank that does not oversee: the store answers some
-    thousands a second.
+    """Return the seconds between two polls of a rank that does not oversee.
+
+    The store answers some thousands of requests a second.
     """
     return min(1.0, max(0.25, world_size / 4096))
 
 
-def _answer(store: Any, refused: str = "", hint: str = "", nodes: Sequence[int] = ()) -> None:
-    """Give the answer to all, unless one was given before."""
-    store.compare_set(
-        "go",
-        "",
-        json.dumps({"refused": refused, "hint": hint, "time": time.time(), "nodes": nodes}),
-    )
-    store.set("look", "")
+def _answer(
+    store: Any,
+    refused: str = "",
+    *,
+    hint: str = "",
+    nodes: Sequence[int] = (),
+    timed_out: bool = False,
+) -> None:
+    """Give the answer to all ranks, unless one was given before.
+
+    Args:
+        store: the store of the rendezvous.
+        refused: why the rendezvous fails; empty if it succeeds.
+        hint: advice for the user.
+        nodes: the index of each rank's machine.
+        timed_out: whether it fails because ranks are missing.
+    """
+    answer = {
+        "refused": refused,
+        "hint": hint,
+        "time": time.time(),
+        "nodes": nodes,
+        "timed_out": timed_out,
+    }
+    store.compare_set("go", "", json.dumps(answer))
+    store.set("end_wait", "")
 
 
 def _machines(everybody: Sequence[Facts]) -> list[int]:
-    """Return the index of each process's machine, in the order in which they come."""
+    """Return the index of each process's machine, in order of first appearance."""
     machines = list(dict.fromkeys((each.host, each.boot) for each in everybody))
     index = {machine: number for number, machine in enumerate(machines)}
     return [index[each.host, each.boot] for each in everybody]
 
 
-def _await_hearing(store: Any, worker: Worker) -> None:
-    """Let those who are there hear why it ends before the store ends with this process."""
+def _await_readers(store: Any, worker: Worker) -> None:
+    """Wait until the joined ranks have read the refusal: the store ends with this process."""
     end = time.monotonic() + _GRACE / 5
-    # Who is refused says so before it adds itself to the count.
-    others = worker.world_size - len(absent(store, worker)) - 1
+    others = worker.world_size - len(missing_ranks(store, worker)) - 1
     while store.add("heard", 0) < others and time.monotonic() < end:
         time.sleep(_LONGEST_PAUSE)
 
 
-def _say_missing(call: _Call, waited: float) -> None:
-    missing = absent(call.store, call.worker)
-    once_per_host.say(f"{_missing(call, missing)}; {waited:.0f} s so far")
+def _print_missing(call: _Call, waited: float) -> None:
+    missing = missing_ranks(call.store, call.worker)
+    once_per_host.print_line(f"{_missing(call, missing)}; {waited:.0f} s so far")
     call.ask(missing, final=False)
     there = [f"rank{rank}" for rank in set(range(call.worker.world_size)).difference(missing)]
     now = time.time()
     for each in map(Facts.of, call.store.multi_get(there)):
-        if each.time - now > _FARTHEST_CLOCK:  # it has come before now
-            _tell_clock(
+        if each.time - now > _FARTHEST_CLOCK:  # it joined in the past, so its clock is ahead
+            _report_clock(
                 call.store,
                 each,
                 how=f"at least {each.time - now:.0f} s ahead of {_whose(call.own)}",
             )
 
 
-def _tell_clock(store: Any, of: Facts, how: str) -> None:
-    """Say that the clock of a process's machine is off, once for the machine; of many machines
-    some.
-    """
+def _report_clock(store: Any, of: Facts, how: str) -> None:
+    """Print that a machine's clock is off, once per machine and for at most `_MOST_NAMED`."""
     if store.add(f"clock {of.host} {of.boot}", 1) == 1 and store.add("clocks", 1) <= _MOST_NAMED:
-        once_per_host.say(f"the clock of {of.process()}, rank {of.rank}, is {how}")
+        once_per_host.print_line(f"the clock of {of.process()}, rank {of.rank}, is {how}")
 
 
 def _whose(facts: Facts) -> str:
@@ -446,24 +472,24 @@ def _whose(facts: Facts) -> str:
 
 
 def who(facts: Facts) -> str:
-    """Return which rank it is, in which process."""
+    """Return a rank with its host and pid, as text."""
     return f"rank {facts.rank} on {facts.process()}"
 
 
-def absent(store: Any, worker: Worker, sign: str = "rank") -> list[int]:
-    """Return the ranks that have not left a sign in the corner of the store."""
-    return [rank for rank in range(worker.world_size) if not store.check([f"{sign}{rank}"])]
+def missing_ranks(store: Any, worker: Worker, key: str = "rank") -> list[int]:
+    """Return the ranks that have not written the key `key` + rank to the store."""
+    return [rank for rank in range(worker.world_size) if not store.check([f"{key}{rank}"])]
 
 
-def gone(store: Any, ranks: list[int], how: str) -> str:
-    """Return who was there and does not answer any more, and how."""
+def describe_unresponsive(store: Any, ranks: list[int], how: str) -> str:
+    """Return a text about ranks that joined and do not answer any more."""
     known = store.multi_get([f"rank{rank}" for rank in ranks[:_MOST_NAMED]])
     named = [f"{each.rank} on {each.process()}" for each in map(Facts.of, known)]
     return f"{_waiting_for(ranks, named)}: {how}"
 
 
 def _missing(call: _Call, missing: list[int]) -> str:
-    """Return who is missing, and what is known of them."""
+    """Return a text about missing ranks: their nodes, hosts and probable state."""
     store, worker = call.store, call.worker
     size = max(1, worker.local_world_size)
     hosts: dict[int, str] = {}
@@ -482,7 +508,7 @@ def _missing(call: _Call, missing: list[int]) -> str:
     known = (
         "started, and not yet at init()"
         if call.started
-        else "not heard of: not started, or still importing"
+        else "not seen yet: not started, or still importing"
     )
     return f"{_waiting_for(missing, named)}: {known}"
 
@@ -493,7 +519,7 @@ def _waiting_for(ranks: list[int], named: list[str]) -> str:
 
 
 def _ask_nobody(_missing: list[int], *, final: bool) -> None:
-    """Leave it at that: no agent of ours looks after the processes."""
+    """Do nothing: no agent of ours runs these processes."""
 
 
 def _first(error: BaseException) -> str:

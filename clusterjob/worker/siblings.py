@@ -1,11 +1,10 @@
-"""Processes that one parent has started by multiprocessing find each other without being told an
-address.
+"""Find rank 0 without an address among the multiprocessing children of one parent.
 
-Rank 0 has the kernel choose a port of the loopback interface and listens on it from that moment on:
-nobody else can take it. The port is in the name of a Unix socket without a file (unix(7),
-"abstract"), which ends with the process. The name begins and ends with what the parent's children
-alone can compute: they have inherited multiprocessing's key. Nobody connects to that socket:
-whoever has filled its backlog would hold everybody up.
+Rank 0 listens on a loopback port that the kernel chooses, so that no other process can take it. It
+publishes the port in the name of a Unix socket without a file (unix(7), "abstract"), which ends
+with the process. The name's prefix and suffix are codes that only the parent's children can
+compute: they have inherited multiprocessing's key. No process connects to that socket, because
+another user who fills its backlog would block all of them.
 """
 
 from __future__ import annotations
@@ -16,47 +15,45 @@ import socket
 import sys
 import time
 
-from clusterjob.errors import GangError
+from clusterjob.errors import RendezvousError
 from clusterjob.worker import once_per_host
 
 ADDRESS = "127.0.0.1"
-_PATIENCE = 1800.0  # seconds, as torch's own for gloo
+_TIMEOUT = 1800.0  # seconds, torch's default for gloo
 _PAUSE = 0.01
 _BACKLOG = 4096
-_held: dict[int, socket.socket] = {}  # rank 0's: port -> a listener that nobody has taken over
+_held: dict[int, socket.socket] = {}  # on rank 0: port -> a listener that is not taken over yet
 _signs: list[socket.socket] = []
 _rounds = itertools.count()
 
 
-def are_there() -> bool:
-    """Return whether this process was started by multiprocessing, or by what stands on it, such as
-    torch.multiprocessing.
-    """
+def started_by_multiprocessing() -> bool:
+    """Return whether multiprocessing, or a package based on it, started this process."""
     multiprocessing = sys.modules.get("multiprocessing")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
-def meet(rank: int, timeout: float | None = None) -> int:
+def find_port(rank: int, timeout: float | None = None) -> int:
     """Return the port at which rank 0 listens.
 
     Args:
-        rank: this process's.
-        timeout: seconds to wait for rank 0.
+        rank: this process's rank.
+        timeout: seconds to wait for rank 0; None for 1800.
 
     Raises:
-        GangError: rank 0 does not come, or is there already.
+        RendezvousError: rank 0 does not come, or another rank 0 of the same parent listens already.
     """
     prefix = _prefix(next(_rounds))
-    return _listen(prefix) if rank == 0 else _find(prefix, rank, patience=timeout or _PATIENCE)
+    return _listen(prefix) if rank == 0 else _find(prefix, rank, seconds=timeout or _TIMEOUT)
 
 
 def take_listener(port: int) -> socket.socket | None:
-    """Return the listener that `meet` has made on this port, which is the caller's from now on."""
+    """Return the listener that `meet` has made on this port; the caller owns it afterwards."""
     return _held.pop(port, None)
 
 
-def part() -> None:
-    """Take down the sign that leads to rank 0: all have met, or have failed to."""
+def close() -> None:
+    """Close rank 0's Unix sockets and unused listeners after the rendezvous has ended."""
     while _signs:
         _signs.pop().close()
     while _held:
@@ -68,7 +65,7 @@ def _prefix(number: int) -> str:
 
 
 def _code(text: str) -> str:
-    """Return what the parent's children alone can make of a text."""
+    """Return a code of a text that only the parent's children can compute."""
     import hashlib
     import hmac
     import multiprocessing
@@ -79,8 +76,9 @@ def _code(text: str) -> str:
 
 def _listen(prefix: str) -> int:
     if _found(prefix):
-        raise GangError(
-            "another rank 0 of the same parent waits for its processes: two groups at once need addresses",
+        raise RendezvousError(
+            "another rank 0 of the same parent waits for its processes: "
+            "two groups at once need addresses",
             "give init() a master_addr and a master_port",
         )
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -89,15 +87,15 @@ def _listen(prefix: str) -> int:
     port = int(listener.getsockname()[1])
     sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sign.bind(f"\0{_sign(prefix, port)}")
-    sign.listen()  # only a socket that listens is sure to be listed
+    sign.listen()  # /proc/net/unix always lists a listening socket
     _held[port] = listener
     _signs.append(sign)
     return port
 
 
-def _find(prefix: str, rank: int, patience: float) -> int:
+def _find(prefix: str, rank: int, seconds: float) -> int:
     begin = time.monotonic()
-    notices = once_per_host.notices()
+    notices = once_per_host.notice_times()
     due = next(notices)
     turn = None
     try:
@@ -106,16 +104,18 @@ def _find(prefix: str, rank: int, patience: float) -> int:
                 if _is_ours(port):
                     return port
             waited = time.monotonic() - begin
-            if waited > patience:
-                raise GangError(
-                    f"rank {rank} has not heard of rank 0 among its parent's processes; gave up after {waited:.0f} s"
+            if waited > seconds:
+                raise RendezvousError(
+                    f"rank {rank} has not found rank 0 among its parent's processes; "
+                    f"gave up after {waited:.0f} s"
                 )
             if waited > due:
                 due = next(notices)
-                turn = turn or once_per_host.take_turn(prefix)
+                turn = turn or once_per_host.lock_subject(prefix)
                 if turn:
-                    once_per_host.say(
-                        f"rank {rank} waits for rank 0 among its parent's processes; {waited:.0f} s so far"
+                    once_per_host.print_line(
+                        f"rank {rank} waits for rank 0 among its parent's processes; "
+                        f"{waited:.0f} s so far"
                     )
             time.sleep(_PAUSE)
     finally:
@@ -125,9 +125,8 @@ def _find(prefix: str, rank: int, patience: float) -> int:
 
 def _found(prefix: str) -> list[int]:
     with open("/proc/net/unix", encoding="ascii", errors="replace") as table:
-        names = [
-            words[-1] for words in map(str.split, table) if words
-        ]  # a name may hold newlines, and anybody may bind one
+        # Any user may bind a name, and a name may contain newlines.
+        names = [words[-1] for words in map(str.split, table) if words]
     ports = [
         name[len(prefix) + 1 :].partition("-")[0] for name in names if name.startswith(f"@{prefix}")
     ]
@@ -140,9 +139,7 @@ def _sign(prefix: str, port: int) -> str:
 
 
 def _is_ours(port: int) -> bool:
-    """Return whether it is this user who listens there: the name of one that has ended may be
-    anybody's.
-    """
+    """Return whether this user listens on the port: another user may reuse an old socket name."""
     address = f"{int.from_bytes(socket.inet_aton(ADDRESS), sys.byteorder):08X}:{port:04X}"
     with open("/proc/net/tcp", encoding="ascii") as table:
         rows = [line.split() for line in table]

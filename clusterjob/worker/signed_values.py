@@ -1,8 +1,7 @@
-"""What ranks leave in torch's store for each other, signed with the job's key: the store itself
-lets anybody write anything.
+"""Sign the values that ranks write to torch's store, with the job's key.
 
-Processes that our agents start have a key (CLUSTERJOB_STORE_KEY). Under other launchers there is
-none, and values stay as they are.
+torch's store lets any client write any value. Processes that our agents start have a key
+(CLUSTERJOB_STORE_KEY). Under other launchers there is no key, and values are not signed.
 """
 
 from __future__ import annotations
@@ -11,20 +10,21 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from clusterjob.errors import GangError
+from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 
-_LENGTH = 64  # of a signature
+_LENGTH = 64  # characters of a signature
 
 
 class SignedStore:
-    """A corner of torch's store in which each value carries a signature of itself, its key and its
-    group.
+    """A prefix of torch's store in which each value carries a signature.
+
+    A signature covers the value, its key and the index of its group.
 
     Args:
-        store: the corner.
-        number: which of the groups over this store it is for, from 0: what one group has left is
-            none of the next.
+        store: the prefix store.
+        number: index of the group among the groups over this store, from 0. The next group does
+            not accept the values of this one.
     """
 
     def __init__(self, store: Any, number: int) -> None:
@@ -33,17 +33,17 @@ class SignedStore:
         self._key = os.environ.get(contract.STORE_KEY, "").encode()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)  # add, check, wait: numbers and whether a key is there
+        return getattr(self._store, name)  # add, check, wait: counters and existence, no values
 
     def set(self, name: str, value: str) -> None:
-        """Leave a value."""
+        """Write a signed value."""
         self._store.set(name, self._sign(name, value))
 
     def get(self, name: str) -> bytes:
         """Return a value.
 
         Raises:
-            GangError: no process of this job has written it.
+            RendezvousError: the signature is wrong: no process of this job has written the value.
         """
         return self._check(name, self._store.get(name))
 
@@ -55,7 +55,7 @@ class SignedStore:
         ]
 
     def compare_set(self, name: str, expected: str, value: str) -> bytes:
-        """Leave a value if there is none; return the one that is there. Raises as `get` does."""
+        """Write a value if there is none, and return the stored value; raises as `get` does."""
         assert not expected
         return self._check(name, self._store.compare_set(name, "", self._sign(name, value)))
 
@@ -75,8 +75,9 @@ class SignedStore:
         import hmac
 
         if not hmac.compare_digest(value[:_LENGTH], self._signature(name, value[_LENGTH:])):
-            raise GangError(
+            raise RendezvousError(
                 f"{name!r} in torch's store was written by no process of this job",
-                "another program writes to MASTER_ADDR:MASTER_PORT; see who is connected there: ss -tnp",
+                "another program writes to MASTER_ADDR:MASTER_PORT; "
+                "`ss -tnp` shows who is connected there",
             )
         return value[_LENGTH:]

@@ -1,5 +1,6 @@
-"""The queue `tinyq` as a cluster: how a platform with a submit command becomes a backend.
-docs/backends.md goes through it.
+"""An example of a backend for a platform with a submit command, here the queue `tinyq`.
+
+docs/backends.md explains it.
 """
 
 from __future__ import annotations
@@ -33,32 +34,36 @@ _STATES = {
     "failed": JobState.FAILED,
     "cancelled": JobState.CANCELLED,
 }
-# The queue's own variables say which worker this is; clusterjob knows none of them, so that they
-# are handed on under its own names.
+# clusterjob does not know the queue's variables, so the command copies them to clusterjob's names.
 _START = (
-    "export CLUSTERJOB_NNODES=$TINYQ_WORKERS CLUSTERJOB_NODE_RANK=$TINYQ_INDEX CLUSTERJOB_MASTER_ADDR=$TINYQ_FIRST; "
+    "export CLUSTERJOB_NNODES=$TINYQ_WORKERS CLUSTERJOB_NODE_RANK=$TINYQ_INDEX "
+    "CLUSTERJOB_MASTER_ADDR=$TINYQ_FIRST; "
     f"exec bash {upload.OWN}/{upload.ENTRY}"
 )
 
 
 class Tinyq:
-    """The queue's command."""
+    """Manage tasks through the queue's command.
+
+    See `clusterjob.backends.batch_command.platform.Platform` for the contract of each method.
+    """
 
     def submit(self, conf: Path) -> str:
-        """Submit a task, once; see `clusterjob.backends.batch_command.platform.Platform` for what
-        each of these methods promises.
-        """
+        """Submit a task and return its id."""
         answer = _run("submit", str(conf))
         if answer.timed_out:
-            raise SubmitInDoubtError(
-                answer.words
-            )  # the backend looks for the task by its name before it gives up
+            # The base class then searches for the task by its name.
+            raise SubmitInDoubtError(answer.words)
         if answer.code != 0 or not answer.out.strip():
             raise SubmitError(f"tinyq refuses the task: {answer.words}")
         return answer.out.split()[-1]
 
-    def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:  # noqa: ARG002 - a short list needs no limit
-        """Return all tasks of these names."""
+    def tasks(
+        self,
+        names: Sequence[str],
+        since: float = 0.0,  # noqa: ARG002 - the list is short
+    ) -> list[Task]:
+        """Return all tasks with one of these names."""
         return [
             Task(
                 row["id"],
@@ -69,7 +74,7 @@ class Tinyq:
                 row["started"],
                 row["ended"],
             )
-            for row in _ask("list")
+            for row in _query("list")
             if row["name"] in names
         ]
 
@@ -77,43 +82,42 @@ class Tinyq:
         """Return a task's workers."""
         return [
             Instance(row["name"], row["index"], row["state"], row["code"])
-            for row in _ask("workers", task_id)
+            for row in _query("workers", task_id)
         ]
 
     def lines(self, task_id: str, instance: str, count: int) -> list[str]:
-        """Return the end of a worker's log."""
+        """Return the last lines of a worker's log."""
         answer = _run("logs", task_id, instance, str(count))
         if answer.code != 0:
-            raise ClusterJobError(f"tinyq shows no log: {answer.words}")
-        return answer.out.split("\n")[
-            :-1
-        ]  # not splitlines(): a line may hold what that takes for an end
+            raise ClusterJobError(f"tinyq does not show the log: {answer.words}")
+        # Not splitlines(), which also splits at other characters inside a line.
+        return answer.out.split("\n")[:-1]
 
     def cancel(self, task_id: str) -> None:
-        """Have a task stopped."""
+        """Cancel a task."""
         answer = _run("cancel", task_id)
         if answer.code != 0:
             raise ClusterJobError(f"tinyq does not cancel {task_id}: {answer.words}")
 
 
 class TinyqBackend(PlatformBackend):
-    """Runs jobs as tasks of the queue."""
+    """Run jobs as tasks of the queue."""
 
     NAME = NAME
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do; contacts nothing."""
+        """Return the plan of a job without contacting the queue."""
         shared.refuse_hosts(spec, NAME)
-        shared.refuse_queue(spec, NAME, "tinyq has nothing like it")
+        shared.refuse_queue(spec, NAME, "tinyq does not support it")
         for key in spec.options:
             if key not in _OPTIONS:
                 raise SpecError(
-                    f"the {NAME} cluster knows no option {key!r} (--set)",
-                    f"it knows {', '.join(_OPTIONS)}",
+                    f"unknown option {key!r} for the {NAME} cluster (--set)",
+                    f"the options are {', '.join(_OPTIONS)}",
                 )
         spec = replace(spec, program=shared.sent_program(spec))
         job_id, job_dir = shared.new_directory(spec.name)
-        # The platform starts the whole task again after a failure, so the agents do not.
+        # After a failure the queue restarts the whole task, so the agents must not restart it.
         values = shared.common_values(spec, job_id, job_dir) | {
             "uploaded": True,
             "workdir": "",
@@ -145,12 +149,11 @@ class TinyqBackend(PlatformBackend):
         )
 
     def submit(self, plan: Plan) -> Handle:
-        """Have the queue take the planned task, with the code and the node half."""
+        """Submit the planned task with the code and the node half."""
         planned = {file.path.name: file for file in plan.files}
         task = json.loads(planned[_TASK].data)
-        task["env"] = {
-            "CLUSTERJOB_TOKEN": token_file(plan.job_dir).read_text()
-        }  # in no plan and no record
+        # The token is a secret: it must not be in a plan or a record.
+        task["env"] = {"CLUSTERJOB_TOKEN": token_file(plan.job_dir).read_text()}
         sent = upload.stage(
             plan.spec, plan.job_dir, [planned[node_zip.NAME], planned[upload.ENTRY]]
         )
@@ -165,36 +168,36 @@ class TinyqBackend(PlatformBackend):
         finally:
             sent.remove()
 
-    def platform(self, account: Account) -> Platform:  # noqa: ARG002 - the queue knows no accounts
+    def platform(self, account: Account) -> Platform:  # noqa: ARG002 - the queue has no accounts
         """Return the queue."""
         return Tinyq()
 
     def account_of(self, options: Mapping[str, str]) -> Account:  # noqa: ARG002
-        """Return that there is one account."""
+        """Return an empty account: the queue has no accounts."""
         return ()
 
     def retries(self, spec: Mapping[str, Any]) -> Retries:
-        """Return how often the queue starts a task again after a failure."""
+        """Return the queue's retry policy: retries after a failure only."""
         text = str(spec["options"].get("retries", spec["max_restarts"]))
         if not text.isdigit():
-            raise SpecError(f"retries: {text!r} is no number")
+            raise SpecError(f"retries: {text!r} is not a number")
         return Retries(times=int(text), failures=True)
 
     def poll(self, options: Mapping[str, str]) -> float:
-        """Return the seconds between two questions."""
+        """Return the seconds between two polls."""
         return float(options.get("poll", 1.0))
 
 
-def _run(*words: str) -> command.Answer:
+def _run(*words: str) -> command.CommandOutput:
     try:
         return command.run(["tinyq", *words], {})
     except OSError as error:
         raise ClusterJobError(
-            "the command tinyq is not here", "pip install ./examples/backend"
+            "the command tinyq is not installed", "pip install ./examples/backend"
         ) from error
 
 
-def _ask(*words: str) -> Any:
+def _query(*words: str) -> Any:
     answer = _run(*words)
     if answer.code != 0 or answer.data is None:
         raise ClusterJobError(f"tinyq does not answer: {answer.words}")

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""A queue on this machine, in one file: it stands for a platform with a submit command. TINYQ_HOME
-is where its tasks lie.
+"""A queue on this machine, in one file: an example of a platform with a submit command.
 
-    tinyq submit FILE            FILE is JSON: name, workers, code (a directory), command, env,
-    retries; prints the task's id tinyq list                   all tasks, as JSON tinyq workers ID
-    a task's workers, as JSON tinyq logs ID WORKER COUNT   the last lines of a worker's log tinyq
-    cancel ID
+    tinyq submit FILE             submit a task and print its id; FILE is JSON with the keys name,
+                                  workers, code (a directory), command, env, retries
+    tinyq list                    print all tasks as JSON
+    tinyq workers ID              print a task's workers as JSON
+    tinyq logs ID WORKER COUNT    print the last COUNT lines of a worker's log
+    tinyq cancel ID               cancel a task
 
-Each worker runs the command in its own copy of the code and finds TINYQ_TASK, TINYQ_WORKERS,
-TINYQ_INDEX and TINYQ_FIRST. A task that fails is queued again, as a task of the same name, while it
-has retries left.
+TINYQ_HOME is the directory of the tasks (default: ~/.tinyq). Each worker runs the command in its
+own copy of the code, with TINYQ_TASK, TINYQ_WORKERS, TINYQ_INDEX and TINYQ_FIRST set. A failed task
+that has retries left is queued again, as a new task of the same name.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def submit(task: dict[str, Any]) -> str:
 
 
 def keep(folder: Path) -> None:
-    """Run a task to its end, and queue it again where it has failed."""
+    """Run a task to its end; queue it again if it failed and has retries left."""
     task, state = (
         json.loads((folder / "task.json").read_text()),
         json.loads((folder / "state.json").read_text()),
@@ -101,15 +102,15 @@ def keep(folder: Path) -> None:
             )
     state |= {"state": "running", "started": now()}
     save(folder / "state.json", state)
-    told_at = None
+    stopped_at = None
     while any(worker.poll() is None for worker in workers):
         time.sleep(0.05)
-        if told_at is None and (
+        if stopped_at is None and (
             (folder / "cancel").exists() or any(worker.poll() for worker in workers)
         ):
-            told_at = time.monotonic()  # a worker that fails ends the task, as platforms do
+            stopped_at = time.monotonic()  # a failed worker ends the task, as on real platforms
             stop(workers, signal.SIGTERM)
-        elif told_at is not None and time.monotonic() > told_at + GRACE:
+        elif stopped_at is not None and time.monotonic() > stopped_at + GRACE:
             stop(workers, signal.SIGKILL)
     codes = [worker.returncode for worker in workers]
     how = (

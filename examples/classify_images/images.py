@@ -1,6 +1,4 @@
-"""A folder of class-named folders of images as a dataset, and a small one that is made up: shapes
-in colours.
-"""
+"""A dataset of images in one folder per class, and a generator of a small synthetic dataset."""
 
 import math
 import random
@@ -13,17 +11,17 @@ from torch.utils.data import Dataset
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 SHAPES = {"circles": (220, 60, 60), "squares": (60, 200, 60), "triangles": (70, 90, 230)}
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet statistics
 
 
 class ImageFolder(Dataset):
-    """Images of shape (3, size, size) with the index of their class: the folders' names, sorted.
+    """Images of shape (3, size, size) with class indices; classes are sorted folder names.
 
     Args:
-        root: the folder that holds one folder for each class.
-        size: height and width to which images are scaled, in pixels.
-        held_out: whether these are the images to test with, every fifth of a class, or those to
-            train with.
+        root: folder that contains one folder of images per class.
+        size: height and width of the scaled images, in pixels.
+        held_out: True for the test images (every fifth image of a class), False for the training
+            images.
     """
 
     def __init__(self, root: Path, size: int, *, held_out: bool) -> None:
@@ -35,7 +33,7 @@ class ImageFolder(Dataset):
         )
         self.samples: list[tuple[Path, int]] = []
         for label, name in enumerate(self.classes):
-            # Sorted, so that the split is the same on every process and in every run.
+            # The sorted order makes the split equal on all processes and in all runs.
             files = sorted(
                 path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES
             )
@@ -44,7 +42,8 @@ class ImageFolder(Dataset):
             ]
         if len(self.classes) < 2 or not self.samples:
             raise SystemExit(
-                f"{root} needs a folder of images for each of at least two classes, with at least five in each"
+                f"{root} needs a folder of images for each of at least two classes, "
+                "with at least five in each"
             )
 
     def __len__(self) -> int:
@@ -63,32 +62,32 @@ class ImageFolder(Dataset):
         return tensor.contiguous(), label
 
 
-def make(root: Path, per_class: int = 60, size: int = 64) -> None:
-    """Make a folder of three classes, unless it is there; processes that make it at the same time
-    write the same files.
-    """
+def make_images(root: Path, per_class: int = 60, size: int = 64) -> None:
+    """Write missing images of three synthetic classes; concurrent calls write the same files."""
     for name, colour in SHAPES.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         for number in range(per_class):
             path = root / name / f"{number:04}.png"
             if not path.exists():
-                aside = path.with_suffix(f".{random.SystemRandom().getrandbits(64):x}")
+                temporary = path.with_suffix(f".{random.SystemRandom().getrandbits(64):x}")
                 _draw(name, colour, size, random.Random(f"{name} {number}")).save(
-                    aside, format="png"
+                    temporary, format="png"
                 )
-                aside.replace(path)  # in one go: nobody reads half an image
+                temporary.replace(path)  # atomic: no process reads half an image
 
 
-def _draw(name: str, colour: tuple[int, int, int], size: int, chance: random.Random) -> Image.Image:
-    image = Image.new("RGB", (size, size), tuple(chance.randint(0, 60) for _ in range(3)))
-    radius = chance.uniform(0.2, 0.45) * size
-    x, y = (chance.uniform(radius, size - radius) for _ in range(2))
-    fill = tuple(min(255, max(0, part + chance.randint(-40, 40))) for part in colour)
+def _draw(
+    name: str, colour: tuple[int, int, int], size: int, generator: random.Random
+) -> Image.Image:
+    image = Image.new("RGB", (size, size), tuple(generator.randint(0, 60) for _ in range(3)))
+    radius = generator.uniform(0.2, 0.45) * size
+    x, y = (generator.uniform(radius, size - radius) for _ in range(2))
+    fill = tuple(min(255, max(0, part + generator.randint(-40, 40))) for part in colour)
     canvas = ImageDraw.Draw(image)
     if name == "circles":
         canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
     else:
-        corners, turn = (4 if name == "squares" else 3), chance.uniform(0, math.tau)
+        corners, turn = (4 if name == "squares" else 3), generator.uniform(0, math.tau)
         angles = [turn + math.tau * corner / corners for corner in range(corners)]
         canvas.polygon(
             [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles],

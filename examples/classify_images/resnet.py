@@ -1,5 +1,6 @@
-"""ResNet-34 of "Deep Residual Learning for Image Recognition" (arXiv:1512.03385), as torchvision
-has it: 3, 4, 6 and 3 basic blocks.
+"""ResNet-34 of "Deep Residual Learning for Image Recognition" (arXiv:1512.03385).
+
+It has 3, 4, 6 and 3 basic blocks, as in torchvision.
 """
 
 import torch
@@ -50,7 +51,9 @@ class ResNet34(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return class scores of shape (batch, classes) for images of shape (batch, 3, height,
-        width).
+        """Return class scores of shape (batch, classes).
+
+        Args:
+            x: images of shape (batch, 3, height, width).
         """
         return self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))

@@ -1,22 +1,23 @@
-"""Train a ResNet-34 on a folder of class-named folders of images; without one, on a small one that
-it makes.
+"""Train a ResNet-34 on images in one folder per class, or on synthetic images.
 
-    python examples/classify_images/train.py --data photos                                        #
-    one process clusterjob launch --nproc-per-node 8 examples/classify_images/train.py --data photos
-    # eight, on this machine clusterjob run --nodes 2 --gpus-per-node 8
-    examples/classify_images/train.py --data photos    # sixteen, on a cluster
+One process; eight processes on this machine; sixteen processes on a cluster:
+
+    python examples/classify_images/train.py --data photos
+    clusterjob launch --nproc-per-node 8 examples/classify_images/train.py --data photos
+    clusterjob run --nodes 2 --gpus-per-node 8 examples/classify_images/train.py --data photos
+
+The name of a folder is the name of its class:
 
     photos/cats/1.jpg  photos/cats/2.jpg  photos/dogs/1.jpg  ...
 
-Every fifth image of a class is kept for the test. The script is the same in each case. It needs
-Pillow.
+Every fifth image of a class is used for testing only. The script needs Pillow.
 """
 
 import argparse
 from pathlib import Path
 
 import torch
-from images import ImageFolder, make
+from images import ImageFolder, make_images
 from resnet import ResNet34
 from torch import nn
 from torch.utils.data import DataLoader, Subset
@@ -43,15 +44,13 @@ def train_epoch(ctx, model, loader, optimizer, scaler, *, amp: bool) -> float:
 
 @torch.no_grad()
 def accuracy(ctx, model, held_out: ImageFolder, options) -> float:
-    """Return the share of the held-out images that are recognised; every image counts once, on one
-    of the processes.
-    """
+    """Return the accuracy on the held-out images; each image counts once, on one process."""
     model.eval()
     share = Subset(held_out, range(ctx.rank, len(held_out), ctx.world_size))
-    right = 0
+    correct = 0
     for images, labels in DataLoader(share, options.batch_size, num_workers=options.workers):
-        right += int((model(images.to(ctx.device)).argmax(dim=1).cpu() == labels).sum())
-    return ctx.reduce(right, "sum") / len(held_out)
+        correct += int((model(images.to(ctx.device)).argmax(dim=1).cpu() == labels).sum())
+    return ctx.reduce(correct, "sum") / len(held_out)
 
 
 def main() -> None:
@@ -105,11 +104,11 @@ def main() -> None:
         data = options.data or Path("made_up_images")
         if options.data is None:
             if ctx.local_rank == 0:
-                make(data)
+                make_images(data)
             ctx.barrier()
         train, held_out = (ImageFolder(data, options.size, held_out=flag) for flag in (False, True))
         sampler = ctx.sampler(train)
-        # A last batch of one image would have no variance to normalise by.
+        # drop_last: batch normalization cannot use a last batch of one image.
         loader = DataLoader(
             train,
             options.batch_size,
@@ -120,24 +119,26 @@ def main() -> None:
         )
         if len(loader) == 0:
             raise SystemExit(
-                f"{len(train)} images are less than one batch of {options.batch_size} on {ctx.world_size} processes"
+                f"{len(train)} images are less than one batch of {options.batch_size} "
+                f"on {ctx.world_size} processes"
             )
         model = ctx.wrap(ResNet34(len(train.classes)), sync_batchnorm=options.sync_batchnorm)
-        optimizer = torch.optim.Adam(
-            model.parameters(), lr=options.lr * ctx.world_size**0.5
-        )  # Adam's grows by the root
+        # The learning rate of Adam grows with the square root of the number of processes.
+        optimizer = torch.optim.Adam(model.parameters(), lr=options.lr * ctx.world_size**0.5)
         scaler = torch.amp.GradScaler(
             ctx.device.type, enabled=options.amp and ctx.device.type == "cuda"
         )
         ctx.print(
-            f"{len(train)} images of {', '.join(train.classes)} to train with, {len(held_out)} to test with"
+            f"{len(train)} images of {', '.join(train.classes)} to train with, "
+            f"{len(held_out)} to test with"
         )
         for epoch in range(options.epochs):
             sampler.set_epoch(epoch)
             loss = train_epoch(ctx, model, loader, optimizer, scaler, amp=options.amp)
             ctx.print(f"epoch {epoch + 1}/{options.epochs}: loss {loss:.4f}")
         ctx.print(
-            f"accuracy {accuracy(ctx, model, held_out, options):.4f} on {ctx.world_size} x {ctx.device.type}"
+            f"accuracy {accuracy(ctx, model, held_out, options):.4f} "
+            f"on {ctx.world_size} x {ctx.device.type}"
         )
         if options.save and ctx.is_main:
             torch.save(

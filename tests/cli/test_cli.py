@@ -1,5 +1,6 @@
-"""The command line as a user meets it: each verb in a process of its own, real jobs, stdout, stderr
-and exit codes.
+"""End-to-end tests of the command line: stdout, stderr and exit codes of each command.
+
+Each command runs in its own process, with real jobs.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import procs
 import pytest
-from procs import PATIENCE, kill_one_by_one, nothing_left, own_marked, wait_until
+from procs import TEST_TIMEOUT, kill_all, own_processes, wait_until
 
 import clusterjob
 from clusterjob.cli import main as command_line
 
 HOST = socket.gethostname()
-PROMPT = 15.0  # seconds; many times what a job needs to end, for two cores that others keep busy
+END_TIMEOUT = 15.0  # seconds; much longer than a job needs to end, because the machine may be busy
 PACKAGE = str(Path(clusterjob.__file__).parent)
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
 
-# Names itself by a file, then waits for ever.
+# Each rank creates a file, then sleeps for ever.
 SLEEPER = """
     import os, pathlib, time
     print("line of", os.environ["RANK"], flush=True)
     pathlib.Path(f"up{os.environ['RANK']}").touch()
     time.sleep(1000)
 """
-# The same, until the file `leave` is there.
-GUEST = """
+# Each rank creates a file, then waits for the file `leave`.
+WAITER = """
     import os, pathlib, time
     print("line of", os.environ["RANK"], flush=True)
     pathlib.Path(f"up{os.environ['RANK']}").touch()
@@ -51,13 +53,14 @@ GUEST = """
     print("left", os.environ["RANK"], flush=True)
     pathlib.Path(f"left{os.environ['RANK']}").touch()
     while not all(os.path.exists(f"left{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))):
-        time.sleep(0.01)  # a rank that fails before the others have said so would have them stopped
+        time.sleep(0.01)  # a rank that fails earlier would stop the others
 """
 
 
 class Terminal:
-    """A user in a directory, whose interpreter for jobs starts at once: it finds no torch to
-    import.
+    """A user's shell in a directory.
+
+    The interpreter for jobs starts fast because it has no torch to import.
     """
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
@@ -79,7 +82,7 @@ class Terminal:
     def __call__(
         self, *args: str, code: int = 0, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; fail the test unless it ends with this code."""
+        """Run a command; fail the test unless it exits with the given code."""
         options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, **options}
         done = subprocess.run(
             [*CLUSTERJOB, *args],
@@ -87,7 +90,7 @@ class Terminal:
             capture_output=True,
             text=True,
             errors="surrogateescape",
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             **options,
         )
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -95,7 +98,7 @@ class Terminal:
         return done
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a command; its output goes to files, which `said` returns."""
+        """Start a command; `output` returns what it has written."""
         number = len(self.running)
         with (
             self._output(number, "out").open("w") as out,
@@ -111,7 +114,7 @@ class Terminal:
             self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
         return self.running[-1]
 
-    def said(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+    def output(self, process: subprocess.Popen[str]) -> tuple[str, str]:
         """Return what a started command has written to stdout and to stderr so far."""
         number = self.running.index(process)
         return self._output(number, "out").read_text(), self._output(number, "err").read_text()
@@ -126,23 +129,25 @@ class Terminal:
         [job] = json.loads(self("status", "--json", job_id).stdout)["jobs"]
         return job
 
-    def the_job(self) -> dict[str, Any]:
-        """Return the one job that there is."""
+    def only_job(self) -> dict[str, Any]:
+        """Return the job in a list of exactly one job."""
         [job] = json.loads(self("list", "--json").stdout)["jobs"]
         return job
 
     def wait_for(self, *names: str) -> None:
         wait_until(
-            lambda: all(self.path(name).exists() for name in names), PATIENCE, f"the files {names}"
+            lambda: all(self.path(name).exists() for name in names),
+            TEST_TIMEOUT,
+            f"the files {names}",
         )
 
-    def left_behind(self) -> list[str]:
-        """Return every file that jobs have left; directories alone do not count."""
+    def leftover_files(self) -> list[str]:
+        """Return all files that jobs have left; directories do not count."""
         return [str(path) for path in self.home.rglob("*") if not path.is_dir()]
 
 
-def nothing_survives(timeout: float = PROMPT) -> float:
-    return nothing_left(timeout)
+def wait_for_no_processes(timeout: float = END_TIMEOUT) -> float:
+    return procs.wait_for_no_processes(timeout)
 
 
 @pytest.fixture
@@ -152,19 +157,19 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Termin
     user = Terminal(directory, monkeypatch)
     yield user
     try:
-        nothing_survives()
+        wait_for_no_processes()
     finally:
-        kill_one_by_one(own_marked())
+        kill_all(own_processes())
         for process in user.running:
-            process.wait(PATIENCE)
+            process.wait(TEST_TIMEOUT)
 
 
-# -- starting jobs ---------------------------------------------------------------------------------------------------------
+# -- starting jobs ---------------------------------------------------------------------------------
 
 
-def test_submit_prints_the_id_alone_and_leaves_the_job_to_itself(terminal: Terminal) -> None:
+def test_submit_prints_only_job_id_and_detaches(terminal: Terminal) -> None:
     begin = time.monotonic()
-    done = terminal("submit", "--nodes", "2", terminal.script(GUEST))
+    done = terminal("submit", "--nodes", "2", terminal.script(WAITER))
     print(f"submit took {time.monotonic() - begin:.2f} s")
     assert re.fullmatch(r"script-[a-z2-9]{6}\n", done.stdout)
     assert done.stderr == ""
@@ -175,10 +180,10 @@ def test_submit_prints_the_id_alone_and_leaves_the_job_to_itself(terminal: Termi
     done = terminal("wait", job_id)
     assert done.stdout == ""
     assert done.stderr == f"clusterjob: job {job_id} SUCCEEDED\n"
-    nothing_survives()
+    wait_for_no_processes()
 
 
-def test_submit_does_not_wait_for_the_job_s_start(terminal: Terminal) -> None:
+def test_submit_returns_before_job_starts(terminal: Terminal) -> None:
     job_id = terminal.submit("", "--setup", "while [ ! -e go ]; do sleep 0.02; done")
     assert terminal.job(job_id)["state"] == "PENDING"
     assert terminal.job(job_id)["started_at"] is None
@@ -186,19 +191,19 @@ def test_submit_does_not_wait_for_the_job_s_start(terminal: Terminal) -> None:
     terminal("wait", job_id)
 
 
-def test_submit_in_json(terminal: Terminal) -> None:
+def test_submit_json_describes_job(terminal: Terminal) -> None:
     done = terminal("submit", "--json", "--name", "a name", terminal.script(""))
-    told = json.loads(done.stdout)
-    assert told.keys() >= {"schema", "id", "cluster", "backend", "job_dir"}
-    assert (told["schema"], told["cluster"], told["backend"]) == (1, "local", "local")
-    assert told["id"].startswith("a-name-")
-    assert Path(told["job_dir"]).is_dir()
+    result = json.loads(done.stdout)
+    assert result.keys() >= {"schema", "id", "cluster", "backend", "job_dir"}
+    assert (result["schema"], result["cluster"], result["backend"]) == (1, "local", "local")
+    assert result["id"].startswith("a-name-")
+    assert Path(result["job_dir"]).is_dir()
     assert done.stderr == ""
-    terminal("wait", told["id"])
+    terminal("wait", result["id"])
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 255])
-def test_run_ends_with_the_job_s_exit_code(terminal: Terminal, code: int) -> None:
+def test_run_exits_with_exit_code_of_job(terminal: Terminal, code: int) -> None:
     script = terminal.script(
         f"import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit({code})"
     )
@@ -210,11 +215,11 @@ def test_run_ends_with_the_job_s_exit_code(terminal: Terminal, code: int) -> Non
     state = "FAILED" if code else "SUCCEEDED"
     assert re.search(rf"^clusterjob: job script-\w+ {state}", done.stderr, re.MULTILINE)
     assert ("  logs: " in done.stderr) == bool(code)
-    assert terminal.the_job()["exit_code"] == code
-    nothing_survives()
+    assert terminal.only_job()["exit_code"] == code
+    wait_for_no_processes()
 
 
-def test_run_shows_many_workers_with_their_ranks(terminal: Terminal) -> None:
+def test_run_with_several_workers_labels_output_with_ranks(terminal: Terminal) -> None:
     script = terminal.script("""
         import os, sys
         print("the same")
@@ -224,12 +229,14 @@ def test_run_shows_many_workers_with_their_ranks(terminal: Terminal) -> None:
     done = terminal("run", "--nodes", "2", "--nproc-per-node", "2", script)
     labels = [re.fullmatch(r"\[([\d,-]+)\] (.*)", line) for line in done.stdout.splitlines()]
     assert all(labels)
-    said = [(match[1], match[2]) for match in labels if match]
-    assert sorted(text for label, text in said if text.startswith("own")) == [
+    labelled = [(match[1], match[2]) for match in labels if match]
+    assert sorted(text for label, text in labelled if text.startswith("own")) == [
         f"own {rank}" for rank in range(4)
     ]
-    assert all(label == text.removeprefix("own ") for label, text in said if text.startswith("own"))
-    assert {text for _, text in said} == {"the same", *(f"own {rank}" for rank in range(4))}
+    assert all(
+        label == text.removeprefix("own ") for label, text in labelled if text.startswith("own")
+    )
+    assert {text for _, text in labelled} == {"the same", *(f"own {rank}" for rank in range(4))}
     assert all(
         re.fullmatch(r"\[[\d,-]+\] warning|clusterjob: job script-\w+ SUCCEEDED", line)
         for line in done.stderr.splitlines()
@@ -243,7 +250,7 @@ def test_run_shows_many_workers_with_their_ranks(terminal: Terminal) -> None:
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL", id="kill"),
     ],
 )
-def test_run_says_who_failed_and_why(
+def test_run_reports_failed_rank_and_cause(
     terminal: Terminal, statement: str, code: int, how: str
 ) -> None:
     script = terminal.script(f"""
@@ -260,8 +267,8 @@ def test_run_says_who_failed_and_why(
     assert how in verdict[1]
     assert "\n  | last words\n" in done.stderr
     assert done.stdout == ""
-    nothing_survives()
-    failure = terminal.the_job()["failure"]
+    wait_for_no_processes()
+    failure = terminal.only_job()["failure"]
     assert failure.keys() >= {
         "rank",
         "local_rank",
@@ -280,17 +287,17 @@ def test_run_says_who_failed_and_why(
     assert (failure["exit_code"], failure["signal"]) == (code, "SIGKILL" if code == 137 else None)
 
 
-def test_submit_and_follow_ends_with_the_job_s_exit_code(terminal: Terminal) -> None:
+def test_submit_follow_exits_with_exit_code_of_job(terminal: Terminal) -> None:
     done = terminal(
         "submit", "--follow", terminal.script("print('hello'); raise SystemExit(4)"), code=4
     )
     job_id, *rest = done.stdout.splitlines()
-    assert job_id == terminal.the_job()["id"]
+    assert job_id == terminal.only_job()["id"]
     assert rest == ["hello"]
     assert "FAILED" in done.stderr
 
 
-def test_a_module_and_a_command_can_be_run(terminal: Terminal) -> None:
+def test_run_accepts_module_and_command(terminal: Terminal) -> None:
     terminal.path("package").mkdir()
     terminal.path("package/__init__.py").touch()
     terminal.script("import sys; print(__name__, sys.argv[1:])", "package/train.py")
@@ -302,7 +309,7 @@ def test_a_module_and_a_command_can_be_run(terminal: Terminal) -> None:
     assert terminal("run", "--name", "shell", "--", *command).stdout == "--help a  b 0\n"
 
 
-def test_what_follows_the_script_is_the_script_s(terminal: Terminal) -> None:
+def test_arguments_after_script_are_passed_to_script(terminal: Terminal) -> None:
     options = [
         "--nodes",
         "7",
@@ -329,12 +336,12 @@ def test_what_follows_the_script_is_the_script_s(terminal: Terminal) -> None:
     )
 
 
-def test_a_script_may_be_called_like_an_option(terminal: Terminal) -> None:
+def test_script_named_like_option_runs(terminal: Terminal) -> None:
     terminal.script("print('hello')", "--nodes.py")
     assert terminal("run", "./--nodes.py").stdout == "hello\n"
 
 
-def test_variables_of_the_command_line_and_the_file_reach_the_workers(terminal: Terminal) -> None:
+def test_workers_get_variables_of_command_line_and_file(terminal: Terminal) -> None:
     terminal.path("clusterjob.toml").write_text(
         '[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n'
     )
@@ -345,7 +352,7 @@ def test_variables_of_the_command_line_and_the_file_reach_the_workers(terminal: 
     )
 
 
-def test_a_rehearsal_on_the_cpu_says_so_in_one_line(
+def test_run_without_gpus_uses_cpu_and_prints_one_line(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -361,10 +368,10 @@ def test_a_rehearsal_on_the_cpu_says_so_in_one_line(
     terminal("run", "--gpus-per-node", "1", "--no-require-gpus", script)
 
 
-# -- the plan ------------------------------------------------------------------------------------------------------------
+# -- the plan --------------------------------------------------------------------------------------
 
 
-def test_render_prints_the_plan_and_leaves_no_trace(terminal: Terminal) -> None:
+def test_render_prints_plan_and_writes_no_file(terminal: Terminal) -> None:
     options = [
         "--nodes",
         "2",
@@ -391,7 +398,7 @@ def test_render_prints_the_plan_and_leaves_no_trace(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("command", [["render", "--json"], ["submit", "--dry-run", "--json"]])
-def test_the_plan_in_json(terminal: Terminal, command: list[str]) -> None:
+def test_plan_in_json_has_files_and_commands(terminal: Terminal, command: list[str]) -> None:
     plan = json.loads(terminal(*command, terminal.script("")).stdout)
     assert plan.keys() >= {"schema", "job_id", "backend", "job_dir", "files", "commands", "notes"}
     assert plan["schema"] == 1
@@ -416,16 +423,16 @@ def test_the_plan_in_json(terminal: Terminal, command: list[str]) -> None:
     assert not terminal.home.exists()
 
 
-def test_notes_on_a_plan_are_no_part_of_it(terminal: Terminal) -> None:
+def test_notes_on_plan_go_to_stderr(terminal: Terminal) -> None:
     done = terminal("render", "--mem", "1G", terminal.script(""))
     assert "--mem" in done.stderr
     assert "not enforced" not in done.stdout
 
 
-# -- asking after jobs -------------------------------------------------------------------------------------------------
+# -- status, list, logs, cancel --------------------------------------------------------------------
 
 
-def test_status_and_list_tell_of_jobs_in_any_state(terminal: Terminal) -> None:
+def test_status_and_list_show_jobs_in_all_states(terminal: Terminal) -> None:
     assert terminal("status").stdout == ""
     assert "no job" in terminal("status").stderr
     assert json.loads(terminal("list", "--json").stdout) == {"schema": 1, "jobs": []}
@@ -467,13 +474,13 @@ def test_status_and_list_tell_of_jobs_in_any_state(terminal: Terminal) -> None:
     assert [row.split()[0] for row in terminal("status").stdout.splitlines()[1:]] == [running], (
         "without ids, those that have not ended"
     )
-    told = terminal("status", bad, good).stdout
-    assert [row.split()[0] for row in told.splitlines()[1:3]] == [bad, good]
-    assert f"{bad} FAILED: rank 0" in told
+    table = terminal("status", bad, good).stdout
+    assert [row.split()[0] for row in table.splitlines()[1:3]] == [bad, good]
+    assert f"{bad} FAILED: rank 0" in table
     terminal("cancel", running)
 
 
-def test_an_id_may_be_shortened(terminal: Terminal) -> None:
+def test_unique_prefix_of_job_id_is_accepted(terminal: Terminal) -> None:
     one, two = terminal.submit("", "--name", "one"), terminal.submit("", "--name", "two")
     terminal("wait", "on")
     terminal("wait", "tw")
@@ -492,7 +499,7 @@ def test_an_id_may_be_shortened(terminal: Terminal) -> None:
     terminal("cancel", four)
 
 
-def test_script_that_this_python_cannot_read_is_noted_where_another_one_runs_it(
+def test_script_with_syntax_error_is_reported_but_runs_under_other_interpreter(
     terminal: Terminal,
 ) -> None:
     done = terminal("run", terminal.script("print(1)\ndef f(:\n"), code=1)
@@ -500,7 +507,7 @@ def test_script_that_this_python_cannot_read_is_noted_where_another_one_runs_it(
     assert "FAILED: rank 0" in done.stderr
 
 
-def test_id_keeps_the_letters_of_a_script_s_name(terminal: Terminal) -> None:
+def test_job_id_keeps_non_ascii_letters_of_script_name(terminal: Terminal) -> None:
     terminal.script("print('done')", "обучение.py")
     done = terminal("run", "обучение.py")
     assert done.stdout == "done\n"
@@ -508,7 +515,7 @@ def test_id_keeps_the_letters_of_a_script_s_name(terminal: Terminal) -> None:
     assert terminal.job("обуч")["state"] == "SUCCEEDED"
 
 
-def test_a_job_that_nobody_has_is_named_with_its_nearest(terminal: Terminal) -> None:
+def test_unknown_job_id_is_refused_with_nearest_job_id(terminal: Terminal) -> None:
     job_id = terminal.submit("")
     terminal("wait", job_id)
     for command in (["status"], ["wait"], ["cancel"], ["logs"], ["logs", "-f"], ["status", job_id]):
@@ -520,7 +527,7 @@ def test_a_job_that_nobody_has_is_named_with_its_nearest(terminal: Terminal) -> 
     assert "clusterjob list" in done.stderr
 
 
-def test_logs_show_a_rank_a_node_or_the_end(terminal: Terminal) -> None:
+def test_logs_filters_by_rank_node_and_tail(terminal: Terminal) -> None:
     job_id = terminal.submit(
         """
         import os, sys
@@ -545,14 +552,14 @@ def test_logs_show_a_rank_a_node_or_the_end(terminal: Terminal) -> None:
     assert terminal("logs", "--tail", "1000", job_id).stdout == terminal("logs", job_id).stdout
 
 
-def test_logs_are_followed_from_another_terminal(terminal: Terminal) -> None:
-    job_id = terminal.submit(GUEST + "    raise SystemExit(5)\n", "--nodes", "2")
+def test_logs_follow_works_from_another_terminal(terminal: Terminal) -> None:
+    job_id = terminal.submit(WAITER + "    raise SystemExit(5)\n", "--nodes", "2")
     following = terminal.start("logs", "-f", job_id)
-    wait_until(lambda: "line of 0" in terminal.said(following)[0], PATIENCE)
+    wait_until(lambda: "line of 0" in terminal.output(following)[0], TEST_TIMEOUT)
     assert following.poll() is None
     terminal.path("leave").touch()
-    assert following.wait(PATIENCE) == 5
-    out, err = terminal.said(following)
+    assert following.wait(TEST_TIMEOUT) == 5
+    out, err = terminal.output(following)
     assert sorted(out.splitlines()) == [
         "[0] left 0",
         "[0] line of 0",
@@ -564,38 +571,38 @@ def test_logs_are_followed_from_another_terminal(terminal: Terminal) -> None:
     assert again.stdout == "[1] line of 1\n[1] left 1\n"
 
 
-def test_cancel_ends_a_job_that_another_terminal_runs(terminal: Terminal) -> None:
+def test_cancel_ends_job_of_run_in_another_terminal(terminal: Terminal) -> None:
     running = terminal.start("run", "--nodes", "2", terminal.script(SLEEPER))
     terminal.wait_for("up0", "up1")
-    job_id = terminal.the_job()["id"]
+    job_id = terminal.only_job()["id"]
     done = terminal("cancel", job_id)
     assert (done.stdout, done.stderr) == ("", f"clusterjob: job {job_id} is cancelled\n")
-    assert running.wait(PATIENCE) == 143
-    assert "CANCELLED" in terminal.said(running)[1]
-    job = terminal.the_job()
+    assert running.wait(TEST_TIMEOUT) == 143
+    assert "CANCELLED" in terminal.output(running)[1]
+    job = terminal.only_job()
     assert (job["state"], job["exit_code"], job["failure"]) == ("CANCELLED", 143, None)
     assert "had ended already" in terminal("cancel", job_id).stderr
-    nothing_survives()
+    wait_for_no_processes()
 
 
-def test_jobs_can_be_asked_after_from_any_directory(terminal: Terminal, tmp_path: Path) -> None:
+def test_wait_and_logs_work_from_any_directory(terminal: Terminal, tmp_path: Path) -> None:
     job_id = terminal.submit("print('hello')")
     terminal("wait", job_id, cwd=tmp_path)
     assert terminal("logs", job_id, cwd="/").stdout == "hello\n"
 
 
-# -- interruptions ---------------------------------------------------------------------------------------------------------
+# -- interruptions ---------------------------------------------------------------------------------
 
 
-def test_ctrl_c_cancels_a_run(terminal: Terminal) -> None:
+def test_ctrl_c_cancels_run(terminal: Terminal) -> None:
     running = terminal.start("run", "--nodes", "2", terminal.script(SLEEPER))
     terminal.wait_for("up0", "up1")
-    wait_until(lambda: terminal.said(running)[0].count("line of") == 2, PATIENCE)
+    wait_until(lambda: terminal.output(running)[0].count("line of") == 2, TEST_TIMEOUT)
     running.send_signal(signal.SIGINT)
-    assert running.wait(PATIENCE) == 130
-    nothing_survives()
-    out, err = terminal.said(running)
-    job = terminal.the_job()
+    assert running.wait(TEST_TIMEOUT) == 130
+    wait_for_no_processes()
+    out, err = terminal.output(running)
+    job = terminal.only_job()
     assert (job["state"], job["reason"]) == ("CANCELLED", "cancelled")
     assert "interrupting" in err
     assert PACKAGE not in err
@@ -604,7 +611,7 @@ def test_ctrl_c_cancels_a_run(terminal: Terminal) -> None:
     )
 
 
-# Sends this process Ctrl-C when it is about to import a module.
+# Send SIGINT to this process when it is about to import the module INTERRUPT_AT.
 INTERRUPTER = """
 import os, signal, sys
 class Interrupter:
@@ -629,7 +636,7 @@ sys.meta_path.insert(0, Interrupter())
         ("launch", "clusterjob.node.launch"),
     ],
 )
-def test_ctrl_c_in_the_start_up_is_no_traceback(
+def test_ctrl_c_during_startup_prints_no_traceback(
     terminal: Terminal, tmp_path: Path, command: str, module: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTER)
@@ -643,7 +650,7 @@ def test_ctrl_c_in_the_start_up_is_no_traceback(
     assert len(done.stderr.splitlines()) <= 1
 
 
-def test_what_workers_say_when_they_are_cancelled_is_shown(terminal: Terminal) -> None:
+def test_run_shows_output_of_cancelled_workers(terminal: Terminal) -> None:
     running = terminal.start(
         "run",
         "--grace",
@@ -659,16 +666,15 @@ def test_what_workers_say_when_they_are_cancelled_is_shown(terminal: Terminal) -
                 time.sleep(0.05)
         """),
     )
-    wait_until(lambda: terminal.said(running)[0] == "up\n", PATIENCE)  # shown: it watches the job
+    # the output is shown, so `run` follows the job
+    wait_until(lambda: terminal.output(running)[0] == "up\n", TEST_TIMEOUT)
     running.send_signal(signal.SIGINT)
-    assert running.wait(PATIENCE) == 130
-    assert terminal.said(running)[0] == "up\nsaved\n"
+    assert running.wait(TEST_TIMEOUT) == 130
+    assert terminal.output(running)[0] == "up\nsaved\n"
 
 
 @pytest.mark.parametrize("how", ["fork", "exec", "shell"])
-def test_every_rank_saves_in_except_keyboard_interrupt_of_the_first_ctrl_c(
-    terminal: Terminal, how: str
-) -> None:
+def test_ctrl_c_raises_keyboard_interrupt_in_each_rank(terminal: Terminal, how: str) -> None:
     script = terminal.script("""
         import os, time
         rank = os.environ["RANK"]
@@ -679,26 +685,26 @@ def test_every_rank_saves_in_except_keyboard_interrupt_of_the_first_ctrl_c(
             time.sleep(0.5)
             print("saved", rank)
     """)
-    # bash does not pass on a signal; a terminal gives Ctrl-C to each process
-    words = (
+    # bash does not forward signals; a terminal sends SIGINT to each process
+    program = (
         ["--", "bash", "-c", f"{shlex.quote(sys.executable)} -u {script}; exit $?"]
         if how == "shell"
         else ["--start", how, script]
     )
-    running = terminal.start("run", "--nodes", "2", "--grace", "60", *words)
-    wait_until(lambda: terminal.said(running)[0].count("up") == 2, PATIENCE)
+    running = terminal.start("run", "--nodes", "2", "--grace", "60", *program)
+    wait_until(lambda: terminal.output(running)[0].count("up") == 2, TEST_TIMEOUT)
     running.send_signal(signal.SIGINT)
-    assert running.wait(PATIENCE) == 130
-    assert sorted(terminal.said(running)[0].splitlines()) == [
+    assert running.wait(TEST_TIMEOUT) == 130
+    assert sorted(terminal.output(running)[0].splitlines()) == [
         "[0] saved 0",
         "[0] up 0",
         "[1] saved 1",
         "[1] up 1",
     ]
-    assert terminal.the_job()["state"] == "CANCELLED"
+    assert terminal.only_job()["state"] == "CANCELLED"
 
 
-def test_a_second_ctrl_c_stops_workers_that_take_long(terminal: Terminal) -> None:
+def test_second_ctrl_c_kills_slow_workers(terminal: Terminal) -> None:
     script = terminal.script("""
         import signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -708,45 +714,46 @@ def test_a_second_ctrl_c_stops_workers_that_take_long(terminal: Terminal) -> Non
             time.sleep(0.05)
     """)
     running = terminal.start("run", "--grace", "1000", script)
-    wait_until(lambda: "up" in terminal.said(running)[0], PATIENCE)  # shown: it watches the job
+    # the output is shown, so `run` follows the job
+    wait_until(lambda: "up" in terminal.output(running)[0], TEST_TIMEOUT)
     running.send_signal(signal.SIGINT)
-    wait_until(lambda: "interrupted" in terminal.said(running)[0], PATIENCE)
-    time.sleep(0.6)  # or it would be the same keystroke
+    wait_until(lambda: "interrupted" in terminal.output(running)[0], TEST_TIMEOUT)
+    time.sleep(0.6)  # two signals within 0.5 s count as one keystroke
     running.send_signal(signal.SIGINT)
-    assert running.wait(PATIENCE) == 130
-    assert PACKAGE not in terminal.said(running)[1]
-    nothing_survives()
+    assert running.wait(TEST_TIMEOUT) == 130
+    assert PACKAGE not in terminal.output(running)[1]
+    wait_for_no_processes()
 
 
 @pytest.mark.parametrize("command", ["submit --follow", "logs -f"])
-def test_ctrl_c_leaves_a_job_alone_that_is_only_watched(terminal: Terminal, command: str) -> None:
+def test_ctrl_c_while_following_logs_does_not_cancel_job(terminal: Terminal, command: str) -> None:
     program = terminal.script(SLEEPER) if command.startswith("submit") else terminal.submit(SLEEPER)
     watching = terminal.start(*command.split(), program)
-    wait_until(lambda: "line of 0" in terminal.said(watching)[0], PATIENCE)
+    wait_until(lambda: "line of 0" in terminal.output(watching)[0], TEST_TIMEOUT)
     watching.send_signal(signal.SIGINT)
-    assert watching.wait(PATIENCE) == 130
-    assert PACKAGE not in terminal.said(watching)[1]
-    job = terminal.the_job()
+    assert watching.wait(TEST_TIMEOUT) == 130
+    assert PACKAGE not in terminal.output(watching)[1]
+    job = terminal.only_job()
     assert job["state"] == "RUNNING"
     terminal("cancel", job["id"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_nothing_survives_the_end_of_run(terminal: Terminal, number: signal.Signals) -> None:
+def test_killed_run_leaves_no_processes(terminal: Terminal, number: signal.Signals) -> None:
     script = terminal.script(
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + textwrap.dedent(SLEEPER)
     )
     running = terminal.start("run", "--nodes", "2", script)
     terminal.wait_for("up0", "up1")
     running.send_signal(number)
-    running.wait(PATIENCE)
-    print(f"{number.name} of run: nothing was left after {nothing_survives():.2f} s")
-    job = terminal.the_job()
+    running.wait(TEST_TIMEOUT)
+    print(f"{number.name} of run: nothing was left after {wait_for_no_processes():.2f} s")
+    job = terminal.only_job()
     assert job["state"] == "CANCELLED"
     assert "the command that ran the job is gone" in job["reason"] or number.name in job["reason"]
 
 
-def test_nothing_survives_the_kill_of_run_during_a_setup_line(terminal: Terminal) -> None:
+def test_run_killed_during_setup_leaves_no_processes(terminal: Terminal) -> None:
     running = terminal.start(
         "run",
         "--nodes",
@@ -757,15 +764,13 @@ def test_nothing_survives_the_kill_of_run_during_a_setup_line(terminal: Terminal
     )
     terminal.wait_for("in0", "in1")
     running.kill()
-    running.wait(PATIENCE)
-    print(f"nothing was left after {nothing_survives():.2f} s")
-    assert terminal.the_job()["state"] in ("CANCELLED", "LOST")
+    running.wait(TEST_TIMEOUT)
+    print(f"nothing was left after {wait_for_no_processes():.2f} s")
+    assert terminal.only_job()["state"] in ("CANCELLED", "LOST")
 
 
-def test_nothing_survives_the_kill_of_submit_in_the_middle(terminal: Terminal) -> None:
-    """It is killed as soon as the first agent's log is there; those that had finished by then are
-    not counted.
-    """
+def test_killed_submit_leaves_no_processes(terminal: Terminal) -> None:
+    """Submit is killed when the first agent log exists; attempts that are too late do not count."""
     script = terminal.script(SLEEPER)
     jobs_dir = terminal.home / "jobs"
     hits = 0
@@ -773,17 +778,16 @@ def test_nothing_survives_the_kill_of_submit_in_the_middle(terminal: Terminal) -
         submitting = terminal.start("submit", "--nodes", "12", "--name", f"killed{number}", script)
         wait_until(
             lambda number=number: list(jobs_dir.glob(f"killed{number}-*/logs/node0/agent.log")),
-            PATIENCE,
+            TEST_TIMEOUT,
         )
         submitting.kill()
-        submitting.wait(PATIENCE)
-        if terminal.said(submitting)[0] or list(
-            jobs_dir.glob(f"killed{number}-*/detached")
-        ):  # the id is the last that it says
+        submitting.wait(TEST_TIMEOUT)
+        # submit had finished: it prints the id last
+        if terminal.output(submitting)[0] or list(jobs_dir.glob(f"killed{number}-*/detached")):
             terminal("cancel", f"killed{number}")
             continue
         hits += 1
-        print(f"nothing was left after {nothing_survives():.2f} s")
+        print(f"nothing was left after {wait_for_no_processes():.2f} s")
         job = terminal.job(f"killed{number}")
         assert job["state"] in ("CANCELLED", "LOST")
         assert job["reason"]
@@ -792,8 +796,8 @@ def test_nothing_survives_the_kill_of_submit_in_the_middle(terminal: Terminal) -
     assert hits
 
 
-def test_a_terminal_s_ctrl_c_goes_to_the_command_alone(terminal: Terminal) -> None:
-    """In a real terminal; the command passes it on, so that the workers are interrupted once."""
+def test_ctrl_c_in_terminal_interrupts_workers_once(terminal: Terminal) -> None:
+    """The terminal signals only the command, which forwards the signal to the workers."""
     script = terminal.script("""
         import pathlib, signal, time
         def on(number, _):
@@ -803,7 +807,7 @@ def test_a_terminal_s_ctrl_c_goes_to_the_command_alone(terminal: Terminal) -> No
         print("up")
         while not pathlib.Path("got").exists():
             time.sleep(0.05)
-        time.sleep(0.5)  # for another one, were there any
+        time.sleep(0.5)  # a second signal would arrive now
     """)
     with pseudo_terminal() as (master, slave):
         session = {
@@ -812,14 +816,15 @@ def test_a_terminal_s_ctrl_c_goes_to_the_command_alone(terminal: Terminal) -> No
             "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         }
         running = terminal.start("run", script, **session)
-        wait_until(lambda: "up" in terminal.said(running)[0], PATIENCE)  # shown: it watches the job
+        # the output is shown, so `run` follows the job
+        wait_until(lambda: "up" in terminal.output(running)[0], TEST_TIMEOUT)
         os.write(master, b"\x03")
-        assert running.wait(PATIENCE) == 130
-    nothing_survives()
+        assert running.wait(TEST_TIMEOUT) == 130
+    wait_for_no_processes()
     assert terminal.path("got").read_text() == "SIGINT "
 
 
-def test_progress_is_shown_in_a_terminal_while_a_job_waits(terminal: Terminal) -> None:
+def test_run_in_terminal_shows_progress_of_waiting_job(terminal: Terminal) -> None:
     with pseudo_terminal() as (master, slave):
         running = terminal.start(
             "run",
@@ -837,10 +842,10 @@ def test_progress_is_shown_in_a_terminal_while_a_job_waits(terminal: Terminal) -
             return b"starting (" in shown
 
         os.set_blocking(master, False)
-        wait_until(starting, PATIENCE, "a line that says what is waited for")
+        wait_until(starting, TEST_TIMEOUT, "a line that says what is waited for")
         terminal.path("go").touch()
-        assert running.wait(PATIENCE) == 0
-        assert terminal.said(running)[0] == "hello\n"
+        assert running.wait(TEST_TIMEOUT) == 0
+        assert terminal.output(running)[0] == "hello\n"
 
 
 @contextlib.contextmanager
@@ -853,16 +858,16 @@ def pseudo_terminal() -> Iterator[tuple[int, int]]:
         os.close(master)
 
 
-# -- what cannot be understood ---------------------------------------------------------------------------------------------
+# -- usage errors ----------------------------------------------------------------------------------
 
 THIS_PYTHON = ["submit", "--python", sys.executable]
 USAGE = {
     "no script": (
         ["submit", "scirpt.py"],
-        "the script 'scirpt.py' is not there",
+        "the script 'scirpt.py' does not exist",
         "did you mean script.py?",
     ),
-    "no script at all": (["run", "nosuch.sh"], "the script 'nosuch.sh' is not there", ""),
+    "no script at all": (["run", "nosuch.sh"], "the script 'nosuch.sh' does not exist", ""),
     "a directory": (["run", "folder"], "'folder' is not a file", ""),
     "a shell script": (["run", "train.sh"], "'train.sh' is not a Python script", "-- ./train.sh"),
     "nothing": (["run"], "nothing to run", "SCRIPT"),
@@ -871,7 +876,7 @@ USAGE = {
     "an empty command": (["run", "--", ""], "the command is empty", ""),
     "no module": (
         ["run", "-m", "not-a/module"],
-        "'not-a/module' is not a module's name",
+        "'not-a/module' is not a module name",
         "package.train",
     ),
     "nodes 0": (["submit", "--nodes", "0", "script.py"], "nodes is 0", ""),
@@ -884,22 +889,22 @@ USAGE = {
     "gpus -1": (["submit", "--gpus-per-node", "-1", "script.py"], "gpus per node is -1", ""),
     "cpus 0": (["submit", "--cpus-per-task", "0", "script.py"], "cpus per task is 0", ""),
     "restarts -1": (["submit", "--max-restarts", "-1", "script.py"], "max restarts is -1", ""),
-    "potatoes": (
+    "bad memory": (
         ["submit", "--mem", "12 potatoes", "script.py"],
         "'12 potatoes' is not a memory size",
         "64G",
     ),
-    "endless memory": (
+    "huge memory": (
         ["submit", "--mem", "9" * 400 + "G", "script.py"],
         "is not a memory size",
         "64G",
     ),
-    "fortnight": (
+    "bad duration": (
         ["submit", "--time", "1 fortnight", "script.py"],
         "'1 fortnight' is not a duration",
         "90s",
     ),
-    "endless time": (
+    "huge duration": (
         ["submit", "--time", "9" * 400 + "h", "script.py"],
         "is not a duration",
         "90s",
@@ -916,21 +921,21 @@ USAGE = {
     ),
     "env name": (
         ["submit", "--env", "A-B=1", "script.py"],
-        "'A-B' cannot be a variable's name",
+        "'A-B' is not a valid variable name",
         "--env",
     ),
-    "env of ours": (
+    "reserved variable": (
         ["submit", "--env", "RANK=1", "script.py"],
         "RANK is set by the launcher",
         "--env",
     ),
-    "workdir": (["submit", "--workdir", "nowhere", "script.py"], "nowhere' is not there", ""),
-    "home of nobody": (
+    "workdir": (["submit", "--workdir", "nowhere", "script.py"], "nowhere' does not exist", ""),
+    "home of unknown user": (
         ["submit", "--workdir", "~nobody-of-this-name/x", "script.py"],
         "nobody-of-this-name",
         "",
     ),
-    "name": (["submit", "--name", "a\nb", "script.py"], "cannot be a job's name", "printable"),
+    "name": (["submit", "--name", "a\nb", "script.py"], "is not a valid job name", "printable"),
     "start": (["submit", "--start", "spwan", "script.py"], "start is 'spwan'", "fork"),
     "launcher": (
         ["submit", "--launcher", "mpirun", "script.py"],
@@ -940,13 +945,17 @@ USAGE = {
     "grace 0": (["submit", "--grace", "0", "script.py"], "grace is 0", ""),
     "grace nan": (["submit", "--grace", "nan", "script.py"], "grace is nan", ""),
     "grace x": (["submit", "--grace", "x", "script.py"], "'x' is not a number of seconds", ""),
-    "set": (["submit", "--set", "partition=gpu", "script.py"], "no option 'partition'", ""),
+    "set": (["submit", "--set", "partition=gpu", "script.py"], "unknown option 'partition'", ""),
     "set without value": (
         ["submit", "--set", "partition", "script.py"],
         "'partition' is not KEY=VALUE",
         "",
     ),
-    "template": (["submit", "--template", "nosuch.j2", "script.py"], "nosuch.j2' is not there", ""),
+    "template": (
+        ["submit", "--template", "nosuch.j2", "script.py"],
+        "nosuch.j2' does not exist",
+        "",
+    ),
     "undefined": (
         ["submit", "--template", "undefined.j2", "script.py"],
         "undefined.j2, line 2: 'no_such_name' is undefined",
@@ -964,7 +973,7 @@ USAGE = {
         "there is no option --nodez",
         "did you mean --nodes?",
     ),
-    "an option that nothing is near": (
+    "unknown option without near match": (
         ["status", "--xyzzy"],
         "there is no option --xyzzy",
         "--help",
@@ -979,7 +988,7 @@ USAGE = {
         "no option --nproc_per_node",
         "did you mean --nproc-per-node?",
     ),
-    "torchrun's meeting point": (
+    "torchrun's master port": (
         ["run", "--master_port", "1", "script.py"],
         "no option --master_port",
         "find each other",
@@ -996,16 +1005,16 @@ USAGE = {
     ),
     "a number for --gpus": (
         ["run", "--gpus", "8", "script.py"],
-        "--gpus 8 lists cards",
+        "--gpus 8 lists GPUs",
         "did you mean --gpus-per-node 8?",
     ),
     "time 0": (["submit", "--time", "0", "script.py"], "'0': a duration must be positive", "90s"),
-    "a script that Python cannot read": (
+    "script with syntax error": (
         [*THIS_PYTHON, "broken.py"],
         "broken.py, line 2: SyntaxError: ",
-        "cannot run it",
+        "no node could run it",
     ),
-    "a module that Python cannot read": (
+    "module with syntax error": (
         [*THIS_PYTHON, "-m", "folder.broken"],
         "folder/broken.py, line 1: IndentationError: ",
         "",
@@ -1020,7 +1029,7 @@ USAGE = {
         "there is no interpreter nosuch",
         "--python",
     ),
-    "a host twice": (
+    "duplicate host": (
         ["submit", "--hosts", "a,b,a", "script.py"],
         "the host a is named twice",
         "--nproc-per-node 2",
@@ -1033,15 +1042,13 @@ USAGE = {
 
 
 @pytest.mark.parametrize("case", USAGE)
-def test_bad_input_gets_one_line_and_a_hint_before_anything_starts(
+def test_bad_arguments_are_refused_with_one_line_and_hint(
     terminal: Terminal,
     case: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In this process, for there are many of them; an exception that is not translated would reach
-    the test.
-    """
+    """The cases are many, so they run in this process; an untranslated exception fails the test."""
     args, message, hint = USAGE[case]
     terminal.script("")
     terminal.path("folder").mkdir()
@@ -1056,7 +1063,7 @@ def test_bad_input_gets_one_line_and_a_hint_before_anything_starts(
     code = command_line(args)
     out, err = capsys.readouterr()
     assert code == 2
-    one_line_and_a_hint(terminal, out, err, message, hint)
+    assert_one_line_and_hint(terminal, out, err, message, hint)
 
 
 CONFIGURATIONS = {
@@ -1088,18 +1095,20 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize("case", CONFIGURATIONS)
-def test_a_bad_file_gets_one_line_and_a_hint_before_anything_starts(
+def test_bad_configuration_file_is_refused_with_one_line_and_hint(
     terminal: Terminal, case: str
 ) -> None:
     text, message, hint = CONFIGURATIONS[case]
     terminal.path("clusterjob.toml").write_text(text)
     done = terminal("submit", terminal.script(""), code=2)
-    error = one_line_and_a_hint(terminal, done.stdout, done.stderr, message, hint)
+    error = assert_one_line_and_hint(terminal, done.stdout, done.stderr, message, hint)
     assert str(terminal.path("clusterjob.toml")) in error
     assert case != "broken" or "line 2" in error
 
 
-def one_line_and_a_hint(terminal: Terminal, out: str, err: str, message: str, hint: str) -> str:
+def assert_one_line_and_hint(
+    terminal: Terminal, out: str, err: str, message: str, hint: str
+) -> str:
     assert out == ""
     assert not terminal.home.exists(), "nothing was started and nothing was written"
     first, *rest = err.splitlines()
@@ -1111,17 +1120,17 @@ def one_line_and_a_hint(terminal: Terminal, out: str, err: str, message: str, hi
     return first
 
 
-def test_a_wrong_value_in_a_variable_names_the_variable(
+def test_bad_value_in_variable_error_names_variable(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLUSTERJOB_NODES", "two")
     done = terminal("submit", terminal.script(""), code=2)
-    one_line_and_a_hint(
+    assert_one_line_and_hint(
         terminal, done.stdout, done.stderr, "CLUSTERJOB_NODES: 'two' is not a whole number", ""
     )
 
 
-def test_the_cause_of_an_error_is_shown_on_request(terminal: Terminal) -> None:
+def test_verbose_option_shows_cause_of_error(terminal: Terminal) -> None:
     terminal.path("clusterjob.toml").write_text("[defaults\n")
     command = [*CLUSTERJOB, "-v", "config"]
     done = subprocess.run(
@@ -1130,7 +1139,7 @@ def test_the_cause_of_an_error_is_shown_on_request(terminal: Terminal) -> None:
         cwd=terminal.directory,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
     )
     assert done.returncode == 2
     assert "TOMLDecodeError" in done.stderr
@@ -1160,7 +1169,7 @@ def test_the_cause_of_an_error_is_shown_on_request(terminal: Terminal) -> None:
         ({"RANK": "1"}, "RANK"),
     ],
 )
-def test_inside_a_job_nothing_is_submitted_by_mistake(
+def test_submit_inside_job_is_refused_without_cluster_option(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], source: str
 ) -> None:
     for name, value in variables.items():
@@ -1177,10 +1186,10 @@ def test_inside_a_job_nothing_is_submitted_by_mistake(
     assert terminal("run", "--cluster", "local", script).stdout == "hello\n"
 
 
-# -- env and config --------------------------------------------------------------------------------------------------------
+# -- env and config --------------------------------------------------------------------------------
 
 
-def test_env_tells_this_process_s_place(
+def test_env_shows_detected_environment(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {
@@ -1194,49 +1203,58 @@ def test_env_tells_this_process_s_place(
         "world_size",
         "local_world_size",
     }
-    told = json.loads(terminal("env", "--json").stdout)
-    assert told.keys() == {"schema", "source", "level", "evidence", "ignored", "conflicts"} | fields
-    assert (told["schema"], told["source"], told["level"], told["evidence"], told["conflicts"]) == (
+    result = json.loads(terminal("env", "--json").stdout)
+    assert (
+        result.keys() == {"schema", "source", "level", "evidence", "ignored", "conflicts"} | fields
+    )
+    assert (
+        result["schema"],
+        result["source"],
+        result["level"],
+        result["evidence"],
+        result["conflicts"],
+    ) == (
         1,
         "none",
         "none",
         {},
         [],
     )
-    assert all(told[field] is None for field in fields)
+    assert all(result[field] is None for field in fields)
     monkeypatch.setenv("CLUSTERJOB_NNODES", "2")
     monkeypatch.setenv("CLUSTERJOB_NODE_RANK", "1")
     done = terminal("env", "--json", code=1)
-    told = json.loads(done.stdout)
-    assert told["level"] == "none"
-    assert "CLUSTERJOB_MASTER_ADDR" in told["conflicts"][0]
+    result = json.loads(done.stdout)
+    assert result["level"] == "none"
+    assert "CLUSTERJOB_MASTER_ADDR" in result["conflicts"][0]
     assert "conflict: CLUSTERJOB_MASTER_ADDR is not set" in terminal("env", code=1).stdout
     monkeypatch.setenv("CLUSTERJOB_MASTER_ADDR", "host0")
-    told = json.loads(terminal("env", "--json").stdout)
+    result = json.loads(terminal("env", "--json").stdout)
     assert (
-        told["level"],
-        told["nnodes"],
-        told["node_rank"],
-        told["master_addr"],
-        told["rank"],
+        result["level"],
+        result["nnodes"],
+        result["node_rank"],
+        result["master_addr"],
+        result["rank"],
     ) == ("node", 2, 1, "host0", None)
-    assert told["evidence"]["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
+    assert result["evidence"]["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
     table = terminal("env").stdout
     assert re.search(r"^nnodes\s+2\s+CLUSTERJOB_NNODES$", table, re.MULTILINE)
 
 
-def test_config_tells_where_each_setting_comes_from(
+def test_config_shows_origin_of_each_setting(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = terminal.path("clusterjob.toml")
     path.write_text(
-        "cluster = 'lab'\n[defaults]\nmem = '1G'\n[clusters.lab]\nbackend = 'local'\nworkdir = '/tmp'\nsetup = 'true'\n"
+        "cluster = 'lab'\n[defaults]\nmem = '1G'\n"
+        "[clusters.lab]\nbackend = 'local'\nworkdir = '/tmp'\nsetup = 'true'\n"
         "secret = ['TOKEN', 'KEY=k']\nenv = {A = '1', B = '2'}\n"
     )
     monkeypatch.setenv("CLUSTERJOB_NODES", "3")
-    told = json.loads(terminal("config", "--json").stdout)
-    assert (told["schema"], told["cluster"], told["backend"]) == (1, "lab", "local")
-    settings = told["settings"]
+    result = json.loads(terminal("config", "--json").stdout)
+    assert (result["schema"], result["cluster"], result["backend"]) == (1, "lab", "local")
+    settings = result["settings"]
     assert settings["nodes"] == {"value": 3, "origin": "CLUSTERJOB_NODES"}
     assert settings["mem"] == {"value": 1024**3, "origin": f"{path}: [defaults] mem"}
     assert settings["workdir"] == {"value": "/tmp", "origin": f"{path}: [clusters.lab] workdir"}
@@ -1250,7 +1268,7 @@ def test_config_tells_where_each_setting_comes_from(
     terminal("config", "--cluster", "nosuch", code=2)
 
 
-# -- help, and readers that go away ----------------------------------------------------------------------------------------
+# -- help, closed stdout and encodings -------------------------------------------------------------
 
 VERBS = [
     "submit",
@@ -1267,7 +1285,7 @@ VERBS = [
 ]
 
 
-def test_help_is_a_result(terminal: Terminal) -> None:
+def test_help_goes_to_stdout(terminal: Terminal) -> None:
     done = terminal("--help")
     assert done.stderr == ""
     assert all(re.search(rf"^  {verb} +\S", done.stdout, re.MULTILINE) for verb in VERBS)
@@ -1278,7 +1296,7 @@ def test_help_is_a_result(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_has_help(terminal: Terminal, verb: str) -> None:
+def test_each_command_has_help(terminal: Terminal, verb: str) -> None:
     done = terminal(verb, "--help")
     assert done.stderr == ""
     assert verb in done.stdout
@@ -1298,13 +1316,11 @@ def test_each_verb_has_help(terminal: Terminal, verb: str) -> None:
         ["--help"],
     ],
 )
-def test_a_reader_that_goes_away_is_no_error_worth_a_word(
-    terminal: Terminal, args: list[str]
-) -> None:
+def test_closed_stdout_prints_no_error(terminal: Terminal, args: list[str]) -> None:
     terminal("run", terminal.script("print('hello')"))
-    args = [terminal.the_job()["id"] if word == "ID" else word for word in args]
+    args = [terminal.only_job()["id"] if word == "ID" else word for word in args]
     read, write = os.pipe()
-    os.close(read)  # the surest way to be too late
+    os.close(read)  # each write fails with EPIPE
     try:
         done = subprocess.run(
             [*CLUSTERJOB, *args],
@@ -1313,14 +1329,14 @@ def test_a_reader_that_goes_away_is_no_error_worth_a_word(
             stdout=write,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
         )
     finally:
         os.close(write)
     assert done.stderr == ""
 
 
-def test_the_first_line_of_a_list_is_enough_for_head(terminal: Terminal) -> None:
+def test_list_piped_into_head_prints_no_error(terminal: Terminal) -> None:
     for _ in range(3):
         terminal("wait", terminal.submit(""))
     command = f"{shlex.join([*CLUSTERJOB, 'list'])} | head -1"
@@ -1330,14 +1346,14 @@ def test_the_first_line_of_a_list_is_enough_for_head(terminal: Terminal) -> None
         cwd=terminal.directory,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
     )
     assert done.stdout.split()[:2] == ["ID", "STATE"]
     assert len(done.stdout.splitlines()) == 1
     assert done.stderr == ""
 
 
-def test_output_that_the_terminal_s_encoding_lacks_is_shown_all_the_same(
+def test_output_not_encodable_in_terminal_is_shown(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
@@ -1348,38 +1364,38 @@ def test_output_that_the_terminal_s_encoding_lacks_is_shown_all_the_same(
         terminal.script("import os; os.write(1, '☃ \\n'.encode() + b'\\xff\\n')"),
     )
     assert len(done.stdout.splitlines()) == 2
-    assert terminal.the_job()["name"] == "schneemann ☃"
+    assert terminal.only_job()["name"] == "schneemann ☃"
 
 
-def test_arguments_that_are_no_text_arrive_and_are_shown(terminal: Terminal) -> None:
+def test_arguments_that_are_not_utf8_reach_script(terminal: Terminal) -> None:
     script = terminal.script("import os, sys; print(ascii(sys.argv[1:]))")
     assert terminal("run", script, "\udcff").stdout == "['\\udcff']\n"
     terminal("render", script, "\udcff")
     terminal("render", "--json", script, "\udcff")
-    assert terminal.the_job()["state"] == "SUCCEEDED"
+    assert terminal.only_job()["state"] == "SUCCEEDED"
 
 
-def test_a_job_s_directory_that_goes_away_while_it_is_watched(terminal: Terminal) -> None:
-    running = terminal.start("run", "--nodes", "2", terminal.script(GUEST))
+def test_run_succeeds_after_job_directory_is_moved(terminal: Terminal) -> None:
+    running = terminal.start("run", "--nodes", "2", terminal.script(WAITER))
     terminal.wait_for("up0", "up1")
-    job = terminal.the_job()
+    job = terminal.only_job()
     moved = Path(job["job_dir"]).rename(terminal.path("moved"))
     terminal.path("leave").touch()
-    assert running.wait(PATIENCE) == 0
+    assert running.wait(TEST_TIMEOUT) == 0
     assert moved.exists()
-    assert "SUCCEEDED" in terminal.said(running)[1]
-    assert "its directory cannot be written" in terminal.said(running)[1]
-    assert PACKAGE not in terminal.said(running)[1]
+    assert "SUCCEEDED" in terminal.output(running)[1]
+    assert "its directory cannot be written" in terminal.output(running)[1]
+    assert PACKAGE not in terminal.output(running)[1]
 
 
-def test_logs_of_a_rank_or_a_node_that_the_job_never_had_are_refused(terminal: Terminal) -> None:
+def test_logs_of_unknown_rank_or_node_is_refused(terminal: Terminal) -> None:
     job_id = terminal.submit("print('hello')")
     terminal("wait", job_id)
     assert "has no rank 1" in terminal("logs", job_id, "--rank", "1", code=2).stderr
     assert "has no node 3" in terminal("logs", job_id, "--node", "3", code=2).stderr
 
 
-def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why(
+def test_workers_start_by_exec_with_one_notice_if_import_torch_fails(
     terminal: Terminal,
 ) -> None:
     why = "starts its workers by exec: import torch failed: libcudart.so.99 is not there"
@@ -1396,11 +1412,12 @@ def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why
         "run", "--setup", f"export PYTHONPATH='{broken.parent}':$PYTHONPATH", script
     )
     wait_until(
-        lambda: "ran" in terminal.said(running)[0] and why in terminal.said(running)[1], PATIENCE
+        lambda: "ran" in terminal.output(running)[0] and why in terminal.output(running)[1],
+        TEST_TIMEOUT,
     )
     terminal.path("leave").touch()
-    assert running.wait(PATIENCE) == 0
-    out, err = terminal.said(running)
+    assert running.wait(TEST_TIMEOUT) == 0
+    out, err = terminal.output(running)
     assert out == "ran\n", (
         "a store that cannot be served is no reason to stop a job that wants none"
     )
@@ -1411,13 +1428,13 @@ def test_workers_that_cannot_be_forked_are_started_by_exec_and_one_line_says_why
     ("flags", "why"),
     [
         (["--set", "connect_timeout=abc"], "connect_timeout: 'abc' is not a number of seconds"),
-        (["--set", "conect_timeout=3"], "knows no option 'conect_timeout'"),
-        (["--set", "remote_home=jobs"], "remote_home: 'jobs' is no absolute path"),
-        (["--hostfile", "hosts"], "both --hosts and --hostfile"),
+        (["--set", "conect_timeout=3"], "unknown option 'conect_timeout'"),
+        (["--set", "remote_home=jobs"], "remote_home: 'jobs' is not an absolute path"),
+        (["--hostfile", "hosts"], "--hosts and --hostfile are both given"),
     ],
 )
 @pytest.mark.parametrize("command", [["hosts"], ["render", "--cluster", "ssh", "train.py"]])
-def test_options_of_ssh_are_checked_alike_by_hosts_and_by_a_job(
+def test_ssh_options_are_checked_by_hosts_and_render(
     terminal: Terminal, command: list[str], flags: list[str], why: str
 ) -> None:
     terminal.script("", "train.py")

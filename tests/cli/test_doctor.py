@@ -1,6 +1,4 @@
-"""`clusterjob doctor` on this machine: each check as it is when all is well, and each made to fail
-for real.
-"""
+"""`clusterjob doctor` on this machine: each check passes, or fails for a real fault."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from doctoring import CLUSTERJOB, doctor, light_torch
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 from sshworld import python_without_torch
 
 LOCAL = ("--cluster", "local")
@@ -23,13 +21,13 @@ LOCAL = ("--cluster", "local")
 
 @pytest.fixture
 def plain(tmp_path: Path) -> str:
-    """An interpreter that finds no torch."""
+    """Return an interpreter without torch."""
     return str(python_without_torch(tmp_path))
 
 
 @pytest.fixture
 def light(tmp_path: Path, plain: str) -> list[str]:
-    """Options of a job whose interpreter finds a torch that is imported at once."""
+    """Return options of a job whose interpreter has a fake torch that imports fast."""
     return ["--python", plain, "--env", f"PYTHONPATH={light_torch(tmp_path / 'lib')}"]
 
 
@@ -37,7 +35,7 @@ def home() -> Path:
     return Path(os.environ["CLUSTERJOB_HOME"])
 
 
-def test_a_machine_that_is_fit() -> None:
+def test_doctor_on_working_machine_reports_ok() -> None:
     found = doctor(
         *LOCAL, "--python", sys.executable, "--nodes", "2", "--nproc-per-node", "4", first=True
     )
@@ -57,43 +55,46 @@ def test_a_machine_that_is_fit() -> None:
     assert not home().exists(), "it makes nothing"
 
 
-def test_its_lines_and_its_exit_code(tmp_path: Path, plain: str) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        argv = [*CLUSTERJOB, "doctor", *LOCAL, *words]
-        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=PATIENCE)
+def test_doctor_prints_checks_and_exits_with_1_on_failure(tmp_path: Path, plain: str) -> None:
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        argv = [*CLUSTERJOB, "doctor", *LOCAL, *options]
+        return subprocess.run(
+            argv, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT
+        )
 
     good = run("--python", plain, "--env", f"PYTHONPATH={light_torch(tmp_path / 'lib')}")
     assert (good.returncode, good.stderr) == (0, "")
-    assert "ok       torch         2.9.0 for the CPU alone, with gloo\n" in good.stdout
+    assert "ok       torch         2.9.0 for the CPU only, with gloo\n" in good.stdout
     bad = run("--python", plain)
     assert (bad.returncode, bad.stderr) == (1, "")
     lines = bad.stdout.splitlines()
     at = lines.index(f"failed   torch         no torch: {sys.executable} does not find it")
     assert (
         lines[at + 1]
-        == f"{'':23}hint: `{sys.executable} -m pip install torch`, or --python names another"
+        == f"{'':23}hint: `{sys.executable} -m pip install torch`, or choose another interpreter"
+        " with --python"
     )
     assert lines[at + 2] == "unknown  start         not checked: it needs 'torch'"
 
 
-def test_wrong_use(tmp_path: Path) -> None:
-    for words in (
+def test_doctor_with_bad_arguments_exits_with_2(tmp_path: Path) -> None:
+    for options in (
         ["--cluster", "nowhere"],
         ["--cluster", "local", "--nodes", "none"],
         ["script.py"],
     ):
         done = subprocess.run(
-            [*CLUSTERJOB, "doctor", *words],
+            [*CLUSTERJOB, "doctor", *options],
             capture_output=True,
             text=True,
             check=False,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
         )
         assert (done.returncode, done.stdout) == (2, ""), done
         assert "clusterjob: error: " in done.stderr
 
 
-def test_a_backend_of_another_package_need_not_have_checks(tmp_path: Path) -> None:
+def test_doctor_of_plugin_backend_without_checks_reports_error(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text("class Theirs: pass\n")
     info = tmp_path / "theirs-1.dist-info"
     info.mkdir()
@@ -102,16 +103,16 @@ def test_a_backend_of_another_package_need_not_have_checks(tmp_path: Path) -> No
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
     argv = [*CLUSTERJOB, "doctor", "--cluster", "theirs"]
     done = subprocess.run(
-        argv, capture_output=True, text=True, check=False, timeout=PATIENCE, env=env
+        argv, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT, env=env
     )
     assert done.returncode == 1
     assert "error: the theirs backend has no checks of its own" in done.stderr
 
 
-# -- the interpreter and torch ---------------------------------------------------------------------------------------------
+# -- the interpreter and torch ---------------------------------------------------------------------
 
 
-def test_no_interpreter() -> None:
+def test_missing_interpreter_fails_interpreter_check() -> None:
     found = doctor(*LOCAL, "--python", "/nowhere/python")
     assert found.failed == ["interpreter"]
     assert found.words("interpreter") == "there is no interpreter /nowhere/python"
@@ -123,23 +124,24 @@ def test_no_interpreter() -> None:
     ]
 
 
-def test_an_interpreter_that_is_too_old_or_none(tmp_path: Path) -> None:
+def test_old_or_broken_interpreter_fails_interpreter_check(tmp_path: Path) -> None:
     old, none = tmp_path / "old", tmp_path / "none"
     old.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 8, 1); exec(sys.argv[-1])" "$@"\n'
+        f"#!/bin/sh\nexec {sys.executable}"
+        ' -c "import sys; sys.version_info = (3, 8, 1); exec(sys.argv[-1])" "$@"\n'
     )
     none.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
-    for path, words in (
+    for path, message in (
         (old, "is 3.8.1, 3.10 or newer is needed"),
         (none, f"its interpreter {none} cannot be started: broken"),
     ):
         path.chmod(0o755)
         found = doctor(*LOCAL, "--python", str(path))
         assert found.failed == ["interpreter"]
-        assert words in found.words("interpreter")
+        assert message in found.words("interpreter")
 
 
-def test_a_setup_line_that_fails_and_one_that_finds_torch(tmp_path: Path, plain: str) -> None:
+def test_setup_lines_run_before_interpreter_check(tmp_path: Path, plain: str) -> None:
     found = doctor(
         *LOCAL, "--python", plain, "--setup", "true", "--setup", "module-that-is-not load cuda"
     )
@@ -155,7 +157,7 @@ def test_a_setup_line_that_fails_and_one_that_finds_torch(tmp_path: Path, plain:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (
             "raise ImportError('libcudart.so.12: cannot open shared object file')",
@@ -172,54 +174,57 @@ def test_a_setup_line_that_fails_and_one_that_finds_torch(tmp_path: Path, plain:
         ),
     ],
 )
-def test_a_torch_that_is_broken(tmp_path: Path, light: list[str], text: str, words: str) -> None:
+def test_broken_torch_fails_torch_check(
+    tmp_path: Path, light: list[str], text: str, message: str
+) -> None:
     (tmp_path / "lib" / "torch" / "__init__.py").write_text(text)
     found = doctor(*LOCAL, *light)
     assert found.failed == ["torch"]
-    assert words in found.words("torch")
+    assert message in found.words("torch")
     assert found.state("start") == found.state("GPUs") == "unknown"
 
 
 @pytest.mark.parametrize(
-    ("mode", "state", "words"),
+    ("mode", "state", "message"),
     [
         (
             "auto",
             "warning",
-            "by exec, each importing torch for itself: 2 threads run after the import of torch",
+            "by exec, each worker imports torch: 2 threads run after the import of torch",
         ),
         ("fork", "failed", "--start fork is impossible: 2 threads run after the import of torch"),
-        ("exec", "ok", "by exec, as --start says"),
+        ("exec", "ok", "by exec, because of --start exec"),
     ],
 )
-def test_a_fork_that_is_not_safe(
-    tmp_path: Path, light: list[str], mode: str, state: str, words: str
+def test_threads_after_import_torch_make_fork_unsafe(
+    tmp_path: Path, light: list[str], mode: str, state: str, message: str
 ) -> None:
-    """A thread is left after the import: a fork would copy its locks, and not it."""
+    """A fork copies the locks of a thread that is left after the import, but not the thread."""
     with (tmp_path / "lib" / "torch" / "__init__.py").open("a") as file:
         file.write(
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+            "import threading, time\n"
+            "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
         )
     found = doctor(*LOCAL, *light, "--start", mode)
-    assert (found.state("start"), found.words("start")) == (state, words)
+    assert (found.state("start"), found.words("start")) == (state, message)
     assert found.fit == (state != "failed")
 
 
-def test_fewer_gpus_than_asked_for(light: list[str]) -> None:
+def test_too_few_gpus_warn_or_fail_if_required(light: list[str]) -> None:
     found = doctor(*LOCAL, *light, "--nodes", "2", "--gpus-per-node", "512")
     assert found.state("GPUs") == "warning"
-    assert "where 1024 are asked for: the job would be a rehearsal on the CPU" in found.words(
-        "GPUs"
-    )
+    assert "but the job needs 1024: the job would be a rehearsal on the CPU" in found.words("GPUs")
     assert found.fit
     strict = doctor(*LOCAL, *light, "--nodes", "2", "--gpus-per-node", "512", "--require-gpus")
     assert strict.failed == ["job", "GPUs"]
 
 
-# -- the place of jobs -----------------------------------------------------------------------------------------------------
+# -- the directory of jobs -------------------------------------------------------------------------
 
 
-def test_a_home_that_cannot_be_made_or_written(tmp_path: Path, light: list[str]) -> None:
+def test_home_that_cannot_be_created_fails_directory_check(
+    tmp_path: Path, light: list[str]
+) -> None:
     (tmp_path / "file").touch()
     found = doctor(
         *LOCAL, *light, env={**os.environ, "CLUSTERJOB_HOME": str(tmp_path / "file" / "below")}
@@ -230,18 +235,18 @@ def test_a_home_that_cannot_be_made_or_written(tmp_path: Path, light: list[str])
     assert "CLUSTERJOB_HOME" in found.hints("directory")
     colon = doctor(*LOCAL, *light, env={**os.environ, "CLUSTERJOB_HOME": str(tmp_path / "a:b")})
     assert colon.failed == ["job"]
-    assert "holds a colon" in colon.words("job")
+    assert "contains a colon" in colon.words("job")
 
 
-def test_a_home_that_everybody_may_write(light: list[str]) -> None:
+def test_world_writable_home_fails_directory_check(light: list[str]) -> None:
     home().mkdir(parents=True, exist_ok=True)
     home().chmod(0o777)
     found = doctor(*LOCAL, *light)
     assert found.failed == ["directory"]
-    assert "has the mode 0777: everyone could replace what jobs run" in found.words("directory")
+    assert "has the mode 0777: everyone could replace job files" in found.words("directory")
 
 
-def test_a_disk_that_is_read_only_and_one_that_is_full(light: list[str]) -> None:
+def test_read_only_or_full_disk_fails_check(light: list[str]) -> None:
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("mounting a file system takes root")
     home().mkdir(parents=True, exist_ok=True)
@@ -254,26 +259,26 @@ def test_a_disk_that_is_read_only_and_one_that_is_full(light: list[str]) -> None
     read_only = doctor(*LOCAL, *light, prefix=on("ro"))
     assert read_only.failed == ["directory"]
     assert read_only.words("directory") == f"{home()} cannot be written: Read-only file system"
-    little = doctor(*LOCAL, *light, prefix=on("size=8m"))
-    assert little.failed == ["disk"]
-    assert re.fullmatch(r"disk full: \S+ MB free in .*", little.words("disk"))
+    full = doctor(*LOCAL, *light, prefix=on("size=8m"))
+    assert full.failed == ["disk"]
+    assert re.fullmatch(r"disk full: \S+ MB free in .*", full.words("disk"))
 
 
-# -- the machine -----------------------------------------------------------------------------------------------------------
+# -- the machine -----------------------------------------------------------------------------------
 
 
-def test_no_bash(tmp_path: Path) -> None:
+def test_missing_or_broken_bash_fails_bash_check(tmp_path: Path) -> None:
     found = doctor(*LOCAL, env={**os.environ, "PATH": str(tmp_path)})
     assert found.failed == ["bash"]
     assert found.state("interpreter") == found.state("torch") == "unknown"
     (tmp_path / "bash").write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / "bash").chmod(0o755)
-    assert "is no bash that works" in doctor(
+    assert "is not a working bash" in doctor(
         *LOCAL, env={**os.environ, "PATH": str(tmp_path)}
     ).words("bash")
 
 
-def test_no_loopback_and_a_name_that_does_not_resolve(light: list[str]) -> None:
+def test_missing_loopback_fails_and_unresolved_host_name_warns(light: list[str]) -> None:
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("network namespaces need root")
     found = doctor(*LOCAL, *light, prefix=["unshare", "--net"])
@@ -297,12 +302,14 @@ def test_no_loopback_and_a_name_that_does_not_resolve(light: list[str]) -> None:
     )
 
 
-def test_the_json_is_one_document(light: list[str]) -> None:
+def test_doctor_json_is_one_document(light: list[str]) -> None:
     argv = [*CLUSTERJOB, "doctor", *LOCAL, "--json", *light]
-    said = json.loads(
-        subprocess.run(argv, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+    document = json.loads(
+        subprocess.run(
+            argv, capture_output=True, text=True, check=True, timeout=TEST_TIMEOUT
+        ).stdout
     )
-    assert {key: said[key] for key in ("schema", "cluster", "backend", "fit")} == {
+    assert {key: document[key] for key in ("schema", "cluster", "backend", "fit")} == {
         "schema": 1, "cluster": "local", "backend": "local", "fit": True,
     }  # fmt: skip
-    assert all(set(check) == {"name", "state", "words", "hint"} for check in said["checks"])
+    assert all(set(check) == {"name", "state", "words", "hint"} for check in document["checks"])

@@ -1,5 +1,6 @@
-"""What each entry point loads, in fresh processes: the command line nothing heavy, the node half
-the standard library alone.
+"""Modules that each entry point loads, in fresh processes.
+
+The command line loads nothing heavy; the node modules load only the standard library.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 import clusterjob
 
@@ -43,14 +44,14 @@ THIRD_PARTY = HEAVY - {"asyncio"} | {
 REPORT = "import json, os, sys; os.write(3, json.dumps(sorted(sys.modules)).encode())"
 NODE_MODULES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-    for room in ("node", "worker")
-    for path in (SOURCE / "clusterjob" / room).rglob("*.py")
+    for package in ("node", "worker")
+    for path in (SOURCE / "clusterjob" / package).rglob("*.py")
     if path.name not in ("__main__.py", "main.py")
 )
 
 
 def loaded(*command: str, code: int = 0, cwd: Path | None = None) -> set[str]:
-    """Run Python with a command line that ends by `REPORT`; return the modules that were loaded."""
+    """Run Python with code that ends with `REPORT`; return the modules that were loaded."""
     read, write = os.pipe()
     script = f"import os; os.dup2({write}, 3) if {write} != 3 else None\n"
     try:
@@ -60,7 +61,7 @@ def loaded(*command: str, code: int = 0, cwd: Path | None = None) -> set[str]:
             pass_fds=[write],
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             check=False,
             cwd=cwd,
         )
@@ -73,9 +74,12 @@ def loaded(*command: str, code: int = 0, cwd: Path | None = None) -> set[str]:
 
 
 def after_main(*arguments: str) -> str:
-    """Return a program that runs the command line to its end and then reports."""
+    """Return code that runs the command line and then reports the loaded modules."""
     argv = ["clusterjob", *arguments]
-    return f"import sys; sys.argv = {argv!r}\nfrom clusterjob.__main__ import main\ncode = main()\n{REPORT}\nsys.exit(code)"
+    return (
+        f"import sys; sys.argv = {argv!r}\n"
+        f"from clusterjob.__main__ import main\ncode = main()\n{REPORT}\nsys.exit(code)"
+    )
 
 
 def top_levels(modules: set[str]) -> set[str]:
@@ -83,8 +87,8 @@ def top_levels(modules: set[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def nothing() -> set[str]:
-    """What an interpreter of this environment loads by itself, .pth files included."""
+def startup_modules() -> set[str]:
+    """Return the modules that this interpreter loads at startup, with those of .pth files."""
     return loaded("-c", REPORT)
 
 
@@ -92,8 +96,8 @@ def nothing() -> set[str]:
     "arguments",
     [["--help"], ["submit", "--help"], ["run", "--help"], ["logs", "--help"], ["--version"]],
 )
-def test_help_loads_nothing_heavy(nothing: set[str], arguments: list[str]) -> None:
-    modules = loaded("-c", after_main(*arguments)) - nothing
+def test_help_loads_no_heavy_modules(startup_modules: set[str], arguments: list[str]) -> None:
+    modules = loaded("-c", after_main(*arguments)) - startup_modules
     assert "clusterjob.cli" in modules
     assert top_levels(modules) & HEAVY == set()
     forbidden = (
@@ -109,22 +113,26 @@ def test_help_loads_nothing_heavy(nothing: set[str], arguments: list[str]) -> No
     "arguments",
     [["list"], ["list", "--json"], ["status"], ["env"], ["env", "--json"], ["config", "--json"]],
 )
-def test_questions_load_no_torch_and_no_connection(nothing: set[str], arguments: list[str]) -> None:
-    modules = loaded("-c", after_main(*arguments)) - nothing
+def test_status_commands_load_no_torch_and_no_ssh(
+    startup_modules: set[str], arguments: list[str]
+) -> None:
+    modules = loaded("-c", after_main(*arguments)) - startup_modules
     assert (
         top_levels(modules) & {"torch", "numpy", "paramiko", "jinja2", "submitit", "rich"} == set()
     )
 
 
-def test_submitting_loads_no_torch_and_no_connection(nothing: set[str], tmp_path: Path) -> None:
+def test_submit_loads_no_torch_and_no_ssh(startup_modules: set[str], tmp_path: Path) -> None:
     (tmp_path / "script.py").touch()
-    modules = loaded("-c", after_main("submit", "--dry-run", "script.py"), cwd=tmp_path) - nothing
+    modules = (
+        loaded("-c", after_main("submit", "--dry-run", "script.py"), cwd=tmp_path) - startup_modules
+    )
     assert "jinja2" in modules
     assert top_levels(modules) & {"torch", "numpy", "paramiko", "submitit", "rich"} == set()
 
 
-def test_launch_loads_nothing_of_the_submit_half(nothing: set[str]) -> None:
-    modules = loaded("-c", after_main("launch", "--no-such-option"), code=2) - nothing
+def test_launch_loads_no_submission_modules(startup_modules: set[str]) -> None:
+    modules = loaded("-c", after_main("launch", "--no-such-option"), code=2) - startup_modules
     assert top_levels(modules) & THIRD_PARTY == set()
     ours = {name for name in modules if name.startswith("clusterjob.")}
     assert all(
@@ -133,21 +141,22 @@ def test_launch_loads_nothing_of_the_submit_half(nothing: set[str]) -> None:
     ), ours
 
 
-def test_the_package_itself_loads_nothing(nothing: set[str]) -> None:
-    modules = loaded("-c", f"import clusterjob\n{REPORT}") - nothing
+def test_package_loads_no_modules(startup_modules: set[str]) -> None:
+    modules = loaded("-c", f"import clusterjob\n{REPORT}") - startup_modules
     assert {name for name in modules if name.startswith("clusterjob")} == {"clusterjob"}
     assert top_levels(modules) & HEAVY == set()
 
 
 @pytest.mark.parametrize("name", sorted(clusterjob.__all__))
-def test_each_public_name_is_there_and_loads_no_torch(nothing: set[str], name: str) -> None:
+def test_public_name_exists_and_loads_no_torch(startup_modules: set[str], name: str) -> None:
     modules = (
-        loaded("-c", f"import clusterjob\nassert clusterjob.{name} is not None\n{REPORT}") - nothing
+        loaded("-c", f"import clusterjob\nassert clusterjob.{name} is not None\n{REPORT}")
+        - startup_modules
     )
     assert top_levels(modules) & (HEAVY - {"platformdirs"}) == set()
 
 
-def test_public_names_that_are_not_there_are_attribute_errors() -> None:
+def test_unknown_public_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = clusterjob.no_such_name
     assert set(clusterjob.__all__) >= {
@@ -162,28 +171,28 @@ def test_public_names_that_are_not_there_are_attribute_errors() -> None:
 
 
 @pytest.mark.parametrize("module", ["clusterjob.bootstrap", "clusterjob.node", *NODE_MODULES])
-def test_the_node_half_loads_the_standard_library_alone(module: str) -> None:
-    """Without site-packages: what is not of the standard library would not be found."""
+def test_node_modules_load_only_standard_library(module: str) -> None:
+    """Site-packages is disabled, so that an import of a third-party module fails."""
     if find_spec(module) is None:
         pytest.skip(f"{module} is not written yet")
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); import {module}\n{REPORT}"
     modules = loaded("-I", "-S", "-c", code)
-    strangers = top_levels(modules) - set(sys.stdlib_module_names) - {"clusterjob", "__main__"}
-    assert strangers == set()
+    third_party = top_levels(modules) - set(sys.stdlib_module_names) - {"clusterjob", "__main__"}
+    assert third_party == set()
     assert not top_levels(modules) & {"pip", "ensurepip", "tkinter"}
 
 
 @pytest.mark.parametrize(
     "module", ["clusterjob.bootstrap", "clusterjob.node.launch", "clusterjob.node.agent"]
 )
-def test_the_node_half_loads_no_torch_where_there_is_one(nothing: set[str], module: str) -> None:
+def test_node_modules_load_no_torch_if_installed(startup_modules: set[str], module: str) -> None:
     if find_spec(module) is None:
         pytest.skip(f"{module} is not written yet")
-    modules = loaded("-c", f"import {module}\n{REPORT}") - nothing
+    modules = loaded("-c", f"import {module}\n{REPORT}") - startup_modules
     assert top_levels(modules) & THIRD_PARTY == set()
 
 
-def test_the_node_half_takes_nothing_of_the_submit_half() -> None:
+def test_node_modules_import_no_submission_modules() -> None:
     names = "clusterjob.node.launch, clusterjob.node.agent, clusterjob.node.zip.main"
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); import {names}\n{REPORT}"
     modules = {name for name in loaded("-I", "-S", "-c", code) if name.startswith("clusterjob")}
@@ -191,8 +200,8 @@ def test_the_node_half_takes_nothing_of_the_submit_half() -> None:
     assert all(name == "clusterjob" or name.startswith(allowed) for name in modules), modules
 
 
-def test_modules_can_be_imported_in_any_order() -> None:
-    """No cycle hides behind the order in which the tests happen to import."""
+def test_each_module_can_be_imported_first() -> None:
+    """Import order cannot hide an import cycle."""
     names = sorted(
         ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
         for path in (SOURCE / "clusterjob").rglob("*.py")
@@ -201,15 +210,22 @@ def test_modules_can_be_imported_in_any_order() -> None:
     forget = (
         "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('clusterjob')]"
     )
-    code = f"import importlib, sys\nfor name in {names!r}:\n    importlib.import_module(name)\n    {forget}\n{REPORT}"
+    code = (
+        f"import importlib, sys\nfor name in {names!r}:\n"
+        f"    importlib.import_module(name)\n    {forget}\n{REPORT}"
+    )
     assert "typer" in loaded("-W", "error", "-c", code)
 
 
-def test_a_worker_s_import_of_bootstrap_does_without_typing() -> None:
-    """It is most of what the import would cost; -S, because an environment's .pth files may import
-    it.
+def test_bootstrap_import_does_not_load_typing() -> None:
+    """`typing` would take most of the import time.
+
+    -S, because .pth files of an environment may import it.
     """
-    code = "import sys, clusterjob.bootstrap; sys.exit(sorted({'typing', 'importlib.metadata', 'torch'} & sys.modules.keys()) or 0)"
+    code = (
+        "import sys, clusterjob.bootstrap; "
+        "sys.exit(sorted({'typing', 'importlib.metadata', 'torch'} & sys.modules.keys()) or 0)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False

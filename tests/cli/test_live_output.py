@@ -1,4 +1,4 @@
-"""Progress bars on a real terminal: one line per rank that changes in place, while the job runs."""
+"""Progress bars on a real terminal: one line per rank changes in place while the job runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print("over", file=sys.stderr)
 
 
 @pytest.mark.parametrize("verb", ["run", "launch"])
-def test_bars_of_two_ranks_are_shown_while_they_run(tmp_path: Path, verb: str) -> None:
+def test_progress_bars_of_two_ranks_change_in_place(tmp_path: Path, verb: str) -> None:
     (tmp_path / "train.py").write_text(BAR)
     with Terminal(
         [*CLUSTERJOB, verb, "--nproc-per-node", "2", "train.py"], cwd=tmp_path
@@ -51,8 +51,9 @@ def test_bars_of_two_ranks_are_shown_while_they_run(tmp_path: Path, verb: str) -
 
 
 def rendered(text: str) -> list[str]:
-    """Return what a terminal shows in the end, of what our moving lines use: CR, LF, cursor up,
-    erase below.
+    """Return the final screen lines of a terminal.
+
+    Only sequences of the live lines are known: CR, LF, cursor up, erase.
     """
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
@@ -75,9 +76,10 @@ def rendered(text: str) -> list[str]:
     return lines
 
 
-def test_a_prompt_without_an_end_is_shown(tmp_path: Path) -> None:
+def test_prompt_without_newline_is_shown(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import os, sys, time\nsys.stdout.write('name? ')\nsys.stdout.flush()\nwhile not os.path.exists('go'):\n    time.sleep(0.01)\n"
+        "import os, sys, time\nsys.stdout.write('name? ')\nsys.stdout.flush()\n"
+        "while not os.path.exists('go'):\n    time.sleep(0.01)\n"
     )
     with Terminal([*CLUSTERJOB, "run", "train.py"], cwd=tmp_path) as terminal:
         terminal.read_until(b"name? ")
@@ -86,7 +88,7 @@ def test_a_prompt_without_an_end_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [10, 40])
-def test_lines_are_cut_to_the_terminal_and_many_are_counted(columns: int) -> None:
+def test_live_lines_fit_terminal_and_extra_lines_are_counted(columns: int) -> None:
     program = """
 from clusterjob.node.logs.live_lines import LiveLines
 live = LiveLines()
@@ -108,7 +110,7 @@ live.clear()
     assert rendered(text)[-1] == ""
 
 
-def test_a_pipe_gets_no_moving_lines(tmp_path: Path) -> None:
+def test_output_to_pipe_has_no_live_lines(tmp_path: Path) -> None:
     import subprocess
 
     (tmp_path / "go").touch()
@@ -120,7 +122,7 @@ def test_a_pipe_gets_no_moving_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_watch_folds_lines_of_all_ranks_and_asks_for_open_lines_once_a_look(
+def test_watch_folds_lines_and_reads_open_lines_once_per_poll(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -143,22 +145,22 @@ def test_watch_folds_lines_of_all_ranks_and_asks_for_open_lines_once_a_look(
         spec={"nproc_per_node": 4},
         end=end,
     )
-    asked: list[LogReader] = []
-    monkeypatch.setattr(LogReader, "open_lines", lambda reader: asked.append(reader) or [])
+    readers: list[LogReader] = []
+    monkeypatch.setattr(LogReader, "open_lines", lambda reader: readers.append(reader) or [])
     monkeypatch.setattr(output, "_live", LiveLines())
     monkeypatch.setattr(LiveLines, "has_terminal", terminal)
     assert Watch(record).to_the_end() == 0
     assert capsys.readouterr().out == "[0-3] ready\n"
-    assert len(asked) == terminal
+    assert len(readers) == terminal
 
 
-def test_terminal_that_closes_ends_moving_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = pty.openpty()
-    with open(theirs, "w", encoding="utf-8") as stream:
+def test_closed_terminal_ends_only_live_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, follower = pty.openpty()
+    with open(follower, "w", encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", "xterm")
         live = LiveLines()
         assert live.has_terminal
-        os.close(ours)
+        os.close(controller)
         live.show(["10%"])
         assert not live.has_terminal

@@ -1,6 +1,4 @@
-"""What a user installs: templates and the command are there from a wheel, from an sdist and from an
-editable install.
-"""
+"""Contents of the wheel and the sdist, and the command of an installed wheel."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 import clusterjob
 from clusterjob.core.render import template_directory
@@ -34,7 +32,7 @@ def run(*command: str, cwd: Path, **variables: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -42,30 +40,31 @@ def run(*command: str, cwd: Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build the sdist from the source tree and the wheel from both; nothing is fetched and nothing
-    is left in the tree.
+    """Build the sdist from the source tree, and a wheel from each.
+
+    The build downloads nothing and leaves no file in the source tree.
     """
     if find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed")
     before = set(os.listdir(SOURCE))
-    place = tmp_path_factory.mktemp("dist")
+    directory = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "hatchling", "build", "-d"]
-    run(*build, str(place / "tree"), "-t", "sdist", "-t", "wheel", cwd=SOURCE)
-    [sdist] = (place / "tree").glob("*.tar.gz")
+    run(*build, str(directory / "tree"), "-t", "sdist", "-t", "wheel", cwd=SOURCE)
+    [sdist] = (directory / "tree").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(place / "unpacked", filter="data") if sys.version_info >= (
+        archive.extractall(directory / "unpacked", filter="data") if sys.version_info >= (
             3,
             12,
-        ) else archive.extractall(place / "unpacked")
-    [unpacked] = (place / "unpacked").iterdir()
-    run(*build, str(place / "again"), "-t", "wheel", cwd=unpacked)
-    [wheel], [again] = (place / "tree").glob("*.whl"), (place / "again").glob("*.whl")
+        ) else archive.extractall(directory / "unpacked")
+    [unpacked] = (directory / "unpacked").iterdir()
+    run(*build, str(directory / "rebuilt"), "-t", "wheel", cwd=unpacked)
+    [wheel], [rebuilt] = (directory / "tree").glob("*.whl"), (directory / "rebuilt").glob("*.whl")
     assert set(os.listdir(SOURCE)) == before
-    return {"sdist": sdist, "wheel": wheel, "wheel of the sdist": again, "unpacked": unpacked}
+    return {"sdist": sdist, "wheel": wheel, "wheel of the sdist": rebuilt, "unpacked": unpacked}
 
 
 @pytest.mark.parametrize("kind", ["wheel", "wheel of the sdist"])
-def test_a_wheel_holds_the_package_and_the_templates(built: dict[str, Path], kind: str) -> None:
+def test_wheel_contains_package_and_templates(built: dict[str, Path], kind: str) -> None:
     with zipfile.ZipFile(built[kind]) as archive:
         names = set(archive.namelist())
         assert {name for name in names if name.startswith("clusterjob/templates/")} == {
@@ -78,16 +77,16 @@ def test_a_wheel_holds_the_package_and_the_templates(built: dict[str, Path], kin
             )
     modules = {str(path.relative_to(SOURCE)) for path in (SOURCE / "clusterjob").rglob("*.py")}
     assert modules <= names
-    strangers = {
+    unexpected = {
         name
         for name in names
         if not name.startswith(("clusterjob/", f"clusterjob-{clusterjob.__version__}.dist-info/"))
     }
-    assert strangers == set()
+    assert unexpected == set()
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_an_sdist_holds_what_it_takes_to_build_and_test(built: dict[str, Path]) -> None:
+def test_sdist_contains_files_to_build_and_test(built: dict[str, Path]) -> None:
     unpacked = built["unpacked"]
     assert unpacked.name == f"clusterjob-{clusterjob.__version__}"
     for name in (
@@ -102,7 +101,7 @@ def test_an_sdist_holds_what_it_takes_to_build_and_test(built: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("kind", ["wheel", "wheel of the sdist"])
-def test_an_installed_wheel_renders_and_runs(
+def test_installed_wheel_renders_and_runs(
     built: dict[str, Path], kind: str, tmp_path: Path
 ) -> None:
     site = tmp_path / "site"
@@ -132,12 +131,14 @@ def test_an_installed_wheel_renders_and_runs(
     plan = run(*command, "render", "--nodes", "2", "script.py", cwd=tmp_path, PYTHONPATH=str(site))
     assert "#!/usr/bin/env bash" in plan
     assert "clusterjob-node.pyz" in plan
-    told = run(*command, "run", "--start", "exec", "script.py", cwd=tmp_path, PYTHONPATH=str(site))
-    assert told.endswith("clusterjob-node.pyz/clusterjob/__init__.py\n"), (
+    output = run(
+        *command, "run", "--start", "exec", "script.py", cwd=tmp_path, PYTHONPATH=str(site)
+    )
+    assert output.endswith("clusterjob-node.pyz/clusterjob/__init__.py\n"), (
         "the workers import what was submitted"
     )
 
 
-def test_a_source_tree_renders_from_the_one_source() -> None:
+def test_source_tree_uses_its_templates() -> None:
     assert template_directory() == SOURCE / "templates"
     assert TEMPLATES

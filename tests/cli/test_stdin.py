@@ -1,4 +1,4 @@
-"""Rank 0 reads the stdin of run and launch, a terminal included; all others read an empty one."""
+"""Rank 0 reads the stdin of run and launch, also a terminal; other ranks get empty stdin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE, Job, wait_until
+from procs import TEST_TIMEOUT, Job, wait_until
 
 from clusterjob.node.system import processes
 
@@ -33,12 +33,15 @@ DEBUGGED = """
 
 @contextlib.contextmanager
 def in_terminal(argv: list[str], directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a command in the foreground of a terminal of its own; what it writes goes to files."""
+    """Run a command in the foreground of its own terminal; its output goes to files."""
     leader, follower = pty.openpty()
-    takes_it = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    take_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
     with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-S", "-c", takes_it, *argv],
+            [sys.executable, "-S", "-c", take_terminal, *argv],
             stdin=follower,
             stdout=out,
             stderr=err,
@@ -60,7 +63,7 @@ def in_terminal(argv: list[str], directory: Path) -> Iterator[tuple[subprocess.P
     [["clusterjob", "run", "--nodes", "2"], ["clusterjob.node", "--nproc-per-node", "2"]],
     ids=["run", "launch"],
 )
-def test_rank_0_reads_the_terminal_and_the_others_nothing(
+def test_only_rank_0_reads_terminal(
     new_job: NewJob, tmp_path: Path, command: list[str], start: str
 ) -> None:
     script = new_job().script(READER)
@@ -69,7 +72,7 @@ def test_rank_0_reads_the_terminal_and_the_others_nothing(
         leader,
     ):
         os.write(leader, b"typed\n")
-        assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
+        assert process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
     assert sorted((tmp_path / "out").read_text().splitlines()) == [
         "[0] 0 'typed\\n' True",
         "[1] 1 '' False",
@@ -79,13 +82,13 @@ def test_rank_0_reads_the_terminal_and_the_others_nothing(
 @pytest.mark.parametrize(
     "command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"]
 )
-def test_breakpoint_of_rank_0_is_used_from_the_terminal(
+def test_breakpoint_of_rank_0_reads_terminal(
     new_job: NewJob, tmp_path: Path, command: list[str]
 ) -> None:
     script = new_job().script(DEBUGGED)
     with in_terminal([sys.executable, "-m", *command, script], tmp_path) as (process, leader):
         os.write(leader, b"secret += 1\nc\n")
-        assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
+        assert process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
     assert "went on with 42" in (tmp_path / "out").read_text()
 
 
@@ -95,7 +98,7 @@ def test_breakpoint_of_rank_0_is_used_from_the_terminal(
     [["clusterjob", "run", "--nodes", "2"], ["clusterjob.node", "--nproc-per-node", "2"]],
     ids=["run", "launch"],
 )
-def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
+def test_ctrl_c_at_pdb_prompt_interrupts_prompt_but_not_job(
     new_job: NewJob, tmp_path: Path, command: list[str], start: str
 ) -> None:
     script = new_job().script(DEBUGGED)
@@ -105,57 +108,55 @@ def test_ctrl_c_at_a_pdb_prompt_interrupts_the_prompt_and_not_the_job(
     ):
         terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
         out = tmp_path / "out"
-        wait_until(lambda: "up" in out.read_text(), PATIENCE)  # shown: the command watches the job
+        # the output is shown, so the command follows the job
+        wait_until(lambda: "up" in out.read_text(), TEST_TIMEOUT)
         try:
             for count in (1, 2):
-                wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
+                wait_until(lambda: processes.terminal_reader(process.pid, terminal), TEST_TIMEOUT)
                 os.write(leader, b"\x03")
                 wait_until(
                     lambda count=count: (
                         out.read_text().count("--KeyboardInterrupt--") == count
                         or process.poll() is not None
                     ),
-                    PATIENCE,
+                    TEST_TIMEOUT,
                 )
             wait_until(
                 lambda: (
                     processes.terminal_reader(process.pid, terminal) or process.poll() is not None
                 ),
-                PATIENCE,
+                TEST_TIMEOUT,
             )
             os.write(leader, b"secret += 1\nc\n")
-            assert process.wait(PATIENCE) == 0, (tmp_path / "err").read_text()
+            assert process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
         finally:
             os.close(terminal)
     assert "went on with 42" in out.read_text()
-    assert "went on with 41" in out.read_text()  # rank 1, which no signal reached
+    assert "went on with 41" in out.read_text()  # rank 1 got no signal
     assert "interrupting" not in (tmp_path / "err").read_text()
 
 
 @pytest.mark.parametrize(
     "command", [["clusterjob", "run"], ["clusterjob.node"]], ids=["run", "launch"]
 )
-def test_ctrl_c_at_input_reaches_rank_0_and_ends_the_job_with_it(
+def test_ctrl_c_during_input_call_ends_job(
     new_job: NewJob, tmp_path: Path, command: list[str]
 ) -> None:
     script = new_job().script("print('up', flush=True)\ninput('name? ')")
     with in_terminal([sys.executable, "-m", *command, script], tmp_path) as (process, leader):
         terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
         try:
-            wait_until(
-                lambda: "up" in (tmp_path / "out").read_text(), PATIENCE
-            )  # shown: the command watches the job
-            wait_until(lambda: processes.terminal_reader(process.pid, terminal), PATIENCE)
+            # the output is shown, so the command follows the job
+            wait_until(lambda: "up" in (tmp_path / "out").read_text(), TEST_TIMEOUT)
+            wait_until(lambda: processes.terminal_reader(process.pid, terminal), TEST_TIMEOUT)
             os.write(leader, b"\x03")
-            assert process.wait(PATIENCE) == 130, (tmp_path / "err").read_text()
+            assert process.wait(TEST_TIMEOUT) == 130, (tmp_path / "err").read_text()
         finally:
             os.close(terminal)
     assert "KeyboardInterrupt" in (tmp_path / "err").read_text()
 
 
-def test_a_thread_that_listens_to_the_terminal_is_no_prompt(
-    new_job: NewJob, tmp_path: Path
-) -> None:
+def test_ctrl_c_while_thread_reads_terminal_interrupts_job(new_job: NewJob, tmp_path: Path) -> None:
     script = new_job().script("""
         import sys, threading, time
         threading.Thread(target=sys.stdin.readline, daemon=True).start()
@@ -169,14 +170,14 @@ def test_a_thread_that_listens_to_the_terminal_is_no_prompt(
         process,
         leader,
     ):
-        wait_until(lambda: "listening" in (tmp_path / "out").read_text(), PATIENCE)
+        wait_until(lambda: "listening" in (tmp_path / "out").read_text(), TEST_TIMEOUT)
         os.write(leader, b"\x03")
-        assert process.wait(PATIENCE) == 130, (tmp_path / "err").read_text()
+        assert process.wait(TEST_TIMEOUT) == 130, (tmp_path / "err").read_text()
     assert "saved" in (tmp_path / "out").read_text()
     assert "interrupting" in (tmp_path / "err").read_text()
 
 
-def test_rank_0_reads_a_pipe_and_a_detached_job_reads_nothing(
+def test_rank_0_reads_pipe_but_detached_job_has_empty_stdin(
     new_job: NewJob, tmp_path: Path
 ) -> None:
     script = new_job().script(READER)
@@ -201,12 +202,10 @@ def test_rank_0_reads_a_pipe_and_a_detached_job_reads_nothing(
     assert "0 '' False" in submit.stdout, submit.stderr
 
 
-def test_a_run_in_the_background_of_a_terminal_takes_no_input(
-    new_job: NewJob, tmp_path: Path
-) -> None:
+def test_background_run_does_not_read_terminal(new_job: NewJob, tmp_path: Path) -> None:
     script = new_job().script(READER)
     shell = f"set -m; {sys.executable} -m clusterjob run {script} & wait $!"
     with in_terminal(["/bin/bash", "-c", shell], tmp_path) as (process, leader):
         os.write(leader, b"for the shell\n")
-        wait_until(lambda: process.poll() is not None, PATIENCE)
+        wait_until(lambda: process.poll() is not None, TEST_TIMEOUT)
     assert (tmp_path / "out").read_text() == "0 '' False\n"

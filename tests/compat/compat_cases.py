@@ -1,8 +1,7 @@
-"""The table of compatibility cases: scripts in the patterns that people use, and what has to come
-of each under clusterjob.
+"""Table of compatibility cases: scripts with common patterns and expected results.
 
-torchrun's outcomes are in expected.json, which ``python tests/compat/compat_record.py [ID...]``
-records.
+expected.json contains the results of torchrun. ``python tests/compat/compat_record.py [ID...]``
+records them.
 """
 
 from __future__ import annotations
@@ -13,20 +12,36 @@ from pathlib import Path
 from compat_runs import Case
 
 FORK, EXEC, BOTH = ("fork",), ("exec",), ("fork", "exec")
-HANGS = "torchrun makes every process a client of its own store, also where the script means another; here a process is a client of ours only"
-ENDS = "what a rank has started ends with the job; torchrun leaves it running (docs/troubleshooting.md)"
-AGAIN = "torchrun's store keeps the addresses of the workers before a restart; here each restart has a store of its own"
-TURNS = "torchrun's store keeps the addresses of the group before, and the next one waits for them; here each group has keys of its own"
-INNER = "a torchrun inside of torchrun, on two nodes, waits for ever; here the inner one meets at the job's store"
+OWN_STORE = (
+    "torchrun makes each process a client of its own store, even if the script sets another one; "
+    "clusterjob redirects only processes that use the job store"
+)
+CHILDREN_END = (
+    "processes started by a rank end with the job; torchrun leaves them running "
+    "(docs/troubleshooting.md)"
+)
+STORE_PER_RESTART = (
+    "torchrun's store keeps the addresses of workers from before a restart; "
+    "in clusterjob each restart has its own store"
+)
+STORE_PER_GROUP = (
+    "torchrun's store keeps the addresses of the previous group, and the next group waits for "
+    "them; in clusterjob each group has its own keys"
+)
+INNER_TORCHRUN = (
+    "torchrun inside torchrun on two nodes waits for ever; "
+    "in clusterjob the inner torchrun uses the job store"
+)
 
 
 def _script(name: str, *arguments: str, **more: object) -> Case:
     """Return the case of a script that is started by its path."""
-    return Case(str(more.pop("id", Path(name).stem)), (name, *arguments), **more)  # type: ignore[arg-type]
+    case_id = str(more.pop("id", Path(name).stem))
+    return Case(case_id, (name, *arguments), **more)  # type: ignore[arg-type]
 
 
 CASES = [
-    # -- how the group ends ------------------------------------------------------------------------------------------
+    # -- end of the process group ------------------------------------------------------------------
     _script("ddp_in_function.py", quick=BOTH),
     _script("ddp_in_function.py", id="ddp_in_function-2-nodes", nodes=2),
     _script("ddp_freed_first.py"),
@@ -36,17 +51,17 @@ CASES = [
     _script(
         "groups_in_turn.py",
         differs=("code", "out"),
-        why=AGAIN,
+        why=STORE_PER_RESTART,
         out=("round 0: 1.0\nround 1: 3.0\nround 2: 5.0\n",) * 2,
     ),
     _script("two_backends.py"),
-    # -- where the ranks meet ------------------------------------------------------------------------------------------
+    # -- stores and addresses ----------------------------------------------------------------------
     _script(
         "spawn_own_port.py",
         "{port}",
         nproc=1,
         differs=("code", "files", "out"),
-        why=HANGS,
+        why=OWN_STORE,
         out=("both children have ended\n",),
         files=("child0.txt", "child1.txt"),
     ),
@@ -55,7 +70,7 @@ CASES = [
         "{port}",
         nproc=1,
         differs=("code", "files", "out"),
-        why=HANGS,
+        why=OWN_STORE,
         out=("[0, 0]\n",),
         files=("child0.txt", "child1.txt"),
     ),
@@ -63,7 +78,7 @@ CASES = [
         "sets_master_port.py",
         "{port}",
         differs=("code", "files", "out"),
-        why=HANGS,
+        why=OWN_STORE,
         out=("rank 0 of 2\n", "rank 1 of 2\n"),
         files=(),
     ),
@@ -72,7 +87,7 @@ CASES = [
         "{port}",
         quick=FORK,
         differs=("code", "files", "out"),
-        why=HANGS,
+        why=OWN_STORE,
         out=("rank 0 of 2\n", "rank 1 of 2\n"),
         files=(),
     ),
@@ -84,7 +99,7 @@ CASES = [
         nproc=1,
         quick=FORK,
         differs=("code", "out"),
-        why=TURNS,
+        why=STORE_PER_GROUP,
         out=(
             (
                 "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\n"
@@ -104,9 +119,12 @@ CASES = [
         nproc=1,
         limit=180,
         differs=("code", "out"),
-        why=TURNS,
+        why=STORE_PER_GROUP,
         out=(
-            "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\nlr 0.2: 3 ranks, bias -1.1820\nchildren: [0, 0]\n",
+            (
+                "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\n"
+                "lr 0.2: 3 ranks, bias -1.1820\nchildren: [0, 0]\n"
+            ),
         ),
     ),
     _script("own_store.py", "{port}"),
@@ -118,7 +136,7 @@ CASES = [
         "tcp://127.0.0.1:{port}",
         nproc=1,
         differs=("code", "files", "out"),
-        why=HANGS,
+        why=OWN_STORE,
         out=("trained\n",),
         files=("checkpoint.pth.tar",),
     ),
@@ -126,12 +144,12 @@ CASES = [
         "detectron_launch.py",
         nproc=1,
         differs=("code", "files", "out"),
-        why=HANGS,
+        why=OWN_STORE,
         out=("done\n",),
         files=("log0.txt", "log1.txt"),
     ),
     _script("fairseq_main.py"),
-    # -- init_distributed_mode and its kin -----------------------------------------------------------------------------
+    # -- init_distributed_mode and similar functions -----------------------------------------------
     _script("init_mode_dino.py", "--output_dir", "checkpoints"),
     _script("init_mode_mae.py", quick=FORK),
     _script("init_mode_torchvision.py"),
@@ -147,11 +165,11 @@ CASES = [
         "hydra_error.py",
         "optimizer.lr=0.5",
         code=1,
-        says=r"rank 1.*\n?.*ValueError: no dataset for lr 0\.5",
+        message=r"rank 1.*\n?.*ValueError: no dataset for lr 0\.5",
         needs=("hydra",),
     ),
-    # -- errors, signals, ends -----------------------------------------------------------------------------------------
-    _script("record_decorator.py", code=1, says="rank 1.*RuntimeError: loss is not finite"),
+    # -- errors, signals, ends ---------------------------------------------------------------------
+    _script("record_decorator.py", code=1, message="rank 1.*RuntimeError: loss is not finite"),
     _script("interrupt_saves.py", send=signal.SIGINT, code=130, quick=FORK),
     _script("terminate_saves.py", send=signal.SIGTERM, code=-15),
     _script("usr1_checkpoints.py"),
@@ -159,44 +177,52 @@ CASES = [
     _script("thread_outlives_main.py"),
     _script("daemon_thread.py"),
     _script("os_exit.py"),
-    _script("os_exit_code.py", code=7, says="rank 1.*exited with code 7"),
+    _script("os_exit_code.py", code=7, message="rank 1.*exited with code 7"),
     _script("os_fork.py"),
-    _script("child_left_behind.py", differs=("left",), why=ENDS),
-    _script("service_left_behind.py", differs=("left",), why=ENDS),
+    _script("child_left_behind.py", differs=("left",), why=CHILDREN_END),
+    _script("service_left_behind.py", differs=("left",), why=CHILDREN_END),
     _script("service_with_atexit.py"),
     _script(
-        "early_zero.py", code=1, says=r"rank 1 .*ended with exit code 0 .*rank 0 was in all_reduce"
+        "early_zero.py",
+        code=1,
+        message=r"rank 1 .*ended with exit code 0 .*rank 0 was in all_reduce",
     ),
     _script(
         "early_zero.py",
         id="early_zero-3-ranks",
         nproc=3,
         code=1,
-        says=r"rank 1 .*ended with exit code 0 .*ranks 0, 2 were in all_reduce",
+        message=r"rank 1 .*ended with exit code 0 .*ranks 0, 2 were in all_reduce",
     ),
-    _script("early_one.py", code=1, says="rank 1"),
-    _script("early_signal.py", code=137, says="rank 1.*SIGKILL", quick=FORK),
-    _script("early_before_init.py", code=1, says="rank 1.*FileNotFoundError: data/train.bin"),
-    _script("zero_before_init.py", code=1, says=r"rank 1 .*ended with exit code 0 .*rank 0 was in"),
-    _script("early_in_init.py", code=1, says="rank 1"),
-    _script("after_destroy.py", code=1, says="rank 1.*KeyError: 'accuracy'"),
+    _script("early_one.py", code=1, message="rank 1"),
+    _script("early_signal.py", code=137, message="rank 1.*SIGKILL", quick=FORK),
+    _script("early_before_init.py", code=1, message="rank 1.*FileNotFoundError: data/train.bin"),
+    _script(
+        "zero_before_init.py", code=1, message=r"rank 1 .*ended with exit code 0 .*rank 0 was in"
+    ),
+    _script("early_in_init.py", code=1, message="rank 1"),
+    _script("after_destroy.py", code=1, message="rank 1.*KeyError: 'accuracy'"),
     _script("zero_after_destroy.py"),
-    _script("mismatched_shapes.py", code=1, says="rank"),
-    _script("mismatched_order.py", code=1, says="rank"),
-    _script("mismatched_detail.py", code=1, says="rank"),
+    _script("mismatched_shapes.py", code=1, message="rank"),
+    _script("mismatched_order.py", code=1, message="rank"),
+    _script("mismatched_detail.py", code=1, message="rank"),
     _script("uneven_join.py"),
-    _script("monitored_barrier.py", code=1, says="rank 0"),
+    _script("monitored_barrier.py", code=1, message="rank 0"),
     _script("caught_peer_loss.py"),
     _script(
-        "exit_message.py", code=1, says=r"FAILED: rank 1[\s\S]*Unable to locate sufficient 2 gpus"
+        "exit_message.py",
+        code=1,
+        message=r"FAILED: rank 1[\s\S]*Unable to locate sufficient 2 gpus",
     ),
     _script(
         "missing_module.py",
         code=1,
-        says="ModuleNotFoundError: No module named 'no_such_package_anywhere'",
+        message="ModuleNotFoundError: No module named 'no_such_package_anywhere'",
     ),
-    _script("exit_hook.py", code=1, says=r"FAILED: rank 1[\s\S]*OverflowError: gradient norm inf"),
-    # -- input and output ----------------------------------------------------------------------------------------------
+    _script(
+        "exit_hook.py", code=1, message=r"FAILED: rank 1[\s\S]*OverflowError: gradient norm inf"
+    ),
+    # -- input and output --------------------------------------------------------------------------
     _script("breakpoint_continue.py", nproc=1, stdin="p loss\nc\n", quick=FORK),
     _script("input_prompt.py", nproc=1, stdin="y\n"),
     _script("stdin_ends.py", stdin=""),
@@ -205,7 +231,7 @@ CASES = [
     _script("logging_both.py", "--epochs", "3", quick=FORK),
     _script("warnings_and_colours.py"),
     _script("large_output.py"),
-    # -- data --------------------------------------------------------------------------------------------------------
+    # -- data --------------------------------------------------------------------------------------
     _script("loader.py", "--context", "fork", id="loader-fork"),
     _script(
         "loader.py", "--context", "spawn", "--workers", "1", "--epochs", "1", id="loader-spawn"
@@ -224,12 +250,13 @@ CASES = [
     _script(
         "loader_error.py",
         code=1,
-        says="rank 1.*ValueError: (Caught ValueError in DataLoader worker process 0|image file is truncated)",
+        message="rank 1.*ValueError: "
+        "(Caught ValueError in DataLoader worker process 0|image file is truncated)",
     ),
     _script("webdataset_loader.py", needs=("webdataset",)),
     _script("sampler_epochs.py"),
     _script("unseeded.py"),
-    # -- what torch has ------------------------------------------------------------------------------------------------
+    # -- features of torch -------------------------------------------------------------------------
     _script("compiled.py", "aot_eager", id="compiled-aot_eager"),
     _script("compiled.py", "inductor", id="compiled-inductor", limit=300),
     _script("fsdp2.py"),
@@ -245,7 +272,7 @@ CASES = [
         restarts=1,
         quick=FORK,
         differs=("code", "out", "files"),
-        why=AGAIN,
+        why=STORE_PER_RESTART,
         out=("epoch 0 after 0 restarts\nepoch 1 after 0 restarts\nepoch 2 after 1 restarts\n",) * 2,
         files=("snapshot.pt",),
     ),
@@ -254,7 +281,7 @@ CASES = [
     _script("tensorboard_writer.py", needs=("tensorboard",)),
     _script("join_thread_collective.py"),
     _script("async_handles.py"),
-    # -- how a program is started --------------------------------------------------------------------------------------
+    # -- ways to start a program -------------------------------------------------------------------
     _script("environment.py", nproc=2, nodes=2, quick=FORK),
     _script("arguments.py", "--nodes", "3", "-x", "two words", "", "--", "-m", "ünïcode"),
     _script("relative_paths.py"),
@@ -272,7 +299,7 @@ CASES = [
         nproc=1,
         nodes=2,
         differs=("code", "files", "out"),
-        why=INNER,
+        why=INNER_TORCHRUN,
         out=("", ""),
         files=("rank0.txt", "rank1.txt", "rank2.txt", "rank3.txt"),
     ),
@@ -288,9 +315,10 @@ CASES = [
         nproc=1,
         nodes=2,
         code=1,
-        says="rank 0.*ConnectionError: Tried to launch distributed communication",
+        message="rank 0.*ConnectionError: Tried to launch distributed communication",
         differs=("code",),
-        why="accelerate refuses a port that somebody listens on: clusterjob names it and ends, torchrun's second node waits",
+        why="accelerate refuses a port that is in use: clusterjob reports the port and ends, "
+        "torchrun's second node waits for ever",
         needs=("accelerate",),
     ),
     _script("notebook_runs.py", needs=("nbclient", "ipykernel")),

@@ -1,5 +1,6 @@
-"""Record what torchrun makes of the cases: ``.venv/bin/python tests/compat/compat_record.py
-[ID...]`` writes expected.json.
+"""Record the results of the cases under torchrun in expected.json.
+
+Use: ``.venv/bin/python tests/compat/compat_record.py [ID...]``
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from procs import MARKER  # noqa: E402
 
 
 def record(cases: Iterable[Case]) -> None:
-    """Run cases under torchrun and keep their outcomes, each as soon as it is there."""
+    """Run cases under torchrun and write each outcome as soon as it is known."""
     os.environ[MARKER] = uuid.uuid4().hex
     known = expected() if EXPECTED.exists() else {}
     for case in cases:

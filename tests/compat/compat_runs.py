@@ -1,6 +1,4 @@
-"""Run one script of the compatibility table under torchrun or under clusterjob, and say what came
-of it.
-"""
+"""Run a script of the compatibility table under torchrun or clusterjob; return its outcome."""
 
 from __future__ import annotations
 
@@ -22,38 +20,37 @@ from typing import Any
 
 import pytest
 from launching import environment, free_port
-from procs import command_line, kill_one_by_one, own_marked
+from procs import command_line, kill_all, own_processes
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 EXPECTED = Path(__file__).resolve().parent / "expected.json"
-HUNG = 20.0  # seconds after which a run of torchrun that is known to hang is stopped; it needs 4
-_LEFT = 3.0  # seconds that processes may take to be gone after their launcher
-_SHOWN = 2000  # characters of output that are recorded; of more there is a digest
+HUNG = 20.0  # seconds until a torchrun that is known to hang is stopped; a normal run takes 4 s
+_LEFT = 3.0  # seconds for processes to end after their launcher
+_SHOWN = 2000  # characters of output that are recorded; longer output is recorded as a digest
 
 
 @dataclass(frozen=True)
 class Case:
-    """One script, how it is started and what has to come of it under clusterjob.
+    """One script, how it is started and its expected outcome under clusterjob.
 
     Attributes:
-        id: name of the case: the script's, with a variant after it where there are several.
+        id: name of the case: the name of the script, and a variant if there are several cases.
         program: the script and its arguments, or ``-m`` and a module, or ``--`` and a command;
             ``{port}`` is a free port.
         nproc, nodes: the size of the run.
         code: exit code under clusterjob.
-        says: regular expression that clusterjob's stderr has to match.
-        differs: fields of `Outcome` in which torchrun and clusterjob do not agree; `why` says which
-            of them is right.
-        why: the documented decision behind `differs`.
-        out, files, left: what clusterjob's ranks print, and what is left, where that is named in
-            `differs`.
-        quick: starts (``fork``, ``exec``) that are part of the normal run; the others are slow.
-        needs: modules without which the case is skipped.
+        message: regular expression that clusterjob's stderr must match.
+        differs: fields of `Outcome` that differ between torchrun and clusterjob.
+        why: the reason for `differs`.
+        out, files, left: expected output of the ranks, files and processes left under clusterjob,
+            for the fields in `differs`.
+        quick: starts (``fork``, ``exec``) of the normal test run; the others are marked slow.
+        needs: required modules; if one is missing, the case is skipped.
         stdin: text on the launcher's standard input; None for /dev/null.
-        send: signal to the launcher's process group once each rank has made its file
+        send: signal to the launcher's process group after each rank has created its file
             ``ready<rank>``.
         restarts: --max-restarts.
-        limit: seconds within which it has to end under clusterjob.
+        limit: maximum seconds under clusterjob.
     """
 
     id: str
@@ -61,7 +58,7 @@ class Case:
     nproc: int = 2
     nodes: int = 1
     code: int = 0
-    says: str = ""
+    message: str = ""
     differs: tuple[str, ...] = ()
     why: str = ""
     out: tuple[str, ...] = ()
@@ -81,20 +78,18 @@ class Case:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """How its workers may be started: a command is no Python program, so there is nothing to
-        fork.
-        """
+        """The possible starts of the workers; a command is not a Python program, so only exec."""
         return ("exec",) if self.program[0] == "--" else ("fork", "exec")
 
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """Outcome of a run.
 
     Attributes:
         code: exit code of the launcher; None when the run hung and was stopped.
         out: stdout of each rank, by rank.
-        files: what was written, by its name: text, or ``binary``.
+        files: contents of the written files by name: text, or ``binary``.
         left: last argument of each process that outlived its launcher.
         shown, err: the launcher's own stdout and stderr; not recorded.
         seconds: wall time; not recorded.
@@ -110,7 +105,7 @@ class Outcome:
     ranks_err: list[str] = field(default_factory=list)
 
     def recorded(self) -> dict[str, Any]:
-        """Return what is kept in expected.json."""
+        """Return the fields that expected.json contains."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -127,11 +122,11 @@ def under_clusterjob(
         case: what to run.
         directory: an empty directory for the run.
         start: ``fork`` or ``exec``.
-        options: further options of ``run``; the local cluster is meant unless they name another.
-        home: CLUSTERJOB_HOME; one in `directory` by default.
+        options: further options of ``run``; without them, the local cluster is used.
+        home: CLUSTERJOB_HOME (default: a subdirectory of `directory`).
     """
     home = home or directory / "home"
-    words = [
+    argv = [
         sys.executable,
         "-m",
         "clusterjob",
@@ -141,13 +136,13 @@ def under_clusterjob(
         "--nproc-per-node",
         str(case.nproc),
     ]
-    words += ["--start", start, "--python", sys.executable, "--max-restarts", str(case.restarts)]
-    words += list(options) or ["--cluster", "local"]
+    argv += ["--start", start, "--python", sys.executable, "--max-restarts", str(case.restarts)]
+    argv += list(options) or ["--cluster", "local"]
     work = _work(directory)
     before = set(_jobs(home))
     keep = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     run = _run(
-        [[*words, *_words(case)]], case, work, {"CLUSTERJOB_HOME": str(home), **keep}, case.limit
+        [[*argv, *_program(case)]], case, work, {"CLUSTERJOB_HOME": str(home), **keep}, case.limit
     )
     run.files = _files(work)
     for job in set(_jobs(home)) - before:
@@ -161,8 +156,8 @@ def under_clusterjob(
 
 
 def under_torchrun(case: Case, directory: Path, limit: float | None = None) -> Outcome:
-    """Run a case with torchrun, one on each node; the arguments are those of `under_clusterjob`."""
-    words = [
+    """Run a case with one torchrun per node; the arguments are those of `under_clusterjob`."""
+    argv = [
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -171,18 +166,18 @@ def under_torchrun(case: Case, directory: Path, limit: float | None = None) -> O
         "--max-restarts",
         str(case.restarts),
     ]
-    words += ["--redirects", "3"]
+    argv += ["--redirects", "3"]
     work = _work(directory)
-    program = _words(case)
+    program = _program(case)
     if program[0] == "--":
         program[0] = "--no-python"
     commands = []
     port = str(free_port())
     for node in range(case.nodes):
         logs = ["--log-dir", str(directory / f"torchrun{node}")]
-        meet = ["--standalone"]
+        rendezvous = ["--standalone"]
         if case.nodes > 1:
-            meet = [
+            rendezvous = [
                 "--nnodes",
                 str(case.nodes),
                 "--node-rank",
@@ -192,7 +187,7 @@ def under_torchrun(case: Case, directory: Path, limit: float | None = None) -> O
                 "--master-port",
                 port,
             ]
-        commands.append([*words, *logs, *meet, *program])
+        commands.append([*argv, *logs, *rendezvous, *program])
     run = _run(commands, case, work, {}, limit or case.limit)
     run.files = _files(work)
     ranks = [
@@ -205,18 +200,17 @@ def under_torchrun(case: Case, directory: Path, limit: float | None = None) -> O
 
 
 def differences(case: Case, torchrun: Mapping[str, Any], ours: Outcome) -> list[str]:
-    """Return a line for each way in which a run under clusterjob is not what the table and
-    torchrun's record say.
-    """
+    """Return one line for each difference from the table and from the record of torchrun."""
     found = []
     if ours.code != case.code:
         found.append(f"exit code {ours.code} in the place of {case.code}")
     if "code" not in case.differs and (torchrun["code"] == 0) != (case.code == 0):
         found.append(
-            f"torchrun ends with {torchrun['code']}, clusterjob with {case.code}, and nothing says why"
+            f"torchrun ends with {torchrun['code']}, clusterjob with {case.code}, "
+            "and nothing says why"
         )
-    if case.says and not re.search(case.says, ours.err):
-        found.append(f"stderr does not match {case.says!r}")
+    if case.message and not re.search(case.message, ours.err):
+        found.append(f"stderr does not match {case.message!r}")
     out = list(case.out) if "out" in case.differs else torchrun["out"]
     if case.code == 0 and ours.out != out:
         found.append(f"stdout of the ranks: {ours.out} in the place of {out}")
@@ -232,18 +226,18 @@ def differences(case: Case, torchrun: Mapping[str, Any], ours: Outcome) -> list[
 
 
 def skip_without(case: Case) -> None:
-    """Skip a case whose package is not installed."""
+    """Skip the test if a package of the case is not installed."""
     for name in case.needs:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: tools/setup.sh does that")
 
 
 def expected() -> dict[str, dict[str, Any]]:
-    """Return torchrun's recorded outcomes by the case's id."""
+    """Return the recorded outcomes of torchrun by case id."""
     return json.loads(EXPECTED.read_text())
 
 
-def _words(case: Case) -> list[str]:
+def _program(case: Case) -> list[str]:
     return [word.replace("{port}", str(free_port())) for word in case.program]
 
 
@@ -272,7 +266,7 @@ def _run(
             stdin.seek(0)
         started = [
             subprocess.Popen(
-                words,
+                argv,
                 cwd=work,
                 env=variables,
                 stdin=stdin,
@@ -280,7 +274,7 @@ def _run(
                 stderr=err,
                 start_new_session=True,
             )
-            for words in commands
+            for argv in commands
         ]
         end = begin + limit
         if case.send is not None:
@@ -301,7 +295,7 @@ def _run(
 
 
 def _send(case: Case, started: list[subprocess.Popen[bytes]], work: Path, end: float) -> None:
-    """Signal the launchers as a terminal does, once all ranks are ready."""
+    """Signal the process groups of the launchers, like a terminal, when all ranks are ready."""
     while not all((work / f"ready{rank}").exists() for rank in range(case.world_size)):
         if time.monotonic() > end or all(process.poll() is not None for process in started):
             return
@@ -315,26 +309,26 @@ def _stop(started: list[subprocess.Popen[bytes]]) -> None:
     for process in started:
         process.terminate()
     end = time.monotonic() + 5
-    while own_marked() and time.monotonic() < end:
+    while own_processes() and time.monotonic() < end:
         time.sleep(0.05)
         for process in started:
             process.poll()
-    kill_one_by_one(own_marked())
+    kill_all(own_processes())
     for process in started:
         process.wait(10)
 
 
 def _left(*, wait: bool) -> list[str]:
     end = time.monotonic() + _LEFT
-    while (pids := own_marked()) and wait and time.monotonic() < end:
+    while (pids := own_processes()) and wait and time.monotonic() < end:
         time.sleep(0.02)
     names = sorted(command_line(pid).rpartition(" ")[2] for pid in pids)
-    kill_one_by_one(pids)
+    kill_all(pids)
     return names
 
 
 def _files(work: Path) -> dict[str, str]:
-    """Return what a run has written, by its path; what was there before is left out."""
+    """Return the files that a run has written, by path; existing files are left out."""
     found = {}
     for path in sorted(work.rglob("*")):
         name = str(path.relative_to(work))
@@ -350,13 +344,13 @@ def _files(work: Path) -> dict[str, str]:
 
 
 def _text(directory: Path, pattern: str, work: Path) -> str:
-    """Return the text of the files that match, one after another, without the run's own path."""
+    """Return the joined text of the matching files, with the run's path replaced by WORK."""
     data = b"".join(path.read_bytes() for path in sorted(directory.glob(pattern)))
     return _shorten(data.replace(str(work).encode(), b"WORK"))
 
 
 def _shorten(data: bytes) -> str:
-    """Return output as text; a digest of it where it is long."""
+    """Return output as text, or a digest of long output."""
     if len(data) > _SHOWN:
         return f"{len(data)} bytes, sha256 {sha256(data).hexdigest()}"
     return data.decode(errors="backslashreplace")

@@ -1,6 +1,4 @@
-"""Scripts as people write them, each unmodified: what works under torchrun works here with the same
-result.
-"""
+"""Unmodified scripts have the same outcome under clusterjob as under torchrun."""
 
 from __future__ import annotations
 
@@ -33,21 +31,18 @@ def _marks(case: Case, start: str) -> list[pytest.MarkDecorator]:
         for start in case.starts
     ],
 )
-def test_a_script_runs_under_clusterjob_as_under_torchrun(
-    tmp_path: Path, case: Case, start: str
-) -> None:
+def test_script_has_same_outcome_as_under_torchrun(tmp_path: Path, case: Case, start: str) -> None:
     skip_without(case)
     ours = under_clusterjob(case, tmp_path, start)
     found = differences(case, expected()[case.id], ours)
     assert not found, "\n".join([*found, ours.err, *ours.ranks_err])
 
 
-# Where torchrun waits for ever there is nothing to check but that it still does: two of these are
-# enough. Where it does the same as clusterjob, the test above has compared the two already: a few
-# are enough to see that the record is torchrun's.
+# Cases to run again under torchrun. For cases in which torchrun waits for ever, two are enough. The
+# test above compares all other cases with the record, so a few are enough to check the record.
 HANGS = ("spawn_own_port", "tcp_url")
-# torch 2.13 deadlocks or aborts where a model that gloo has trained is freed after its group: under
-# torchrun these may end in any way.
+# torch 2.13 deadlocks or aborts if a model trained with gloo is freed after its group, so under
+# torchrun these cases can end in any way.
 FREED_LATE = ("ddp_in_function",)
 RECORDED = [
     case
@@ -59,51 +54,52 @@ RECORDED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in RECORDED])
-def test_torchrun_does_what_is_recorded_of_it(tmp_path: Path, case: Case) -> None:
+def test_torchrun_outcome_equals_record(tmp_path: Path, case: Case) -> None:
     skip_without(case)
     recorded = expected()[case.id]
     if case.id in HANGS:
         assert under_torchrun(case, tmp_path, HUNG).code is None
         return
     for attempt in range(3 if case.id in FREED_LATE else 1):
-        place = tmp_path / f"attempt{attempt}"
-        place.mkdir()
-        seen = under_torchrun(case, place)
-        if seen.code == recorded["code"]:
+        directory = tmp_path / f"attempt{attempt}"
+        directory.mkdir()
+        outcome = under_torchrun(case, directory)
+        if outcome.code == recorded["code"]:
             break
     if (
         case.id in FREED_LATE
-        and seen.code != recorded["code"]
-        and (seen.code is None or "SIGABRT" in seen.err)
+        and outcome.code != recorded["code"]
+        and (outcome.code is None or "SIGABRT" in outcome.err)
     ):
         pytest.skip(
-            "torchrun hung or aborted three times at the end of this script: torch's own deadlock (docs/scripts.md)"
+            "torchrun hung or aborted three times at the end of this script: "
+            "torch's own deadlock (docs/scripts.md)"
         )
-    assert seen.code == recorded["code"], (seen.err, seen.ranks_err)
-    if seen.code == 0:
-        assert seen.recorded() == recorded
+    assert outcome.code == recorded["code"], (outcome.err, outcome.ranks_err)
+    if outcome.code == 0:
+        assert outcome.recorded() == recorded
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["ddp_never_destroyed", "module", "logging_both", "loader-persistent"]
 )
-def test_clusterjob_takes_no_longer_than_torchrun(tmp_path: Path, name: str) -> None:
+def test_clusterjob_is_not_slower_than_torchrun(tmp_path: Path, name: str) -> None:
     [case] = [case for case in CASES if case.id == name]
     taken: dict[str, list[float]] = {"torchrun": [], "fork": [], "exec": []}
     for turn in range(3):
         for launcher, seconds in taken.items():
-            place = tmp_path / f"{launcher}{turn}"
-            place.mkdir()
-            seen = (
-                under_torchrun(case, place)
+            directory = tmp_path / f"{launcher}{turn}"
+            directory.mkdir()
+            outcome = (
+                under_torchrun(case, directory)
                 if launcher == "torchrun"
-                else under_clusterjob(case, place, launcher)
+                else under_clusterjob(case, directory, launcher)
             )
-            assert seen.code == case.code, (launcher, seen.err, seen.ranks_err)
-            seconds.append(seen.seconds)
-            shutil.rmtree(place)
-    # Half of torchrun's time, or as much, on a machine that is idle; the bound is what a busy one
-    # needs.
+            assert outcome.code == case.code, (launcher, outcome.err, outcome.ranks_err)
+            seconds.append(outcome.seconds)
+            shutil.rmtree(directory)
+    # On an idle machine clusterjob takes 50% to 100% of torchrun's time. The bound is for a busy
+    # machine.
     for start in ("fork", "exec"):
         assert median(taken[start]) < median(taken["torchrun"]) * 1.5 + 1, taken

@@ -1,4 +1,4 @@
-"""The same scripts under Slurm, with each of the three launchers, and on hosts over SSH."""
+"""Compatibility scripts on Slurm, with each of the three launchers, and on SSH hosts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from sshworld import World
 
 pytestmark = pytest.mark.slow
 BY_ID = {case.id: case for case in CASES}
-# One of each kind: DDP to its end, a place of its own, a module, processes of a loader, a rank that
-# is killed.
+# One case of each kind: DDP, own init function, module, DataLoader processes, killed rank.
 ON_SLURM = [
     "ddp_in_function-2-nodes",
     "init_mode_dino",
@@ -35,14 +34,12 @@ _LABEL = re.compile(r"^\[[^\]]*\] ", re.MULTILINE)
 
 
 def shown(outcome: Outcome) -> set[str]:
-    """Return the lines of a run's output without the ranks in front of them: lines that are alike
-    may be folded.
-    """
+    """Return the set of output lines without rank labels; equal lines may be folded."""
     return set(_LABEL.sub("", outcome.shown).splitlines())
 
 
 def recorded(case: Case) -> set[str]:
-    """Return the lines that torchrun's ranks wrote."""
+    """Return the output lines of the ranks under torchrun."""
     return {line for text in expected()[case.id]["out"] for line in text.splitlines()}
 
 
@@ -52,7 +49,7 @@ def characters(text: str) -> Counter[str]:
 
 @pytest.mark.parametrize("launcher", ["agent", "torchrun", "srun"])
 @pytest.mark.parametrize("name", ON_SLURM)
-def test_a_script_runs_under_slurm_as_under_torchrun(
+def test_script_on_slurm_has_same_outcome_as_under_torchrun(
     slurm: SlurmCluster, tmp_path: Path, name: str, launcher: str
 ) -> None:
     case = BY_ID[name]
@@ -63,19 +60,21 @@ def test_a_script_runs_under_slurm_as_under_torchrun(
     assert sorted(ours.files) == sorted(expected()[name]["files"])
     assert ours.left == []
     if case.code == 0 and launcher == "torchrun":
-        # Its ranks share a stream, and Python writes a line and its end apart: lines may be mixed,
-        # and nothing is lost.
+        # The ranks share a stream, and Python writes a line and its newline separately: lines can
+        # be mixed, but no character is lost.
         assert characters(_LABEL.sub("", ours.shown)) == characters(
             "".join(expected()[name]["out"])
         )
     elif case.code == 0:
         assert shown(ours) == recorded(case)
     elif launcher != "srun":
-        assert re.search(case.says, ours.err), ours.err
+        assert re.search(case.message, ours.err), ours.err
 
 
 @pytest.mark.parametrize("name", ON_HOSTS)
-def test_a_script_runs_on_hosts_as_under_torchrun(world: World, tmp_path: Path, name: str) -> None:
+def test_script_on_ssh_hosts_has_same_outcome_as_under_torchrun(
+    world: World, tmp_path: Path, name: str
+) -> None:
     case = BY_ID[name]
     skip_without(case)
     hosts = "gpu1" if case.nodes == 1 else "gpu[1-2]"
@@ -93,4 +92,4 @@ def test_a_script_runs_on_hosts_as_under_torchrun(world: World, tmp_path: Path, 
     if case.code == 0:
         assert shown(ours) == recorded(case), ours.err
     else:
-        assert re.search(case.says, ours.err), ours.err
+        assert re.search(case.message, ours.err), ours.err

@@ -1,4 +1,4 @@
-"""The examples do what they say, under our launcher, under torchrun and alone."""
+"""Examples train under clusterjob launch, under torchrun and as plain scripts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def check_training(ran: Run, processes: int) -> None:
     assert float(accuracy) >= 0.95
     [speed] = re.findall(rf"(\d+) samples per second on {processes} x cpu", ran.out)
     assert int(speed) > 0
-    assert len(re.findall(r"epoch \d+/10: loss", ran.out)) == 10  # the main process alone prints
+    assert len(re.findall(r"epoch \d+/10: loss", ran.out)) == 10  # only the main process prints
     assert "arning" not in ran.err
 
 
-def test_digits_as_a_plain_script(tmp_path: Path) -> None:
+def test_digits_example_trains_as_plain_script(tmp_path: Path) -> None:
     check_training(run([sys.executable, DIGITS], tmp_path), 1)
 
 
 @pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_digits_under_our_launcher(processes: int, tmp_path: Path) -> None:
+def test_digits_example_trains_under_launcher(processes: int, tmp_path: Path) -> None:
     check_training(launch("fork", processes, [DIGITS], tmp_path), processes)
 
 
-def test_digits_that_are_not_learned_fail_the_job_and_say_so(tmp_path: Path) -> None:
+def test_digits_example_below_target_accuracy_fails_job(tmp_path: Path) -> None:
     ran = launch("fork", 2, [DIGITS, "--epochs", 1, "--target", 0.999], tmp_path)
     assert ran.code == 1
     assert re.search(
@@ -41,7 +41,7 @@ def test_digits_that_are_not_learned_fail_the_job_and_say_so(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("launcher", ["fork", "torchrun"])
-def test_a_script_that_never_heard_of_clusterjob(launcher: str, tmp_path: Path) -> None:
+def test_plain_torch_example_runs_under_each_launcher(launcher: str, tmp_path: Path) -> None:
     assert "clusterjob" not in PLAIN.read_text().replace("clusterjob launch", "")
     ran = launch(launcher, 2, [PLAIN], tmp_path)
     assert ran.code == 0, ran.err

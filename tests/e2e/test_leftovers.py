@@ -1,4 +1,4 @@
-"""Submits that are killed: the next one removes what they left, and nothing that is another's."""
+"""Leftovers of killed submits: the next submit removes them and keeps all other files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE, wait_until
+from procs import TEST_TIMEOUT, wait_until
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Records
@@ -25,20 +25,20 @@ def submit(work: Path) -> str:
         cwd=work,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def settle(work: Path, job_id: str) -> None:
+def wait_for_success(work: Path, job_id: str) -> None:
     assert (
         subprocess.run(
             [*CLUSTERJOB, "wait", job_id],
             cwd=work,
             capture_output=True,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             check=False,
         ).returncode
         == 0
@@ -51,10 +51,8 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_next_submit_removes_what_killed_submits_left(work: Path) -> None:
-    """SIGKILL at the first write into each place, by a limit on the size of files that a signal
-    follows.
-    """
+def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
+    """Each submit gets SIGKILL at another delay after its first write to the records."""
     home = Path(os.environ["CLUSTERJOB_HOME"])
     killed = 0
     for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
@@ -70,16 +68,16 @@ def test_next_submit_removes_what_killed_submits_left(work: Path) -> None:
                 process.poll() is not None
                 or ((home / "records").exists() and set(os.listdir(home / "records")) - before)
             ),
-            PATIENCE,
+            TEST_TIMEOUT,
         )
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
-        killed += process.wait(PATIENCE) == -signal.SIGKILL
+        killed += process.wait(TEST_TIMEOUT) == -signal.SIGKILL
     assert killed
     (home / "records" / f".x-222222.json.abcdefgh.{os.uname().nodename}.999999999").touch()
     (home / "jobs" / "x-222222" / "logs").mkdir(parents=True)
     os.utime(home / "jobs" / "x-222222", (time.time() - 4000,) * 2)
-    settle(work, submit(work))
+    wait_for_success(work, submit(work))
     records = os.listdir(home / "records")
     assert [name for name in records if name.startswith(".")] == []
     assert sorted(os.listdir(home / "jobs")) == sorted(
@@ -88,31 +86,31 @@ def test_next_submit_removes_what_killed_submits_left(work: Path) -> None:
         if (home / "jobs" / name.removesuffix(".json")).exists()
     )
     listed = subprocess.run(
-        [*CLUSTERJOB, "list"], capture_output=True, text=True, timeout=PATIENCE, check=False
+        [*CLUSTERJOB, "list"], capture_output=True, text=True, timeout=TEST_TIMEOUT, check=False
     )
     assert "PENDING" not in listed.stdout
 
 
-def test_next_submit_leaves_what_others_write_or_wrote(work: Path) -> None:
+def test_submit_keeps_files_of_other_processes(work: Path) -> None:
     home = Path(os.environ["CLUSTERJOB_HOME"])
     (home / "records").mkdir(parents=True)
     own = f".a.json.abcdefgh.{os.uname().nodename}.{os.getpid()}"
-    others = [own, ".a.json.abcdefgh.another-host.1", ".ended.json", ".notes"]
-    for name in others:
+    kept = [own, ".a.json.abcdefgh.another-host.1", ".ended.json", ".notes"]
+    for name in kept:
         (home / "records" / name).touch()
     (home / "jobs" / "old-222222" / "logs" / "node0").mkdir(parents=True)
     os.utime(home / "jobs" / "old-222222", (time.time() - 4000,) * 2)
     (home / "jobs" / "fresh-222222" / "logs").mkdir(parents=True)
-    settle(work, submit(work))
+    wait_for_success(work, submit(work))
     assert sorted(name for name in os.listdir(home / "records") if name.startswith(".")) == sorted(
-        others
+        kept
     )
     assert (home / "jobs" / "old-222222").is_dir()
     assert (home / "jobs" / "fresh-222222").is_dir()
 
 
-def test_directory_whose_record_is_not_listed_yet_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing on NFS may be older than the record of a job that waits in a queue."""
+def test_job_directory_with_unlisted_record_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory listing on NFS can be older than the record of a queued job."""
     home = Path(os.environ["CLUSTERJOB_HOME"])
     records = Records()
     records.directory.mkdir(parents=True)
@@ -125,7 +123,7 @@ def test_directory_whose_record_is_not_listed_yet_is_left(monkeypatch: pytest.Mo
     assert os.listdir(home / "jobs") == ["queued-222222"]
 
 
-def test_leftovers_of_another_host_are_removed_after_an_hour(tmp_path: Path) -> None:
+def test_leftovers_of_other_host_are_removed_after_one_hour(tmp_path: Path) -> None:
     path = tmp_path / ".a.json.abcdefgh.another-host.1"
     path.touch()
     files.remove_leftovers(tmp_path)

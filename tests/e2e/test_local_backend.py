@@ -1,6 +1,4 @@
-"""Jobs on this machine as the backend runs them: real agents, real workers, what is seen of them
-and what faults make of them.
-"""
+"""Jobs of the local backend, with real agents and workers: status, output, failures, cancel."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ from typing import Any
 
 import pytest
 from procs import (
-    PATIENCE,
+    TEST_TIMEOUT,
     alive,
     below,
     command_line,
-    kill_one_by_one,
-    nothing_left,
-    own_marked,
-    stat_of,
+    kill_all,
+    own_processes,
+    stat_fields,
+    wait_for_no_processes,
     wait_until,
 )
 
@@ -46,10 +44,10 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
 HOST = socket.gethostname()
-PROMPT = 15.0  # seconds; many times what a job needs to end, for two cores that others keep busy
-LOST = 10.0  # seconds until nothing is left of a job that has lost an agent
+END_TIMEOUT = 15.0  # seconds; much longer than a job needs to end, because the machine may be busy
+LOST_TIMEOUT = 10.0  # seconds until no process is left of a job that has lost an agent
 
-# Names itself by a file, then waits for ever.
+# Each rank creates a file, then sleeps for ever.
 SLEEPER = """
     import os, pathlib, time
     pathlib.Path(f"up{os.environ['RANK']}").touch()
@@ -57,9 +55,10 @@ SLEEPER = """
 """
 
 
-class Place:
-    """A directory that jobs are submitted from, with an interpreter that starts at once: it finds
-    no torch to import.
+class Project:
+    """A directory to submit jobs from.
+
+    Its interpreter starts fast because it has no torch to import.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -77,7 +76,7 @@ class Place:
 
     def plan(self, program: Program, **flags: Any) -> Plan:
         flags = {"nodes": 2, "python": str(self.python), **flags}
-        settings: Settings = jobs.settle(
+        settings: Settings = jobs.resolve_settings(
             {key: value for key, value in flags.items() if value is not None},
             "local",
             directory=self.directory,
@@ -85,23 +84,21 @@ class Place:
         return jobs.plan(jobs.make_spec(program, settings, directory=self.directory), settings)
 
     def submit(self, text: str, *args: str, **flags: Any) -> Record:
-        """Submit a script that is given by its text; as ``clusterjob submit`` does, the job is left
-        to itself.
-        """
+        """Submit a script with this text as a detached job, like ``clusterjob submit``."""
         return jobs.submit(
             self.plan(Program("script", self.script(text), args=args), **flags),
             "local",
             detach=True,
         )
 
-    def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
+    def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
         wait_until(
             lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}"
         )
 
 
-def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
-    """Return the verdict of a job; fail the test when there is none in time."""
+def end_of(record: Record, timeout: float = TEST_TIMEOUT) -> Verdict:
+    """Wait for the verdict of a job and return it; fail the test at the timeout."""
     verdict = wait_until(
         lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}"
     )
@@ -110,7 +107,7 @@ def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
 
 
 def agents_of(record: Record) -> list[int]:
-    """Return the pids of a job's agents, node by node."""
+    """Return the pids of a job's agents, ordered by node rank."""
     assert record.handle is not None
     return [
         agent["pid"]
@@ -119,11 +116,11 @@ def agents_of(record: Record) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    return [candidate for candidate in below(pid) if stat_of(candidate)[1:2] == [str(pid)]]
+    return [candidate for candidate in below(pid) if stat_fields(candidate)[1:2] == [str(pid)]]
 
 
 def text_of(record: Record) -> str:
-    """Return all that the job's agents and workers wrote."""
+    """Return the output of all agents and workers of a job."""
     return "\n".join(
         path.read_text(errors="replace")
         for path in sorted((record.job_dir / "logs").rglob("*"))
@@ -132,26 +129,26 @@ def text_of(record: Record) -> str:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def project(tmp_path: Path) -> Project:
     directory = tmp_path / "work"
     directory.mkdir()
-    return Place(directory)
+    return Project(directory)
 
 
 @pytest.fixture(autouse=True)
 def _no_job_survives() -> Iterator[None]:
     yield
     try:
-        nothing_left(PROMPT)
+        wait_for_no_processes(END_TIMEOUT)
     finally:
-        kill_one_by_one(own_marked())
+        kill_all(own_processes())
 
 
-# -- a job that goes well ------------------------------------------------------------------------------------------------
+# -- jobs that succeed -----------------------------------------------------------------------------
 
 
-def test_a_job_is_pending_then_running_then_over(place: Place) -> None:
-    record = place.submit(
+def test_job_is_pending_then_running_then_succeeded(project: Project) -> None:
+    record = project.submit(
         """
         import os, pathlib, time
         pathlib.Path(f"up{os.environ['RANK']}").touch()
@@ -162,12 +159,12 @@ def test_a_job_is_pending_then_running_then_over(place: Place) -> None:
     )
     before = jobs.status(record)
     assert (before.state, before.verdict, before.started_at) == (JobState.PENDING, None, None)
-    place.path("go").touch()
-    place.wait_for("up0", "up1")
+    project.path("go").touch()
+    project.wait_for("up0", "up1")
     during = jobs.status(record)
     assert (during.state, during.verdict, during.restarts) == (JobState.RUNNING, None, 0)
     assert Records().find(record.job_id).end is None
-    place.path("leave").touch()
+    project.path("leave").touch()
     verdict = end_of(record)
     assert (verdict.state, verdict.exit_code, verdict.reason, verdict.failure) == (
         JobState.SUCCEEDED,
@@ -180,15 +177,16 @@ def test_a_job_is_pending_then_running_then_over(place: Place) -> None:
     assert Records().find(record.job_id).end == verdict.to_json(), (
         "the record keeps the end, whatever becomes of the directory"
     )
-    nothing_left(PROMPT)
+    wait_for_no_processes(END_TIMEOUT)
 
 
-def test_what_was_planned_is_what_is_done(place: Place) -> None:
-    """Byte for byte, files and commands alike; beside them only the token and the directories that
-    the agents fill.
+def test_submitted_files_and_commands_equal_plan(project: Project) -> None:
+    """Files and commands are byte-identical to the plan.
+
+    In addition there are only the token and the files and directories of the agents.
     """
-    place.script("")
-    plan = place.plan(
+    project.script("")
+    plan = project.plan(
         Program("script", "script.py", args=("a b", "-x")),
         env=["A=1 2"],
         setup="while [ ! -e go ]; do sleep 0.02; done",
@@ -215,25 +213,25 @@ def test_what_was_planned_is_what_is_done(place: Place) -> None:
             (name.encode(), value.encode()) for name, value in command.env.items()
         }
         assert os.getsid(pid) == pid, "it is no part of the submitter's session"
-    place.path("go").touch()
+    project.path("go").touch()
     assert end_of(record).state is JobState.SUCCEEDED
 
 
-def test_the_text_of_a_plan_holds_each_file_and_each_command(place: Place) -> None:
-    place.script("")
-    plan = place.plan(Program("script", "script.py"))
+def test_plan_text_contains_each_file_and_command(project: Project) -> None:
+    project.script("")
+    plan = project.plan(Program("script", "script.py"))
     text = plan.text()
     for file in plan.files:
         assert f"### {file.path} ({file.mode:04o})\n{file.text().rstrip()}\n" in text
     for command in plan.commands:
-        words = shlex.split(text.splitlines()[-len(plan.commands) :][command.node_rank])
-        assert words == [*(f"{name}={value}" for name, value in command.env.items()), *command.argv]
+        argv = shlex.split(text.splitlines()[-len(plan.commands) :][command.node_rank])
+        assert argv == [*(f"{name}={value}" for name, value in command.env.items()), *command.argv]
     assert plan.text() == text
     assert json.loads(json.dumps(plan.to_json()))["files"][0]["text"] == plan.files[0].data.decode()
 
 
-def test_output_is_followed_by_rank_and_stream(place: Place) -> None:
-    record = place.submit(
+def test_follow_returns_lines_by_rank_and_stream(project: Project) -> None:
+    record = project.submit(
         """
         import os, sys
         print("out of", os.environ["RANK"])
@@ -255,9 +253,9 @@ def test_output_is_followed_by_rank_and_stream(place: Place) -> None:
         )
 
 
-def test_jobs_that_run_at_once_do_not_meet(place: Place) -> None:
+def test_concurrent_jobs_are_separate(project: Project) -> None:
     script = 'import os; print(os.environ["WORLD_SIZE"], os.environ["CLUSTERJOB_JOB_ID"])'
-    records = [place.submit(script, nproc_per_node=str(count)) for count in (1, 2, 1, 2)]
+    records = [project.submit(script, nproc_per_node=str(count)) for count in (1, 2, 1, 2)]
     for record, count in zip(records, (1, 2, 1, 2), strict=True):
         assert end_of(record).state is JobState.SUCCEEDED
         for rank in range(2 * count):
@@ -265,8 +263,8 @@ def test_jobs_that_run_at_once_do_not_meet(place: Place) -> None:
             assert out.read_text() == f"{2 * count} {record.job_id}\n"
 
 
-def test_a_job_from_inside_a_job_is_a_job_of_its_own(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_job_submitted_inside_job_ignores_variables_of_outer_job(
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "MASTER_ADDR": "192.0.2.1",
@@ -277,10 +275,13 @@ def test_a_job_from_inside_a_job_is_a_job_of_its_own(
     }  # fmt: skip
     for name, value in foreign.items():
         monkeypatch.setenv(name, value)
-    record = place.submit("""
+    record = project.submit("""
         import json, os
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "CLUSTERJOB_JOB_ID", "CLUSTERJOB_ATTEMPT", "TORCHELASTIC_RUN_ID")
-        print(json.dumps({name: os.environ.get(name) for name in (*names, "TORCHELASTIC_ERROR_FILE")}))
+        names = (
+            "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "CLUSTERJOB_JOB_ID",
+            "CLUSTERJOB_ATTEMPT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+        )
+        print(json.dumps({name: os.environ.get(name) for name in names}))
     """)
     assert end_of(record).state is JobState.SUCCEEDED
     seen = json.loads((record.job_dir / "logs" / "node1" / "rank1.out").read_text())
@@ -291,10 +292,10 @@ def test_a_job_from_inside_a_job_is_a_job_of_its_own(
     }  # fmt: skip
 
 
-def test_hostile_names_arguments_and_variables_arrive_as_they_are(
-    place: Place, weird_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_hostile_names_arguments_and_variables_arrive_unchanged(
+    project: Project, special_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CLUSTERJOB_HOME", str(weird_path / "home"))
+    monkeypatch.setenv("CLUSTERJOB_HOME", str(special_path / "home"))
     hostile = [
         "",
         " ",
@@ -314,19 +315,20 @@ def test_hostile_names_arguments_and_variables_arrive_as_they_are(
         "\udcff",
         "a=b",
     ]
-    directory = weird_path / "wörk 'dir'"
+    directory = special_path / "wörk 'dir'"
     directory.mkdir()
-    there = Place(directory)
+    hostile_project = Project(directory)
     name = "-s'c\"r i\np☃t.py"
-    there.script(
+    hostile_project.script(
         """
         import json, os, sys
-        print(json.dumps([sys.argv[1:], __file__, os.getcwd(), {name: os.environ[name] for name in os.environ if name.startswith("H_")}]))
+        variables = {name: os.environ[name] for name in os.environ if name.startswith("H_")}
+        print(json.dumps([sys.argv[1:], __file__, os.getcwd(), variables]))
         """,
         name,
     )
     env = [f"H_{index}={value}" for index, value in enumerate(hostile)]
-    plan = there.plan(
+    plan = hostile_project.plan(
         Program("script", name, args=tuple(hostile)),
         env=env,
         name="a 'job' \"named\" $(touch pwned) ☃",
@@ -345,16 +347,16 @@ def test_hostile_names_arguments_and_variables_arrive_as_they_are(
         assert variables == {f"H_{index}": value for index, value in enumerate(hostile)} | {
             "H_SETUP": "a b"
         }
-    assert not list(weird_path.rglob("pwned"))
+    assert not list(special_path.rglob("pwned"))
 
 
-def test_everything_of_a_job_is_its_owner_s_alone_and_the_token_is_nowhere_else(
-    place: Place,
+def test_job_files_are_private_and_token_is_only_in_its_file(
+    project: Project,
 ) -> None:
     old = os.umask(0)
     try:
-        record = place.submit(SLEEPER, env=["A=1"])
-        place.wait_for("up0", "up1")
+        record = project.submit(SLEEPER, env=["A=1"])
+        project.wait_for("up0", "up1")
         token = (record.job_dir / "token").read_text()
         assert len(token) >= 32
         tokens = [
@@ -364,7 +366,7 @@ def test_everything_of_a_job_is_its_owner_s_alone_and_the_token_is_nowhere_else(
         ]
         assert tokens == [record.job_dir / "token"]
         assert token not in json.dumps(Records().find(record.job_id).to_json())
-        assert not [pid for pid in own_marked() if token in command_line(pid)]
+        assert not [pid for pid in own_processes() if token in command_line(pid)]
         assert stat.S_IMODE((record.job_dir / "token").stat().st_mode) == 0o600
         for directory in (
             record.job_dir,
@@ -378,12 +380,13 @@ def test_everything_of_a_job_is_its_owner_s_alone_and_the_token_is_nowhere_else(
         os.umask(old)
 
 
-# -- what happens before the interpreter ----------------------------------------------------------------------------------
+# -- setup lines and start of the interpreter ------------------------------------------------------
 
 
-def test_setup_lines_and_variables_reach_the_workers(place: Place) -> None:
-    record = place.submit(
-        "import os; print(os.environ['FROM_ENV'], os.environ['FROM_SETUP'], os.environ['PYTHONPATH'].split(':')[2:])",
+def test_workers_get_setup_and_env_variables(project: Project) -> None:
+    record = project.submit(
+        "import os; print(os.environ['FROM_ENV'], os.environ['FROM_SETUP'], "
+        "os.environ['PYTHONPATH'].split(':')[2:])",
         env=["FROM_ENV=it's", "PYTHONPATH=/mine"],
         setup=('export FROM_SETUP="$FROM_ENV set" # a comment', "cat", "true &"),
     )
@@ -394,8 +397,8 @@ def test_setup_lines_and_variables_reach_the_workers(place: Place) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "# only a comment", "  "])
-def test_a_setup_line_that_says_nothing_does_nothing(place: Place, line: str) -> None:
-    record = place.submit("", setup=(line,))
+def test_empty_setup_line_is_accepted(project: Project, line: str) -> None:
+    record = project.submit("", setup=(line,))
     assert end_of(record).state is JobState.SUCCEEDED, text_of(record)
 
 
@@ -408,9 +411,9 @@ def test_a_setup_line_that_says_nothing_does_nothing(place: Place, line: str) ->
         pytest.param("echo 'no such module' >&2; nosuchcommand", 127, id="no such command"),
     ],
 )
-def test_a_setup_line_that_fails_fails_the_job(place: Place, line: str, code: int) -> None:
+def test_failing_setup_line_fails_job(project: Project, line: str, code: int) -> None:
     begin = time.monotonic()
-    record = place.submit(SLEEPER, setup=("true", line))
+    record = project.submit(SLEEPER, setup=("true", line))
     verdict = end_of(record)
     print(f"a failing setup line ended the job after {time.monotonic() - begin:.2f} s")
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, code), verdict.text()
@@ -422,11 +425,11 @@ def test_a_setup_line_that_fails_fails_the_job(place: Place, line: str, code: in
     )
     assert "setup line failed" in verdict.reason
     assert "no such module" in verdict.text()
-    nothing_left(PROMPT)
+    wait_for_no_processes(END_TIMEOUT)
 
 
-def test_a_setup_line_that_is_no_shell_fails_the_job(place: Place) -> None:
-    verdict = end_of(place.submit(SLEEPER, setup="if then"))
+def test_setup_line_with_syntax_error_fails_job(project: Project) -> None:
+    verdict = end_of(project.submit(SLEEPER, setup="if then"))
     assert verdict.state is JobState.FAILED
     assert verdict.exit_code != 0
     assert "syntax error" in verdict.text()
@@ -435,56 +438,55 @@ def test_a_setup_line_that_is_no_shell_fails_the_job(place: Place) -> None:
 @pytest.mark.parametrize(
     "line", ['[ "$CLUSTERJOB_NODE_RANK" != 1 ]', '[ "$CLUSTERJOB_NODE_RANK" != 1 ] || exit 1']
 )
-def test_a_setup_line_that_fails_on_one_node_fails_all(place: Place, line: str) -> None:
-    record = place.submit(SLEEPER, setup=line, join_timeout="60")
-    verdict = end_of(record, PROMPT)
+def test_setup_line_failing_on_one_node_fails_job(project: Project, line: str) -> None:
+    record = project.submit(SLEEPER, setup=line, join_timeout="60")
+    verdict = end_of(record, END_TIMEOUT)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
     assert verdict.failure is not None
     assert (verdict.failure.node_rank, verdict.failure.host) == (1, HOST)
     assert "setup line failed" in verdict.reason
-    nothing_left(PROMPT)
+    wait_for_no_processes(END_TIMEOUT)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_an_interpreter_that_is_not_there_fails_the_job(place: Place, nodes: int) -> None:
-    record = place.submit(
-        SLEEPER, nodes=nodes, python="/nonexistent/py thon", setup="true"
-    )  # setup lines might bring it
-    verdict = end_of(record, PROMPT)
+def test_missing_interpreter_fails_job(project: Project, nodes: int) -> None:
+    # with a setup line, which could provide the interpreter, submit does not check it
+    record = project.submit(SLEEPER, nodes=nodes, python="/nonexistent/py thon", setup="true")
+    verdict = end_of(record, END_TIMEOUT)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 127)
     assert verdict.reason.startswith("node 0 (host ")
     assert "there is no interpreter /nonexistent/py thon" in verdict.reason
 
 
-def test_an_interpreter_may_be_named_relative_to_the_working_directory(place: Place) -> None:
-    assert end_of(place.submit("", python="./python")).state is JobState.SUCCEEDED
+def test_interpreter_path_may_be_relative_to_workdir(project: Project) -> None:
+    assert end_of(project.submit("", python="./python")).state is JobState.SUCCEEDED
 
 
-def test_a_working_directory_that_went_away_fails_the_job(place: Place) -> None:
-    workdir = place.path("wörk 'dir'\n2")
+def test_deleted_workdir_fails_job(project: Project) -> None:
+    workdir = project.path("wörk 'dir'\n2")
     workdir.mkdir()
     (workdir / "script.py").touch()
-    plan = place.plan(Program("script", "script.py"), workdir=str(workdir))
+    plan = project.plan(Program("script", "script.py"), workdir=str(workdir))
     shutil.rmtree(workdir)
-    verdict = end_of(jobs.submit(plan, "local", detach=True), PROMPT)
+    verdict = end_of(jobs.submit(plan, "local", detach=True), END_TIMEOUT)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
     assert f"the working directory {sanitize(str(workdir))} cannot be entered" in verdict.text()
 
 
-def test_a_script_that_went_away_fails_the_job(place: Place) -> None:
-    place.script("")
-    plan = place.plan(Program("script", "script.py"))
-    place.path("script.py").unlink()
-    verdict = end_of(jobs.submit(plan, "local", detach=True), PROMPT)
+def test_deleted_script_fails_job(project: Project) -> None:
+    project.script("")
+    plan = project.plan(Program("script", "script.py"))
+    project.path("script.py").unlink()
+    verdict = end_of(jobs.submit(plan, "local", detach=True), END_TIMEOUT)
     assert verdict.state is JobState.FAILED
     assert "script.py" in verdict.text()
 
 
-def test_agents_that_cannot_be_started_leave_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_failed_start_of_agents_leaves_no_files(
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place.script("")
-    plan = place.plan(Program("script", "script.py"))
+    project.script("")
+    plan = project.plan(Program("script", "script.py"))
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SubmitError, match="an agent cannot be started"):
         jobs.submit(plan, "local", detach=True)
@@ -492,31 +494,31 @@ def test_agents_that_cannot_be_started_leave_nothing(
     assert Records().all() == []
 
 
-def test_an_agent_that_cannot_be_started_takes_the_others_with_it(place: Place) -> None:
-    place.script(SLEEPER)
-    plan = place.plan(Program("script", "script.py"))
+def test_failed_start_of_one_agent_stops_other_agents(project: Project) -> None:
+    project.script(SLEEPER)
+    plan = project.plan(Program("script", "script.py"))
     plan = replace(
         plan, commands=(plan.commands[0], PlannedCommand(("/nonexistent/bash",), node_rank=1))
     )
     with pytest.raises(SubmitError, match="No such file"):
         jobs.submit(plan, "local", detach=True)
-    assert own_marked() == []
+    assert own_processes() == []
     assert not plan.job_dir.exists()
     with pytest.raises(JobNotFound):
         Records().find(plan.job_id)
 
 
-# -- GPUs -----------------------------------------------------------------------------------------------------------------
+# -- GPUs ------------------------------------------------------------------------------------------
 
 
-def test_too_few_gpus_make_a_rehearsal_on_the_cpu(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_job_with_too_few_gpus_runs_on_cpu(
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    place.script(
+    project.script(
         "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']), os.environ['WORLD_SIZE'])"
     )
-    plan = place.plan(Program("script", "script.py"), gpus_per_node="2")
+    plan = project.plan(Program("script", "script.py"), gpus_per_node="2")
     assert len(plan.notes) == 1
     assert "0 of the 4 GPUs" in plan.notes[0]
     assert "CPU" in plan.notes[0]
@@ -528,32 +530,32 @@ def test_too_few_gpus_make_a_rehearsal_on_the_cpu(
         ).read_text() == "'' 4\n"
 
 
-def test_required_gpus_that_are_not_there_are_an_error(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_missing_required_gpus_are_refused(
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    place.script("")
+    project.script("")
     with pytest.raises(SpecError, match="0 of the 4 GPUs") as caught:
-        place.plan(Program("script", "script.py"), gpus_per_node="2", require_gpus=True)
+        project.plan(Program("script", "script.py"), gpus_per_node="2", require_gpus=True)
     assert "--require-gpus" in caught.value.hint
 
 
-def test_an_option_that_this_backend_does_not_know_is_an_error(place: Place) -> None:
-    place.script("")
+def test_unknown_backend_option_is_refused(project: Project) -> None:
+    project.script("")
     with pytest.raises(SpecError, match="partition"):
-        place.plan(Program("script", "script.py"), set=["partition=gpu"])
+        project.plan(Program("script", "script.py"), set=["partition=gpu"])
 
 
-def test_a_job_directory_that_pythonpath_cannot_carry_is_an_error(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_job_directory_with_colon_is_refused(
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CLUSTERJOB_HOME", str(place.path("a:b")))
-    place.script("")
+    monkeypatch.setenv("CLUSTERJOB_HOME", str(project.path("a:b")))
+    project.script("")
     with pytest.raises(SpecError, match="colon"):
-        place.plan(Program("script", "script.py"))
+        project.plan(Program("script", "script.py"))
 
 
-# -- a failure anywhere ---------------------------------------------------------------------------------------------------
+# -- failures of workers ---------------------------------------------------------------------------
 
 ENDS = {
     "raise": ("raise ValueError('boom')", 1, None),
@@ -565,9 +567,9 @@ ENDS = {
 
 @pytest.mark.parametrize("guilty", [1, 2])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_worker_that_dies_ends_both_nodes(place: Place, end: str, guilty: int) -> None:
+def test_dead_worker_ends_both_nodes(project: Project, end: str, guilty: int) -> None:
     statement, code, signal_name = ENDS[end]
-    record = place.submit(
+    record = project.submit(
         f"""
         import os, pathlib, signal, sys, time
         rank = os.environ["RANK"]
@@ -583,13 +585,13 @@ def test_a_worker_that_dies_ends_both_nodes(place: Place, end: str, guilty: int)
         """,
         nproc_per_node="2",
     )
-    place.wait_for("moment")
-    died = float(place.path("moment").read_text())
-    nothing_left(PROMPT)
+    project.wait_for("moment")
+    died = float(project.path("moment").read_text())
+    wait_for_no_processes(END_TIMEOUT)
     took = time.monotonic() - died
-    verdict = end_of(record, PROMPT)
+    verdict = end_of(record, END_TIMEOUT)
     print(f"{end} of rank {guilty}: nothing was left of two nodes {took:.2f} s after it")
-    assert took < PROMPT
+    assert took < END_TIMEOUT
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, code)
     failure = verdict.failure
     assert failure is not None
@@ -608,9 +610,9 @@ def test_a_worker_that_dies_ends_both_nodes(place: Place, end: str, guilty: int)
     assert "| these are\n  | my last words" in verdict.text()
 
 
-def test_real_process_groups_on_two_nodes(place: Place) -> None:
-    """The script is plain torch; its store, devices and ranks come from the variables alone."""
-    record = place.submit(
+def test_plain_torch_script_forms_process_group_on_two_nodes(project: Project) -> None:
+    """The script is plain torch: store, devices and ranks come only from environment variables."""
+    record = project.submit(
         """
         import torch
         import torch.distributed as dist
@@ -631,8 +633,8 @@ def test_real_process_groups_on_two_nodes(place: Place) -> None:
         ).read_text() == f"{rank} 4 [10.0, 10.0, 10.0]\n"
 
 
-def test_the_root_cause_among_effects_in_a_real_process_group(place: Place) -> None:
-    record = place.submit(
+def test_verdict_of_failed_process_group_names_root_cause(project: Project) -> None:
+    record = project.submit(
         """
         import os, pathlib, time
         import torch
@@ -648,22 +650,22 @@ def test_the_root_cause_among_effects_in_a_real_process_group(place: Place) -> N
         python=sys.executable,
     )
     verdict = end_of(record)
-    nothing_left(PROMPT)
-    print(
-        f"nothing was left {time.monotonic() - float(place.path('moment').read_text()):.2f} s after the exception"
-    )
+    wait_for_no_processes(END_TIMEOUT)
+    took = time.monotonic() - float(project.path("moment").read_text())
+    print(f"nothing was left {took:.2f} s after the exception")
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
     assert verdict.failure is not None
     assert verdict.failure.rank == 3
     assert "ValueError: the root cause" in verdict.reason
 
 
-def test_workers_are_started_again_as_often_as_allowed(place: Place) -> None:
-    record = place.submit(
+def test_failed_workers_are_restarted(project: Project) -> None:
+    record = project.submit(
         """
         import os, sys
-        print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"])
-        sys.exit(9 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("attempt", attempt, os.environ["TORCHELASTIC_MAX_RESTARTS"])
+        sys.exit(9 if os.environ["RANK"] == "1" and attempt == "0" else 0)
         """,
         max_restarts="2",
     )
@@ -677,47 +679,49 @@ def test_workers_are_started_again_as_often_as_allowed(place: Place) -> None:
     assert [line.text for line in lines if line.rank == 1] == ["attempt 0 2", "attempt 1 2"]
 
 
-def test_a_failure_beyond_the_allowed_restarts_is_the_verdict(place: Place) -> None:
-    verdict = end_of(place.submit("raise SystemExit(6)", max_restarts="1"))
+def test_job_fails_after_last_restart(project: Project) -> None:
+    verdict = end_of(project.submit("raise SystemExit(6)", max_restarts="1"))
     assert (verdict.state, verdict.exit_code, verdict.restarts) == (JobState.FAILED, 6, 1)
     assert "after 1 restart" in verdict.text()
 
 
-def test_the_time_limit_ends_a_job(place: Place) -> None:
-    record = place.submit(SLEEPER, time="1s", grace="0.5")
+def test_time_limit_ends_job(project: Project) -> None:
+    record = project.submit(SLEEPER, time="1s", grace="0.5")
     verdict = end_of(record)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 124)
     assert "time limit of 1 s" in verdict.reason
-    nothing_left(PROMPT)
+    wait_for_no_processes(END_TIMEOUT)
 
 
-# -- processes that are killed ---------------------------------------------------------------------------------------------
+# -- killed processes ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "kind", ["agent 0", "agent 1", "starter 0", "starter 1", "worker 0", "worker 1", "all agents"]
+    "kind",
+    ["agent 0", "agent 1", "forkserver 0", "forkserver 1", "worker 0", "worker 1", "all agents"],
 )
-def test_nothing_survives_the_kill_of_any_process(place: Place, kind: str) -> None:
-    record = place.submit(SLEEPER + "\n", nproc_per_node="2")
-    place.wait_for(*(f"up{rank}" for rank in range(4)))
+def test_killed_process_of_job_leaves_no_processes(project: Project, kind: str) -> None:
+    record = project.submit(SLEEPER + "\n", nproc_per_node="2")
+    project.wait_for(*(f"up{rank}" for rank in range(4)))
     agents = agents_of(record)
-    starters = [child for agent in agents for child in children(agent)]
-    assert len(starters) == 2
-    workers = [children(starter) for starter in starters]
+    forkservers = [child for agent in agents for child in children(agent)]
+    assert len(forkservers) == 2
+    workers = [children(forkserver) for forkserver in forkservers]
     assert [len(group) for group in workers] == [2, 2]
     what, _, node = kind.partition(" ")
     node_rank = int(node) if node.isdigit() else 0
     targets = {
         "agent": [agents[node_rank]],
-        "starter": [starters[node_rank]],
+        "forkserver": [forkservers[node_rank]],
         "worker": [workers[node_rank][0]],
         "all": agents,
     }[what]
-    kill_one_by_one(targets)
-    took = nothing_left(LOST)
-    verdict = end_of(record, PROMPT)
+    kill_all(targets)
+    took = wait_for_no_processes(LOST_TIMEOUT)
+    verdict = end_of(record, END_TIMEOUT)
     print(
-        f"kill -9 of {kind}: nothing was left {took:.2f} s after it; {verdict.text().splitlines()[0]}"
+        f"kill -9 of {kind}: nothing was left {took:.2f} s after it; "
+        f"{verdict.text().splitlines()[0]}"
     )
     if what == "worker":
         assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 137)
@@ -738,25 +742,27 @@ def test_nothing_survives_the_kill_of_any_process(place: Place, kind: str) -> No
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
-def test_nothing_survives_the_kill_of_a_node_that_is_still_being_set_up(
-    place: Place, node_rank: int
-) -> None:
-    """Its shell is killed and its setup command is not; the other node's agent waits no longer than
-    it may.
+def test_node_killed_during_setup_leaves_no_processes(project: Project, node_rank: int) -> None:
+    """The shell of the node is killed, its setup command is not.
+
+    The agent of the other node waits at most for the join timeout.
     """
     line = f'[ "$CLUSTERJOB_NODE_RANK" != {node_rank} ] || {{ touch in; sleep 1000; }}'
-    record = place.submit(SLEEPER, setup=line, join_timeout="2")
-    place.wait_for("in")
-    kill_one_by_one([agents_of(record)[node_rank]])
-    print(f"nothing was left after {nothing_left(LOST):.2f} s, with a join timeout of 2 s")
-    verdict = end_of(record, PROMPT)
+    record = project.submit(SLEEPER, setup=line, join_timeout="2")
+    project.wait_for("in")
+    kill_all([agents_of(record)[node_rank]])
+    print(
+        f"nothing was left after {wait_for_no_processes(LOST_TIMEOUT):.2f} s,"
+        " with a join timeout of 2 s"
+    )
+    verdict = end_of(record, END_TIMEOUT)
     assert verdict.state in (JobState.FAILED, JobState.LOST)
     assert verdict.exit_code != 0
 
 
-def test_nothing_survives_the_kill_of_an_agent_whose_workers_are_stubborn(place: Place) -> None:
-    """They ignore SIGTERM and have children in sessions of their own, which ignore it too."""
-    record = place.submit(
+def test_killed_agent_leaves_no_workers_that_ignore_sigterm(project: Project) -> None:
+    """The workers and their children, which are in their own sessions, ignore SIGTERM."""
+    record = project.submit(
         """
         import os, pathlib, signal, subprocess, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -765,21 +771,21 @@ def test_nothing_survives_the_kill_of_an_agent_whose_workers_are_stubborn(place:
         time.sleep(1000)
         """
     )
-    place.wait_for("up0", "up1")
-    kill_one_by_one([agents_of(record)[0]])
-    print(f"nothing was left after {nothing_left(LOST):.2f} s")
+    project.wait_for("up0", "up1")
+    kill_all([agents_of(record)[0]])
+    print(f"nothing was left after {wait_for_no_processes(LOST_TIMEOUT):.2f} s")
     assert end_of(record).state in (JobState.FAILED, JobState.LOST)
 
 
-# -- cancelling ------------------------------------------------------------------------------------------------------------
+# -- cancel ----------------------------------------------------------------------------------------
 
 
-def test_a_running_job_is_cancelled_once(place: Place) -> None:
-    record = place.submit(SLEEPER)
-    place.wait_for("up0", "up1")
+def test_running_job_is_cancelled_once(project: Project) -> None:
+    record = project.submit(SLEEPER)
+    project.wait_for("up0", "up1")
     begin = time.monotonic()
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
-    nothing_left(PROMPT)
+    wait_for_no_processes(END_TIMEOUT)
     print(f"cancel took {time.monotonic() - begin:.2f} s")
     status = jobs.status(record)
     assert status.state is JobState.CANCELLED
@@ -789,8 +795,8 @@ def test_a_running_job_is_cancelled_once(place: Place) -> None:
     assert jobs.status(Records().find(record.job_id)).state is JobState.CANCELLED
 
 
-def test_workers_have_the_grace_to_save_their_work(place: Place) -> None:
-    record = place.submit(
+def test_cancelled_workers_have_grace_to_save(project: Project) -> None:
+    record = project.submit(
         """
         import os, pathlib, signal, sys, time
         def save(*_):
@@ -803,15 +809,15 @@ def test_workers_have_the_grace_to_save_their_work(place: Place) -> None:
             time.sleep(0.1)
         """
     )
-    place.wait_for("up0", "up1")
+    project.wait_for("up0", "up1")
     jobs.cancel([record])
-    assert place.path("saved0").exists()
-    assert place.path("saved1").exists()
+    assert project.path("saved0").exists()
+    assert project.path("saved1").exists()
     assert jobs.status(record).state is JobState.CANCELLED
 
 
-def test_a_worker_that_ignores_the_wish_is_killed_after_the_grace(place: Place) -> None:
-    record = place.submit(
+def test_cancelled_worker_that_ignores_sigterm_is_killed_after_grace(project: Project) -> None:
+    record = project.submit(
         """
         import os, pathlib, signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -820,22 +826,20 @@ def test_a_worker_that_ignores_the_wish_is_killed_after_the_grace(place: Place) 
         """,
         grace="0.5",
     )
-    place.wait_for("up0", "up1")
+    project.wait_for("up0", "up1")
     begin = time.monotonic()
     jobs.cancel([record])
-    took = time.monotonic() - begin + nothing_left(PROMPT)
+    took = time.monotonic() - begin + wait_for_no_processes(END_TIMEOUT)
     print(f"workers that ignore SIGTERM were gone {took:.2f} s after cancel, with a grace of 0.5 s")
-    assert 0.4 < took < PROMPT
+    assert 0.4 < took < END_TIMEOUT
     assert jobs.status(record).state is JobState.CANCELLED
 
 
-def test_a_job_can_be_cancelled_at_every_moment_of_its_start(place: Place) -> None:
-    """From the shell's first line to the running worker: each pause ends somewhere else on that
-    way.
-    """
+def test_job_can_be_cancelled_at_any_time_of_start(project: Project) -> None:
+    """Each pause ends at another step between the shell's first line and the running worker."""
     states = {}
     for milliseconds in (0, 5, 15, 30, 60, 100, 150, 250, 400):
-        record = place.submit(SLEEPER)
+        record = project.submit(SLEEPER)
         time.sleep(milliseconds / 1000)
         jobs.cancel([record])
         status = jobs.status(record)
@@ -843,17 +847,17 @@ def test_a_job_can_be_cancelled_at_every_moment_of_its_start(place: Place) -> No
             str(status.state),
             status.verdict.exit_code if status.verdict else None,
         )
-        nothing_left(PROMPT)
+        wait_for_no_processes(END_TIMEOUT)
     assert states == dict.fromkeys(states, ("CANCELLED", 143))
 
 
-def test_a_job_is_cancelled_during_a_long_setup_line(place: Place) -> None:
-    record = place.submit(SLEEPER, setup='touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000')
-    place.wait_for("in0", "in1")
+def test_job_is_cancelled_during_setup(project: Project) -> None:
+    record = project.submit(SLEEPER, setup='touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000')
+    project.wait_for("in0", "in1")
     assert jobs.status(record).state is JobState.PENDING
     begin = time.monotonic()
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
-    nothing_left(PROMPT)
+    wait_for_no_processes(END_TIMEOUT)
     print(f"cancel during setup took {time.monotonic() - begin:.2f} s")
     status = jobs.status(record)
     assert status.state is JobState.CANCELLED, status
@@ -861,47 +865,46 @@ def test_a_job_is_cancelled_during_a_long_setup_line(place: Place) -> None:
     assert status.verdict.exit_code == 143
 
 
-def test_a_setup_line_that_ignores_the_wish_to_end_is_killed_with_all_its_children(
-    place: Place,
+def test_cancelled_setup_line_that_ignores_sigterm_is_killed(
+    project: Project,
 ) -> None:
-    record = place.submit(
+    record = project.submit(
         SLEEPER, setup='trap "" TERM; touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000', grace="0.3"
     )
-    place.wait_for("in0", "in1")
+    project.wait_for("in0", "in1")
     jobs.cancel([record])
-    nothing_left(PROMPT)
+    wait_for_no_processes(END_TIMEOUT)
     assert jobs.status(record).state is JobState.CANCELLED
 
 
-def test_a_job_that_has_ended_is_not_cancelled(place: Place) -> None:
-    record = place.submit("")
+def test_ended_job_is_not_cancelled(project: Project) -> None:
+    record = project.submit("")
     end_of(record)
     assert [was_running for _, was_running in jobs.cancel([record])] == [False]
     assert jobs.status(record).state is JobState.SUCCEEDED
 
 
-# -- directories and records that tell of another world --------------------------------------------------------------------
+# -- deleted directories and stale records ---------------------------------------------------------
 
 
-def test_a_directory_deleted_under_a_running_job(place: Place) -> None:
-    record = place.submit(SLEEPER)
-    place.wait_for("up0", "up1")
-    shutil.rmtree(
-        record.job_dir.rename(place.path("deleted"))
-    )  # at once: what writes into it would make it again
+def test_running_job_with_deleted_directory_is_cancelled(project: Project) -> None:
+    record = project.submit(SLEEPER)
+    project.wait_for("up0", "up1")
+    # rename is atomic; a writer could create files again during rmtree
+    shutil.rmtree(record.job_dir.rename(project.path("deleted")))
     assert jobs.status(record).state in (JobState.RUNNING, JobState.UNKNOWN), (
         "it was started: it cannot be pending"
     )
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
-    nothing_left(PROMPT)
+    wait_for_no_processes(END_TIMEOUT)
     status = jobs.status(record)
     assert status.state in (JobState.CANCELLED, JobState.LOST)
     assert status.verdict is not None
     assert status.verdict.exit_code != 0
 
 
-def test_verdict_of_a_job_whose_directory_was_deleted_is_kept_on_this_machine(place: Place) -> None:
-    record = place.submit(
+def test_verdict_of_job_with_deleted_directory_is_kept(project: Project) -> None:
+    record = project.submit(
         """
         import os, pathlib, time
         pathlib.Path(f"up{os.environ['RANK']}").touch()
@@ -909,22 +912,21 @@ def test_verdict_of_a_job_whose_directory_was_deleted_is_kept_on_this_machine(pl
             time.sleep(0.01)
         """
     )
-    place.wait_for("up0", "up1")
-    shutil.rmtree(
-        record.job_dir.rename(place.path("deleted"))
-    )  # at once: what writes into it would make it again
-    place.path("leave").touch()
-    nothing_left(PROMPT)
+    project.wait_for("up0", "up1")
+    # rename is atomic; a writer could create files again during rmtree
+    shutil.rmtree(record.job_dir.rename(project.path("deleted")))
+    project.path("leave").touch()
+    wait_for_no_processes(END_TIMEOUT)
     verdict = end_of(record)
     assert (verdict.state, verdict.exit_code) == (JobState.SUCCEEDED, 0)
     assert "its directory cannot be written: No such file or directory" in verdict.reason
 
 
-def test_a_directory_deleted_after_the_end(place: Place) -> None:
-    known, unasked = place.submit(""), place.submit("")
+def test_ended_job_with_deleted_directory_keeps_recorded_state(project: Project) -> None:
+    known, unasked = project.submit(""), project.submit("")
     assert end_of(known).state is JobState.SUCCEEDED
-    wait_until((unasked.job_dir / "result.json").exists, PATIENCE)
-    nothing_left(PROMPT)
+    wait_until((unasked.job_dir / "result.json").exists, TEST_TIMEOUT)
+    wait_for_no_processes(END_TIMEOUT)
     shutil.rmtree(known.job_dir)
     shutil.rmtree(unasked.job_dir)
     assert jobs.status(Records().find(known.job_id)).state is JobState.SUCCEEDED, (
@@ -937,9 +939,9 @@ def test_a_directory_deleted_after_the_end(place: Place) -> None:
     )
 
 
-def test_a_job_from_before_a_reboot_is_lost(place: Place) -> None:
-    record = place.submit(SLEEPER)
-    place.wait_for("up0", "up1")
+def test_job_of_previous_boot_is_lost(project: Project) -> None:
+    record = project.submit(SLEEPER)
+    project.wait_for("up0", "up1")
     handle = record.handle
     assert handle is not None
     stale = replace(
@@ -952,16 +954,14 @@ def test_a_job_from_before_a_reboot_is_lost(place: Place) -> None:
     assert jobs.status(stale).state is JobState.LOST
     assert [was_running for _, was_running in jobs.cancel([stale])] == [False]
     assert all(alive(agent) for agent in agents), (
-        "whoever has these pids on this boot is someone else"
+        "the processes with these pids belong to another job on this boot"
     )
     jobs.cancel([record])
 
 
 @pytest.mark.parametrize("ticks", ["another process's", "none"])
-def test_a_pid_that_another_process_has_now_is_not_taken_for_the_agent(
-    place: Place, ticks: str
-) -> None:
-    record = place.submit("")
+def test_reused_pid_is_not_taken_for_agent(project: Project, ticks: str) -> None:
+    record = project.submit("")
     assert end_of(record).state is JobState.SUCCEEDED
     bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     try:
@@ -971,9 +971,8 @@ def test_a_pid_that_another_process_has_now_is_not_taken_for_the_agent(
         agents = [
             {"node_rank": 0, "pid": bystander.pid, "ticks": own - 1 if ticks != "none" else 0}
         ]
-        wait_until(
-            lambda: not any(alive(agent) for agent in agents_of(record)), PATIENCE
-        )  # one that finds no result writes it
+        # a living agent would write the missing result again
+        wait_until(lambda: not any(alive(agent) for agent in agents_of(record)), TEST_TIMEOUT)
         (record.job_dir / "result.json").unlink()
         stale = replace(
             record,
@@ -989,10 +988,8 @@ def test_a_pid_that_another_process_has_now_is_not_taken_for_the_agent(
         bystander.wait()
 
 
-def test_a_job_of_another_host_is_neither_judged_nor_said_to_be_cancelled(
-    place: Place, tmp_path: Path
-) -> None:
-    """The record may lie in a home directory that several hosts share."""
+def test_job_of_another_host_is_unknown_and_not_cancelled(project: Project, tmp_path: Path) -> None:
+    """Several hosts can share the home directory that contains the record."""
     agents = [{"node_rank": 0, "pid": os.getpid(), "ticks": processes.start_ticks(os.getpid())}]
     handle = Handle(
         "local",
@@ -1017,48 +1014,50 @@ def test_a_job_of_another_host_is_neither_judged_nor_said_to_be_cancelled(
     assert (status.state, status.verdict) == (JobState.UNKNOWN, None)
     assert "elsewhere" in status.reason
     stopped = []
-    with contextlib.suppress(ClusterJobError):  # to refuse is an answer too
+    with contextlib.suppress(ClusterJobError):  # an error is accepted, too
         stopped = [was_running for _, was_running in jobs.cancel([record])]
     assert not any(stopped), "nobody has stopped it"
 
 
-class LookedAtWhileItSubmits(LocalBackend):
-    """The backend itself; in the middle of a submission, another terminal does something."""
+class PolledDuringSubmit(LocalBackend):
+    """The local backend; it calls `poll` before a submission returns its handle."""
 
-    def __init__(self, look: Callable[[], object]) -> None:
+    def __init__(self, poll: Callable[[], object]) -> None:
         super().__init__()
-        self.look = look
+        self.poll = poll
         self.seen: Any = None
 
     def submit(self, plan: Plan) -> Handle:
         handle = super().submit(plan)
-        self.seen = self.look()
+        self.seen = self.poll()
         return handle
 
 
-def test_a_job_that_is_being_submitted_is_not_taken_for_dead(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_job_during_submission_is_pending(
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its record is on disk before its handle is."""
+    """The record is written before its handle."""
     listing = [sys.executable, "-m", "clusterjob", "list", "--json"]
-    backend = LookedAtWhileItSubmits(
-        lambda: subprocess.run(listing, capture_output=True, timeout=PATIENCE, check=True).stdout
+    backend = PolledDuringSubmit(
+        lambda: (
+            subprocess.run(listing, capture_output=True, timeout=TEST_TIMEOUT, check=True).stdout
+        )
     )
     monkeypatch.setitem(jobs._loaded, "local", backend)
-    record = place.submit(SLEEPER)
-    place.wait_for("up0", "up1")
+    record = project.submit(SLEEPER)
+    project.wait_for("up0", "up1")
     jobs.cancel([record])
     assert [job["state"] for job in json.loads(backend.seen)["jobs"]] == ["PENDING"]
 
 
-def test_whoever_read_a_record_before_its_handle_was_there_does_not_overwrite_it(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_status_of_stale_record_does_not_overwrite_handle(
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = LookedAtWhileItSubmits(lambda: Records().all())
+    backend = PolledDuringSubmit(lambda: Records().all())
     monkeypatch.setitem(jobs._loaded, "local", backend)
-    record = place.submit(SLEEPER)
-    place.wait_for("up0", "up1")
-    jobs.statuses(backend.seen)  # the other terminal judges what it has read a moment ago
+    record = project.submit(SLEEPER)
+    project.wait_for("up0", "up1")
+    jobs.statuses(backend.seen)  # another terminal evaluates the records that it read earlier
     again = Records().find(record.job_id)
     jobs.cancel([record])
     assert again.handle == record.handle, (
@@ -1067,10 +1066,10 @@ def test_whoever_read_a_record_before_its_handle_was_there_does_not_overwrite_it
     assert again.end is None
 
 
-def test_signals_to_the_submitting_terminal_do_not_reach_a_job(place: Place) -> None:
-    record = place.submit(SLEEPER)
-    place.wait_for("up0", "up1")
+def test_job_is_outside_process_group_of_submitter(project: Project) -> None:
+    record = project.submit(SLEEPER)
+    project.wait_for("up0", "up1")
     own_group = os.getpgrp()
-    assert all(os.getpgid(pid) != own_group for pid in own_marked())
+    assert all(os.getpgid(pid) != own_group for pid in own_processes())
     jobs.cancel([record])
     assert jobs.status(record).reason == "cancelled"

@@ -1,5 +1,6 @@
-"""A job that submits another job: the node zip on its PYTHONPATH shadows the installed package, and
-is enough beside it.
+"""A job submits another job.
+
+The node zip on its PYTHONPATH shadows the installed package and contains all needed modules.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 from slurm_user import User
 from sshsite import Site
 
 OUTER = """
     import os, subprocess, sys
     if os.environ["RANK"] == "0":
-        inner = [sys.executable, "-m", "clusterjob", "run", "--cluster", sys.argv[1], "--nodes", "2", "inner.py"]
-        sys.exit(subprocess.run(inner).returncode)
+        command = [sys.executable, "-m", "clusterjob", "run", "--cluster", sys.argv[1]]
+        sys.exit(subprocess.run([*command, "--nodes", "2", "inner.py"]).returncode)
 """
 INNER = """
     import os, clusterjob
     print("inner", os.environ["RANK"], os.environ["WORLD_SIZE"], clusterjob.__file__.split("/")[-3])
 """
-BY_FUNCTION = """
+SUBMITS_FUNCTION = """
     import os, clusterjob
     def add(a, b):
         return a + b
@@ -38,8 +39,9 @@ BY_FUNCTION = """
 
 @pytest.fixture(autouse=True)
 def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give inner jobs a place for their records: CLUSTERJOB_HOME is handed on to a job of this
-    machine alone.
+    """Set a directory for the records of inner jobs.
+
+    Only local jobs inherit CLUSTERJOB_HOME.
     """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
@@ -53,7 +55,7 @@ def write(directory: Path) -> None:
     (directory / "inner.py").write_text(textwrap.dedent(INNER))
 
 
-def test_local_job_runs_a_local_job(tmp_path: Path) -> None:
+def test_local_job_runs_local_job(tmp_path: Path) -> None:
     write(tmp_path)
     command = [
         sys.executable,
@@ -68,7 +70,7 @@ def test_local_job_runs_a_local_job(tmp_path: Path) -> None:
         "local",
     ]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE * 2
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT * 2
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert expected(done.stdout) == [
@@ -84,29 +86,29 @@ def test_local_job_runs_a_local_job(tmp_path: Path) -> None:
     assert len(zips) == 1
 
 
-def test_function_is_submitted_inside_a_job(tmp_path: Path) -> None:
-    (tmp_path / "outer.py").write_text(textwrap.dedent(BY_FUNCTION))
+def test_job_submits_function(tmp_path: Path) -> None:
+    (tmp_path / "outer.py").write_text(textwrap.dedent(SUBMITS_FUNCTION))
     command = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local", "outer.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE * 2
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT * 2
     )
     assert "result 5" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", ["slurm", "local"])
-def test_slurm_job_submits_a_job(user: User, inner: str) -> None:
+def test_slurm_job_runs_job(user: User, inner: str) -> None:
     user.patch.setenv("CLUSTERJOB_PYTHON", sys.executable)
     write(user.directory)
     options = ("--gpus-per-node", "0", "--nodes", "1", "--nproc-per-node", "2")
-    done = user("run", "--cluster", "slurm", *options, "outer.py", inner, timeout=PATIENCE * 3)
+    done = user("run", "--cluster", "slurm", *options, "outer.py", inner, timeout=TEST_TIMEOUT * 3)
     assert expected(done.stdout) == [
         "inner 0 2 clusterjob-node.pyz",
         "inner 1 2 clusterjob-node.pyz",
     ]
 
 
-def test_job_on_a_host_over_ssh_runs_a_local_job(site: Site) -> None:
+def test_ssh_job_runs_local_job(site: Site) -> None:
     write(site.directory)
     process = site.command(
         "run",
@@ -114,6 +116,6 @@ def test_job_on_a_host_over_ssh_runs_a_local_job(site: Site) -> None:
         "outer.py",
         "local",
     )
-    out, err = process.communicate(timeout=PATIENCE * 2)
+    out, err = process.communicate(timeout=TEST_TIMEOUT * 2)
     assert process.returncode == 0, out + err
     assert expected(out) == ["inner 0 2 clusterjob-node.pyz", "inner 1 2 clusterjob-node.pyz"]

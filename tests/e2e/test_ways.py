@@ -1,5 +1,6 @@
-"""Every way of docs/scripts.md trains: the examples are run as the page says, and what they claim is
-computed here once more.
+"""Examples of docs/scripts.md train as the page shows.
+
+The tests recompute the results that the examples print.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ def number(pattern: str, text: str) -> float:
     return float(found[0])
 
 
-def python(directory: Path, *words: object, **extra: str) -> str:
-    ran = run([sys.executable, *words], directory, extra)
+def python(directory: Path, *args: object, **extra: str) -> str:
+    ran = run([sys.executable, *args], directory, extra)
     assert ran.code == 0, ran.err
     assert "arning" not in ran.err
     return ran.out
 
 
-def on_two(directory: Path, *words: object, launcher: str = "fork") -> str:
-    ran = launch(launcher, 2, words, directory)
+def on_two(directory: Path, *args: object, launcher: str = "fork") -> str:
+    ran = launch(launcher, 2, args, directory)
     assert ran.code == 0, ran.err
     assert "arning" not in ran.err
     return ran.out
 
 
-# -- starting ----------------------------------------------------------------------------------------------------------------
+# -- starting --------------------------------------------------------------------------------------
 
 
-def test_a_function_in_processes_of_its_own(tmp_path: Path) -> None:
+def test_spawned_function_trains_on_two_processes(tmp_path: Path) -> None:
     out = python(tmp_path, EXAMPLES / "spawn_function.py", 2, "4,5")
     assert {line for line in out.splitlines() if "rank" in line} == {
         f"[{rank}] rank {rank} of 2 on cpu" for rank in (0, 1)
@@ -51,17 +52,19 @@ def test_a_function_in_processes_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--plain",)])
-def test_processes_that_the_script_starts(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_torch_spawn_example_trains_on_two_processes(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
     out = python(tmp_path, EXAMPLES / "torch_spawn.py", "--nprocs", 2, *options)
     assert number(r"loss (\S+) over 512 points of 2 processes", out) < 1e-4
 
 
-def test_data_parallel_in_one_process(tmp_path: Path) -> None:
+def test_data_parallel_example_trains_in_one_process(tmp_path: Path) -> None:
     out = python(tmp_path, EXAMPLES / "data_parallel.py")
     assert number(r"accuracy (\S+) on 1 x cpu", out) > 0.97
 
 
-# -- training ----------------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def weights(path: Path) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def weights(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """Return what two processes on chosen GPUs print, and the weights with which they end."""
+    """Train on two processes with chosen GPUs; return their output and final weights."""
     directory = tmp_path_factory.mktemp("base")
     command = [sys.executable, "-m", "clusterjob", "launch", "--gpus", "0,1"]
     ran = run(
@@ -93,16 +96,16 @@ def check_recipes(out: str, processes: int, backend: str) -> None:
     assert found.groups()[2:] == ("509", str(processes), backend)
     assert f"initial weights: the same on {processes} processes" in out
     firsts = re.findall(r"first sample (\d+)", out)
-    assert len(firsts) == 5  # one process alone prints
-    assert len(set(firsts)) > 1  # each epoch has an order of its own
+    assert len(firsts) == 5  # only one process prints
+    assert len(set(firsts)) > 1  # each epoch has its own order
 
 
-def test_the_recipes_learn_on_two_processes(base: tuple[str, dict[str, Any]]) -> None:
+def test_recipes_example_trains_on_two_processes(base: tuple[str, dict[str, Any]]) -> None:
     check_recipes(base[0], 2, "gloo")
     assert number(r"learning rate (\S+)", base[0]) == 0.2
 
 
-def test_one_process_with_the_same_batch_ends_with_the_same_weights(
+def test_one_process_with_same_batch_size_gets_same_weights(
     base: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     out = python(tmp_path, RECIPES, "--batch-size", 128, "--lr", 0.2, "--save", "one.pt")
@@ -113,7 +116,7 @@ def test_one_process_with_the_same_batch_ends_with_the_same_weights(
 def check_curves(folder: Path, printed: list[tuple[str, str]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    [_] = folder.iterdir()  # the main process alone has written
+    [_] = folder.iterdir()  # only the main process has written
     events = EventAccumulator(str(folder)).Reload()
     for tag, column in (("loss/train", 0), ("accuracy/held-out", 1)):
         assert [event.value for event in events.Scalars(tag)] == pytest.approx(
@@ -125,14 +128,14 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_accumulated_gradients_are_those_of_the_large_batch(
+def test_gradient_accumulation_gets_weights_of_large_batch(
     base: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     on_two(tmp_path, RECIPES, "--batch-size", 16, "--accumulate", 4, "--save", "accumulated.pt")
     assert distance(base[1], weights(tmp_path / "accumulated.pt")) < 1e-5
 
 
-def test_mixed_precision_computes_in_half_and_learns_the_same(
+def test_mixed_precision_gets_similar_weights(
     base: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     out = on_two(tmp_path, RECIPES, "--amp", "--save", "half.pt")
@@ -142,7 +145,7 @@ def test_mixed_precision_computes_in_half_and_learns_the_same(
     assert number(r"held-out accuracy (\S+):", out) > 0.9
 
 
-def test_sync_batchnorm_trains_on_the_cpu_without_and_says_so(tmp_path: Path) -> None:
+def test_sync_batchnorm_on_cpu_is_ignored_with_warning(tmp_path: Path) -> None:
     ran = launch("fork", 2, [RECIPES, "--sync-batchnorm"], tmp_path)
     assert ran.code == 0, ran.err
     assert ran.err.count("sync_batchnorm has no effect on CPU") == 1
@@ -150,7 +153,7 @@ def test_sync_batchnorm_trains_on_the_cpu_without_and_says_so(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("processes", "schedule"), [(2, "gpipe"), (3, "1f1b")])
-def test_a_pipeline_has_the_gradients_of_one_process_and_learns(
+def test_pipeline_example_has_gradients_of_one_process(
     processes: int, schedule: str, tmp_path: Path
 ) -> None:
     ran = launch("fork", processes, [EXAMPLES / "pipeline.py", "--schedule", schedule], tmp_path)
@@ -162,13 +165,13 @@ def test_a_pipeline_has_the_gradients_of_one_process_and_learns(
     assert f"over {processes} sub-networks" in ran.out
 
 
-def test_a_pipeline_of_one_is_refused(tmp_path: Path) -> None:
+def test_pipeline_of_one_process_is_refused(tmp_path: Path) -> None:
     ran = run([sys.executable, EXAMPLES / "pipeline.py"], tmp_path)
     assert ran.code == 1
     assert "at least two processes" in ran.err
 
 
-# -- images ------------------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -181,14 +184,13 @@ def images(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_it_is_a_resnet_34(images: Any) -> None:
+def test_resnet_example_is_resnet_34(images: Any) -> None:
     import resnet
     import torch
 
     model = resnet.ResNet34(1000)
-    assert (
-        sum(parameter.numel() for parameter in model.parameters()) == 21_797_672
-    )  # torchvision's resnet34
+    # as torchvision's resnet34
+    assert sum(parameter.numel() for parameter in model.parameters()) == 21_797_672
     layers = [
         module
         for name, module in model.named_modules()
@@ -198,7 +200,7 @@ def test_it_is_a_resnet_34(images: Any) -> None:
     assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
 
 
-def test_a_folder_of_images_is_split_once_for_all(images: Any, tmp_path: Path) -> None:
+def test_image_folder_has_stable_train_test_split(images: Any, tmp_path: Path) -> None:
     images.make(tmp_path, per_class=10, size=16)
     train, test = (images.ImageFolder(tmp_path, 8, held_out=flag) for flag in (False, True))
     assert train.classes == test.classes == ["circles", "squares", "triangles"]
@@ -215,10 +217,8 @@ def test_a_folder_of_images_is_split_once_for_all(images: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_resnet_learns_from_a_folder_of_images(
-    processes: int, images: Any, tmp_path: Path
-) -> None:
-    words = [
+def test_resnet_example_trains_on_image_folder(processes: int, images: Any, tmp_path: Path) -> None:
+    args = [
         IMAGES / "train.py",
         "--size",
         32,
@@ -233,26 +233,26 @@ def test_a_resnet_learns_from_a_folder_of_images(
     ]
     if processes == 1:
         images.make(tmp_path / "photos", per_class=40, size=32)
-        out = python(tmp_path, *words, "--data", "photos")
+        out = python(tmp_path, *args, "--data", "photos")
     else:
-        out = on_two(tmp_path, *words)
-        assert (
-            len(list((tmp_path / "made_up_images").rglob("*"))) == 3 + 180
-        )  # made once, and nothing beside it
+        out = on_two(tmp_path, *args)
+        # the images are made once, and no other files
+        assert len(list((tmp_path / "made_up_images").rglob("*"))) == 3 + 180
     first, last = map(float, re.findall(r"epoch \d/2: loss (\S+)", out))
     assert last < 0.7 * first
-    assert number(r"accuracy (\S+) on", out) > 0.5  # a third would be chance
+    assert number(r"accuracy (\S+) on", out) > 0.5  # random guessing gives 1/3
     assert f"on {processes} x cpu" in out
     assert weights(tmp_path / "model.pt")["classes"] == ["circles", "squares", "triangles"]
 
 
-def test_the_page_names_every_example_and_no_other() -> None:
+def test_scripts_page_lists_exactly_the_examples() -> None:
     page = (ROOT / "docs" / "scripts.md").read_text()
     named = set(re.findall(r"\.\./examples/([\w/]+\.py)", page))
-    other = {"classify_images/resnet.py", "classify_images/images.py"}  # parts of one that is named
+    # modules of an example that the page lists
+    other = {"classify_images/resnet.py", "classify_images/images.py"}
     other |= {
         path.relative_to(EXAMPLES).as_posix() for path in (EXAMPLES / "backend").rglob("*.py")
-    }  # docs/backends.md is its page
+    }  # docs/backends.md lists these
     assert (
         named == {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - other
     )

@@ -1,5 +1,6 @@
-"""Whole jobs of one to three nodes on this machine: real agents, real workers, and what becomes of
-them under faults.
+"""Run whole jobs of one to three nodes on this machine, with and without faults.
+
+Agents and workers are real processes.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from pathlib import Path
 
 import pytest
 from procs import (
-    PATIENCE,
+    TEST_TIMEOUT,
     WITH_TORCH,
     Job,
     alive,
     below,
     command_line,
-    heeds,
-    nothing_left,
-    own_marked,
+    handles_signal,
+    own_processes,
+    wait_for_no_processes,
     wait_until,
 )
 
@@ -34,13 +35,13 @@ NewJob = Callable[..., Job]
 HOST = socket.gethostname()
 QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "1.5")
 
-# Names itself by a file, then waits for ever.
+# Creates a file with its rank in the name, then waits for ever.
 SLEEPER = """
     import os, pathlib, time
     pathlib.Path(f"up{os.environ['RANK']}").touch()
     time.sleep(1000)
 """
-# Leaves a process behind that has escaped its session and its parent.
+# Leaves a daemon behind: a process outside the worker's session and without a parent.
 DAEMON = """
     import os, pathlib, time
     def leave_a_daemon(name):
@@ -59,8 +60,9 @@ DAEMON = """
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """Give a port at which an agent can listen, and which nobody else is given meanwhile: it is
-    bound, and nobody listens.
+    """Yield a port on which an agent can listen.
+
+    The port is bound without a listener, so that the kernel gives it to no other process.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,11 +70,11 @@ def held_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-# -- a job that goes well --------------------------------------------------------------------------------------------------
+# -- jobs that succeed -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_two_nodes_succeed_together(new_job: NewJob, start: str) -> None:
+def test_job_on_two_nodes_succeeds(new_job: NewJob, start: str) -> None:
     job = new_job(2)
     job.start_all(
         "--start",
@@ -103,7 +105,7 @@ def test_two_nodes_succeed_together(new_job: NewJob, start: str) -> None:
         1,
     ]
     assert "SUCCEEDED" in job.stderr(job.agents[0])
-    assert not own_marked()
+    assert not own_processes()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
@@ -113,8 +115,10 @@ def test_nodes_of_different_size_get_consecutive_ranks(
     job = new_job(3)
     script = job.script("""
         import json, os
-        names = [name for name in os.environ if name.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "CLUSTERJOB_"))]
-        print(json.dumps({name: os.environ[name] for name in [*names, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]}))
+        prefixes = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "CLUSTERJOB_")
+        names = [name for name in os.environ if name.startswith(prefixes)]
+        names += ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+        print(json.dumps({name: os.environ[name] for name in names}))
     """)
     sizes = [3, 1, 2]
     for node_rank in order:
@@ -149,7 +153,9 @@ def test_nodes_of_different_size_get_consecutive_ranks(
     assert job.result["attempt"] == 7
 
 
-def test_one_node_needs_no_variables(new_job: NewJob, tmp_path: Path) -> None:
+def test_single_node_job_runs_without_environment_variables(
+    new_job: NewJob, tmp_path: Path
+) -> None:
     job = new_job()
     script = job.script(
         "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
@@ -167,7 +173,7 @@ def test_one_node_needs_no_variables(new_job: NewJob, tmp_path: Path) -> None:
     ]
     env = os.environ | {"TMPDIR": str(tmp_path)}
     ended = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=PATIENCE, env=env
+        command, check=False, capture_output=True, text=True, timeout=TEST_TIMEOUT, env=env
     )
     assert ended.returncode == 0
     arguments = ["--nproc-per-node", "a b\n'\""]
@@ -175,15 +181,16 @@ def test_one_node_needs_no_variables(new_job: NewJob, tmp_path: Path) -> None:
         f"[{rank}] {rank} 2 {arguments}" for rank in (0, 1)
     ]
     assert ended.stderr == "clusterjob: SUCCEEDED\n"
-    assert not list(
-        tmp_path.glob("clusterjob-*")
-    )  # a directory that nobody named goes with its job
+    # The job removes the directory that it created itself.
+    assert not list(tmp_path.glob("clusterjob-*"))
 
 
-def test_hostile_paths_names_and_arguments(new_job: NewJob, weird_path: Path) -> None:
+def test_special_characters_in_paths_and_arguments_are_preserved(
+    new_job: NewJob, special_path: Path
+) -> None:
     job = new_job(2)
-    job.dir = weird_path / "job"
-    script = weird_path / "-s'c\"r i\np☃t.py"
+    job.dir = special_path / "job"
+    script = special_path / "-s'c\"r i\np☃t.py"
     script.write_text("import os, sys\nprint(ascii(sys.argv[1:]), ascii(__file__))")
     arguments = ["", "a b", "'", '"', "$(touch x)", "new\nline", "-m", "--", "☃", "\udcff"]
     job.start_all(str(script), *arguments)
@@ -191,12 +198,12 @@ def test_hostile_paths_names_and_arguments(new_job: NewJob, weird_path: Path) ->
     assert job.log(1, "rank1.out") == f"{arguments!a} {str(script)!a}\n"
 
 
-def test_the_token_is_in_no_file_and_no_command_line(new_job: NewJob) -> None:
+def test_token_appears_in_no_file_and_no_command_line(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all(job.script(SLEEPER))
     job.wait_for("up0", "up1")
-    assert own_marked()
-    assert not [pid for pid in own_marked() if job.token in command_line(pid)]
+    assert own_processes()
+    assert not [pid for pid in own_processes() if job.token in command_line(pid)]
     job.agents[1].terminate()
     job.wait()
     for path in job.dir.rglob("*"):
@@ -204,7 +211,7 @@ def test_the_token_is_in_no_file_and_no_command_line(new_job: NewJob) -> None:
     assert not any(job.token in job.stdout(agent) + job.stderr(agent) for agent in job.agents)
 
 
-def test_workers_start_with_empty_stdin_and_no_stranger_s_descriptors(new_job: NewJob) -> None:
+def test_workers_start_with_empty_stdin_and_no_inherited_descriptors(new_job: NewJob) -> None:
     job = new_job()
     script = job.script("""
         import os, sys
@@ -213,28 +220,25 @@ def test_workers_start_with_empty_stdin_and_no_stranger_s_descriptors(new_job: N
             try:
                 print(name, os.readlink(f"/proc/self/fd/{name}").partition(":")[0])
             except OSError:
-                pass  # listdir's own
+                pass  # the descriptor of listdir itself
     """)
     job.start(0, "--nproc-per-node", "2", script)
     assert job.wait() == [0]
     for rank in (0, 1):
-        said = job.log(0, f"rank{rank}.out").splitlines()
-        assert said[0] == "''"
-        descriptors = dict(line.split(" ", 1) for line in said[1:])
+        lines = job.log(0, f"rank{rank}.out").splitlines()
+        assert lines[0] == "''"
+        descriptors = dict(line.split(" ", 1) for line in lines[1:])
         assert [descriptors.pop(number).rpartition("/")[2] for number in "012"] == [
             "null",
             f"rank{rank}.out",
             f"rank{rank}.err",
         ]
-        others = sorted(
-            descriptors.values()
-        )  # the second is the worker's own, where it would show its stack
-        assert others == ["/memfd", "pipe"], (
-            "beside the report pipe nothing of the starter's may reach a worker"
-        )
+        # The report pipe, and the memfd in which the worker would write its stack.
+        others = sorted(descriptors.values())
+        assert others == ["/memfd", "pipe"], "a worker inherited a descriptor of the forkserver"
 
 
-# -- a failure anywhere ends the job and is named ------------------------------------------------------------------------
+# -- failures of workers ---------------------------------------------------------------------------
 
 ENDS = {
     "raise": ("raise ValueError('boom')", 1, None, "ValueError: boom"),
@@ -247,7 +251,9 @@ ENDS = {
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_failure_on_the_other_node_is_everyone_s(new_job: NewJob, end: str, start: str) -> None:
+def test_worker_failure_on_node_1_ends_job_on_both_nodes(
+    new_job: NewJob, end: str, start: str
+) -> None:
     statement, code, signal_name, message = ENDS[end]
     job = new_job(2)
     script = job.script(f"""
@@ -271,27 +277,28 @@ def test_a_failure_on_the_other_node_is_everyone_s(new_job: NewJob, end: str, st
     assert "this rank is about to fail" in failure["last_lines"]
     assert message in failure["message"]
     assert result["consequences"] == []
-    told = job.stderr(job.agents[0])
-    assert "FAILED: rank 3 (node 1, local rank 1, host" in told
-    assert "| this rank is about to fail" in told
-    assert not own_marked()
+    output = job.stderr(job.agents[0])
+    assert "FAILED: rank 3 (node 1, local rank 1, host" in output
+    assert "| this rank is about to fail" in output
+    assert not own_processes()
 
 
 @pytest.mark.parametrize("code", [1, 2, 120, 255])
-def test_the_exit_code_is_the_job_s_own(new_job: NewJob, code: int) -> None:
+def test_exit_code_of_worker_becomes_exit_code_of_job(new_job: NewJob, code: int) -> None:
     job = new_job()
     job.start(0, job.script(f"import sys; sys.exit({code})"))
     assert job.wait() == [code]
     assert job.result["failure"]["exit_code"] == code
 
 
-def test_an_exception_is_named_however_torch_marks_its_traceback(new_job: NewJob) -> None:
-    """Once there is a process group, torch writes ``[rank1]: `` before every line of a traceback."""
+def test_exception_is_found_in_traceback_with_rank_prefixes_of_torch(new_job: NewJob) -> None:
+    """With a process group, torch writes ``[rank1]: `` before each line of a traceback."""
     job = new_job()
     script = job.script("""
         import sys, traceback
         def hook(*error):
-            sys.stderr.write("".join(f"[rank0]: {line}\\n" for line in "".join(traceback.format_exception(*error)).splitlines()))
+            lines = "".join(traceback.format_exception(*error)).splitlines()
+            sys.stderr.write("".join(f"[rank0]: {line}\\n" for line in lines))
         sys.excepthook = hook
         raise ValueError("boom")
     """)
@@ -300,8 +307,8 @@ def test_an_exception_is_named_however_torch_marks_its_traceback(new_job: NewJob
     assert "ValueError: boom" in job.result["failure"]["message"]
 
 
-def test_a_failure_counts_from_the_moment_of_the_exception(new_job: NewJob) -> None:
-    """Rank 0 fails first and takes long over its exit; rank 1 fails later and is gone at once."""
+def test_failure_time_is_time_of_exception_not_of_exit(new_job: NewJob) -> None:
+    """Rank 0 fails first and exits slowly; rank 1 fails later and exits at once."""
     job = new_job(2)
     script = job.script("""
         import atexit, os, pathlib, time
@@ -331,7 +338,7 @@ def test_a_failure_counts_from_the_moment_of_the_exception(new_job: NewJob) -> N
 
 
 @pytest.mark.slow
-def test_a_failed_worker_that_never_ends_is_not_waited_for(new_job: NewJob) -> None:
+def test_failed_worker_that_never_exits_does_not_block_end_of_job(new_job: NewJob) -> None:
     job = new_job(2)
     script = job.script("""
         import os, threading, time
@@ -348,8 +355,8 @@ def test_a_failed_worker_that_never_ends_is_not_waited_for(new_job: NewJob) -> N
     )
 
 
-def test_a_child_of_a_worker_may_fail_without_failing_the_worker(new_job: NewJob) -> None:
-    """The child is a fork of the whole program: its SystemExit is its own."""
+def test_failure_of_forked_child_is_not_failure_of_worker(new_job: NewJob) -> None:
+    """The child is a fork of the whole program; its SystemExit is not the worker's."""
     job = new_job(2)
     script = job.script("""
         import os, pathlib, sys, time
@@ -373,7 +380,7 @@ def test_a_child_of_a_worker_may_fail_without_failing_the_worker(new_job: NewJob
 @pytest.mark.parametrize(
     "junk",
     [
-        pytest.param(rb"\n[]\nnull\n{}\n\xff\xfe\n", id="no report"),
+        pytest.param(rb"\n[]\nnull\n{}\n\xff\xfe\n", id="not a report"),
         pytest.param(b'"' + b"x" * 200_000 + b'"\n', id="long"),
         pytest.param(b"[" * 5000 + b"\n", id="deep"),
         pytest.param(
@@ -382,13 +389,11 @@ def test_a_child_of_a_worker_may_fail_without_failing_the_worker(new_job: NewJob
         ),
         pytest.param(
             b'{"local_rank": 99, "monotonic": 1, "message": "m", "exit_code": 1}\n',
-            id="no rank of this node",
+            id="local rank out of range",
         ),
     ],
 )
-def test_whatever_a_worker_writes_to_the_report_pipe_harms_nobody(
-    new_job: NewJob, junk: bytes
-) -> None:
+def test_invalid_data_in_report_pipe_is_ignored(new_job: NewJob, junk: bytes) -> None:
     job = new_job()
     job.path("junk").write_bytes(junk)
     script = job.script("""
@@ -403,15 +408,14 @@ def test_whatever_a_worker_writes_to_the_report_pipe_harms_nobody(
     assert job.result["failure"]["rank"] == 0
 
 
-def test_stderr_of_any_bytes_makes_a_verdict(new_job: NewJob) -> None:
-    """Last lines that are long, binary or full of control characters still make a message between
-    agents.
-    """
+def test_verdict_is_written_when_stderr_holds_binary_data(new_job: NewJob) -> None:
+    """Agents can send last lines that are long, binary or full of control characters."""
     job = new_job(2)
     script = job.script(r"""
         import os, sys, time
         if os.environ["RANK"] == "1":
-            os.write(2, b"\x00\x1b[31m\xff" * 4000 + b"\n" + "\u2028☃\x85".encode() * 2000 + b"\nthe end\n")
+            binary = b"\x00\x1b[31m\xff" * 4000 + b"\n" + "\u2028☃\x85".encode() * 2000
+            os.write(2, binary + b"\nthe end\n")
             sys.exit(4)
         time.sleep(1000)
     """)
@@ -420,8 +424,8 @@ def test_stderr_of_any_bytes_makes_a_verdict(new_job: NewJob) -> None:
     assert job.result["failure"]["last_lines"][-1] == "the end"
 
 
-def test_all_ranks_may_fail_at_once_and_at_length(new_job: NewJob) -> None:
-    """What all of them have to say must not be too long for the agents' own messages."""
+def test_verdict_is_written_when_all_ranks_fail_at_once_with_long_stderr(new_job: NewJob) -> None:
+    """The stderr of all ranks together must fit into the messages between agents."""
     for _ in range(3):
         job = new_job(2)
         script = job.script(r"""
@@ -441,7 +445,7 @@ def test_all_ranks_may_fail_at_once_and_at_length(new_job: NewJob) -> None:
         assert [job.end_of(node)["state"] for node in (0, 1)] == ["FAILED", "FAILED"]
 
 
-# -- the root cause among effects, with a real process group -------------------------------------------------------------
+# -- root cause and consequences, with a real process group ----------------------------------------
 
 ALL_REDUCE = """
     import os, signal, sys, time
@@ -464,17 +468,18 @@ ALL_REDUCE = """
         if how == "none" and step == 5:
             break
     dist.barrier()
-    print(f"rank {rank} of {dist.get_world_size()} is done\\n", end="")  # one write: ranks may share a file
+    # One write: ranks may share a file.
+    print(f"rank {rank} of {dist.get_world_size()} is done\\n", end="")
     dist.destroy_process_group()
 """
 
 
-# A process that raises with a process group open may abort while it exits ("terminate called
-# without an active exception"): only a forked worker says beforehand that it was the exception.
+# A process that raises with a process group open may abort at exit ("terminate called without an
+# active exception"). Only a forked worker reports the exception before that.
 ABORTS_AT_EXIT = (134, "SIGABRT")
 
 
-def blame(job: Job, how: str, guilty: int, *arguments: str) -> None:
+def check_root_cause(job: Job, how: str, guilty: int, *arguments: str) -> None:
     job.start_all(
         "--nproc-per-node",
         "2",
@@ -504,22 +509,22 @@ def blame(job: Job, how: str, guilty: int, *arguments: str) -> None:
     ("how", "guilty"),
     [("raise", 3), ("kill", 0), ("exit", 1), ("kill", 2), ("raise", 0), ("kill", 3)],
 )
-def test_the_root_cause_is_never_an_effect(new_job: NewJob, how: str, guilty: int) -> None:
-    blame(new_job(2), how, guilty)
+def test_root_cause_is_rank_that_failed_first(new_job: NewJob, how: str, guilty: int) -> None:
+    check_root_cause(new_job(2), how, guilty)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.parametrize("how", ["raise", "kill", "exit"])
-def test_the_root_cause_is_never_an_effect_in_ten_runs(
+def test_root_cause_is_rank_that_failed_first_in_ten_runs(
     new_job: NewJob, how: str, start: str
 ) -> None:
     for run in range(10):
-        blame(new_job(2), how, run % 4, "--start", start)
+        check_root_cause(new_job(2), how, run % 4, "--start", start)
 
 
 @pytest.mark.parametrize("launcher", ["agent", "torchrun"])
-def test_an_all_reduce_over_two_nodes(new_job: NewJob, launcher: str) -> None:
+def test_all_reduce_over_two_nodes_succeeds(new_job: NewJob, launcher: str) -> None:
     job = new_job(2)
     job.start_all(
         "--launcher",
@@ -533,12 +538,12 @@ def test_an_all_reduce_over_two_nodes(new_job: NewJob, launcher: str) -> None:
     )
     assert job.wait() == [0, 0], [job.stderr(agent) for agent in job.agents]
     names = ["torchrun.out"] if launcher == "torchrun" else ["rank0.out", "rank1.out"]
-    said = "".join(job.log(0, name) for name in names).splitlines()
-    assert sorted(said) == ["rank 0 of 4 is done", "rank 1 of 4 is done"]
+    lines = "".join(job.log(0, name) for name in names).splitlines()
+    assert sorted(lines) == ["rank 0 of 4 is done", "rank 1 of 4 is done"]
 
 
 @pytest.mark.slow
-def test_torchrun_s_failure_is_the_rank_s_that_began_it(new_job: NewJob) -> None:
+def test_root_cause_under_torchrun_is_rank_that_failed_first(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all("--launcher", "torchrun", job.script(ALL_REDUCE), "raise", "1", python=WITH_TORCH)
     codes = job.wait()
@@ -549,16 +554,16 @@ def test_torchrun_s_failure_is_the_rank_s_that_began_it(new_job: NewJob) -> None
     assert any("the root cause" in line for line in failure["last_lines"]), job.result
 
 
-# -- agents and starters that are killed -----------------------------------------------------------------------------------
+# -- killed agents and forkservers -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_kill_9_of_another_node_s_agent(new_job: NewJob, start: str) -> None:
+def test_killed_agent_of_node_1_is_reported_as_lost_node(new_job: NewJob, start: str) -> None:
     job = new_job(2)
     job.start_all("--start", start, "--nproc-per-node", "2", job.script(SLEEPER))
     job.wait_for("up0", "up1", "up2", "up3")
     job.agents[1].kill()
-    nothing_left(10)
+    wait_for_no_processes(10)
     assert job.wait() == [1, -9]
     failure = job.result["failure"]
     assert job.result["state"] == "FAILED"
@@ -570,45 +575,46 @@ def test_kill_9_of_another_node_s_agent(new_job: NewJob, start: str) -> None:
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_kill_9_of_node_0_s_agent(new_job: NewJob, start: str) -> None:
+def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(
+    new_job: NewJob, start: str
+) -> None:
     job = new_job(2)
     job.start_all("--start", start, "--nproc-per-node", "2", job.script(SLEEPER))
     job.wait_for("up0", "up1", "up2", "up3")
     job.agents[0].kill()
-    nothing_left(10)
+    wait_for_no_processes(10)
     assert job.wait() == [-9, 1]
-    assert not (
-        job.dir / "result.json"
-    ).exists()  # nobody was left to give it; absence is never success
+    # Only the coordinator writes it; a missing result never counts as success.
+    assert not (job.dir / "result.json").exists()
     assert [job.end_of(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
     assert "lost node 0" in job.end_of(1)["reason"]
     assert "LOST" in job.stderr(job.agents[1])
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_kill_9_of_a_starter(new_job: NewJob, node: int) -> None:
+def test_killed_forkserver_fails_job_and_names_node(new_job: NewJob, node: int) -> None:
     job = new_job(2)
     job.start_all("--nproc-per-node", "2", job.script(SLEEPER))
     job.wait_for("up0", "up1", "up2", "up3")
-    os.kill(job.starter_of(job.agents[node]), signal.SIGKILL)
-    nothing_left(10)
+    os.kill(job.forkserver_of(job.agents[node]), signal.SIGKILL)
+    wait_for_no_processes(10)
     assert job.wait() == [1, 1]
     failure = job.result["failure"]
     assert (job.result["state"], failure["rank"], failure["node_rank"]) == ("FAILED", None, node)
     assert "SIGKILL" in failure["message"]
 
 
-def test_kill_9_of_an_agent_that_is_alone(new_job: NewJob) -> None:
+def test_killed_agent_of_single_node_job_leaves_state_lost(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, "--nproc-per-node", "2", job.script(SLEEPER))
     job.wait_for("up0", "up1")
     job.agents[0].kill()
-    nothing_left(10)
+    wait_for_no_processes(10)
     assert job.wait() == [-9]
     assert job.end_of(0)["state"] == "LOST"
 
 
-def test_kill_9_of_all_agents_at_once(new_job: NewJob) -> None:
+def test_agents_killed_at_once_leave_no_process_and_state_lost(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all(
         job.script(
@@ -619,27 +625,29 @@ def test_kill_9_of_all_agents_at_once(new_job: NewJob) -> None:
     job.wait_for("daemon0", "daemon1")
     for agent in job.agents:
         agent.kill()
-    nothing_left(10)
+    wait_for_no_processes(10)
     assert job.wait() == [-9, -9]
     assert [job.end_of(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
 
 
 @pytest.mark.parametrize("delay", [0.1, 0.4, 0.8])
-def test_kill_9_of_an_agent_whose_starter_imports(new_job: NewJob, delay: float) -> None:
+def test_agent_killed_during_imports_of_forkserver_leaves_no_process(
+    new_job: NewJob, delay: float
+) -> None:
     job = new_job()
     job.start(0, job.script(SLEEPER), python=WITH_TORCH)
     time.sleep(delay)
     job.agents[0].kill()
-    nothing_left(10)
+    wait_for_no_processes(10)
     assert job.wait() == [-signal.SIGKILL]
 
 
-def test_kill_9_of_torch_s_store_fails_the_node(new_job: NewJob) -> None:
+def test_killed_torch_store_fails_node(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, "--start", "exec", job.script(SLEEPER), python=WITH_TORCH)
     job.wait_for("up0")
-    starter = job.starter_of(job.agents[0])
-    store = next(pid for pid in below(starter) if "clusterjob.node" in command_line(pid))
+    forkserver = job.forkserver_of(job.agents[0])
+    store = next(pid for pid in below(forkserver) if "clusterjob.node" in command_line(pid))
     os.kill(store, signal.SIGKILL)
     assert job.wait() == [1]
     assert (job.result["failure"]["rank"], job.result["failure"]["node_rank"]) == (None, 0)
@@ -647,45 +655,45 @@ def test_kill_9_of_torch_s_store_fails_the_node(new_job: NewJob) -> None:
     assert "SIGKILL" in job.result["failure"]["message"]
 
 
-def test_a_frozen_member_is_lost_after_the_lease(new_job: NewJob) -> None:
+def test_frozen_agent_is_lost_after_lease(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all(*QUICK_LEASE, job.script(SLEEPER))
     job.wait_for("up0", "up1")
     job.agents[1].send_signal(signal.SIGSTOP)
-    assert job.agents[0].wait(PATIENCE) == 1
+    assert job.agents[0].wait(TEST_TIMEOUT) == 1
     assert (job.result["state"], job.result["failure"]["node_rank"]) == ("FAILED", 1)
-    assert "nothing was heard of it" in job.result["failure"]["message"]
+    assert "no message for" in job.result["failure"]["message"]
     job.agents[1].send_signal(signal.SIGCONT)
-    nothing_left(10)
-    assert job.agents[1].wait(PATIENCE) != 0
+    wait_for_no_processes(10)
+    assert job.agents[1].wait(TEST_TIMEOUT) != 0
 
 
-def test_a_frozen_lead_loses_its_members(new_job: NewJob) -> None:
+def test_agent_of_frozen_coordinator_ends_its_workers_as_lost(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all(*QUICK_LEASE, job.script(SLEEPER))
     job.wait_for("up0", "up1")
     of_node_1 = below(job.agents[1].pid)
     job.agents[0].send_signal(signal.SIGSTOP)
-    assert job.agents[1].wait(PATIENCE) == 1
+    assert job.agents[1].wait(TEST_TIMEOUT) == 1
     assert not [pid for pid in of_node_1 if alive(pid)]
     assert job.end_of(1)["state"] == "LOST"
     job.agents[0].send_signal(signal.SIGCONT)
-    nothing_left(10)
-    assert job.agents[0].wait(PATIENCE) == 1
+    wait_for_no_processes(10)
+    assert job.agents[0].wait(TEST_TIMEOUT) == 1
     assert job.result["state"] == "FAILED"
 
 
-def test_a_quiet_job_outlives_many_leases(new_job: NewJob) -> None:
+def test_quiet_job_outlives_many_leases(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all("--heartbeat", "0.1", "--lease", "2", job.script("import time; time.sleep(6)"))
     assert job.wait() == [0, 0]
 
 
-# -- what workers leave behind ---------------------------------------------------------------------------------------------
+# -- processes that workers leave behind -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["success", "failure", "cancel"])
-def test_escaped_grandchildren_end_with_the_job(new_job: NewJob, end: str) -> None:
+def test_daemonized_grandchildren_end_with_job(new_job: NewJob, end: str) -> None:
     job = new_job(2)
     last = {"success": "pass", "failure": "raise SystemExit(5)", "cancel": "time.sleep(1000)"}[end]
     script = job.script(
@@ -702,12 +710,14 @@ def test_escaped_grandchildren_end_with_the_job(new_job: NewJob, end: str) -> No
     if end == "cancel":
         job.agents[0].terminate()
     assert set(job.wait()) == {{"success": 0, "failure": 5, "cancel": 143}[end]}
-    assert not own_marked()
+    assert not own_processes()
     assert not alive(int(job.path("daemon0").read_text()))
 
 
-@pytest.mark.parametrize("victim", ["agent 0", "agent 1", "starter"])
-def test_escaped_grandchildren_end_with_a_killed_agent(new_job: NewJob, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["agent 0", "agent 1", "forkserver"])
+def test_daemonized_grandchildren_end_with_killed_agent_or_forkserver(
+    new_job: NewJob, victim: str
+) -> None:
     job = new_job(2)
     job.start_all(
         job.script(
@@ -716,16 +726,18 @@ def test_escaped_grandchildren_end_with_a_killed_agent(new_job: NewJob, victim: 
         )
     )
     job.wait_for("daemon0", "daemon1")
-    if victim == "starter":
-        os.kill(job.starter_of(job.agents[1]), signal.SIGKILL)
+    if victim == "forkserver":
+        os.kill(job.forkserver_of(job.agents[1]), signal.SIGKILL)
     else:
         job.agents[int(victim[-1])].kill()
-    nothing_left(10)
+    wait_for_no_processes(10)
     assert 0 not in job.wait()
 
 
 @pytest.mark.parametrize("end", ["failure", "cancel", "kill"])
-def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(new_job: NewJob, end: str) -> None:
+def test_worker_that_ignores_sigterm_is_killed_after_grace_period(
+    new_job: NewJob, end: str
+) -> None:
     job = new_job(2)
     script = job.script("""
         import os, pathlib, signal, sys, time
@@ -743,37 +755,37 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(new_job: NewJob
         job.path("fail").touch()
     else:
         job.agents[1].kill()
-    nothing_left(10)
+    wait_for_no_processes(10)
     assert job.wait() == {"failure": [6, 6], "cancel": [143, 143], "kill": [1, -9]}[end]
 
 
-def test_a_stopped_worker_is_killed_too(new_job: NewJob) -> None:
-    """SIGTERM does nothing to a process that is stopped; SIGKILL does."""
+def test_stopped_worker_is_killed_on_cancel(new_job: NewJob) -> None:
+    """A stopped process does not react to SIGTERM, only to SIGKILL."""
     job = new_job()
     job.start(
         0,
         "--grace",
         "0.3",
         job.script(
-            "import os, pathlib, signal; pathlib.Path('up').touch(); os.kill(os.getpid(), signal.SIGSTOP)"
+            "import os, pathlib, signal; pathlib.Path('up').touch(); "
+            "os.kill(os.getpid(), signal.SIGSTOP)"
         ),
     )
     job.wait_for("up")
     job.agents[0].terminate()
     assert job.wait() == [143]
-    assert not own_marked()
+    assert not own_processes()
 
 
-# -- the roll-call ---------------------------------------------------------------------------------------------------------
+# -- rendezvous of agents --------------------------------------------------------------------------
 
 
-def test_the_roll_call_names_who_is_missing(new_job: NewJob) -> None:
+def test_rendezvous_timeout_names_missing_node(new_job: NewJob) -> None:
     job = new_job(3)
     script = job.script(SLEEPER)
     job.start(2, "--join-timeout", "30", script)
-    wait_until(
-        lambda: heeds(job.agents[0].pid, signal.SIGTERM), PATIENCE
-    )  # it is the first by far to be ready
+    # Node 2 must be ready long before node 0.
+    wait_until(lambda: handles_signal(job.agents[0].pid, signal.SIGTERM), TEST_TIMEOUT)
     job.start(0, "--join-timeout", "6", script)
     assert job.wait() == [1, 1]
     failure = job.result["failure"]
@@ -788,18 +800,18 @@ def test_the_roll_call_names_who_is_missing(new_job: NewJob) -> None:
     assert not job.path("up0").exists()
 
 
-def test_a_member_says_where_it_looked_for_the_lead(new_job: NewJob) -> None:
+def test_agent_without_coordinator_reports_address_that_it_tried(new_job: NewJob) -> None:
     job = new_job(2)
     job.start(1, "--join-timeout", "0.5", job.script(SLEEPER))
     assert job.wait() == [1]
-    said = job.end_of(1)["reason"]
-    assert "node 1 cannot find node 0 at 127.0.0.1" in said
-    assert "connection refused" in said
+    reason = job.end_of(1)["reason"]
+    assert "node 1 cannot reach node 0 at 127.0.0.1" in reason
+    assert "connection refused" in reason
     assert not (job.dir / "result.json").exists()
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "node0..cluster"])
-def test_an_address_that_does_not_resolve_is_said_on_both_sides(
+def test_unresolvable_coordinator_address_is_reported_on_both_nodes(
     new_job: NewJob, address: str
 ) -> None:
     job = new_job(2)
@@ -813,12 +825,12 @@ def test_an_address_that_does_not_resolve_is_said_on_both_sides(
     assert address in job.result["reason"]
 
 
-def test_two_agents_cannot_be_the_same_node(new_job: NewJob) -> None:
+def test_coordinator_refuses_second_agent_with_same_node_rank(new_job: NewJob) -> None:
     job = new_job(3)
     script = job.script(SLEEPER)
     job.start(0, script)
     job.start(1, script)
-    wait_until(lambda: len(job.events("joined")) == 2, PATIENCE)
+    wait_until(lambda: len(job.events("joined")) == 2, TEST_TIMEOUT)
     job.start(1, script)
     assert job.wait() == [1, 1, 1]
     message = job.result["failure"]["message"]
@@ -827,7 +839,7 @@ def test_two_agents_cannot_be_the_same_node(new_job: NewJob) -> None:
     assert "claimed twice" in job.stderr(job.agents[2]) + job.end_of(1)["reason"]
 
 
-def test_a_latecomer_to_a_full_gang_is_refused_and_harms_nobody(new_job: NewJob) -> None:
+def test_late_agent_is_refused_and_running_job_succeeds(new_job: NewJob) -> None:
     job = new_job(2)
     script = job.script("""
         import os, pathlib, time
@@ -837,15 +849,15 @@ def test_a_latecomer_to_a_full_gang_is_refused_and_harms_nobody(new_job: NewJob)
     """)
     job.start_all(script)
     job.wait_for("up0", "up1")
-    latecomer = job.start(1, script)
-    assert latecomer.wait(PATIENCE) == 1
+    late_agent = job.start(1, script)
+    assert late_agent.wait(TEST_TIMEOUT) == 1
     job.path("go").touch()
     assert job.wait() == [0, 0, 1]
     assert job.result["state"] == "SUCCEEDED"
     assert job.end_of(1)["state"] == "SUCCEEDED"
 
 
-def test_nodes_that_count_differently_are_refused(new_job: NewJob) -> None:
+def test_agent_with_different_node_count_is_refused(new_job: NewJob) -> None:
     job = new_job(2)
     script = job.script(SLEEPER)
     job.start(0, script)
@@ -854,75 +866,75 @@ def test_nodes_that_count_differently_are_refused(new_job: NewJob) -> None:
     assert "counts 3 nodes, node 0 counts 2" in job.result["failure"]["message"]
 
 
-def test_an_agent_with_another_token_is_a_stranger(new_job: NewJob) -> None:
+def test_agent_with_wrong_token_is_refused(new_job: NewJob) -> None:
     job = new_job(2)
     script = job.script("print('ran')")
     job.start(0, script)
-    wait_until(lambda: job.events("listening"), PATIENCE)
-    stranger = job.start(1, "--join-timeout", "1", script, env={"CLUSTERJOB_TOKEN": "guessed"})
-    assert stranger.wait(PATIENCE) == 1
+    wait_until(lambda: job.events("listening"), TEST_TIMEOUT)
+    refused = job.start(1, "--join-timeout", "1", script, env={"CLUSTERJOB_TOKEN": "guessed"})
+    assert refused.wait(TEST_TIMEOUT) == 1
     assert "does not know the job's token" in job.end_of(1)["reason"]
-    assert job.events("stranger")
+    assert job.events("unauthenticated")
     assert not job.events("joined")[1:]
     job.start(1, script)
     assert job.wait() == [0, 1, 0]
 
 
-def test_an_agent_of_an_old_attempt_is_refused(new_job: NewJob) -> None:
+def test_agent_of_old_attempt_is_refused(new_job: NewJob) -> None:
     job = new_job(2)
     script = job.script("print('ran')")
     with held_port() as number:
         port = {"CLUSTERJOB_MASTER_PORT": str(number)}
         job.start(0, script, env=port | {"CLUSTERJOB_ATTEMPT": "1"})
-        wait_until(lambda: job.events("listening"), PATIENCE)
+        wait_until(lambda: job.events("listening"), TEST_TIMEOUT)
         old = job.start(1, "--join-timeout", "5", script, env=port | {"CLUSTERJOB_ATTEMPT": "0"})
-        assert old.wait(PATIENCE) == 1
+        assert old.wait(TEST_TIMEOUT) == 1
         assert "this is attempt 1 of the job, not 0" in job.end_of(1)["reason"]
         job.start(1, script, env=port | {"CLUSTERJOB_ATTEMPT": "1"})
         assert job.wait() == [0, 1, 0]
     assert job.result["attempt"] == 1
 
 
-def test_a_node_that_is_lost_before_the_start_ends_the_roll_call(new_job: NewJob) -> None:
+def test_node_lost_before_start_ends_rendezvous(new_job: NewJob) -> None:
     job = new_job(3)
     script = job.script(SLEEPER)
     job.start(0, script)
     job.start(1, script)
-    wait_until(lambda: len(job.events("joined")) == 2, PATIENCE)
+    wait_until(lambda: len(job.events("joined")) == 2, TEST_TIMEOUT)
     job.agents[1].kill()
     assert job.wait() == [1, -9]
     assert job.result["failure"]["node_rank"] == 1
 
 
 @pytest.mark.slow
-def test_the_lead_takes_the_next_port_where_one_is_taken(new_job: NewJob) -> None:
+def test_coordinator_takes_next_port_when_port_is_in_use(new_job: NewJob) -> None:
     from clusterjob.node.rendezvous import ports
 
     job = new_job(2)
     first, second = ports.candidates(job.id, 0, None)[:2]
     with (
         socket.create_server(("127.0.0.1", first)),
-        socket.create_server(("127.0.0.1", second)) as rude,
+        socket.create_server(("127.0.0.1", second)) as second_listener,
     ):
-        rude.settimeout(PATIENCE)
+        second_listener.settimeout(TEST_TIMEOUT)
         job.start_all(job.script("print('ran')"))
-        rude.accept()[0].close()
-        # The first accepts and says nothing until its silence is noticed.
+        second_listener.accept()[0].close()
+        # The first listener accepts and never answers; agents must notice that.
         assert job.wait() == [0, 0]
 
 
-def test_a_named_port_that_is_taken_is_said(new_job: NewJob) -> None:
+def test_configured_port_in_use_is_reported_without_traceback(new_job: NewJob) -> None:
     job = new_job()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job.start(0, job.script("print('ran')"), env={"CLUSTERJOB_MASTER_PORT": str(port)})
         assert job.wait() == [1]
     assert str(port) in job.result["reason"]
-    assert "taken" in job.result["reason"]
+    assert "in use" in job.result["reason"]
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_a_secret_file_that_is_not_there_is_said_in_one_line(new_job: NewJob) -> None:
+def test_missing_token_file_is_reported_without_traceback(new_job: NewJob) -> None:
     job = new_job()
     job.start(
         0,
@@ -934,17 +946,17 @@ def test_a_secret_file_that_is_not_there_is_said_in_one_line(new_job: NewJob) ->
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_the_secret_may_lie_in_a_file(new_job: NewJob) -> None:
+def test_agent_reads_token_from_file(new_job: NewJob) -> None:
     job = new_job(2)
-    secret = job.path("token")
-    secret.write_text(job.token + "\n")
+    token_file = job.path("token")
+    token_file.write_text(job.token + "\n")
     script = job.script("print('ran')")
     job.start(0, script)
-    job.start(1, script, env={"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": str(secret)})
+    job.start(1, script, env={"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": str(token_file)})
     assert job.wait() == [0, 0]
 
 
-def test_an_attempt_that_is_no_number_is_said_in_one_line(new_job: NewJob) -> None:
+def test_non_numeric_attempt_is_reported_without_traceback(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, job.script("print('ran')"), env={"CLUSTERJOB_ATTEMPT": "second"})
     assert job.wait()[0] in (1, 2)
@@ -952,18 +964,18 @@ def test_an_attempt_that_is_no_number_is_said_in_one_line(new_job: NewJob) -> No
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_launching_inside_a_worker_is_refused(new_job: NewJob) -> None:
+def test_launch_inside_worker_is_refused(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, "--", sys.executable, "-m", "clusterjob.node", job.script("print('ran')"))
     assert job.wait() == [2]
-    assert "one process of a job already" in "".join(job.result["failure"]["last_lines"])
+    assert "already one process of a job" in "".join(job.result["failure"]["last_lines"])
 
 
-# -- restarts --------------------------------------------------------------------------------------------------------------
+# -- restarts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_workers_are_started_again(new_job: NewJob, start: str) -> None:
+def test_workers_are_restarted_after_failure(new_job: NewJob, start: str) -> None:
     job = new_job(2)
     script = job.script("""
         import os, pathlib, sys, time
@@ -996,17 +1008,19 @@ def test_workers_are_started_again(new_job: NewJob, start: str) -> None:
     assert "restart 2 of 2: rank 1" in job.stderr(job.agents[0])
 
 
-def test_a_node_that_still_imports_torch_when_another_fails_takes_part_in_the_restart(
+def test_node_that_still_imports_torch_takes_part_in_restart(
     new_job: NewJob,
 ) -> None:
     job = new_job(2)
     slow = job.path("slow") / "torch"
     slow.mkdir(parents=True)
     (slow / "__init__.py").write_text(
-        "import time\ntime.sleep(2)\nraise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+        "import time\ntime.sleep(2)\n"
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
     )
     script = job.script(
-        "import os; raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '0')"
+        "import os; raise SystemExit("
+        "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '0')"
     )
     job.start(0, "--max-restarts", "1", script)
     job.start(
@@ -1020,7 +1034,7 @@ def test_a_node_that_still_imports_torch_when_another_fails_takes_part_in_the_re
     assert job.result["restarts"] == 1
 
 
-def test_restarts_come_to_an_end(new_job: NewJob) -> None:
+def test_job_fails_after_last_restart(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all(
         "--max-restarts",
@@ -1036,7 +1050,7 @@ def test_restarts_come_to_an_end(new_job: NewJob) -> None:
     assert "FAILED after 2 restarts" in job.stderr(job.agents[0])
 
 
-def test_a_lost_node_is_not_restarted(new_job: NewJob) -> None:
+def test_job_with_lost_node_is_not_restarted(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all("--max-restarts", "3", job.script(SLEEPER))
     job.wait_for("up0", "up1")
@@ -1045,26 +1059,27 @@ def test_a_lost_node_is_not_restarted(new_job: NewJob) -> None:
     assert job.result["restarts"] == 0
 
 
-def test_a_wish_to_cancel_ends_the_restarts(new_job: NewJob) -> None:
+def test_cancel_request_ends_restarts(new_job: NewJob) -> None:
     job = new_job(2)
     script = job.script(
         "import pathlib, time; pathlib.Path('up').touch(); time.sleep(0.1); raise SystemExit(1)"
     )
     job.start_all("--max-restarts", "1000", script)
     job.wait_for("up")
-    wait_until(lambda: len(job.events("restart")) > 2, PATIENCE)
+    wait_until(lambda: len(job.events("restart")) > 2, TEST_TIMEOUT)
     job.agents[1].terminate()
     assert job.wait() == [143, 143]
     assert job.result["state"] == "CANCELLED"
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_restart_has_a_fresh_store(new_job: NewJob, how: str) -> None:
+def test_restart_has_fresh_store(new_job: NewJob, how: str) -> None:
     job = new_job(2)
     script = job.script(
         textwrap.dedent(ALL_REDUCE).replace(
             "how, guilty = sys.argv[1:]",
-            "how, guilty = sys.argv[1:] if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else ('none', '-1')",
+            "how, guilty = sys.argv[1:] "
+            "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else ('none', '-1')",
         )
     )
     job.start_all("--max-restarts", "1", script, how, "1", python=WITH_TORCH)
@@ -1073,14 +1088,14 @@ def test_a_restart_has_a_fresh_store(new_job: NewJob, how: str) -> None:
     assert job.log(1, "rank1.restart1.out") == "rank 1 of 2 is done\n"
 
 
-# -- ends that were wished for ---------------------------------------------------------------------------------------------
+# -- cancel requests, time limit and lifeline ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("node", "number"),
     [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP)],
 )
-def test_a_signal_to_any_agent_cancels_the_job_everywhere(
+def test_signal_to_any_agent_cancels_job_on_all_nodes(
     new_job: NewJob, node: int, number: signal.Signals
 ) -> None:
     job = new_job(2)
@@ -1110,11 +1125,11 @@ def test_a_signal_to_any_agent_cancels_the_job_everywhere(
     assert job.path("saved0").exists()
     assert job.path("saved1").exists()
     assert [job.end_of(rank)["state"] for rank in (0, 1)] == ["CANCELLED", "CANCELLED"]
-    assert not own_marked()
+    assert not own_processes()
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_after_an_interrupt_waits_for_no_worker(
+def test_second_signal_after_sigint_ends_job_within_grace_period(
     new_job: NewJob, second: signal.Signals
 ) -> None:
     job = new_job(2)
@@ -1130,32 +1145,34 @@ def test_a_second_signal_after_an_interrupt_waits_for_no_worker(
     job.start_all("--grace", "1000", script)
     job.wait_for("up0", "up1")
     job.agents[1].send_signal(signal.SIGINT)
-    job.agents[1].send_signal(
-        signal.SIGINT
-    )  # the same keystroke, passed on by a command in between
+    # The same key press a second time, passed on by a command between terminal and agent.
+    job.agents[1].send_signal(signal.SIGINT)
     job.wait_for("interrupted0", "interrupted1")
     assert [agent.poll() for agent in job.agents] == [None, None]
-    time.sleep(0.6)  # or it would be the same keystroke
+    time.sleep(0.6)  # an earlier signal would count as the same key press
     job.agents[1].send_signal(second)
     assert job.wait() == [143, 143]
     assert job.result["state"] == "CANCELLED"
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_wait_for_the_others_can_be_cancelled(new_job: NewJob, node: int) -> None:
+def test_agent_that_waits_in_rendezvous_can_be_cancelled(new_job: NewJob, node: int) -> None:
     job = new_job(2)
     job.start(node, job.script(SLEEPER))
     wait_until(
-        lambda: heeds(job.agents[0].pid, signal.SIGTERM) and (node == 1 or job.events("listening")),
-        PATIENCE,
+        lambda: (
+            handles_signal(job.agents[0].pid, signal.SIGTERM)
+            and (node == 1 or job.events("listening"))
+        ),
+        TEST_TIMEOUT,
     )
-    time.sleep(0.2)  # node 1 leaves no sign of its search
+    time.sleep(0.2)  # node 1 reports no event while it connects
     job.agents[0].terminate()
     assert job.wait() == [143]
     assert job.end_of(node)["state"] == "CANCELLED"
 
 
-def test_a_signal_at_any_moment_of_the_start_leaves_nothing(new_job: NewJob) -> None:
+def test_signal_during_start_leaves_no_process(new_job: NewJob) -> None:
     for step in range(8):
         job = new_job()
         job.start(
@@ -1167,19 +1184,18 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(new_job: NewJob) -> 
         )
         time.sleep(0.03 + 0.07 * step)
         job.agents[0].terminate()
-        assert job.wait()[0] in (
-            143,
-            -signal.SIGTERM,
-        )  # before the agent listens, the signal has its own effect
-        nothing_left(10)
+        # Before the agent installs its handler, the signal kills it.
+        assert job.wait()[0] in (143, -signal.SIGTERM)
+        wait_for_no_processes(10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_all_while_the_agent_loads_is_a_wish_and_no_death(
+def test_signal_to_all_processes_while_agent_loads_cancels_job(
     new_job: NewJob, number: signal.Signals
 ) -> None:
-    """A scheduler signals every process of a job at once; one that has a starter already must not
-    seem to have been killed.
+    """A scheduler signals all processes of a job at once.
+
+    An agent whose forkserver already runs must end as cancelled, not as killed.
     """
     job = new_job()
     (job.path("slow")).mkdir()
@@ -1198,7 +1214,7 @@ def test_a_signal_to_all_while_the_agent_loads_is_a_wish_and_no_death(
     path = os.pathsep.join(filter(None, (str(job.path("slow")), os.environ.get("PYTHONPATH", ""))))
     agent = job.start(0, job.script(SLEEPER), env={"PYTHONPATH": path})
     job.wait_for("loading")
-    for pid in (agent.pid, job.starter_of(agent)):
+    for pid in (agent.pid, job.forkserver_of(agent)):
         os.kill(pid, number)
     job.path("signalled").touch()
     assert job.wait() == [143]
@@ -1206,16 +1222,17 @@ def test_a_signal_to_all_while_the_agent_loads_is_a_wish_and_no_death(
     assert job.end_of(0)["state"] == "CANCELLED"
     assert not job.path("up0").exists(), "no worker was started"
     assert "Traceback" not in job.stderr(agent)
-    nothing_left(10)
+    wait_for_no_processes(10)
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_workers_take_signals_as_any_program_does(new_job: NewJob, start: str) -> None:
+def test_workers_start_with_default_signal_handlers(new_job: NewJob, start: str) -> None:
     job = new_job()
     text = """
         import pathlib, signal
         names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGCHLD", "SIGUSR1")
-        pathlib.Path("handlers").write_text(repr([signal.getsignal(getattr(signal, name)) for name in names]))
+        handlers = [signal.getsignal(getattr(signal, name)) for name in names]
+        pathlib.Path("handlers").write_text(repr(handlers))
     """
     job.start(0, "--start", start, job.script(text))
     assert job.wait() == [0]
@@ -1224,7 +1241,7 @@ def test_workers_take_signals_as_any_program_does(new_job: NewJob, start: str) -
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_the_time_limit(new_job: NewJob, nnodes: int) -> None:
+def test_job_beyond_time_limit_fails_with_exit_code_124(new_job: NewJob, nnodes: int) -> None:
     job = new_job(nnodes)
     job.start_all("--time-limit", "1", job.script(SLEEPER))
     assert job.wait() == [124] * nnodes
@@ -1232,7 +1249,7 @@ def test_the_time_limit(new_job: NewJob, nnodes: int) -> None:
     assert "time limit of 1 s" in job.result["reason"]
 
 
-def test_the_time_limit_counts_over_restarts(new_job: NewJob) -> None:
+def test_time_limit_includes_restarts(new_job: NewJob) -> None:
     job = new_job()
     job.start(
         0,
@@ -1247,7 +1264,7 @@ def test_the_time_limit_counts_over_restarts(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_the_end_of_the_lifeline_cancels(new_job: NewJob, node: int) -> None:
+def test_closed_lifeline_cancels_job(new_job: NewJob, node: int) -> None:
     job = new_job(2)
     script = job.script(SLEEPER)
     for node_rank in (0, 1):
@@ -1260,7 +1277,7 @@ def test_the_end_of_the_lifeline_cancels(new_job: NewJob, node: int) -> None:
     assert job.result["state"] == "CANCELLED"
 
 
-def test_a_lifeline_may_be_let_go(new_job: NewJob) -> None:
+def test_closed_lifeline_of_detached_job_does_not_cancel(new_job: NewJob) -> None:
     job = new_job()
     script = job.script("""
         import os, pathlib, time
@@ -1278,8 +1295,8 @@ def test_a_lifeline_may_be_let_go(new_job: NewJob) -> None:
     assert job.wait() == [0]
 
 
-def test_a_lifeline_that_never_was_one_cancels(new_job: NewJob) -> None:
-    """/dev/null is at its end from the start, and poll(2) of it is unlike a pipe's."""
+def test_lifeline_from_dev_null_cancels_job(new_job: NewJob) -> None:
+    """/dev/null is at its end at once, and poll(2) reports it differently than a pipe."""
     job = new_job()
     job.start(0, "--lifeline", job.script(SLEEPER), stdin=subprocess.DEVNULL)
     assert job.wait() == [143]
@@ -1287,10 +1304,8 @@ def test_a_lifeline_that_never_was_one_cancels(new_job: NewJob) -> None:
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_workers_that_have_just_been_forked_hear_the_order_to_stop(new_job: NewJob) -> None:
-    """The grace is for workers that have something to save; one that has not begun must not ignore
-    SIGTERM.
-    """
+def test_newly_forked_workers_obey_sigterm(new_job: NewJob) -> None:
+    """A worker that runs no script yet must not ignore SIGTERM until the grace period ends."""
     for _ in range(5):
         job = new_job()
         job.start(
@@ -1306,10 +1321,10 @@ def test_workers_that_have_just_been_forked_hear_the_order_to_stop(new_job: NewJ
         assert job.wait(30) == [143]
 
 
-# -- commands --------------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
-def test_any_command_may_be_run(new_job: NewJob) -> None:
+def test_shell_command_runs_as_worker(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all(
         "--nproc-per-node",
@@ -1330,7 +1345,7 @@ def test_any_command_may_be_run(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("command", ["no-such-command-here", "/nowhere/at all"])
-def test_a_command_that_is_not_there_is_127(new_job: NewJob, command: str) -> None:
+def test_missing_command_exits_with_127(new_job: NewJob, command: str) -> None:
     job = new_job(2)
     job.start_all("--", command, "argument")
     assert job.wait() == [127, 127]
@@ -1339,30 +1354,27 @@ def test_a_command_that_is_not_there_is_127(new_job: NewJob, command: str) -> No
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_a_command_finds_signals_as_a_shell_would_leave_them(new_job: NewJob) -> None:
-    """Python ignores SIGPIPE, and what is ignored stays so over exec: ``yes | head`` would
-    complain.
-    """
+def test_command_has_same_signal_dispositions_as_in_shell(new_job: NewJob) -> None:
+    """Python ignores SIGPIPE, and exec keeps that: ``yes | head`` would print an error."""
     job = new_job()
     command = ["sh", "-c", "grep -E 'Sig(Ign|Blk)' /proc/self/status; yes | head -n 1"]
-    as_from_a_shell = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout  # whatever these tests run under
-    assert as_from_a_shell.endswith("y\n")
+    # The dispositions that this test itself has inherited.
+    expected = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert expected.endswith("y\n")
     job.start(0, "--", *command)
     assert job.wait() == [0]
-    assert job.log(0, "rank0.out") == as_from_a_shell
+    assert job.log(0, "rank0.out") == expected
     assert job.log(0, "rank0.err") == ""
 
 
-def test_fork_of_a_command_is_refused_in_words(new_job: NewJob) -> None:
+def test_start_fork_with_command_is_refused(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, "--start", "fork", "--", "true")
     assert job.wait() == [1]
     assert "--start fork is impossible" in job.result["reason"]
 
 
-def test_a_script_that_is_not_there_is_said(new_job: NewJob) -> None:
+def test_missing_script_is_reported(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, "nowhere.py")
     assert job.wait() == [2]
@@ -1372,15 +1384,16 @@ def test_a_script_that_is_not_there_is_said(new_job: NewJob) -> None:
     assert "No such file" in "".join(job.result["failure"]["last_lines"])
 
 
-# -- whoever watches, and where it is written ------------------------------------------------------------------------------
+# -- output and disk -------------------------------------------------------------------------------
 
 
-def test_nobody_reads_the_agent_s_output_any_more(new_job: NewJob) -> None:
+def test_job_continues_after_reader_of_output_closes_pipe(new_job: NewJob) -> None:
     job = new_job(2)
     out, out_other = os.pipe()
     err, err_other = os.pipe()
     script = job.script(
-        "import os; print('x' * 1000); raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+        "import os; print('x' * 1000); "
+        "raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
     )
     job.start(0, "--max-restarts", "1", script, stdout=out_other, stderr=err_other)
     for descriptor in (out, out_other, err, err_other):
@@ -1390,8 +1403,8 @@ def test_nobody_reads_the_agent_s_output_any_more(new_job: NewJob) -> None:
     assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
 
 
-def test_a_reader_that_pauses_does_not_cost_the_lease(new_job: NewJob) -> None:
-    """``clusterjob run ... | less``: the pipe is full, and the job goes on."""
+def test_paused_reader_of_output_does_not_expire_lease(new_job: NewJob) -> None:
+    """With ``clusterjob run ... | less`` the pipe fills, and the job continues."""
     job = new_job(2)
     script = job.script("""
         import os, pathlib, time
@@ -1406,12 +1419,12 @@ def test_a_reader_that_pauses_does_not_cost_the_lease(new_job: NewJob) -> None:
     job.wait_for("up0", "up1")
     time.sleep(3)
     job.path("go").touch()
-    said = job.agents[0].stdout.read()
+    output = job.agents[0].stdout.read()
     assert job.wait() == [0, 0]
-    assert said.count(b"x" * 99) == 4000
+    assert output.count(b"x" * 99) == 4000
 
 
-def test_output_may_be_left_in_the_files(new_job: NewJob) -> None:
+def test_no_echo_leaves_output_in_log_files(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, "--no-echo", job.script("print('quiet')"))
     assert job.wait() == [0]
@@ -1419,33 +1432,33 @@ def test_output_may_be_left_in_the_files(new_job: NewJob) -> None:
     assert job.log(0, "rank0.out") == "quiet\n"
 
 
-def test_a_job_directory_that_cannot_be_made_is_said_in_one_line(new_job: NewJob) -> None:
+def test_job_directory_that_cannot_be_created_is_reported(new_job: NewJob) -> None:
     job = new_job()
     job.path("file").touch()
     job.start(
         0, job.script("print('ran')"), env={"CLUSTERJOB_JOB_DIR": str(job.path("file") / "job")}
     )
     assert job.wait() == [1]
-    assert job.stderr(job.agents[0]).startswith("clusterjob: the job's directory ")
+    assert job.stderr(job.agents[0]).startswith("clusterjob: the job directory ")
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB, mounted for the test."""
+    """Mount a file system of 64 KiB for the test."""
     if os.geteuid() != 0:
         pytest.skip("only root mounts a tmpfs")
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    directory = tmp_path / "small"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(directory)]
     mounted = subprocess.run(command, check=False, capture_output=True, text=True)
     if mounted.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    yield directory
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def test_a_disk_that_fills_up_is_no_success(new_job: NewJob, small_disk: Path) -> None:
+def test_disk_that_fills_during_run_fails_job(new_job: NewJob, small_disk: Path) -> None:
     job = new_job(2)
     job.dir = small_disk / "job"
     script = job.script("""
@@ -1457,13 +1470,13 @@ def test_a_disk_that_fills_up_is_no_success(new_job: NewJob, small_disk: Path) -
     job.start_all(script)
     codes = job.wait()
     assert codes[0] == codes[1] != 0
-    told = job.stderr(job.agents[0])
-    assert "FAILED: rank 1" in told
-    assert "Traceback" not in told.replace("| Traceback", "")
-    assert not own_marked()
+    output = job.stderr(job.agents[0])
+    assert "FAILED: rank 1" in output
+    assert "Traceback" not in output.replace("| Traceback", "")
+    assert not own_processes()
 
 
-def test_a_disk_that_is_full_from_the_start_ends_the_job(new_job: NewJob, small_disk: Path) -> None:
+def test_disk_full_at_start_fails_job(new_job: NewJob, small_disk: Path) -> None:
     job = new_job(2)
     subprocess.run(
         ["dd", "if=/dev/zero", f"of={small_disk}/ballast", "bs=4k"],
@@ -1476,4 +1489,4 @@ def test_a_disk_that_is_full_from_the_start_ends_the_job(new_job: NewJob, small_
     codes = job.wait()
     assert 0 not in codes
     assert "No space left on device" in job.stderr(job.agents[0])
-    assert not own_marked()
+    assert not own_processes()

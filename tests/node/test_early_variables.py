@@ -1,5 +1,6 @@
-"""Variables that a script sets before it imports torch count in forked workers too, or the workers
-are not forked.
+"""Variables that a script sets before it imports torch.
+
+They apply in forked workers too; if that is impossible, the workers start by exec.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from clusterjob.node.program import Program
 from clusterjob.node.workers import early_variables
 
 NewJob = Callable[..., Job]
-GIVEN = {"TORCH_LOGS": "graph", "OMP_NUM_THREADS": "2"}
+ENVIRONMENT = {"TORCH_LOGS": "graph", "OMP_NUM_THREADS": "2"}
 
 SETS = {
     "item": 'import os\nos.environ["PYTORCH_ALLOC_CONF"] = "a:1"\nimport torch',
@@ -27,43 +28,55 @@ SETS = {
     "removed": 'import os\ndel os.environ["TORCH_LOGS"]\nimport torch',
     "popped": 'import os\nos.environ.pop("TORCH_LOGS", None)\nimport torch',
     "another value": 'import os\nos.environ["TORCH_LOGS"] = "recompiles"\nimport torch',
-    "inside": 'import os\nif True:\n  os.environ["TORCH_LOGS"] = ""\n  import torch',
-    "tried": 'import os\ntry:\n  import apex\nexcept ImportError:\n  os.environ["TORCH_LOGS"] = ""\nimport torch.nn',
+    "in a block": 'import os\nif True:\n  os.environ["TORCH_LOGS"] = ""\n  import torch',
+    "in except": (
+        "import os\ntry:\n  import apex\nexcept ImportError:\n"
+        '  os.environ["TORCH_LOGS"] = ""\nimport torch.nn'
+    ),
     "never imports": 'import os\nos.environ["TORCH_LOGS"] = ""\nimport lightning',
 }
 SETS_NOT = {
     "after": 'import os\nimport torch\nos.environ["TORCH_LOGS"] = ""',
-    "after an inner import": 'import os\ntry:\n  from torch import nn\nexcept ImportError:\n  pass\nos.environ["TORCH_LOGS"] = ""',
+    "after an inner import": (
+        "import os\ntry:\n  from torch import nn\nexcept ImportError:\n  pass\n"
+        'os.environ["TORCH_LOGS"] = ""'
+    ),
     "in a function": 'import os\ndef main():\n  os.environ["TORCH_LOGS"] = ""\nimport torch',
     "the same value": 'import os\nos.environ["TORCH_LOGS"] = "graph"\nimport torch',
     "has a value": 'import os\nos.environ.setdefault("TORCH_LOGS", "")\nimport torch',
-    "read later": 'import os\nos.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"\nos.environ["CUDA_VISIBLE_DEVICES"] = ""\nimport torch',
-    "read again": 'import os\nos.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch',
-    "of nobody": 'import os\nos.environ["TOKENIZERS_PARALLELISM"] = "false"\nimport torch',
-    "another mapping": 'import os\nconfig = {}\nconfig["TORCH_LOGS"] = os.environ.get("TORCH_LOGS")\nimport torch',
-    "no Python": "os.environ[",
+    "read later": (
+        'import os\nos.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"\n'
+        'os.environ["CUDA_VISIBLE_DEVICES"] = ""\nimport torch'
+    ),
+    "read again": (
+        'import os\nos.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"\n'
+        'os.environ["OMP_NUM_THREADS"] = "1"\nimport torch'
+    ),
+    "not of torch": 'import os\nos.environ["TOKENIZERS_PARALLELISM"] = "false"\nimport torch',
+    "another mapping": (
+        'import os\nconfig = {}\nconfig["TORCH_LOGS"] = os.environ.get("TORCH_LOGS")\nimport torch'
+    ),
+    "not Python": "os.environ[",
 }
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in SETS.items()])
-def test_a_variable_that_is_set_before_the_import_is_found_in_the_script(
-    tmp_path: Path, text: str
-) -> None:
+def test_variable_set_before_import_of_torch_is_found_in_script(tmp_path: Path, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    why = early_variables.set_in(Program("script", str(script)), GIVEN)
-    assert why is not None
-    assert "which torch reads while it is imported" in why
+    reason = early_variables.set_in(Program("script", str(script)), ENVIRONMENT)
+    assert reason is not None
+    assert "which torch reads while it is imported" in reason
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in SETS_NOT.items()])
-def test_a_variable_that_changes_nothing_is_no_reason(tmp_path: Path, text: str) -> None:
+def test_variable_without_effect_on_import_of_torch_is_ignored(tmp_path: Path, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert early_variables.set_in(Program("script", str(script)), GIVEN) is None
+    assert early_variables.set_in(Program("script", str(script)), ENVIRONMENT) is None
 
 
-def test_modules_are_found_without_an_import(
+def test_module_is_searched_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,9 +86,10 @@ def test_modules_are_found_without_an_import(
     for name in ("__main__.py", "train.py"):
         (package / name).write_text(SETS["item"])
     for module, file in (("project", "__main__.py"), ("project.train", "train.py")):
-        why = early_variables.set_in(Program("module", module), {})
+        reason = early_variables.set_in(Program("module", module), {})
         assert (
-            why == f"{file} line 2 sets PYTORCH_ALLOC_CONF, which torch reads while it is imported"
+            reason
+            == f"{file} line 2 sets PYTORCH_ALLOC_CONF, which torch reads while it is imported"
         )
     assert early_variables.set_in(Program("module", "elsewhere.train"), {}) is None
 
@@ -90,29 +104,33 @@ SCRIPT = """
     import torch.distributed as dist
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # too late, as in every process
     import torch.nn.functional
-    assert sys.modules["torch"] is torch and torch.nn is nn and torch.__spec__.loader is torch.__loader__
+    assert sys.modules["torch"] is torch and torch.nn is nn
+    assert torch.__spec__.loader is torch.__loader__
     print(json.dumps([dist.get_debug_level().name, torch.get_num_threads()]), flush=True)
 """
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_a_worker_has_the_variables_of_before_its_import(new_job: NewJob, start: str) -> None:
+def test_variables_set_before_import_of_torch_apply_in_worker(new_job: NewJob, start: str) -> None:
     job = new_job(1)
     script = job.script(SCRIPT)
-    settings = 'import os\nos.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1", TORCH_SHOW_CPP_STACKTRACES="1")'
+    settings = (
+        'import os\nos.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1", '
+        'TORCH_SHOW_CPP_STACKTRACES="1")'
+    )
     (Path(script).parent / "own_settings.py").write_text(settings)
     agent = job.start(0, "--start", start, script, python=WITH_TORCH, env={"OMP_NUM_THREADS": "2"})
     assert job.wait() == [0], job.stderr(agent)
     log = job.dir / "logs" / "node0"
     assert json.loads((log / "rank0.out").read_text()) == ["DETAIL", 1]
-    # What a forked worker cannot make up for is said.
+    # A variable that a forked worker cannot apply is reported.
     assert (
         "torch was imported before this script set TORCH_SHOW_CPP_STACKTRACES"
         in (log / "rank0.err").read_text()
     ) is (start == "fork")
 
 
-def test_a_script_that_sets_more_is_started_by_exec(new_job: NewJob) -> None:
+def test_script_with_other_torch_variables_is_started_by_exec(new_job: NewJob) -> None:
     job = new_job(1)
     script = job.script("""
         import os
@@ -121,5 +139,7 @@ def test_a_script_that_sets_more_is_started_by_exec(new_job: NewJob) -> None:
     """)
     agent = job.start(0, script, python=WITH_TORCH)
     assert job.wait() == [0]
-    why = "script.py line 3 sets TORCH_SHOW_CPP_STACKTRACES, which torch reads while it is imported"
-    assert f"starts its workers by exec: {why}" in job.stderr(agent)
+    reason = (
+        "script.py line 3 sets TORCH_SHOW_CPP_STACKTRACES, which torch reads while it is imported"
+    )
+    assert f"starts its workers by exec: {reason}" in job.stderr(agent)

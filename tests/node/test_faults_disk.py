@@ -1,5 +1,6 @@
-"""Disks that are full or read-only: an error that says so, exit code 1, and nothing half-recorded.
-Real file systems, as root.
+"""Full and read-only disks: a clear error, exit code 1, and no partial record.
+
+The tests mount real file systems as root.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE, kill_one_by_one, own_marked, wait_until
+from procs import TEST_TIMEOUT, kill_all, own_processes, wait_until
 
 import clusterjob
 from clusterjob.core import jobs
@@ -30,18 +31,19 @@ from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 PAGE = 4096  # bytes; a tmpfs counts in pages
-PROMPT = 15.0  # seconds; many times what a job needs to end, for two cores that others keep busy
+PROMPT = 15.0  # seconds; many times what a job needs to end on two busy cores
 PACKAGE = str(Path(clusterjob.__file__).parent)
 Mount = Callable[..., Path]
 
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Return a function that mounts a small file system in memory; all are unmounted at the end,
-    come what may.
+    """Return a function that mounts a small file system in memory.
+
+    All of them are unmounted at the end, even if the test fails.
     """
     if os.geteuid() != 0 or not shutil.which("mount"):
-        pytest.skip("mounting a file system takes root")
+        pytest.skip("only root can mount a file system")
     mounted: list[Path] = []
 
     def make(options: str, at: Path | None = None) -> Path:
@@ -54,7 +56,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
             check=False,
         )
         if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+            pytest.skip(f"cannot mount a file system here: {done.stderr.strip()}")
         mounted.append(path)
         return path
 
@@ -62,16 +64,17 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         yield make
     finally:
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not own_marked(), PROMPT)
-        kill_one_by_one(own_marked())
+            wait_until(lambda: not own_processes(), PROMPT)
+        kill_all(own_processes())
         for path in reversed(mounted):
             if subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode:
                 subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
 
 
 def fill(directory: Path, leave: int) -> None:
-    """Fill a file system but for so many bytes; one that is to be full is so, whatever a job writes
-    there meanwhile.
+    """Fill a file system except for `leave` bytes.
+
+    With 0 it stays full, even if a job frees space meanwhile.
     """
     status = os.statvfs(directory)
     with (directory / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
@@ -92,8 +95,9 @@ def files_in(directory: Path) -> list[str]:
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with a script, and an interpreter for jobs that starts at once: it finds
-    no torch to import.
+    """Return a directory with a script, and set an interpreter for jobs that starts fast.
+
+    The interpreter finds no torch, so it does not import it.
     """
     directory = tmp_path / "work"
     directory.mkdir()
@@ -106,7 +110,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(work: Path, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end; whatever happens, no traceback of ours is shown."""
+    """Run a clusterjob command to its end; fail if it shows a traceback of the package."""
     options = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE,
@@ -115,13 +119,13 @@ def run(work: Path, *args: str, **options: Any) -> subprocess.CompletedProcess[s
         **options,
     }
     command = [sys.executable, "-m", "clusterjob", *args]
-    done = subprocess.run(command, text=True, timeout=PATIENCE, check=False, **options)
+    done = subprocess.run(command, text=True, timeout=TEST_TIMEOUT, check=False, **options)
     assert PACKAGE not in (done.stderr or ""), done.stderr
     return done
 
 
-def refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
-    """Fail the test unless a command was refused by one line that gives the reason."""
+def check_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
+    """Fail unless the command was refused with one error line that contains the reason."""
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     first, *hints = done.stderr.splitlines()
@@ -130,84 +134,84 @@ def refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
     assert all(hint.startswith("  hint: ") for hint in hints)
 
 
-# -- submitting ------------------------------------------------------------------------------------------------------------
+# -- submission ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["submit", "run"])
 @pytest.mark.parametrize("space", [0, PAGE, 16 * PAGE])
-def test_a_full_disk_is_said_and_nothing_is_left(
+def test_submit_on_full_disk_is_refused_and_leaves_no_files(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch, verb: str, space: int
 ) -> None:
-    """Not even the first file fits, or the token and spec.json do, or not the node zip."""
+    """The sizes: no file fits; the token and spec.json fit; all but the node zip fit."""
     disk = mount("size=64k")
     fill(disk, space)
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk / "home"))
-    refused(run(work, verb, "script.py"), "No space left on device")
+    check_refused(run(work, verb, "script.py"), "No space left on device")
     assert [
         name
         for name in files_in(disk)
         if name not in ("filler", "home", "home/jobs", "home/records")
     ] == []
     assert json.loads(run(work, "list", "--json").stdout)["jobs"] == []
-    assert own_marked() == []
+    assert own_processes() == []
 
 
-def test_a_disk_without_inodes_is_said_and_nothing_is_left(
+def test_submit_on_disk_without_inodes_is_refused_and_leaves_no_files(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = mount("size=1m,nr_inodes=8")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
-    refused(run(work, "submit", "script.py"), "No space left on device")
+    check_refused(run(work, "submit", "script.py"), "No space left on device")
     assert [name for name in files_in(disk) if name not in ("jobs", "records")] == []
 
 
-def test_a_read_only_disk_is_said_and_nothing_is_left(
+def test_submit_on_read_only_disk_is_refused_and_leaves_no_files(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = mount("size=1m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk / "home"))
     remount(disk, "ro")
-    refused(run(work, "submit", "script.py"), "Read-only file system")
+    check_refused(run(work, "submit", "script.py"), "Read-only file system")
     assert files_in(disk) == []
     assert run(work, "list").returncode == 0
 
 
-def test_a_directory_that_may_not_be_changed_is_said(
+def test_submit_with_immutable_home_is_refused(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root minds no mode bits; the immutable flag stops even root."""
+    """Mode bits do not stop root; the immutable flag does."""
     home = tmp_path / "immutable"
     home.mkdir()
     if (
         not shutil.which("chattr")
         or subprocess.run(["chattr", "+i", str(home)], capture_output=True, check=False).returncode
     ):
-        pytest.skip("no chattr +i here")
+        pytest.skip("chattr +i does not work here")
     try:
         monkeypatch.setenv("CLUSTERJOB_HOME", str(home))
-        refused(run(work, "submit", "script.py"), "Operation not permitted")
+        check_refused(run(work, "submit", "script.py"), "Operation not permitted")
         assert files_in(home) == []
     finally:
         subprocess.run(["chattr", "-i", str(home)], check=True)
 
 
-def test_a_home_that_is_a_file_is_said(
+def test_submit_with_file_as_home_is_refused(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CLUSTERJOB_HOME", str(tmp_path / "file"))
     for verb in ("submit", "run"):
         done = run(work, verb, "script.py")
-        refused(done, "Not a directory")
+        check_refused(done, "Not a directory")
         assert "CLUSTERJOB_HOME" in done.stderr
     assert run(work, "list").returncode in (0, 1)
 
 
 @pytest.mark.parametrize("option", ["size=4k", "size=64k,nr_inodes=1", "ro"])
-def test_records_that_cannot_be_written_are_said_and_the_job_is_not_there(
+def test_submit_without_writable_records_is_refused_and_leaves_no_job(
     mount: Mount, work: Path, option: str
 ) -> None:
-    """The job's directory was written by then, on another disk."""
+    """At that time the job directory exists already, on another disk."""
     home = Path(os.environ["CLUSTERJOB_HOME"])
     disk = mount("size=64k" if option == "ro" else option, home / "records")
     if option == "ro":
@@ -215,23 +219,24 @@ def test_records_that_cannot_be_written_are_said_and_the_job_is_not_there(
     elif "inodes" not in option:
         fill(disk, 0)
     before = files_in(disk)
-    refused(
+    check_refused(
         run(work, "submit", "script.py"),
         "Read-only file system" if option == "ro" else "No space left on device",
     )
     assert files_in(disk) == before
     assert files_in(home / "jobs") == []
-    assert own_marked() == []
+    assert own_processes() == []
 
 
-def test_a_disk_that_is_full_once_the_agents_run_ends_them(mount: Mount, work: Path) -> None:
-    """The intent fits on it, the handle does not: nobody could ask for the job, so it must not be
-    left running.
+def test_agents_end_when_handle_cannot_be_saved(mount: Mount, work: Path) -> None:
+    """The first record fits on the disk, the handle does not.
+
+    No command could find the job later, so it must not keep running.
     """
     home = Path(os.environ["CLUSTERJOB_HOME"])
     disk = mount(f"size={2 * PAGE}", home / "records")
     fill(disk, PAGE)
-    settings = jobs.settle({"setup": "sleep 1000"}, "local", directory=work)
+    settings = jobs.resolve_settings({"setup": "sleep 1000"}, "local", directory=work)
     plan = jobs.plan(
         jobs.make_spec(Program("script", "script.py"), settings, directory=work), settings
     )
@@ -239,18 +244,19 @@ def test_a_disk_that_is_full_once_the_agents_run_ends_them(mount: Mount, work: P
         jobs.submit(plan, "local", detach=True)
     assert files_in(disk) == ["filler"]
     assert not plan.job_dir.exists()
-    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
-    assert not plan.job_dir.exists(), "an agent that was still there made it again"
+    wait_until(lambda: not own_processes(), PROMPT, "the end of the agents")
+    assert not plan.job_dir.exists(), "an agent that still ran created it again"
 
 
-# -- a job whose disk becomes full -------------------------------------------------------------------------------------
+# -- disks that break while a job runs -------------------------------------------------------------
 
 
-def test_output_that_fills_the_disk_costs_its_end_and_no_more(
+def test_job_that_fills_disk_fails_and_keeps_written_output(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker learns of it as of any full disk; what was written can be shown; no verdict is no
-    success.
+    """The worker gets the usual OSError, and `logs` shows the output written before.
+
+    A job without a verdict does not count as a success.
     """
     disk = mount("size=512k")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
@@ -267,18 +273,19 @@ def test_output_that_fills_the_disk_costs_its_end_and_no_more(
     done = run(work, "run", "--start", "exec", "script.py")
     assert done.returncode != 0
     assert done.stdout.startswith("line 0\nline 1\n")
-    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
+    wait_until(lambda: not own_processes(), PROMPT, "the end of the agents")
     [job] = json.loads(run(work, "list", "--json").stdout)["jobs"]
     assert job["state"] in ("FAILED", "LOST")
     assert run(work, "logs", job["id"]).stdout.startswith("line 0\nline 1\n")
     assert run(work, "wait", job["id"]).returncode != 0
 
 
-def test_a_disk_that_others_fill_and_empty_again_costs_a_job_nothing(
+def test_job_survives_temporarily_full_disk(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Notes on how far the output had grown are lost meanwhile, the output's order perhaps, no line
-    and not the verdict.
+    """The timeline of the output may lose entries, and the output its order.
+
+    No line of output is lost, and the verdict is written.
     """
     disk = mount("size=1m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
@@ -294,10 +301,12 @@ def test_a_disk_that_others_fill_and_empty_again_costs_a_job_nothing(
         """)
     )
     job_id = run(work, "submit", "--nodes", "2", "script.py").stdout.strip()
-    wait_until(lambda: (work / "up-full0").exists() and (work / "up-full1").exists(), PATIENCE)
+    wait_until(lambda: (work / "up-full0").exists() and (work / "up-full1").exists(), TEST_TIMEOUT)
     fill(disk, 0)
     (work / "full").touch()
-    wait_until(lambda: (work / "up-empty0").exists() and (work / "up-empty1").exists(), PATIENCE)
+    wait_until(
+        lambda: (work / "up-empty0").exists() and (work / "up-empty1").exists(), TEST_TIMEOUT
+    )
     assert json.loads(run(work, "status", "--json", job_id).stdout)["jobs"][0]["state"] == "RUNNING"
     assert "before" in run(work, "logs", job_id).stdout
     (disk / "filler").unlink()
@@ -310,7 +319,7 @@ def test_a_disk_that_others_fill_and_empty_again_costs_a_job_nothing(
     ]
 
 
-LEAVING = """
+RANK_1_EXITS = """
 import os, sys, time
 open("up" + os.environ["RANK"], "w").close()
 while not os.path.exists("leave"):
@@ -324,13 +333,13 @@ FAULTS = {"full": "size=2m", "no inodes": "size=2m,nr_inodes=100", "read-only": 
 
 @pytest.mark.parametrize("verb", ["submit", "run"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_verdict_survives_a_broken_disk(
+def test_verdict_is_written_on_broken_disk(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch, fault: str, verb: str
 ) -> None:
-    """Rank 1 ends with 3 once nothing can be written any more."""
+    """Rank 1 exits with code 3 after the disk is broken."""
     disk = mount(FAULTS[fault])
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
-    (work / "script.py").write_text(LEAVING)
+    (work / "script.py").write_text(RANK_1_EXITS)
     options = ("--nodes", "2", "script.py")
     if verb == "submit":
         job_id = run(work, "submit", *options).stdout.strip()
@@ -341,15 +350,15 @@ def test_verdict_survives_a_broken_disk(
         following = subprocess.Popen(
             follow, cwd=work, stdin=subprocess.DEVNULL, stdout=out, stderr=out
         )
-    wait_until(lambda: (work / "up0").exists() and (work / "up1").exists(), PATIENCE)
+    wait_until(lambda: (work / "up0").exists() and (work / "up1").exists(), TEST_TIMEOUT)
     break_disk(disk, fault)
     (work / "leave").touch()
     try:
-        assert following.wait(PATIENCE) == 3, (work / "out").read_text()
-        said = (work / "out").read_text()
-        assert "FAILED: rank 1 " in said
-        assert ("Read-only file system" in said) == (fault == "read-only")
-        wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
+        assert following.wait(TEST_TIMEOUT) == 3, (work / "out").read_text()
+        output = (work / "out").read_text()
+        assert "FAILED: rank 1 " in output
+        assert ("Read-only file system" in output) == (fault == "read-only")
+        wait_until(lambda: not own_processes(), PROMPT, "the end of the agents")
     finally:
         if fault == "read-only":
             subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -360,7 +369,7 @@ def test_verdict_survives_a_broken_disk(
 
 
 def break_disk(disk: Path, fault: str) -> None:
-    """Leave no byte, no inode, or no right to write."""
+    """Take all bytes or all inodes of a disk, or make it read-only."""
     if fault == "full":
         fill(disk, 0)
     elif fault == "no inodes":
@@ -368,31 +377,30 @@ def break_disk(disk: Path, fault: str) -> None:
             for number in range(1000):
                 (disk / f"filler{number}").touch()
     else:
-        # Files of the workers are open for writing, so it cannot be remounted: it is mounted once
-        # more, read-only, on itself.
-        for words in (["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)]):
-            subprocess.run(["mount", *words], check=True, capture_output=True)
+        # Workers have files open for writing, so a remount fails: bind the disk onto itself.
+        for args in (["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)]):
+            subprocess.run(["mount", *args], check=True, capture_output=True)
 
 
-def test_lost_job_on_a_full_disk_says_so(
+def test_lost_job_on_full_disk_is_reported_with_reason(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = mount("size=2m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
-    (work / "script.py").write_text(LEAVING)
+    (work / "script.py").write_text(RANK_1_EXITS)
     job_id = run(work, "submit", "script.py").stdout.strip()
-    wait_until((work / "up0").exists, PATIENCE)
+    wait_until((work / "up0").exists, TEST_TIMEOUT)
     for path in disk.rglob(".*.reserve"):
         path.unlink()
     fill(disk, 0)
-    kill_one_by_one(own_marked())
+    kill_all(own_processes())
     done = run(work, "wait", job_id)
     assert done.returncode == 1
     assert "LOST" in done.stderr
     assert f"the disk of {disk / 'jobs' / job_id} is full" in done.stderr
 
 
-def test_large_verdict_fits_into_what_is_reserved(mount: Mount) -> None:
+def test_large_verdict_fits_into_reserved_space(mount: Mount) -> None:
     disk = mount("size=256k")
     (disk / "ends").mkdir()
     ends.reserve(disk, 0)
@@ -422,7 +430,7 @@ def test_large_verdict_fits_into_what_is_reserved(mount: Mount) -> None:
     assert [end["reason"] for end in ends.written(disk)] == ["x"]
 
 
-def test_cancel_works_on_a_full_disk(
+def test_cancel_works_on_full_disk(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = mount("size=1m")
@@ -431,18 +439,18 @@ def test_cancel_works_on_a_full_disk(
         "import os, time\nopen('up' + os.environ['RANK'], 'w').close()\ntime.sleep(1000)\n"
     )
     job_id = run(work, "submit", "--nodes", "2", "script.py").stdout.strip()
-    wait_until(lambda: (work / "up0").exists() and (work / "up1").exists(), PATIENCE)
+    wait_until(lambda: (work / "up0").exists() and (work / "up1").exists(), TEST_TIMEOUT)
     fill(disk, 0)
     done = run(work, "cancel", job_id)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
+    wait_until(lambda: not own_processes(), PROMPT, "the end of the agents")
     assert json.loads(run(work, "status", "--json", job_id).stdout)["jobs"][0]["state"] in (
         "CANCELLED",
         "LOST",
     )
 
 
-def test_ctrl_c_ends_a_run_on_a_full_disk(
+def test_ctrl_c_ends_run_on_full_disk(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = mount("size=1m")
@@ -453,18 +461,18 @@ def test_ctrl_c_ends_a_run_on_a_full_disk(
         running = subprocess.Popen(
             command, cwd=work, stdin=subprocess.DEVNULL, stdout=out, stderr=out
         )
-    wait_until((work / "up").exists, PATIENCE)
+    wait_until((work / "up").exists, TEST_TIMEOUT)
     fill(disk, 0)
     running.send_signal(signal.SIGINT)
-    assert running.wait(PATIENCE) == 130
+    assert running.wait(TEST_TIMEOUT) == 130
     assert PACKAGE not in (work / "out").read_text()
-    wait_until(lambda: not own_marked(), PROMPT, "the end of the agents")
+    wait_until(lambda: not own_processes(), PROMPT, "the end of the agents")
 
 
-# -- files that are whole or absent ------------------------------------------------------------------------------------
+# -- atomic files ----------------------------------------------------------------------------------
 
 
-def test_what_was_there_stays_when_the_new_does_not_fit(mount: Mount) -> None:
+def test_old_file_stays_when_new_content_does_not_fit(mount: Mount) -> None:
     disk = mount("size=64k")
     path = disk / "file.json"
     files.write_json(path, {"old": True})
@@ -475,9 +483,7 @@ def test_what_was_there_stays_when_the_new_does_not_fit(mount: Mount) -> None:
     assert files_in(disk) == ["file.json", "filler"]
 
 
-def test_the_end_of_a_job_that_cannot_be_noted_is_told_all_the_same(
-    mount: Mount, work: Path
-) -> None:
+def test_status_is_shown_when_end_of_job_cannot_be_recorded(mount: Mount, work: Path) -> None:
     home = Path(os.environ["CLUSTERJOB_HOME"])
     disk = mount("size=64k", home / "records")
     job_dir = work / "job"
@@ -513,11 +519,11 @@ def test_the_end_of_a_job_that_cannot_be_noted_is_told_all_the_same(
         ["submit", "script.py"],
     ],
 )
-def test_results_that_cannot_be_written_are_an_error(work: Path, args: list[str]) -> None:
+def test_unwritable_stdout_is_an_error(work: Path, args: list[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full")
     with Path("/dev/full").open("w") as full:
         done = run(work, *args, stdout=full)
     assert done.returncode == 1
     assert done.stderr.startswith("clusterjob: error: No space left on device")
-    wait_until(lambda: not own_marked(), PATIENCE, "the end of what was started")
+    wait_until(lambda: not own_processes(), TEST_TIMEOUT, "the end of what was started")

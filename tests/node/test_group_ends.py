@@ -1,5 +1,6 @@
-"""Process groups in a job's processes: freed late, one after another, in forked children, and
-beside other backends.
+"""Process groups in workers.
+
+Groups that are freed late, in succession, in forked children, or beside other backends.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hooked import MODES, hooked_path, python, unfolded
+from hooked import MODES, hooked_path, lines_by_rank, python
 from launching import free_port, launch, script
 
-# A function makes the model and ends its group: the model is freed after it. A corner of the store
-# for each round, so that nothing but that can go wrong in a torch without the hook.
+# A function creates the model and destroys its group, so the model is freed after the group. Each
+# round has its own prefix in the store, so that without the hook only the late release can fail.
 FREED_LATE = """
     import os
     import torch, torch.distributed as dist
@@ -21,7 +22,8 @@ FREED_LATE = """
     store, rank, world_size = next(dist.rendezvous("env://"))
 
     def train(round):
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"round{round}", store), rank=rank, world_size=world_size)
+        prefix_store = dist.PrefixStore(f"round{round}", store)
+        dist.init_process_group("gloo", store=prefix_store, rank=rank, world_size=world_size)
         half = dist.new_group([0, 1])
         models = [DDP(torch.nn.Linear(16, 16))]
         if rank < 2:
@@ -38,18 +40,16 @@ FREED_LATE = """
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_models_that_are_freed_after_their_groups_neither_hang_nor_abort(
-    tmp_path: Path, mode: str
-) -> None:
+def test_models_freed_after_their_groups_neither_hang_nor_abort(tmp_path: Path, mode: str) -> None:
     ended = launch(mode, 3, [script(tmp_path, FREED_LATE)], tmp_path)
     assert ended.code == 0, ended.err
-    assert {f"[{rank}] ended well" for rank in range(3)} == set(unfolded(ended.out))
+    assert {f"[{rank}] ended well" for rank in range(3)} == set(lines_by_rank(ended.out))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_the_classic_script_ends_well_each_time(tmp_path: Path, mode: str) -> None:
-    classic = script(tmp_path, """
+def test_ddp_script_succeeds_in_ten_runs(tmp_path: Path, mode: str) -> None:
+    ddp_script = script(tmp_path, """
         import torch, torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -62,14 +62,12 @@ def test_the_classic_script_ends_well_each_time(tmp_path: Path, mode: str) -> No
 
         main()
     """)  # fmt: skip
-    ended = [launch(mode, 4, [classic], tmp_path) for _ in range(10)]
+    ended = [launch(mode, 4, [ddp_script], tmp_path) for _ in range(10)]
     assert [each.code for each in ended] == [0] * 10, [each.err for each in ended if each.code]
 
 
 @pytest.mark.parametrize("own_port", [True, False])
-def test_groups_one_after_another_meet_and_keep_no_more_files_and_threads(
-    tmp_path: Path, own_port: bool
-) -> None:
+def test_successive_groups_leak_no_descriptors_and_threads(tmp_path: Path, own_port: bool) -> None:
     program = f"""
         import os
         import torch, torch.distributed as dist
@@ -94,11 +92,11 @@ def test_groups_one_after_another_meet_and_keep_no_more_files_and_threads(
     """
     ended = launch("fork", 2, [script(tmp_path, program)], tmp_path)
     assert ended.code == 0, ended.err
-    assert unfolded(ended.out) == ["[0] met twelve times", "[1] met twelve times"]
+    assert lines_by_rank(ended.out) == ["[0] met twelve times", "[1] met twelve times"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_trials_whose_other_ranks_are_new_processes_meet_each_time(
+def test_successive_groups_with_new_processes_as_other_ranks_form(
     tmp_path: Path, mode: str
 ) -> None:
     program = """
@@ -113,9 +111,12 @@ def test_trials_whose_other_ranks_are_new_processes_meet_each_time(
             if rank == 0:
                 print("met", int(total.item()))
 
-        for world_size in (2, 3, 2, 2):  # rank 2 has not formed as many groups as the others
+        for world_size in (2, 3, 2, 2):  # rank 2 forms fewer groups than the others
             context = multiprocessing.get_context("fork")
-            children = [context.Process(target=trial, args=(rank, world_size)) for rank in range(1, world_size)]
+            children = [
+                context.Process(target=trial, args=(rank, world_size))
+                for rank in range(1, world_size)
+            ]
             for child in children:
                 child.start()
             trial(0, world_size)
@@ -128,7 +129,7 @@ def test_trials_whose_other_ranks_are_new_processes_meet_each_time(
     assert ended.out.split("\n") == ["[0] met 2", "[0] met 3", "[0] met 2", "[0] met 2", ""]
 
 
-def test_trials_by_bootstrap_whose_other_ranks_are_new_processes_meet_each_time(
+def test_successive_bootstrap_groups_with_new_processes_as_other_ranks_form(
     tmp_path: Path,
 ) -> None:
     program = """
@@ -143,7 +144,10 @@ def test_trials_by_bootstrap_whose_other_ranks_are_new_processes_meet_each_time(
 
         for world_size in (2, 3, 2):
             context = multiprocessing.get_context("fork")
-            children = [context.Process(target=trial, args=(rank, world_size)) for rank in range(1, world_size)]
+            children = [
+                context.Process(target=trial, args=(rank, world_size))
+                for rank in range(1, world_size)
+            ]
             for child in children:
                 child.start()
             trial(0, world_size)
@@ -156,7 +160,7 @@ def test_trials_by_bootstrap_whose_other_ranks_are_new_processes_meet_each_time(
     assert ended.out.split("\n") == ["[0] met 2", "[0] met 3", "[0] met 2", ""]
 
 
-def test_bootstrap_serves_a_store_at_the_scripts_own_port_for_one_group_after_another(
+def test_bootstrap_serves_store_on_port_of_script_for_successive_groups(
     tmp_path: Path,
 ) -> None:
     program = """
@@ -170,10 +174,10 @@ def test_bootstrap_serves_a_store_at_the_scripts_own_port_for_one_group_after_an
     """
     ended = launch("fork", 2, [script(tmp_path, program), free_port()], tmp_path)
     assert ended.code == 0, ended.err
-    assert unfolded(ended.out) == ["[0] met 2"] * 3 + ["[1] met 2"] * 3
+    assert lines_by_rank(ended.out) == ["[0] met 2"] * 3 + ["[1] met 2"] * 3
 
 
-def test_a_new_group_without_this_process_frees_nothing(tmp_path: Path) -> None:
+def test_new_group_without_this_process_frees_no_destroyed_group(tmp_path: Path) -> None:
     program = """
         import torch.distributed as dist
         from clusterjob.node.workers import torch_patches as torch_changes
@@ -186,7 +190,7 @@ def test_a_new_group_without_this_process_frees_nothing(tmp_path: Path) -> None:
     """
     ended = launch("fork", 2, [script(tmp_path, program)], tmp_path)
     assert ended.code == 0, ended.err
-    assert unfolded(ended.out) == [
+    assert lines_by_rank(ended.out) == [
         "[0] [0, 1] False",
         "[0] [1] True",
         "[1] [0, 1] False",
@@ -194,7 +198,7 @@ def test_a_new_group_without_this_process_frees_nothing(tmp_path: Path) -> None:
     ]
 
 
-# -- groups of one process ------
+# -- groups of one process -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -202,11 +206,12 @@ def path(tmp_path: Path) -> str:
     return hooked_path(tmp_path)
 
 
-def alone(path: str, code: str) -> list[str]:
-    """Return the lines of a program with groups of one process; one that hangs is killed by its own
-    alarm.
+def run_one_process(path: str, code: str) -> list[str]:
+    """Run a program with groups of one process, and return its lines of output.
+
+    SIGALRM kills a program that hangs.
     """
-    told = python(path, f"""
+    completed = python(path, f"""
         import gc, os, signal, sys
         signal.alarm(60)
         import torch, torch.distributed as dist
@@ -216,23 +221,25 @@ def alone(path: str, code: str) -> list[str]:
 
         def kept():
             gc.collect()
-            threads = [open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")]
-            parts = [type(part).__name__ for part in sys.modules["clusterjob_torch_changes"]._DESTROYED]
+            tasks = os.listdir("/proc/self/task")
+            threads = [open(f"/proc/self/task/{{task}}/comm").read() for task in tasks]
+            destroyed = sys.modules["clusterjob_torch_patches"]._DESTROYED
+            parts = [type(part).__name__ for part in destroyed]
             return parts, any("gloo" in thread for thread in threads)
 {textwrap.indent(textwrap.dedent(code), " " * 8)}
     """)  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    return told.stdout.splitlines()
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout.splitlines()
 
 
-def test_a_forked_child_never_frees_the_groups_of_its_parent(path: str) -> None:
-    lines = alone(path, """
+def test_forked_child_does_not_free_groups_of_parent(path: str) -> None:
+    lines = run_one_process(path, """
         make()
         dist.destroy_process_group()
-        make()  # of which the child has a copy
+        make()  # the child has a copy of this group
         child = os.fork()
         if child == 0:
-            signal.alarm(60)  # it has none of its parent's
+            signal.alarm(60)  # a child does not inherit the alarm
             dist.destroy_process_group()
         for _ in range(2):
             if dist.is_initialized():
@@ -245,9 +252,10 @@ def test_a_forked_child_never_frees_the_groups_of_its_parent(path: str) -> None:
     assert lines == ["7"]
 
 
-def test_gloo_alone_is_kept_when_its_group_is_destroyed(path: str) -> None:
-    lines = alone(path, """
-        from torch.testing._internal.distributed import fake_pg  # a backend beside gloo, as NCCL's is
+def test_only_gloo_backend_is_kept_when_group_is_destroyed(path: str) -> None:
+    lines = run_one_process(path, """
+        # A backend beside gloo, like NCCL.
+        from torch.testing._internal.distributed import fake_pg
 
         for backend in ("cpu:gloo,cuda:fake", "fake"):
             make(backend)
@@ -257,8 +265,8 @@ def test_gloo_alone_is_kept_when_its_group_is_destroyed(path: str) -> None:
     assert lines == ["(['ProcessGroupGloo'], True)", "([], False)"]
 
 
-def test_the_wrapper_of_a_debugged_group_is_kept_which_has_a_gloo_group(path: str) -> None:
-    lines = alone(path, """
+def test_debug_wrapper_of_gloo_group_is_kept_when_group_is_destroyed(path: str) -> None:
+    lines = run_one_process(path, """
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         dist.set_debug_level_from_env()
         make()

@@ -1,4 +1,4 @@
-"""Logs of any size in little memory: read whole, from their end, or as bytes."""
+"""`clusterjob logs` shows logs of any size in little memory: complete, tail or raw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 from clusterjob.cli.output import LogPrinter
 from clusterjob.core.records import Handle, Record, Records
@@ -27,7 +27,7 @@ LIMIT = 50 * MIB
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """Return the log directory of a job of one worker that has ended; its id is x-222222."""
+    """Return the log directory of an ended job with one worker and the id x-222222."""
     folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True)
     handle = Handle(
@@ -51,8 +51,8 @@ def job(tmp_path: Path) -> Path:
     return folder
 
 
-# A process counts the memory of the one that it was forked from: this test's own is larger than
-# what is measured.
+# The peak memory of a process includes that of its parent before exec, and pytest uses more than
+# the command. So a small Python process starts the command and measures it.
 MEASURE = """
 import resource, subprocess, sys
 with open(sys.argv[1], "wb") as out:
@@ -63,8 +63,9 @@ sys.exit(code)
 
 
 def show(tmp_path: Path, *args: str) -> tuple[bytes, int]:
-    """Run ``logs``; return the output, or a digest where it is long, and the most memory that it
-    took (bytes).
+    """Run ``logs``; return its output and its peak memory in bytes.
+
+    Long output is returned as a SHA-256 digest.
     """
     out = tmp_path / "out"
     command = [
@@ -79,13 +80,13 @@ def show(tmp_path: Path, *args: str) -> tuple[bytes, int]:
         "x-222222",
         *args,
     ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE * 3, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=TEST_TIMEOUT * 3, check=True)
     data = out.read_bytes()
     return (data if len(data) < 4096 else hashlib.sha256(data).digest()), int(done.stdout)
 
 
 def write(path: Path, piece: bytes, count: int) -> bytes:
-    """Write a piece many times; return the digest of the whole."""
+    """Write a piece many times, and return the digest of the file."""
     digest = hashlib.sha256()
     with path.open("wb") as stream:
         for _ in range(count):
@@ -99,7 +100,7 @@ def note(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_tail_of_a_large_log_takes_little_memory(job: Path, tmp_path: Path, size: int) -> None:
+def test_tail_of_large_log_takes_little_memory(job: Path, tmp_path: Path, size: int) -> None:
     write(job / "rank0.out", b"x" * 99 + b"\n", size * MIB // 100)
     with (job / "rank0.out").open("ab") as stream:
         stream.write(b"one\ntwo\nthree")
@@ -112,7 +113,7 @@ def test_tail_of_a_large_log_takes_little_memory(job: Path, tmp_path: Path, size
 
 @pytest.mark.parametrize("size", [20, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("option", [(), ("--raw",)])
-def test_one_line_of_any_length_passes_in_little_memory(
+def test_very_long_line_is_shown_in_little_memory(
     job: Path, tmp_path: Path, size: int, option: tuple[str, ...]
 ) -> None:
     piece = b"abcdefgh" * (MIB // 8)
@@ -130,7 +131,7 @@ def test_one_line_of_any_length_passes_in_little_memory(
     assert memory < LIMIT + 20 * MIB
 
 
-def test_a_progress_bar_of_many_updates_takes_little_memory(job: Path, tmp_path: Path) -> None:
+def test_progress_bar_with_many_updates_takes_little_memory(job: Path, tmp_path: Path) -> None:
     write(job / "rank0.out", b"\r%s" % (b"#" * 98), 20 * MIB // 99)
     note(job)
     out, memory = show(tmp_path)
@@ -139,7 +140,7 @@ def test_a_progress_bar_of_many_updates_takes_little_memory(job: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_large_log_is_shown_whole_in_little_memory(job: Path, tmp_path: Path) -> None:
+def test_large_log_is_shown_completely_in_little_memory(job: Path, tmp_path: Path) -> None:
     digest = write(
         job / "rank0.out",
         b"".join(b"line %d of many that are alike\n" % number for number in range(1000)),
@@ -152,7 +153,7 @@ def test_a_large_log_is_shown_whole_in_little_memory(job: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tail", range(6))
-def test_tail_is_the_end_of_what_is_shown_without_it(job: Path, tmp_path: Path, tail: int) -> None:
+def test_tail_shows_last_lines_of_full_output(job: Path, tmp_path: Path, tail: int) -> None:
     for number in range(4):
         for rank in (0, 1):
             with (job / f"rank{rank}.out").open("ab") as stream:
@@ -162,7 +163,7 @@ def test_tail_is_the_end_of_what_is_shown_without_it(job: Path, tmp_path: Path, 
     assert show(tmp_path, "--tail", str(tail))[0].splitlines() == whole[len(whole) - tail :]
 
 
-def test_raw_passes_bytes_through(job: Path, tmp_path: Path) -> None:
+def test_raw_option_passes_bytes_unchanged(job: Path, tmp_path: Path) -> None:
     data = b"\x1b[31mred\x1b[0m\x1b]0;title\x07\r\n10%\r20%\r\n\xff\xfe\x00\n\xe2\x98\x83 no end"
     (job / "rank0.out").write_bytes(data)
     note(job)
@@ -171,19 +172,20 @@ def test_raw_passes_bytes_through(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alike", [False, True])
-def test_merged_output_takes_a_bounded_multiple_of_a_plain_copy(
-    tmp_path: Path, alike: bool
+@pytest.mark.parametrize("equal_lines", [False, True])
+def test_merged_output_takes_bounded_multiple_of_time_of_plain_copy(
+    tmp_path: Path, equal_lines: bool
 ) -> None:
     ranks, count = 4, 30_000
     folder = log_files.node_directory(tmp_path, 0)
     folder.mkdir(parents=True)
     files = [folder / f"rank{rank}.out" for rank in range(ranks)]
     for rank, file in enumerate(files):
-        who = "all" if alike else f"{rank:3}"
+        label = "all" if equal_lines else f"{rank:3}"
         file.write_text(
             "".join(
-                f"rank {who} step {step:8} loss {step % 97 / 97:.6f} lr 0.000300 tokens/s 12345.678\n"
+                f"rank {label} step {step:8} loss {step % 97 / 97:.6f} "
+                "lr 0.000300 tokens/s 12345.678\n"
                 for step in range(count)
             )
         )
@@ -195,23 +197,22 @@ def test_merged_output_takes_a_bounded_multiple_of_a_plain_copy(
     ]
     (folder / "timeline").write_text("".join(notes))
 
-    def plainly(out: TextIO) -> None:
+    def copy_plain(out: TextIO) -> None:
         for rank, file in enumerate(files):
             with file.open("rb") as stream:
                 for line in stream:
                     out.write(f"[{rank}] {line.decode()}")
 
-    def merged(out: TextIO) -> None:
+    def show_merged(out: TextIO) -> None:
         with contextlib.redirect_stdout(out):
             LogPrinter(world_is_one=False).show_all(LogReader(tmp_path).batches(end=True))
 
-    taken: dict[Callable[[TextIO], None], list[float]] = {plainly: [], merged: []}
+    times: dict[Callable[[TextIO], None], list[float]] = {copy_plain: [], show_merged: []}
     for _ in range(5):
-        for function, seconds in taken.items():
+        for function, seconds in times.items():
             with open(os.devnull, "w") as out:
                 begin = time.process_time()
                 function(out)
                 seconds.append(time.process_time() - begin)
-    # 13 times as much, which is 4 us a line; it was 34 times, and a run took minutes to show 100
-    # MB.
-    assert min(taken[merged]) < 25 * min(taken[plainly]), taken
+    # Measured: 13 times, which is 4 us per line. With 34 times, 100 MB took minutes.
+    assert min(times[show_merged]) < 25 * min(times[copy_plain]), times

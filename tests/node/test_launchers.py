@@ -1,4 +1,4 @@
-"""bootstrap under launchers that know nothing of it: a real all-reduce under each that can be had."""
+"""Run an all-reduce with clusterjob.bootstrap under each launcher that is installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import environment, free_port, run, script, told
-from namespaces import machines, why_not
+from launching import environment, free_port, rank_reports, run, script
+from namespaces import machines, skip_reason
 
 TRAIN = """
     import json
@@ -25,21 +25,25 @@ TRAIN = """
     with bootstrap.init(timeout=90) as ctx:
         total = ctx.reduce(torch.tensor([ctx.rank + 1.0]), "sum").item()
         Path(f"rank{ctx.rank}.json").write_text(json.dumps({
-            "place": [ctx.rank, ctx.local_rank, ctx.world_size, ctx.local_world_size, ctx.node_rank, ctx.nnodes],
-            "source": ctx.source, "total": total, "threads": torch.get_num_threads(), "argv": sys.argv[1:],
+            "place": [
+                ctx.rank, ctx.local_rank, ctx.world_size, ctx.local_world_size,
+                ctx.node_rank, ctx.nnodes,
+            ],
+            "source": ctx.source, "total": total,
+            "threads": torch.get_num_threads(), "argv": sys.argv[1:],
             "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         }))
 """
 
 
-def needs(program: str) -> str:
+def require_program(program: str) -> str:
     if shutil.which(program) is None:
-        pytest.skip(f"{program} is not installed: tools/mpi.sh does that")
+        pytest.skip(f"{program} is not installed: run tools/mpi.sh")
     return program
 
 
 def is_open_mpi() -> bool:
-    """Return whether plain mpirun, which Debian lets an administrator choose, is Open MPI's."""
+    """Return whether mpirun is that of Open MPI; on Debian, administrators choose it."""
     return (
         "Open"
         in subprocess.run(
@@ -48,8 +52,8 @@ def is_open_mpi() -> bool:
     )
 
 
-def check(directory: Path, world: int, source: str) -> list[dict[str, Any]]:
-    ranks = told(directory, world)
+def check_ranks(directory: Path, world: int, source: str) -> list[dict[str, Any]]:
+    ranks = rank_reports(directory, world)
     for number, rank in enumerate(ranks):
         assert rank["place"] == [number, number, world, world, 0, 1]
         assert (rank["source"], rank["total"]) == (source, world * (world + 1) / 2)
@@ -65,51 +69,54 @@ ROOT_MPI = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("given", [False, True], ids=["nothing said", "master given"])
-def test_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["no master", "master given"])
+def test_bootstrap_under_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
     extra = ROOT_MPI | (
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if given else {}
     )
     ran = run(
-        [needs("mpirun.openmpi"), "-n", "3", sys.executable, script(tmp_path, TRAIN)],
+        [require_program("mpirun.openmpi"), "-n", "3", sys.executable, script(tmp_path, TRAIN)],
         tmp_path,
         extra,
     )
     assert ran.code == 0, ran.err
-    check(tmp_path, 3, "openmpi")
+    check_ranks(tmp_path, 3, "openmpi")
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "inside a shell"])
-def test_mpiexec_of_mpich(tmp_path: Path, wrapped: bool) -> None:
+def test_bootstrap_under_mpiexec_of_mpich(tmp_path: Path, wrapped: bool) -> None:
     path = script(tmp_path, TRAIN)
     command = (
         ["sh", "-c", f"cd . && '{sys.executable}' '{path}'; exit $?"]
         if wrapped
         else [sys.executable, path]
     )
-    ran = run([needs("mpirun.mpich"), "-n", "3", *command], tmp_path)
+    ran = run([require_program("mpirun.mpich"), "-n", "3", *command], tmp_path)
     assert ran.code == 0, ran.err
-    check(tmp_path, 3, "hydra")
+    check_ranks(tmp_path, 3, "hydra")
 
 
 @pytest.mark.mpi
-def test_two_starts_of_mpich_at_once_do_not_meet(tmp_path: Path) -> None:
-    """Hydra names no job: what tells two of them apart is the process behind PMI_FD."""
-    code = "from clusterjob.node.environments import detect, look; import os; print(detect(look(os.environ)).place.topology.master_port)"
+def test_mpich_jobs_on_one_host_get_different_ports(tmp_path: Path) -> None:
+    """Hydra sets no job id; the process behind PMI_FD distinguishes two jobs."""
+    code = (
+        "from clusterjob.node.environments import detect, look_up; import os; "
+        "print(detect(look_up(os.environ)).place.topology.master_port)"
+    )
     ports = [
         set(
             run(
-                [needs("mpirun.mpich"), "-n", "2", sys.executable, "-c", code], tmp_path
+                [require_program("mpirun.mpich"), "-n", "2", sys.executable, "-c", code], tmp_path
             ).out.split()
         )
         for _ in range(3)
     ]
     assert all(len(each) == 1 for each in ports)
-    assert len(set.union(*ports)) > 1  # the same one by chance: 1 in 144 million
+    assert len(set.union(*ports)) > 1  # all equal by chance: 1 in 144 million
 
 
-def test_torch_distributed_launch(tmp_path: Path) -> None:
+def test_bootstrap_under_torch_distributed_launch(tmp_path: Path) -> None:
     argv = [
         "-m",
         "torch.distributed.launch",
@@ -122,15 +129,15 @@ def test_torch_distributed_launch(tmp_path: Path) -> None:
     ]
     ran = run([sys.executable, *argv], tmp_path)
     assert ran.code == 0, ran.err
-    ranks = check(tmp_path, 2, "torchrun")
+    ranks = check_ranks(tmp_path, 2, "torchrun")
     assert all(
         rank["argv"][-1] == "--own" and rank["argv"][0].startswith("--local-rank=")
         for rank in ranks
     )
 
 
-def test_a_local_rank_that_is_in_argv_alone(tmp_path: Path) -> None:
-    """As torch.distributed.launch of older torch started its processes."""
+def test_bootstrap_reads_local_rank_from_argv(tmp_path: Path) -> None:
+    """torch.distributed.launch of older torch started its processes like this."""
     path = script(tmp_path, TRAIN)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
@@ -142,11 +149,11 @@ def test_a_local_rank_that_is_in_argv_alone(tmp_path: Path) -> None:
         for rank, dash in enumerate("-_")
     ]
     assert [process.wait(120) for process in started] == [0, 0]
-    check(tmp_path, 2, "env")
+    check_ranks(tmp_path, 2, "env")
 
 
-def test_accelerate_launch(tmp_path: Path) -> None:
-    """Its processes on CPUs are torchrun's."""
+def test_bootstrap_under_accelerate_launch(tmp_path: Path) -> None:
+    """On CPUs, accelerate starts its processes through torchrun."""
     pytest.importorskip("accelerate")
     options = [
         "--multi_gpu",
@@ -169,15 +176,15 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     ]
     ran = run([sys.executable, *argv], tmp_path, {"HF_HOME": str(tmp_path)})
     assert ran.code == 0, ran.err
-    check(tmp_path, 2, "torchrun")
+    check_ranks(tmp_path, 2, "torchrun")
 
 
 @pytest.mark.mpi
-def test_accelerate_launch_through_mpirun(tmp_path: Path) -> None:
+def test_bootstrap_under_accelerate_launch_with_mpirun(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    needs("mpirun")
+    require_program("mpirun")
     if not is_open_mpi():
-        pytest.skip("mpirun is not Open MPI's here")
+        pytest.skip("mpirun is not that of Open MPI here")
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     options = [
         "--cpu",
@@ -205,7 +212,7 @@ def test_accelerate_launch_through_mpirun(tmp_path: Path) -> None:
         ROOT_MPI | {"HF_HOME": str(tmp_path)},
     )
     assert ran.code == 0, ran.err
-    check(tmp_path, 2, "openmpi")
+    check_ranks(tmp_path, 2, "openmpi")
 
 
 TORCHRUNX = """
@@ -220,13 +227,14 @@ TORCHRUNX = """
 """
 
 
-def test_torchrunx(tmp_path: Path) -> None:
-    """It lets go of the port that it has chosen before its workers take it: on a machine of its
-    own, nobody else does meanwhile.
+def test_bootstrap_under_torchrunx(tmp_path: Path) -> None:
+    """torchrunx releases its port before its workers bind it.
+
+    In a network namespace of its own, no other process can take the port meanwhile.
     """
     pytest.importorskip("torchrunx")
-    if why_not():
-        pytest.skip(why_not())
+    if skip_reason():
+        pytest.skip(skip_reason())
     path = script(tmp_path, TRAIN)
     with machines(1) as [machine]:
         ran = run(
@@ -236,11 +244,11 @@ def test_torchrunx(tmp_path: Path) -> None:
             tmp_path,
         )
     assert ran.code == 0, ran.err
-    check(tmp_path, 2, "env")
+    check_ranks(tmp_path, 2, "env")
 
 
-def test_cores_are_shared_among_the_processes_of_a_node(tmp_path: Path) -> None:
-    """Without it each of them starts as many threads as there are cores."""
+def test_cores_are_divided_among_processes_of_node(tmp_path: Path) -> None:
+    """Otherwise each process starts as many threads as there are cores."""
     path = script(tmp_path, TRAIN)
     common = {
         "WORLD_SIZE": "2",
@@ -255,10 +263,10 @@ def test_cores_are_shared_among_the_processes_of_a_node(tmp_path: Path) -> None:
         started.append(subprocess.Popen([sys.executable, path], cwd=tmp_path, env=env))
     assert [process.wait(120) for process in started] == [0, 0]
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert [rank["threads"] for rank in check(tmp_path, 2, "env")] == [share, share]
+    assert [rank["threads"] for rank in check_ranks(tmp_path, 2, "env")] == [share, share]
 
 
-def test_env_works_without_torch_and_without_the_submit_half(tmp_path: Path) -> None:
+def test_env_command_works_without_installed_packages(tmp_path: Path) -> None:
     assert importlib.util.find_spec("typer") is not None
     argv = [sys.executable, "-S", "-m", "clusterjob", "env", "--json"]  # -S: no installed packages
     ran = run(

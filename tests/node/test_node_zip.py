@@ -1,6 +1,4 @@
-"""The node zip: small, the same bytes each time, and enough for a host that has a Python and
-nothing of ours.
-"""
+"""The node zip: small, reproducible, and enough for a host that has only a Python."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 import clusterjob
 from clusterjob.core import node_zip
@@ -28,7 +26,7 @@ CLEAN = {"PATH": os.environ["PATH"]}
 
 
 def interpreters() -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield the Pythons of this machine with their versions, as pyenv and PATH have them."""
+    """Yield version and path of each Python of this machine, from pyenv and PATH."""
     candidates = sorted(Path.home().glob(".pyenv/versions/*/bin/python3"))
     for minor in range(6, 20):
         candidates += [
@@ -37,9 +35,9 @@ def interpreters() -> Iterator[tuple[tuple[int, int], str]]:
     seen = set()
     for path in candidates:
         if path.is_file() and "shims" not in path.parts:
-            asked = [str(path), "-c", "import sys; print(*sys.version_info[:2])"]
+            command = [str(path), "-c", "import sys; print(*sys.version_info[:2])"]
             done = subprocess.run(
-                asked, capture_output=True, text=True, check=False, timeout=PATIENCE
+                command, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT
             )
             if done.returncode == 0:
                 major, minor = map(int, done.stdout.split())
@@ -49,8 +47,10 @@ def interpreters() -> Iterator[tuple[tuple[int, int], str]]:
 
 
 PYTHONS = dict(interpreters())
-OLD = [version for version in PYTHONS if version < (3, 10)]
-OTHERS = [version for version in PYTHONS if version >= (3, 10) and version != sys.version_info[:2]]
+OLD_VERSIONS = [version for version in PYTHONS if version < (3, 10)]
+OTHER_VERSIONS = [
+    version for version in PYTHONS if version >= (3, 10) and version != sys.version_info[:2]
+]
 
 
 @pytest.fixture
@@ -60,13 +60,16 @@ def zip_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_same_package_gives_the_same_bytes(tmp_path: Path) -> None:
-    again = "import hashlib, clusterjob.core.node_zip; print(hashlib.sha256(clusterjob.core.node_zip.node_zip()).hexdigest())"
+def test_node_zip_of_same_package_has_same_bytes(tmp_path: Path) -> None:
+    code = (
+        "import hashlib, clusterjob.core.node_zip; "
+        "print(hashlib.sha256(clusterjob.core.node_zip.node_zip()).hexdigest())"
+    )
     digests = set()
     for seed in ("1", "2"):
         environ = os.environ | {"PYTHONHASHSEED": seed, "TZ": f"UTC{seed}"}
         done = subprocess.run(
-            [sys.executable, "-c", again],
+            [sys.executable, "-c", code],
             env=environ,
             cwd=tmp_path,
             capture_output=True,
@@ -77,24 +80,26 @@ def test_the_same_package_gives_the_same_bytes(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def test_a_zip_that_was_made_once_is_taken_again_until_the_sources_change(
+def test_cached_zip_is_reused_and_damaged_one_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    made = node_zip.node_zip(cache)
+    built = node_zip.node_zip(cache)
     assert not cache.exists()
-    node_zip.keep(made, cache)
+    node_zip.keep(built, cache)
     (kept,) = cache.iterdir()
-    assert kept.read_bytes() == made == node_zip.node_zip()
+    assert kept.read_bytes() == built == node_zip.node_zip()
     assert kept.stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(node_zip, "_make", lambda *_: pytest.fail("it was made again"))
-    assert node_zip.node_zip(cache) == made
+    monkeypatch.setattr(node_zip, "_make", lambda *_: pytest.fail("the zip was built again"))
+    assert node_zip.node_zip(cache) == built
     monkeypatch.undo()
-    kept.write_bytes(made[:1000])  # a file that somebody cut short
-    assert node_zip.node_zip(cache) == made
+    kept.write_bytes(built[:1000])  # a truncated file
+    assert node_zip.node_zip(cache) == built
 
 
-def test_a_few_zips_of_other_sources_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_keeps_five_newest_zips_of_other_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "cache"
     for number in range(8):
         monkeypatch.setattr(node_zip, "_fingerprint", lambda *_, number=number: f"of{number}")
@@ -106,36 +111,34 @@ def test_a_few_zips_of_other_sources_stay(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_a_zip_that_somebody_else_could_have_written_is_not_taken(
-    tmp_path: Path, mode: int
-) -> None:
-    made = node_zip.node_zip()
-    node_zip.keep(made, tmp_path)
+def test_cached_zip_that_other_users_can_write_is_ignored(tmp_path: Path, mode: int) -> None:
+    built = node_zip.node_zip()
+    node_zip.keep(built, tmp_path)
     (kept,) = tmp_path.iterdir()
-    kept.write_bytes(made.replace(b"__main__.py", b"__mein__.py"))
-    assert node_zip.node_zip(tmp_path) != made
+    kept.write_bytes(built.replace(b"__main__.py", b"__mein__.py"))
+    assert node_zip.node_zip(tmp_path) != built
     kept.chmod(mode)
-    assert node_zip.node_zip(tmp_path) == made
+    assert node_zip.node_zip(tmp_path) == built
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a file can be given to somebody else by root alone")
-def test_a_zip_of_somebody_else_is_not_taken(tmp_path: Path) -> None:
-    made = node_zip.node_zip()
-    node_zip.keep(made, tmp_path)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
+def test_cached_zip_of_another_owner_is_ignored(tmp_path: Path) -> None:
+    built = node_zip.node_zip()
+    node_zip.keep(built, tmp_path)
     (kept,) = tmp_path.iterdir()
-    kept.write_bytes(made.replace(b"__main__.py", b"__mein__.py"))
+    kept.write_bytes(built.replace(b"__main__.py", b"__mein__.py"))
     os.chown(kept, 65534, 65534)
-    assert node_zip.node_zip(tmp_path) == made
+    assert node_zip.node_zip(tmp_path) == built
 
 
-def test_it_is_small() -> None:
+def test_node_zip_is_below_size_limit() -> None:
     size = len(node_zip.node_zip())
     print(f"the node zip has {size} bytes")
     assert size < node_zip.LIMIT == 150_000
 
 
-def test_it_holds_what_a_job_needs_and_nothing_else() -> None:
-    """All but what only submits jobs elsewhere; sources alone."""
+def test_node_zip_holds_only_modules_that_jobs_need() -> None:
+    """It holds sources only, without the modules that submit jobs to other hosts."""
     with zipfile.ZipFile(io.BytesIO(node_zip.node_zip())) as archive:
         assert archive.testzip() is None
         names = set(archive.namelist())
@@ -161,27 +164,32 @@ def test_it_holds_what_a_job_needs_and_nothing_else() -> None:
         node_zip._INSTALL.encode()
     )
     for name, path in modules.items():
-        told, packed = ast.parse(path.read_text()), ast.parse(texts[name])
-        assert told_away(told) == told_away(packed), name
-        assert [node.lineno for node in statements(told)] == [
+        source, packed = ast.parse(path.read_text()), ast.parse(texts[name])
+        assert without_docstrings(source) == without_docstrings(packed), name
+        assert [node.lineno for node in statements(source)] == [
             node.lineno for node in statements(packed)
         ], name
     assert b"\n    # " not in texts["clusterjob/node/agent.py"]
     assert texts["__main__.py"] == (PACKAGE / "node" / "zip" / "main.py").read_bytes()
 
 
-def test_all_of_it_is_there_for_whoever_asks_in_a_job(zip_file: Path, tmp_path: Path) -> None:
-    """Its code has its file, its lines and its place; what it leaves out is the installed
-    package's.
+def test_modules_in_zip_and_modules_left_out_can_be_imported_in_job(
+    zip_file: Path, tmp_path: Path
+) -> None:
+    """Modules in the zip have a file, source lines and tracebacks.
+
+    Modules that the zip leaves out come from the installed package.
     """
     code = """
 import inspect, sys
 import clusterjob
 assert "bz2" not in sys.modules
-import clusterjob.core.units as units, clusterjob.backends.slurm.flags, clusterjob.cli.job_options, clusterjob.backends.ssh.backend
+import clusterjob.core.units as units, clusterjob.backends.slurm.flags
+import clusterjob.cli.job_options, clusterjob.backends.ssh.backend
 from clusterjob import JobSpec
 print(units.__file__, units.__spec__.origin, inspect.getsource(units.show_size).splitlines()[0])
-print(clusterjob.backends.slurm.flags.__file__, clusterjob.backends.ssh.backend.__file__, clusterjob.backends.base.__file__)
+from clusterjob.backends import base, slurm, ssh
+print(slurm.flags.__file__, ssh.backend.__file__, base.__file__)
 try:
     units.parse_size("x")
 except Exception as error:
@@ -212,16 +220,14 @@ assert importlib.util.find_spec("clusterjob.nothing") is None
     done = subprocess.run(
         command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert "Start a job and print its id" in done.stdout, done.stderr
+    assert "Start a job in the background and print its id" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("version", ["0.0.9", None])
 def test_installed_package_of_another_version_is_refused(
     zip_file: Path, tmp_path: Path, version: str | None
 ) -> None:
-    """Its modules and those of the zip would not fit; where there is none, there is nothing to
-    submit with.
-    """
+    """Modules of two versions do not work together; without a package, submit is missing."""
     if version is not None:
         (tmp_path / "site" / "clusterjob" / "cli").mkdir(parents=True)
         (tmp_path / "site" / "clusterjob" / "__init__.py").write_text(
@@ -229,25 +235,26 @@ def test_installed_package_of_another_version_is_refused(
         )
         (tmp_path / "site" / "clusterjob" / "cli" / "__init__.py").touch()
     environ = {**CLEAN, "PYTHONPATH": f"{zip_file}:{tmp_path / 'site'}"}
-    asked = [
+    command = [
         sys.executable,
         "-S",
         "-c",
         "from clusterjob import submit, spawn, JobSpec; import clusterjob.cli",
     ]
     done = subprocess.run(
-        asked, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     last = done.stderr.splitlines()[-1]
     if version is None:
         assert last == "ModuleNotFoundError: No module named 'clusterjob.cli'"
     else:
         assert last.startswith(
-            f"ImportError: this job came with clusterjob {clusterjob.__version__}, and {tmp_path}/site/clusterjob/__init__.py"
+            f"ImportError: this job uses clusterjob {clusterjob.__version__}, "
+            f"but {tmp_path}/site/clusterjob/__init__.py"
         )
 
 
-def told_away(tree: ast.Module) -> str:
+def without_docstrings(tree: ast.Module) -> str:
     """Return a module without docstrings."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -266,12 +273,13 @@ def statements(tree: ast.Module) -> list[ast.stmt]:
 
 
 @pytest.mark.parametrize("flags", [["-I"], ["-I", "-S"]])
-def test_it_runs_a_job_from_anywhere_with_nothing_installed(
+def test_node_zip_runs_job_without_installed_packages(
     zip_file: Path, tmp_path: Path, flags: list[str]
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, clusterjob; print(os.environ['RANK'], sys.argv[1:], clusterjob.__file__, clusterjob.__version__)\n"
+        "import os, sys, clusterjob; "
+        "print(os.environ['RANK'], sys.argv[1:], clusterjob.__file__, clusterjob.__version__)\n"
     )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -284,7 +292,7 @@ def test_it_runs_a_job_from_anywhere_with_nothing_installed(
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
     path = zip_file / "clusterjob" / "__init__.py"
@@ -292,7 +300,7 @@ def test_it_runs_a_job_from_anywhere_with_nothing_installed(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_what_is_wrong_is_said_without_a_traceback(zip_file: Path) -> None:
+def test_unknown_option_is_reported_without_traceback(zip_file: Path) -> None:
     command = [sys.executable, "-I", "-S", str(zip_file)]
     done = subprocess.run(
         [*command, "--nodez"],
@@ -300,14 +308,14 @@ def test_what_is_wrong_is_said_without_a_traceback(zip_file: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("clusterjob: ")
     assert "Traceback" not in done.stderr
 
 
-def test_it_is_imported_from_pythonpath_before_an_installed_one(
+def test_zip_on_pythonpath_is_imported_before_installed_package(
     zip_file: Path, tmp_path: Path
 ) -> None:
     code = "import clusterjob, clusterjob.node.agent, clusterjob.core.spec, json\n"
@@ -330,9 +338,10 @@ def test_it_is_imported_from_pythonpath_before_an_installed_one(
 
 @pytest.mark.parametrize(
     "version",
-    OLD or [pytest.param(None, marks=pytest.mark.skip(reason="no Python before 3.10 here"))],
+    OLD_VERSIONS
+    or [pytest.param(None, marks=pytest.mark.skip(reason="no Python before 3.10 here"))],
 )
-def test_an_old_python_is_told_in_its_own_words(
+def test_old_python_is_refused_with_required_version(
     zip_file: Path, tmp_path: Path, version: tuple[int, int]
 ) -> None:
     ends = tmp_path / "job" / "ends"
@@ -340,22 +349,25 @@ def test_an_old_python_is_told_in_its_own_words(
     environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job"), "CLUSTERJOB_NODE_RANK": "3"}
     command = [PYTHONS[version], str(zip_file), "--nproc-per-node", "1", "script.py"]
     done = subprocess.run(
-        command, env=environ, capture_output=True, text=True, check=False, timeout=PATIENCE
+        command, env=environ, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT
     )
     assert done.returncode == 1
-    said = re.fullmatch(
+    match = re.fullmatch(
         rf"clusterjob: (\S+ is Python {version[0]}\.{version[1]}: 3\.10 or newer is needed)\n",
         done.stderr,
     )
-    assert said, done.stderr
+    assert match, done.stderr
     code, _, message = (ends / "node3.refused").read_text().partition("\n")
-    assert (code, message.strip()) == ("1", f"{os.uname().nodename}: {said[1]}")
+    assert (code, message.strip()) == ("1", f"{os.uname().nodename}: {match[1]}")
 
 
 @pytest.mark.parametrize(
-    "version", OTHERS or [pytest.param(None, marks=pytest.mark.skip(reason="no other Python here"))]
+    "version",
+    OTHER_VERSIONS or [pytest.param(None, marks=pytest.mark.skip(reason="no other Python here"))],
 )
-def test_other_pythons_run_it(zip_file: Path, tmp_path: Path, version: tuple[int, int]) -> None:
+def test_node_zip_runs_under_other_python_versions(
+    zip_file: Path, tmp_path: Path, version: tuple[int, int]
+) -> None:
     environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job")}
     code = "import sys; print(*sys.version_info[:2])"
     command = [
@@ -377,7 +389,7 @@ def test_other_pythons_run_it(zip_file: Path, tmp_path: Path, version: tuple[int
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) in (

@@ -1,5 +1,6 @@
-"""A worker that the kernel kills for want of memory is reported so: real cgroups with a limit, and
-the kernel's own count.
+"""Workers that the kernel kills because memory runs out are reported as such.
+
+The tests use real cgroups with a memory limit.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE, wait_until
+from procs import TEST_TIMEOUT, wait_until
 
 LIMIT = 200 << 20
-# Rank 1 writes to more memory than there is, itself or in a child; or is killed by somebody else.
-TAKES = """
+# Rank 1 uses more memory than the limit, itself or in a child, or another process kills it.
+USES_MEMORY = """
     import os, signal, sys, time
     def take():
         memory = bytearray(400 << 20)
-        for place in range(0, len(memory), 4096):
-            memory[place] = 1
+        for offset in range(0, len(memory), 4096):
+            memory[offset] = 1
     if os.environ["RANK"] == "1":
         if sys.argv[1] == "itself":
             take()
@@ -40,7 +41,7 @@ TAKES = """
 
 
 def own_cgroup() -> tuple[Path, bool] | None:
-    """Return where a cgroup that counts memory can be made, and whether it is of version 2."""
+    """Return where to create a cgroup that counts memory, and whether it is version 2."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -52,10 +53,10 @@ def own_cgroup() -> tuple[Path, bool] | None:
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A cgroup with a limit of 200 MiB."""
+    """Yield a cgroup with a limit of 200 MiB."""
     found = own_cgroup()
     if found is None:
-        pytest.skip("no memory controller of cgroups is mounted")
+        pytest.skip("the memory controller of cgroups is not mounted")
     parent, unified = found
     group = parent / f"clusterjob-test-{os.getpid()}"
     try:
@@ -64,30 +65,30 @@ def cgroup() -> Iterator[Path]:
     except OSError as error:
         with contextlib.suppress(OSError):
             group.rmdir()
-        pytest.skip(f"a cgroup with a limit cannot be made: {error}; run as root")
-    with contextlib.suppress(OSError):  # where there is no swap, there is no such file
+        pytest.skip(f"cannot create a cgroup with a limit: {error}; run as root")
+    with contextlib.suppress(OSError):  # the file does not exist without swap
         (group / ("memory.swap.max" if unified else "memory.memsw.limit_in_bytes")).write_text(
             "0" if unified else str(LIMIT)
         )
     yield group
     wait_until(
         lambda: not (group / "cgroup.procs").read_text(),
-        PATIENCE,
+        TEST_TIMEOUT,
         "the end of all processes of the cgroup",
     )
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TEST_TIMEOUT
     while True:
         try:
             group.rmdir()
             return
-        except OSError:  # a zombie is still counted
+        except OSError:  # the cgroup still counts a zombie
             if time.monotonic() > end:
                 raise
             time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "message"),
     [
         ("itself", "killed by SIGKILL (out of memory: the kernel killed it, limit 209 MB)"),
         (
@@ -97,10 +98,10 @@ def cgroup() -> Iterator[Path]:
         ("killed", "killed by SIGKILL\n"),
     ],
 )
-def test_worker_that_the_kernel_killed_for_memory_is_reported_so(
-    cgroup: Path, tmp_path: Path, how: str, says: str
+def test_worker_killed_by_kernel_is_reported_as_out_of_memory(
+    cgroup: Path, tmp_path: Path, how: str, message: str
 ) -> None:
-    (tmp_path / "takes.py").write_text(textwrap.dedent(TAKES))
+    (tmp_path / "takes.py").write_text(textwrap.dedent(USES_MEMORY))
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
@@ -125,9 +126,9 @@ def test_worker_that_the_kernel_killed_for_memory_is_reported_so(
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == (1 if how == "child" else 137), done.stderr
-    assert says in done.stderr
+    assert message in done.stderr
     assert "FAILED: rank 1 " in done.stderr

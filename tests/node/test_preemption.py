@@ -1,5 +1,6 @@
-"""Jobs that are warned before their nodes are taken away: real agents and workers, and the signals
-that a scheduler sends.
+"""Warn jobs before their nodes are taken away, and check how they end.
+
+Agents and workers are real processes; the signals are those that a scheduler sends.
 """
 
 from __future__ import annotations
@@ -20,21 +21,29 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT
-from procs import PATIENCE, WITH_TORCH, Job, below, nothing_left, own_marked, wait_until
+from procs import (
+    TEST_TIMEOUT,
+    WITH_TORCH,
+    Job,
+    below,
+    own_processes,
+    wait_for_no_processes,
+    wait_until,
+)
 
-from clusterjob.node.logs import ends
-from clusterjob.node.rendezvous.preemption import SUSPICION, Notice
-from clusterjob.node.rendezvous.root_cause import Judge
-from clusterjob.node.verdict import Failure, is_termination
+from clusterjob.node.logs import ends, failure_texts
+from clusterjob.node.rendezvous.preemption import WARNING_TIMEOUT, Preemption
+from clusterjob.node.rendezvous.root_cause import RootCause
+from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers.preemption_pipe import WarningPipe
 
 NewJob = Callable[..., Job]
 HOST = socket.gethostname()
-# Half of it, 30 s, is what workers have at least: no test waits for that.
+# Workers have at least half of it, 30 s; no test waits that long.
 WARNING = ("--warning", "60")
 
-# What a Context is made of, for workers that need no torch.
-PLACE = """
+# A context for workers that need no torch.
+FAKE_CONTEXT = """
     import os, pathlib, signal, sys, time
     from types import SimpleNamespace
     from clusterjob.worker.preemption import Preemptible
@@ -52,7 +61,7 @@ PLACE = """
         os.rename(f"{name}{rank}.new", f"{name}{rank}")
 """
 # Leaves as soon as it is warned, or ends by itself when the test lets it.
-ASKING = """
+POLLS_WARNING = """
     from place import *
     ctx.preempted
     tell("up")
@@ -64,7 +73,7 @@ ASKING = """
     tell("warned")
     ctx.requeue()
 """
-CALLED = """
+USES_CALLBACKS = """
     import threading
     from place import *
     def first():
@@ -76,18 +85,18 @@ CALLED = """
     ctx.on_preempt(first)
     ctx.on_preempt(second)
     tell("up")
-    while True:  # a signal may come at the moment before a sleep begins, which then is not cut short
+    while True:  # a signal just before a sleep does not shorten it
         time.sleep(0.1)
 """
-DEAF = """
+IGNORES_WARNING = """
     from place import *
     tell("up")
     time.sleep(1000)
 """
 
 
-def prepared(job: Job, text: str) -> str:
-    job.script(PLACE, "place.py")
+def write_scripts(job: Job, text: str) -> str:
+    job.script(FAKE_CONTEXT, "place.py")
     return job.script(text)
 
 
@@ -114,15 +123,15 @@ def check_preempted(job: Job, why: str, how: str = "its workers left to be queue
     assert len(job.events("warned")) == 1
     assert job.events("warned")[0]["why"] == why
     assert not job.events("restart")
-    assert not own_marked()
+    assert not own_processes()
 
 
-# -- who is warned, and how ------------------------------------------------------------------------------------------------
+# -- delivery of the warning -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["fork", "exec"])
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, mode: str) -> None:
+def test_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, mode: str) -> None:
     job = new_job(2)
     job.start_all(
         *WARNING,
@@ -132,7 +141,7 @@ def test_a_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, 
         "2",
         "--max-restarts",
         "3",
-        prepared(job, ASKING),
+        write_scripts(job, POLLS_WARNING),
     )
     up(job, 4)
     job.agents[node].send_signal(signal.SIGUSR1)
@@ -141,14 +150,16 @@ def test_a_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, 
     for rank in range(4):
         assert job.log(rank // 2, f"rank{rank}.out") == "warned at attempt 0\n"
     assert [job.end_of(rank)["state"] for rank in (0, 1)] == ["PREEMPTED", "PREEMPTED"]
-    assert f"warned: SIGUSR1 on {HOST}: the workers have 55 s to leave" in job.stderr(job.agents[0])
+    assert f"warning: SIGUSR1 on {HOST}: the workers have 55 s to leave" in job.stderr(
+        job.agents[0]
+    )
     assert f"PREEMPTED: SIGUSR1 on {HOST}" in job.stderr(job.agents[1])
 
 
 @pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_callbacks_run_once_in_order_on_the_main_thread(new_job: NewJob, mode: str) -> None:
+def test_callbacks_run_once_in_order_on_main_thread(new_job: NewJob, mode: str) -> None:
     job = new_job(2)
-    job.start_all(*WARNING, "--start", mode, prepared(job, CALLED))
+    job.start_all(*WARNING, "--start", mode, write_scripts(job, USES_CALLBACKS))
     up(job, 2)
     for _ in range(3):
         job.agents[1].send_signal(signal.SIGUSR1)
@@ -157,9 +168,9 @@ def test_callbacks_run_once_in_order_on_the_main_thread(new_job: NewJob, mode: s
     assert [job.log(rank, f"rank{rank}.out") for rank in (0, 1)] == ["first\nsecond\n"] * 2
 
 
-def test_sigterm_is_a_warning_too_unless_the_job_is_cancelled(new_job: NewJob) -> None:
+def test_sigterm_to_agent_counts_as_warning(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all(*WARNING, prepared(job, ASKING))
+    job.start_all(*WARNING, write_scripts(job, POLLS_WARNING))
     up(job, 2)
     job.agents[1].terminate()
     assert job.wait() == [75, 75]
@@ -167,12 +178,12 @@ def test_sigterm_is_a_warning_too_unless_the_job_is_cancelled(new_job: NewJob) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_job_that_may_be_preempted_is_cancelled_as_any_other(
+def test_preemptible_job_is_cancelled_at_once_without_warning(
     new_job: NewJob, number: signal.Signals
 ) -> None:
-    """And at once: workers that would take a SIGTERM for a warning see whose this one is."""
+    """Workers that treat SIGTERM as a warning see that this one cancels the job."""
     job = new_job(2)
-    job.start_all(*WARNING, "--grace", "45", prepared(job, CALLED))
+    job.start_all(*WARNING, "--grace", "45", write_scripts(job, USES_CALLBACKS))
     up(job, 2)
     if number == signal.SIGTERM:
         ends.cancel(job.dir)
@@ -185,20 +196,20 @@ def test_a_job_that_may_be_preempted_is_cancelled_as_any_other(
     assert job.log(0, "rank0.out") == ""
 
 
-def test_a_job_that_may_not_be_preempted_is_ended_by_sigterm(new_job: NewJob) -> None:
+def test_sigterm_cancels_job_without_warning_option(new_job: NewJob) -> None:
     job = new_job()
-    job.start(0, prepared(job, ASKING))
+    job.start(0, write_scripts(job, POLLS_WARNING))
     up(job, 1)
     job.agents[0].terminate()
     assert job.wait() == [143]
     assert job.result["state"] == "CANCELLED"
 
 
-def test_a_warning_before_the_agents_listen_is_not_lost(new_job: NewJob) -> None:
+def test_warning_before_agents_listen_preempts_job(new_job: NewJob) -> None:
     job = new_job(2)
     (job.dir / "ends").mkdir()
     ends.warn(job.dir, 0)
-    job.start_all(*WARNING, prepared(job, DEAF))
+    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     assert job.wait() == [75, 75]
     check_preempted(
         job, f"a warning on {HOST}, while the job was starting", "before its workers had started"
@@ -206,24 +217,24 @@ def test_a_warning_before_the_agents_listen_is_not_lost(new_job: NewJob) -> None
     assert not job.path("up0").exists()
 
 
-def test_the_warning_of_another_attempt_is_none(new_job: NewJob) -> None:
+def test_warning_of_earlier_attempt_is_ignored(new_job: NewJob) -> None:
     job = new_job()
     (job.dir / "ends").mkdir()
     ends.warn(job.dir, 0)
     job.path("go").touch()
-    job.start(0, *WARNING, prepared(job, ASKING), env={"CLUSTERJOB_ATTEMPT": "1"})
+    job.start(0, *WARNING, write_scripts(job, POLLS_WARNING), env={"CLUSTERJOB_ATTEMPT": "1"})
     assert job.wait() == [0]
 
 
 @pytest.mark.parametrize("moment", [0.02, 0.06, 0.1, 0.15, 0.2, 0.3])
-def test_a_signal_while_a_job_starts_never_breaks_it(new_job: NewJob, moment: float) -> None:
-    """From the fork of the starter on; before it the script's `trap '' USR1` is in force."""
+def test_sigusr1_during_start_preempts_job(new_job: NewJob, moment: float) -> None:
+    """The signal comes after the fork of the forkserver; until then `trap '' USR1` holds."""
     job = new_job()
-    script = prepared(job, ASKING)
+    script = write_scripts(job, POLLS_WARNING)
     trapped = ["bash", "-c", "trap '' USR1; exec \"$@\"", "-", sys.executable, "-S"]
     agent = job.start(0, *WARNING, script, python=tuple(trapped))
     time.sleep(moment)
-    wait_until(lambda: below(agent.pid) or agent.poll() is not None, PATIENCE)
+    wait_until(lambda: below(agent.pid) or agent.poll() is not None, TEST_TIMEOUT)
     signal_all([agent.pid, *below(agent.pid)], signal.SIGUSR1)
     assert job.wait() == [75]
     assert job.result["reason"].startswith(f"SIGUSR1 on {HOST}: ")
@@ -231,14 +242,15 @@ def test_a_signal_while_a_job_starts_never_breaks_it(new_job: NewJob, moment: fl
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_a_signal_to_every_process_of_a_job_ends_none(
+def test_signal_to_all_processes_of_job_ends_none_of_them(
     new_job: NewJob, mode: str, number: signal.Signals
 ) -> None:
-    """Slurm signals all processes of a step. A worker's own children are by default not kept from
-    SIGTERM.
+    """Slurm signals all processes of a step.
+
+    By default, a worker's own children are not protected from SIGTERM.
     """
     job = new_job(2)
-    script = prepared(job, """
+    script = write_scripts(job, """
         import subprocess
         from place import *
         children = []
@@ -262,18 +274,18 @@ def test_a_signal_to_every_process_of_a_job_ends_none(
         job.path("usr1").touch()
     job.start_all(*WARNING, "--start", mode, "--nproc-per-node", "2", script, python=WITH_TORCH)
     up(job, 4)
-    signal_all(own_marked(), number)
+    signal_all(own_processes(), number)
     assert job.wait() == [75, 75]
     check_preempted(job, f"{number.name} on {HOST}")
     assert [job.log(rank // 2, f"rank{rank}.out") for rank in range(4)] == ["saved\n"] * 4
 
 
-# -- how a warned job ends -------------------------------------------------------------------------------------------------
+# -- end of a warned job ---------------------------------------------------------------------------
 
 
-def test_workers_that_know_of_no_warning_are_stopped_in_time(new_job: NewJob) -> None:
+def test_workers_that_ignore_warning_are_stopped_before_deadline(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all("--warning", "4", "--grace", "1", prepared(job, DEAF))
+    job.start_all("--warning", "4", "--grace", "1", write_scripts(job, IGNORES_WARNING))
     up(job, 2)
     begin = time.monotonic()
     job.agents[0].send_signal(signal.SIGUSR1)
@@ -282,9 +294,9 @@ def test_workers_that_know_of_no_warning_are_stopped_in_time(new_job: NewJob) ->
     check_preempted(job, f"SIGUSR1 on {HOST}", "its workers still ran 2 s later and were stopped")
 
 
-def test_a_job_that_ends_well_after_a_warning_has_succeeded(new_job: NewJob) -> None:
+def test_job_that_completes_after_warning_has_succeeded(new_job: NewJob) -> None:
     job = new_job(2)
-    script = prepared(job, """
+    script = write_scripts(job, """
         from place import *
         tell("up")
         while not ctx.preempted:
@@ -298,9 +310,9 @@ def test_a_job_that_ends_well_after_a_warning_has_succeeded(new_job: NewJob) -> 
     assert job.result["state"] == "SUCCEEDED"
 
 
-def test_who_leaves_early_leaves_the_others_their_time(new_job: NewJob) -> None:
+def test_worker_that_exits_early_does_not_stop_other_workers(new_job: NewJob) -> None:
     job = new_job(2)
-    script = prepared(job, """
+    script = write_scripts(job, """
         import atexit
         from place import *
         tell("up")
@@ -325,9 +337,9 @@ def test_who_leaves_early_leaves_the_others_their_time(new_job: NewJob) -> None:
     assert job.log(0, "rank1.out") == "saved at last\n"
 
 
-def test_a_failure_after_the_warning_is_a_failure(new_job: NewJob) -> None:
+def test_worker_failure_after_warning_fails_job(new_job: NewJob) -> None:
     job = new_job(2)
-    script = prepared(job, """
+    script = write_scripts(job, """
         from place import *
         tell("up")
         while not ctx.preempted:
@@ -344,9 +356,9 @@ def test_a_failure_after_the_warning_is_a_failure(new_job: NewJob) -> None:
     assert "the checkpoint cannot be written" in job.result["reason"]
 
 
-def test_an_exception_of_a_callback_leaves_the_script(new_job: NewJob) -> None:
+def test_exception_in_callback_ends_script(new_job: NewJob) -> None:
     job = new_job()
-    script = prepared(job, """
+    script = write_scripts(job, """
         from place import *
         def save():
             raise OSError("no space left")
@@ -368,22 +380,20 @@ def test_an_exception_of_a_callback_leaves_the_script(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("warning", [(), WARNING])
-def test_exit_code_75_without_a_warning_is_a_failure(
-    new_job: NewJob, warning: tuple[str, ...]
-) -> None:
+def test_exit_code_75_without_warning_fails_job(new_job: NewJob, warning: tuple[str, ...]) -> None:
     job = new_job()
     job.start(0, *warning, job.script("import sys; sys.exit(75)"))
     assert job.wait() == [75]
     assert (job.result["state"], job.result["failure"]["rank"]) == ("FAILED", 0)
 
 
-def test_workers_that_die_of_the_scheduler_s_sigterm_are_preempted(new_job: NewJob) -> None:
-    """It reaches the workers first here; the warning that explains it comes after."""
+def test_workers_killed_by_sigterm_before_warning_are_preempted(new_job: NewJob) -> None:
+    """The signal reaches the workers first; the warning that explains it comes later."""
     job = new_job(2)
-    job.start_all(*WARNING, prepared(job, DEAF))
+    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     up(job, 2)
     for agent in job.agents:
-        for worker in below(job.starter_of(agent)):
+        for worker in below(job.forkserver_of(agent)):
             os.kill(worker, signal.SIGTERM)
     time.sleep(0.3)
     job.agents[1].terminate()
@@ -391,11 +401,11 @@ def test_workers_that_die_of_the_scheduler_s_sigterm_are_preempted(new_job: NewJ
     check_preempted(job, f"SIGTERM on {HOST}")
 
 
-def test_a_worker_that_somebody_terminates_is_a_failure_in_the_end(new_job: NewJob) -> None:
+def test_worker_killed_by_sigterm_without_warning_fails_job(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all(*WARNING, prepared(job, DEAF))
+    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     up(job, 2)
-    (worker,) = below(job.starter_of(job.agents[1]))
+    (worker,) = below(job.forkserver_of(job.agents[1]))
     os.kill(worker, signal.SIGTERM)
     assert job.wait() == [143, 143]
     assert (
@@ -405,24 +415,22 @@ def test_a_worker_that_somebody_terminates_is_a_failure_in_the_end(new_job: NewJ
     ) == ("FAILED", 1, "SIGTERM")
 
 
-def test_an_agent_that_is_lost_after_the_warning_was_taken_away(new_job: NewJob) -> None:
+def test_agent_lost_after_warning_preempts_job(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all(*WARNING, prepared(job, DEAF))
+    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     up(job, 2)
     job.agents[0].send_signal(signal.SIGUSR1)
-    wait_until(lambda: job.events("warned"), PATIENCE)
+    wait_until(lambda: job.events("warned"), TEST_TIMEOUT)
     job.agents[1].kill()
     assert job.wait()[0] == 75
     assert job.result["state"] == "PREEMPTED"
     assert "was lost" in job.result["reason"]
 
 
-def test_a_worker_is_told_again_after_a_restart(new_job: NewJob) -> None:
-    """A failure after the warning, with restarts left: the new workers see the warning from the
-    beginning.
-    """
+def test_worker_sees_warning_again_after_restart(new_job: NewJob) -> None:
+    """After a failure with restarts left, the new workers see the warning from the start."""
     job = new_job()
-    script = prepared(job, """
+    script = write_scripts(job, """
         from place import *
         tell("up")
         while not ctx.preempted:
@@ -438,30 +446,33 @@ def test_a_worker_is_told_again_after_a_restart(new_job: NewJob) -> None:
     assert (job.result["state"], job.result["restarts"]) == ("PREEMPTED", 1)
 
 
-@pytest.mark.parametrize("whom", ["an agent", "everyone, by SIGTERM"])
-def test_workers_under_torchrun_see_the_file(new_job: NewJob, whom: str) -> None:
-    """torchrun keeps the pipe from them, and ends the other workers of its node when the first one
-    leaves.
+@pytest.mark.parametrize("target", ["agent", "all processes"])
+def test_workers_under_torchrun_see_warning_file(new_job: NewJob, target: str) -> None:
+    """torchrun does not pass the pipe on.
+
+    It also ends the other workers of its node when the first one exits.
     """
     job = new_job(2)
-    job.start_all(*WARNING, "--launcher", "torchrun", prepared(job, ASKING), python=WITH_TORCH)
+    job.start_all(
+        *WARNING, "--launcher", "torchrun", write_scripts(job, POLLS_WARNING), python=WITH_TORCH
+    )
     up(job, 2)
-    if whom == "an agent":
+    if target == "agent":
         job.agents[1].send_signal(signal.SIGUSR1)
         why = f"SIGUSR1 on {HOST}"
     else:
-        signal_all(own_marked(), signal.SIGTERM)
+        signal_all(own_processes(), signal.SIGTERM)
         why = f"SIGTERM on {HOST}"
     assert job.wait() == [75, 75]
     check_preempted(job, why)
 
 
-# -- the next attempt ------------------------------------------------------------------------------------------------------
+# -- the next attempt ------------------------------------------------------------------------------
 
 
-def test_the_next_attempt_runs_in_the_same_directory(new_job: NewJob) -> None:
+def test_next_attempt_runs_in_same_job_directory(new_job: NewJob) -> None:
     job = new_job(2)
-    script = prepared(job, ASKING)
+    script = write_scripts(job, POLLS_WARNING)
     job.start_all(*WARNING, script)
     up(job, 2)
     job.agents[0].send_signal(signal.SIGUSR1)
@@ -472,7 +483,7 @@ def test_the_next_attempt_runs_in_the_same_directory(new_job: NewJob) -> None:
 
     for node_rank in (0, 1):
         job.start(node_rank, *WARNING, script, env={"CLUSTERJOB_ATTEMPT": "1"})
-    wait_until(lambda: job.path("up0").exists() and job.path("up1").exists(), PATIENCE)
+    wait_until(lambda: job.path("up0").exists() and job.path("up1").exists(), TEST_TIMEOUT)
     assert not (job.dir / "result.json").exists(), "the job runs: it has no result"
     job.agents[2].send_signal(signal.SIGUSR1)
     assert job.wait()[2:] == [75, 75]
@@ -488,32 +499,31 @@ def test_the_next_attempt_runs_in_the_same_directory(new_job: NewJob) -> None:
     assert [event["attempt"] for event in job.events("started")] == [0, 1]
 
 
-def test_the_end_of_an_agent_of_an_old_attempt_is_not_the_job_s(new_job: NewJob) -> None:
+def test_failure_of_agent_of_old_attempt_does_not_replace_result(new_job: NewJob) -> None:
     job = new_job()
     job.path("go").touch()
-    script = prepared(job, ASKING)
+    script = write_scripts(job, POLLS_WARNING)
     job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "2"})
     assert job.wait() == [0]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        job.start(
-            0, script, env={"CLUSTERJOB_ATTEMPT": "1", "CLUSTERJOB_MASTER_PORT": port}
-        )  # it cannot lead
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        # The port is in use, so this agent cannot become the coordinator.
+        job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "1", "CLUSTERJOB_MASTER_PORT": port})
         assert job.wait() == [0, 1]
     assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
     assert job.end_of(0)["attempt"] == 2
 
 
-# -- the worker's side alone -----------------------------------------------------------------------------------------------
+# -- worker without an agent -----------------------------------------------------------------------
 
 
 def run_alone(
     directory: Path, text: str, extra: dict[str, str], fd: int | None = None
 ) -> subprocess.Popen[str]:
-    """Start a process that is a worker by its variables, with nobody who would be its agent."""
-    (directory / "place.py").write_text(textwrap.dedent(PLACE))
+    """Start a process with the variables of a worker, but without an agent."""
+    (directory / "place.py").write_text(textwrap.dedent(FAKE_CONTEXT))
     (directory / "alone.py").write_text(textwrap.dedent(text))
     environ = os.environ | {"RANK": "0", "LOCAL_RANK": "0"} | extra
     return subprocess.Popen(
@@ -522,63 +532,65 @@ def run_alone(
     )  # fmt: skip
 
 
-def said(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=PATIENCE)
+def result_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=TEST_TIMEOUT)
     assert "Traceback" not in err, err
     return process.returncode, out
 
 
-def test_without_an_agent_the_file_in_the_job_s_directory_counts(tmp_path: Path) -> None:
+def test_worker_without_agent_reads_warning_file_of_its_attempt(tmp_path: Path) -> None:
     (tmp_path / "ends").mkdir()
     process = run_alone(
-        tmp_path, CALLED, {"CLUSTERJOB_JOB_DIR": str(tmp_path), "CLUSTERJOB_ATTEMPT": "3"}
+        tmp_path, USES_CALLBACKS, {"CLUSTERJOB_JOB_DIR": str(tmp_path), "CLUSTERJOB_ATTEMPT": "3"}
     )
-    wait_until((tmp_path / "up0").exists, PATIENCE)
+    wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
     ends.warn(tmp_path, 2)
     ends.warn(tmp_path, 3)
-    assert said(process) == (75, "first\nsecond\n")
+    assert result_of(process) == (75, "first\nsecond\n")
 
 
 @pytest.mark.parametrize(("number", "variable"), [(signal.SIGUSR1, ""), (signal.SIGTERM, "none")])
-def test_without_an_agent_the_scheduler_s_signals_count(
+def test_worker_without_agent_takes_signal_as_warning(
     tmp_path: Path, number: int, variable: str
 ) -> None:
-    process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": variable})
-    wait_until((tmp_path / "up0").exists, PATIENCE)
+    process = run_alone(tmp_path, USES_CALLBACKS, {"CLUSTERJOB_WARNING_FD": variable})
+    wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
     process.send_signal(number)
-    assert said(process) == (75, "first\nsecond\n")
+    assert result_of(process) == (75, "first\nsecond\n")
 
 
 @pytest.mark.parametrize("variable", ["", "x", "7:", "0:1", "999999:1"])
-def test_sigterm_ends_a_process_that_no_scheduler_warns(tmp_path: Path, variable: str) -> None:
-    process = run_alone(tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": variable})
-    wait_until((tmp_path / "up0").exists, PATIENCE)
+def test_sigterm_ends_worker_without_valid_warning_pipe(tmp_path: Path, variable: str) -> None:
+    process = run_alone(tmp_path, USES_CALLBACKS, {"CLUSTERJOB_WARNING_FD": variable})
+    wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
     process.terminate()
-    assert said(process) == (-signal.SIGTERM, "")
+    assert result_of(process) == (-signal.SIGTERM, "")
 
 
-def test_a_cancelled_job_s_sigterm_is_meant(tmp_path: Path) -> None:
+def test_sigterm_ends_worker_of_cancelled_job(tmp_path: Path) -> None:
     process = run_alone(
-        tmp_path, CALLED, {"CLUSTERJOB_WARNING_FD": "none", "CLUSTERJOB_JOB_DIR": str(tmp_path)}
+        tmp_path,
+        USES_CALLBACKS,
+        {"CLUSTERJOB_WARNING_FD": "none", "CLUSTERJOB_JOB_DIR": str(tmp_path)},
     )
-    wait_until((tmp_path / "up0").exists, PATIENCE)
+    wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
     ends.cancel(tmp_path)
     process.terminate()
-    assert said(process) == (-signal.SIGTERM, "")
+    assert result_of(process) == (-signal.SIGTERM, "")
 
 
 @pytest.fixture
 def pipe():
-    made = WarningPipe(warned=False)
-    yield made
-    for descriptor in (made.write_end, int(made.name.partition(":")[0])):
+    warning_pipe = WarningPipe(warned=False)
+    yield warning_pipe
+    for descriptor in (warning_pipe.write_end, int(warning_pipe.name.partition(":")[0])):
         try:
             os.close(descriptor)
         except OSError:
             pass
 
 
-def test_the_first_sigterm_warns_and_the_second_ends(tmp_path: Path, pipe: WarningPipe) -> None:
+def test_first_sigterm_warns_worker_and_second_ends_it(tmp_path: Path, pipe: WarningPipe) -> None:
     text = """
         from place import *
         ctx.on_preempt(lambda: tell("warned"))
@@ -589,15 +601,15 @@ def test_the_first_sigterm_warns_and_the_second_ends(tmp_path: Path, pipe: Warni
     process = run_alone(
         tmp_path, text, {"CLUSTERJOB_WARNING_FD": pipe.name}, int(pipe.name.partition(":")[0])
     )
-    wait_until((tmp_path / "up0").exists, PATIENCE)
+    wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
     process.terminate()
-    wait_until((tmp_path / "warned0").exists, PATIENCE)
+    wait_until((tmp_path / "warned0").exists, TEST_TIMEOUT)
     assert process.poll() is None
     process.terminate()
-    assert said(process)[0] == -signal.SIGTERM
+    assert result_of(process)[0] == -signal.SIGTERM
 
 
-def test_any_number_of_processes_see_one_warning_at_any_time(pipe: WarningPipe) -> None:
+def test_warning_pipe_stays_readable_after_warning(pipe: WarningPipe) -> None:
     read_end = int(pipe.name.partition(":")[0])
 
     def state() -> int:
@@ -615,8 +627,8 @@ def test_any_number_of_processes_see_one_warning_at_any_time(pipe: WarningPipe) 
     assert state() == select.POLLIN | select.POLLHUP
 
 
-def test_a_worker_s_children_keep_their_sigterm(tmp_path: Path, pipe: WarningPipe) -> None:
-    """multiprocessing and torch's DataLoader end theirs by it, and wait."""
+def test_sigterm_ends_forked_child_of_worker(tmp_path: Path, pipe: WarningPipe) -> None:
+    """multiprocessing and torch's DataLoader end their processes by SIGTERM, and wait."""
     text = """
         import multiprocessing
         from place import *
@@ -637,14 +649,14 @@ def test_a_worker_s_children_keep_their_sigterm(tmp_path: Path, pipe: WarningPip
     """
     for asked in ("before", "after"):
         extra = {"CLUSTERJOB_WARNING_FD": pipe.name, "ASKED": asked}
-        assert said(run_alone(tmp_path, text, extra, int(pipe.name.partition(":")[0]))) == (
+        assert result_of(run_alone(tmp_path, text, extra, int(pipe.name.partition(":")[0]))) == (
             0,
             "-15\n",
         )
         (tmp_path / "child0").unlink()
 
 
-def test_a_callback_after_the_warning_runs_at_once_and_one_of_a_thread_on_a_thread(
+def test_callback_added_after_warning_runs_at_once_and_thread_callback_on_thread(
     tmp_path: Path, pipe: WarningPipe
 ) -> None:
     text = """
@@ -670,23 +682,23 @@ def test_a_callback_after_the_warning_runs_at_once_and_one_of_a_thread_on_a_thre
     process = run_alone(
         tmp_path, text, {"CLUSTERJOB_WARNING_FD": pipe.name}, int(pipe.name.partition(":")[0])
     )
-    wait_until((tmp_path / "up0").exists, PATIENCE)
+    wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
     pipe.warn()
-    wait_until((tmp_path / "called0").exists, PATIENCE)
+    wait_until((tmp_path / "called0").exists, TEST_TIMEOUT)
     (tmp_path / "go").touch()
-    assert said(process) == (0, "clusterjob-warning\nMainThread\n")
+    assert result_of(process) == (0, "clusterjob-warning\nMainThread\n")
 
 
-def test_a_plain_process_is_never_preempted(tmp_path: Path) -> None:
+def test_process_outside_job_is_never_preempted(tmp_path: Path) -> None:
     text = """
         from place import *
         ctx.on_preempt(lambda: print("called"))
         print(ctx.preempted, ctx.attempt)
     """
-    assert said(run_alone(tmp_path, text, {})) == (0, "False 0\n")
+    assert result_of(run_alone(tmp_path, text, {})) == (0, "False 0\n")
 
 
-# -- what the lead makes of ends -------------------------------------------------------------------------------------------
+# -- coordinator: preemption or failure ------------------------------------------------------------
 
 
 def failure(
@@ -707,58 +719,62 @@ def failure(
         message=message,
         last_lines=(),
         effect=effect,
+        kind=FailureKind.TERMINATED if signal_name == "SIGTERM" else FailureKind.CODE,
     )
 
 
-def test_the_time_that_workers_have() -> None:
-    assert Notice(90, 3).seconds == 85
-    assert Notice(4, 3).seconds == 2
-    assert Notice(None, 3).seconds == float("inf")
+def test_workers_get_warning_time_minus_grace_or_half_of_it() -> None:
+    assert Preemption(90, 3).seconds == 85
+    assert Preemption(4, 3).seconds == 2
+    assert Preemption(None, 3).seconds == float("inf")
 
 
-def test_an_end_that_looks_like_a_preemption_waits_for_the_warning() -> None:
-    notice, judge = Notice(60, 3), Judge()
-    assert not notice.takes(failure(0), 10.0, exited=True)
-    assert notice.takes(failure(1, 143, signal_name="SIGTERM"), 10.0, exited=False)
-    assert notice.takes(failure(1, 143, signal_name="SIGTERM"), 10.1, exited=True)
-    assert notice.takes(failure(2, 75), 10.5, exited=True)
-    assert notice.suspicion_due == 10.0 + SUSPICION
-    assert not notice.left
-    notice.give_up(judge, 10.0 + SUSPICION)
-    assert judge.root() == failure(1, 143, signal_name="SIGTERM")
-    assert judge.stop_due() == 0.0
-    assert notice.begin("SIGTERM on h", 11.0)
-    assert not notice.begin("SIGUSR1 on h", 12.0)
-    assert notice.left
-    assert (notice.why, notice.due, notice.suspicion_due) == ("SIGTERM on h", 66.0, float("inf"))
+def test_suspected_preemption_waits_for_warning() -> None:
+    preemption, root_cause = Preemption(60, 3), RootCause()
+    assert not preemption.explains(failure(0), 10.0, exited=True)
+    assert preemption.explains(failure(1, 143, signal_name="SIGTERM"), 10.0, exited=False)
+    assert preemption.explains(failure(1, 143, signal_name="SIGTERM"), 10.1, exited=True)
+    assert preemption.explains(failure(2, 75), 10.5, exited=True)
+    assert preemption.suspects_due == 10.0 + WARNING_TIMEOUT
+    assert not preemption.left
+    preemption.release(root_cause, 10.0 + WARNING_TIMEOUT)
+    assert root_cause.root() == failure(1, 143, signal_name="SIGTERM")
+    assert root_cause.stop_due() == 0.0
+    assert preemption.warn("SIGTERM on h", 11.0)
+    assert not preemption.warn("SIGUSR1 on h", 12.0)
+    assert preemption.left
+    assert (preemption.reason, preemption.due, preemption.suspects_due) == (
+        "SIGTERM on h",
+        66.0,
+        float("inf"),
+    )
 
 
-def test_only_those_whose_peer_left_are_pardoned() -> None:
-    notice = Notice(60, 3)
-    notice.begin("SIGUSR1 on h", 0.0)
-    assert not notice.takes(failure(0, effect=True), 1.0, exited=True)
-    assert notice.takes(failure(1, 75), 2.0, exited=False)
-    assert notice.takes(
-        failure(1, 134, signal_name="SIGABRT"), 3.0, exited=True
-    )  # it said that it leaves
-    assert notice.takes(failure(0, effect=True), 4.0, exited=True)
-    assert not notice.takes(failure(2), 5.0, exited=True)
+def test_preemption_explains_only_failures_after_peer_left() -> None:
+    preemption = Preemption(60, 3)
+    preemption.warn("SIGUSR1 on h", 0.0)
+    assert not preemption.explains(failure(0, effect=True), 1.0, exited=True)
+    assert preemption.explains(failure(1, 75), 2.0, exited=False)
+    # Rank 1 has reported exit code 75 before.
+    assert preemption.explains(failure(1, 134, signal_name="SIGABRT"), 3.0, exited=True)
+    assert preemption.explains(failure(0, effect=True), 4.0, exited=True)
+    assert not preemption.explains(failure(2), 5.0, exited=True)
 
 
-def test_what_ends_by_our_own_stop_is_the_judge_s() -> None:
-    notice, judge = Notice(60, 3), Judge()
-    assert notice.takes(failure(0, 75), 1.0, exited=True)
-    notice.end_round(judge)
-    assert judge.root() == failure(0, 75)
-    assert not notice.takes(failure(1, 143, signal_name="SIGTERM"), 1.5, exited=True)
-    notice.begin_round()
-    assert notice.takes(failure(1, 143, signal_name="SIGTERM"), 2.0, exited=True)
+def test_worker_ended_by_own_stop_is_left_to_root_cause() -> None:
+    preemption, root_cause = Preemption(60, 3), RootCause()
+    assert preemption.explains(failure(0, 75), 1.0, exited=True)
+    preemption.end_round(root_cause)
+    assert root_cause.root() == failure(0, 75)
+    assert not preemption.explains(failure(1, 143, signal_name="SIGTERM"), 1.5, exited=True)
+    preemption.begin_round()
+    assert preemption.explains(failure(1, 143, signal_name="SIGTERM"), 2.0, exited=True)
 
 
-def test_a_job_that_may_not_be_preempted_has_no_suspects() -> None:
-    notice = Notice(None, 3)
-    assert not notice.takes(failure(0, 75), 1.0, exited=True)
-    assert not notice.takes(failure(0, 143, signal_name="SIGTERM"), 1.0, exited=True)
+def test_job_without_warning_option_has_no_suspected_preemption() -> None:
+    preemption = Preemption(None, 3)
+    assert not preemption.explains(failure(0, 75), 1.0, exited=True)
+    assert not preemption.explains(failure(0, 143, signal_name="SIGTERM"), 1.0, exited=True)
 
 
 @pytest.mark.parametrize(
@@ -768,7 +784,10 @@ def test_a_job_that_may_not_be_preempted_has_no_suspects() -> None:
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. ", None, True),
         ("RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly", None, True),
         (
-            "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15",
+            (
+                "torch.distributed.elastic.multiprocessing.api.SignalException: "
+                "Process 7 got signal: 15"
+            ),
             None,
             True,
         ),
@@ -776,19 +795,25 @@ def test_a_job_that_may_not_be_preempted_has_no_suspects() -> None:
         ("killed by SIGKILL", "SIGKILL", False),
     ],
 )
-def test_who_was_ended_by_sigterm(message: str, signal_name: str | None, expected: bool) -> None:
-    assert is_termination(failure(0, message=message, signal_name=signal_name)) is expected
+def test_failure_kind_is_terminated_only_for_end_by_sigterm(
+    message: str, signal_name: str | None, expected: bool
+) -> None:
+    kind = failure_texts.kind_of_end(
+        FailureKind.CODE, failure_texts.meanings([message]), signal_name, raised=True
+    )
+    assert (kind is FailureKind.TERMINATED) is expected
 
 
-# -- real training -------------------------------------------------------------------------------------------------------
+# -- real training ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_processes_may_leave_in_the_middle_of_a_step(
+def test_training_workers_leave_in_middle_of_step_after_warning(
     new_job: NewJob, number: signal.Signals
 ) -> None:
-    """Each by its own callback, with collectives under way and DataLoader workers that the signal
-    meets too.
+    """Each worker leaves in its own callback, while collectives are pending.
+
+    The signal also reaches the DataLoader workers.
     """
     job = new_job(2)
     script = job.script("""
@@ -812,17 +837,17 @@ def test_processes_may_leave_in_the_middle_of_a_step(
     """)
     job.start_all(*WARNING, "--nproc-per-node", "2", script, python=WITH_TORCH)
     up(job, 4)
-    signal_all(own_marked(), number)
+    signal_all(own_processes(), number)
     assert job.wait() == [75, 75]
     check_preempted(job, f"{number.name} on {HOST}")
     saved = [job.log(rank // 2, f"rank{rank}.out") for rank in range(4)]
     assert saved.count("saved\n") >= (4 if number == signal.SIGUSR1 else 1)
 
 
-# -- a training that is interrupted ----------------------------------------------------------------------------------------
+# -- interrupted training --------------------------------------------------------------------------
 
 RESUME = ROOT / "examples" / "train_resume.py"
-ENDLESS = 10**6
+MANY_STEPS = 10**6
 
 
 def train(job: Job, attempt: int, steps: int) -> subprocess.Popen[bytes]:
@@ -842,7 +867,7 @@ def train(job: Job, attempt: int, steps: int) -> subprocess.Popen[bytes]:
 
 
 def last_step(job: Job, attempt: int) -> int:
-    """Return the last step that an attempt has said to be saved; 0 while there is none."""
+    """Return the last step that an attempt has reported as saved, or 0."""
     path = job.dir / "logs" / "node0" / (f"rank0.attempt{attempt}.out" if attempt else "rank0.out")
     saved = re.findall(r"step (\d+): saved", path.read_text()) if path.exists() else []
     return int(saved[-1]) if saved else 0
@@ -853,27 +878,27 @@ def first_step(job: Job, attempt: int) -> int:
 
 
 def weights(job: Job, agent: subprocess.Popen[bytes]) -> str:
-    assert agent.wait(PATIENCE) == 0, job.stderr(agent)
+    assert agent.wait(TEST_TIMEOUT) == 0, job.stderr(agent)
     return job.stdout(agent).rpartition("weights ")[2].strip()
 
 
 @pytest.mark.slow
-def test_an_interrupted_training_ends_with_the_weights_of_an_undisturbed_one(
+def test_interrupted_training_ends_with_weights_of_uninterrupted_one(
     new_job: NewJob,
 ) -> None:
-    """Warned once, killed once without a warning, each time in the middle of its steps."""
+    """The training is warned once and killed once, each time in the middle of its steps."""
     job = new_job()
-    warned = train(job, 0, ENDLESS)
-    wait_until(lambda: last_step(job, 0), PATIENCE)
+    warned = train(job, 0, MANY_STEPS)
+    wait_until(lambda: last_step(job, 0), TEST_TIMEOUT)
     warned.send_signal(signal.SIGUSR1)
-    assert warned.wait(PATIENCE) == 75, job.stderr(warned)
+    assert warned.wait(TEST_TIMEOUT) == 75, job.stderr(warned)
     assert job.result["state"] == "PREEMPTED"
 
-    killed = train(job, 1, ENDLESS)
-    wait_until(lambda: last_step(job, 1), PATIENCE)
+    killed = train(job, 1, MANY_STEPS)
+    wait_until(lambda: last_step(job, 1), TEST_TIMEOUT)
     killed.kill()
-    killed.wait(PATIENCE)
-    nothing_left(PATIENCE)
+    killed.wait(TEST_TIMEOUT)
+    wait_for_no_processes(TEST_TIMEOUT)
 
     steps = last_step(job, 1) + 47
     found = weights(job, train(job, 2, steps))
@@ -881,6 +906,6 @@ def test_an_interrupted_training_ends_with_the_weights_of_an_undisturbed_one(
     assert last_step(job, 1) <= first_step(job, 2) < steps - 20
     assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
 
-    undisturbed = new_job()
-    assert weights(undisturbed, train(undisturbed, 0, steps)) == found
+    uninterrupted = new_job()
+    assert weights(uninterrupted, train(uninterrupted, 0, steps)) == found
     assert len(found) == 16

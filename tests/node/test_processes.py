@@ -1,4 +1,4 @@
-"""What the kernel knows of processes, asked of real ones."""
+"""Functions that read the state of processes from the kernel, with real processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from procs import alive, wait_until
 
 from clusterjob.node.system import processes
 
-# Small programs that use the functions in a process of their own; each says "up PID..." when it is
-# ready.
+# Start of small programs that use the functions; each prints "up PID..." when it is ready.
 PRELUDE = "import os, signal, sys, time\nfrom clusterjob.node.system import processes\n"
 
 
 class Child:
-    """A program of the test's, with what it said."""
+    """A program of a test, with the pids that it has printed."""
 
     def __init__(self, text: str) -> None:
         self.process = subprocess.Popen(
@@ -51,7 +50,7 @@ def children() -> Iterator[list[Child]]:
             processes.send_signal(pid, signal.SIGKILL)
 
 
-def test_die_with_parent_kills(children: list[Child]) -> None:
+def test_die_with_parent_kills_child_when_parent_dies(children: list[Child]) -> None:
     child = Child("""
         parent = os.getpid()
         ready, tell = os.pipe()
@@ -70,9 +69,7 @@ def test_die_with_parent_kills(children: list[Child]) -> None:
     wait_until(lambda: not alive(child.pids[0]), 10)
 
 
-def test_die_with_parent_sends_the_signal_that_is_asked_for(
-    children: list[Child], tmp_path: Path
-) -> None:
+def test_die_with_parent_sends_chosen_signal(children: list[Child], tmp_path: Path) -> None:
     child = Child(f"""
         parent = os.getpid()
         ready, tell = os.pipe()
@@ -95,8 +92,8 @@ def test_die_with_parent_sends_the_signal_that_is_asked_for(
     wait_until((tmp_path / "noted").exists, 10)
 
 
-def test_a_parent_that_is_gone_already_is_noticed(children: list[Child]) -> None:
-    """Between the fork and the call the parent may die: then no signal would ever come."""
+def test_die_with_parent_ends_child_whose_parent_is_already_gone(children: list[Child]) -> None:
+    """If the parent dies between the fork and the call, the kernel sends no signal."""
     child = Child("""
         parent = os.getpid()
         pid = os.fork()
@@ -114,7 +111,7 @@ def test_a_parent_that_is_gone_already_is_noticed(children: list[Child]) -> None
     wait_until(lambda: not alive(child.pids[0]), 10)
 
 
-def test_orphans_are_adopted_however_far_they_fled(children: list[Child]) -> None:
+def test_daemonized_orphans_are_adopted(children: list[Child]) -> None:
     child = Child("""
         processes.adopt_orphans()
         ready, tell = os.pipe()
@@ -137,7 +134,7 @@ def test_orphans_are_adopted_however_far_they_fled(children: list[Child]) -> Non
     assert processes.stat_fields(child.pids[0])[1] == str(child.process.pid)
 
 
-def test_descendants_are_all_live_ones_below(children: list[Child]) -> None:
+def test_descendants_are_all_live_processes_below(children: list[Child]) -> None:
     child = Child("""
         ready, tell = os.pipe()
         first = os.fork()
@@ -167,8 +164,8 @@ def test_descendants_are_all_live_ones_below(children: list[Child]) -> None:
     assert zombie not in processes.descendants(os.getpid())
 
 
-def test_descendants_of_a_zombie_s_children_are_found(children: list[Child]) -> None:
-    """A thread group whose leader has ended looks like a zombie and may still have children."""
+def test_descendants_include_children_of_zombie(children: list[Child]) -> None:
+    """A process whose main thread has ended looks like a zombie and may have children."""
     child = Child("""
         import threading
         ready, tell = os.pipe()
@@ -183,7 +180,8 @@ def test_descendants_of_a_zombie_s_children_are_found(children: list[Child]) -> 
             threading.Thread(target=run, daemon=True).start()
             import ctypes
             time.sleep(0.2)
-            ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit of this thread alone
+            # The system call exit ends only this thread.
+            ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)
         grandchild = int(os.read(ready, 99))
         while open(f"/proc/{middle}/stat").read().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
@@ -194,7 +192,7 @@ def test_descendants_of_a_zombie_s_children_are_found(children: list[Child]) -> 
     assert child.pids[0] in processes.descendants(child.process.pid)
 
 
-def test_a_name_of_any_kind_does_not_confuse_the_fields(tmp_path: Path) -> None:
+def test_stat_fields_are_right_with_parentheses_in_process_name(tmp_path: Path) -> None:
     path = tmp_path / ") R 1 (x"
     path.symlink_to("/bin/sleep")
     with subprocess.Popen([str(path), "1000"]) as process:
@@ -206,33 +204,33 @@ def test_a_name_of_any_kind_does_not_confuse_the_fields(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_start_ticks_tell_processes_apart_and_end_with_them() -> None:
+def test_start_ticks_identify_process_until_it_ends() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
         ticks = processes.start_ticks(process.pid)
         assert ticks is not None
         assert ticks == processes.start_ticks(process.pid)
         assert ticks >= (processes.start_ticks(os.getpid()) or 0)
         process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is not reaped
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
         assert processes.stat_fields(process.pid)[0] == "Z"
         assert processes.start_ticks(process.pid) is None
     assert processes.start_ticks(process.pid) is None
     assert processes.stat_fields(process.pid) is None
 
 
-def test_the_boot_id_is_this_boot_s() -> None:
+def test_boot_id_is_constant() -> None:
     assert len(processes.boot_id()) == 36
     assert processes.boot_id() == processes.boot_id()
 
 
-def test_a_signal_to_a_process_that_is_gone_is_no_error() -> None:
+def test_signal_to_ended_process_returns_false() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
         assert processes.send_signal(process.pid, signal.SIGKILL)
     assert not processes.send_signal(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("command", "wanted"),
+    ("command", "expected"),
     [
         ("exit 0", (0, None)),
         ("exit 3", (3, None)),
@@ -244,22 +242,22 @@ def test_a_signal_to_a_process_that_is_gone_is_no_error() -> None:
         ("kill -40 $$", (168, "SIG40")),
     ],
 )
-def test_exit_codes_are_a_shell_s(command: str, wanted: tuple[int, str | None]) -> None:
+def test_exit_codes_are_same_as_in_shell(command: str, expected: tuple[int, str | None]) -> None:
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", command], os.environ)
     code, name = processes.exit_code_of(os.waitpid(pid, 0)[1])
-    assert code == wanted[0]
-    assert name == wanted[1] or name == f"SIG{wanted[0] - 128}"
+    assert code == expected[0]
+    assert name == expected[1] or name == f"SIG{expected[0] - 128}"
     shell = subprocess.run(
         ["sh", "-c", f"sh -c '{command}'; exit $?"], check=False, stderr=subprocess.DEVNULL
     )
     assert shell.returncode == code
 
 
-def test_an_exit_code_of_a_process_that_dumped_core_is_its_signal_s() -> None:
+def test_exit_code_of_process_with_core_dump_names_signal() -> None:
     assert processes.exit_code_of(0x80 | signal.SIGSEGV) == (139, "SIGSEGV")
 
 
-def test_descendants_is_quick_enough_to_be_asked_often() -> None:
+def test_descendants_takes_less_than_one_second_per_call() -> None:
     begin = time.monotonic()
     for _ in range(10):
         processes.descendants(os.getpid())

@@ -1,5 +1,6 @@
-"""A worker must not be able to tell, and nobody must be able to tell from it, that it was not
-started as ``python script.py``.
+"""Compare a program in a worker with the same program under ``python script.py``.
+
+Neither the program nor its output may show a difference.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from procs import PATIENCE, PLAIN, WITH_TORCH, Job
+from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job
 
 from clusterjob.node.program import Program
 
@@ -28,7 +29,7 @@ STARTS = ["fork", "exec"]
 
 @dataclass
 class Run:
-    """What one run of a program showed of itself."""
+    """Exit code and output of one run of a program."""
 
     code: int
     out: str
@@ -42,9 +43,9 @@ def as_worker(
     python: tuple[str, ...] = PLAIN,
     env: dict[str, str] | None = None,
 ) -> Run:
-    """Run a program as the one worker of a node."""
+    """Run a program as the only worker of a node."""
     agent = job.start(0, "--start", start, "--no-echo", *program, python=python, env=env)
-    code = agent.wait(PATIENCE)
+    code = agent.wait(TEST_TIMEOUT)
     return Run(code, job.log(0, "rank0.out"), job.log(0, "rank0.err"))
 
 
@@ -55,7 +56,7 @@ def as_python(
     python: tuple[str, ...] = PLAIN,
     env: dict[str, str] | None = None,
 ) -> Run:
-    """Run the same program as a shell would; a worker that is exec-ed gets the bare interpreter."""
+    """Run the same program as a shell does; for exec, with the bare interpreter."""
     command = [*(python if start == "fork" else python[:1]), *program]
     ended = subprocess.run(
         command,
@@ -63,17 +64,17 @@ def as_python(
         capture_output=True,
         stdin=subprocess.DEVNULL,
         cwd=job.directory,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
         env=os.environ | (env or {}),
     )
     code = ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
     return Run(code, ended.stdout.decode(errors="replace"), ended.stderr.decode(errors="replace"))
 
 
-# -- Program -----------------------------------------------------------------------------------------------------------------
+# -- Program ---------------------------------------------------------------------------------------
 
 
-def test_the_command_line_of_each_kind() -> None:
+def test_argv_of_script_module_and_command() -> None:
     assert Program("script", "a b.py", args=("-x",)).argv("/py") == ["/py", "a b.py", "-x"]
     assert Program("module", "pkg.mod", args=("-x",)).argv("/py") == ["/py", "-m", "pkg.mod", "-x"]
     assert Program("command", "ls", args=("-x",)).argv("/py") == ["ls", "-x"]
@@ -84,7 +85,7 @@ def test_the_command_line_of_each_kind() -> None:
     ]
 
 
-def test_how_a_launch_line_names_each_kind() -> None:
+def test_launch_arguments_of_script_module_and_command() -> None:
     assert Program("script", "a.py", args=("--", "-m")).launch_arguments() == ["a.py", "--", "-m"]
     assert Program("script", "-a.py").launch_arguments() == ["./-a.py"]
     assert Program("module", "a", args=("-x",)).launch_arguments() == ["-m", "a", "-x"]
@@ -92,13 +93,13 @@ def test_how_a_launch_line_names_each_kind() -> None:
 
 
 @given(st.sampled_from(["script", "module", "command"]), st.text(min_size=1), st.lists(st.text()))
-def test_arguments_are_never_touched(kind: str, target: str, args: list[str]) -> None:
+def test_program_arguments_are_passed_unchanged(kind: str, target: str, args: list[str]) -> None:
     program = Program(kind, target, args=tuple(args))
     assert program.argv("/py")[len(program.argv("/py")) - len(args) :] == args
     assert program.launch_arguments()[len(program.launch_arguments()) - len(args) :] == args
 
 
-# -- what a program sees of itself -------------------------------------------------------------------------------------------
+# -- state that a program sees ---------------------------------------------------------------------
 
 DUMP = """
 import gc, json, locale, multiprocessing, os, pickle, signal, sys, threading
@@ -107,28 +108,41 @@ class Thing:
     def __init__(self):
         self.value = 42
 main = sys.modules["__main__"]
-spec = __spec__ and [__spec__.name, __spec__.origin, __spec__.parent, __spec__.submodule_search_locations, type(__spec__.loader).__name__]
+spec = __spec__ and [
+    __spec__.name, __spec__.origin, __spec__.parent, __spec__.submodule_search_locations,
+    type(__spec__.loader).__name__,
+]
 copy = pickle.loads(pickle.dumps(Thing()))
 streams = (sys.stdin, sys.stdout, sys.stderr)
 handled = ("SIGINT", "SIGTERM", "SIGCHLD", "SIGHUP", "SIGUSR1", "SIGPIPE")
 print(json.dumps({
-    "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path, "spec": spec, "package": __package__, "cached": __cached__,
-    "keys": sorted(set(vars(main)) - {"annotated"}), "doc": __doc__, "loader": type(__loader__).__name__,
-    "builtins": type(__builtins__).__name__, "annotations": sorted(__annotations__), "main is this": vars(main) is globals(),
-    "cwd": os.getcwd(), "helper": helper.__file__, "pickled": [repr(type(copy)), type(copy) is Thing, copy.value],
-    "gc": [gc.isenabled(), gc.get_threshold()], "threads": [thread.name for thread in threading.enumerate()],
-    "main thread": threading.current_thread() is threading.main_thread(), "recursion": sys.getrecursionlimit(),
-    "streams": [[stream.name, stream.mode, stream.encoding, stream.errors, stream.fileno()] for stream in streams],
+    "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path, "spec": spec,
+    "package": __package__, "cached": __cached__,
+    "keys": sorted(set(vars(main)) - {"annotated"}), "doc": __doc__,
+    "loader": type(__loader__).__name__, "builtins": type(__builtins__).__name__,
+    "annotations": sorted(__annotations__), "main is this": vars(main) is globals(),
+    "cwd": os.getcwd(), "helper": helper.__file__,
+    "pickled": [repr(type(copy)), type(copy) is Thing, copy.value],
+    "gc": [gc.isenabled(), gc.get_threshold()],
+    "threads": [thread.name for thread in threading.enumerate()],
+    "main thread": threading.current_thread() is threading.main_thread(),
+    "recursion": sys.getrecursionlimit(),
+    "streams": [
+        [stream.name, stream.mode, stream.encoding, stream.errors, stream.fileno()]
+        for stream in streams
+    ],
     "signals": {name: str(signal.getsignal(getattr(signal, name))) for name in handled},
-    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "wakeup": signal.set_wakeup_fd(-1),
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "wakeup": signal.set_wakeup_fd(-1),
     "locale": locale.setlocale(locale.LC_ALL), "umask": os.umask(0o22),
-    "process": [multiprocessing.current_process().name, multiprocessing.parent_process()], "code": sys._getframe().f_code.co_filename,
-    "executable": sys.executable, "warnings": sys.warnoptions, "dont write": sys.dont_write_bytecode,
+    "process": [multiprocessing.current_process().name, multiprocessing.parent_process()],
+    "code": sys._getframe().f_code.co_filename, "executable": sys.executable,
+    "warnings": sys.warnoptions, "dont write": sys.dont_write_bytecode,
 }, sort_keys=True, indent=1))
 """
 
 
-def package(job: Job) -> None:
+def write_package(job: Job) -> None:
     (job.directory / "helper.py").write_text("")
     (job.directory / "pkg").mkdir()
     (job.directory / "pkg" / "__init__.py").write_text("from . import sibling\n")
@@ -143,9 +157,11 @@ def package(job: Job) -> None:
 @pytest.mark.parametrize(
     "form", ["relative", "absolute", "dotted", "below", "symlink", "-m pkg", "-m pkg.mod", "-m mod"]
 )
-def test_a_program_sees_what_it_always_sees(new_job: NewJob, form: str, start: str) -> None:
+def test_program_in_worker_sees_same_state_as_under_python(
+    new_job: NewJob, form: str, start: str
+) -> None:
     job = new_job()
-    package(job)
+    write_package(job)
     job.script("'''Some script.'''\nannotated: int = 1" + DUMP)
     (job.directory / "below").mkdir()
     (job.directory / "below" / "script.py").write_text(DUMP)
@@ -159,27 +175,28 @@ def test_a_program_sees_what_it_always_sees(new_job: NewJob, form: str, start: s
         "symlink": ["elsewhere/link.py"], "-m pkg": ["-m", "pkg"], "-m pkg.mod": ["-m", "pkg.mod"],
         "-m mod": ["-m", "mod"],
     }[form] + ["--flag", "a b", "-m", "--"]  # fmt: skip
-    wanted, seen = as_python(job, start, *program), as_worker(job, start, *program)
-    assert (seen.code, seen.err) == (0, "")
-    assert json.loads(seen.out) == json.loads(wanted.out)
+    expected, actual = as_python(job, start, *program), as_worker(job, start, *program)
+    assert (actual.code, actual.err) == (0, "")
+    assert json.loads(actual.out) == json.loads(expected.out)
 
 
-def test_a_warm_worker_sees_what_it_always_sees(new_job: NewJob) -> None:
+def test_program_in_preloaded_worker_sees_same_state_as_under_python(new_job: NewJob) -> None:
     job = new_job()
     (job.directory / "helper.py").write_text("")
     job.script(DUMP)
     env = {"OMP_NUM_THREADS": "1"}
-    wanted = as_python(job, "fork", "script.py", "an argument", python=WITH_TORCH, env=env)
-    seen = as_worker(job, "fork", "script.py", "an argument", python=WITH_TORCH, env=env)
-    assert (seen.code, seen.err) == (0, "")
-    assert json.loads(seen.out) == json.loads(wanted.out)
+    expected = as_python(job, "fork", "script.py", "an argument", python=WITH_TORCH, env=env)
+    actual = as_worker(job, "fork", "script.py", "an argument", python=WITH_TORCH, env=env)
+    assert (actual.code, actual.err) == (0, "")
+    assert json.loads(actual.out) == json.loads(expected.out)
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_flags_of_the_interpreter_hold_in_its_workers(new_job: NewJob, start: str) -> None:
+def test_interpreter_flags_apply_in_workers(new_job: NewJob, start: str) -> None:
     job = new_job()
     job.script(
-        "import sys; print(sys.path, sys.flags.safe_path, sys.flags.isolated, sys.warnoptions, sys.flags.optimize)"
+        "import sys; print(sys.path, sys.flags.safe_path, sys.flags.isolated, sys.warnoptions, "
+        "sys.flags.optimize)"
     )
     env = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "PYTHONOPTIMIZE": "1"}
     assert as_worker(job, start, "script.py", env=env) == as_python(
@@ -187,9 +204,9 @@ def test_flags_of_the_interpreter_hold_in_its_workers(new_job: NewJob, start: st
     )
 
 
-# -- how a program ends ------------------------------------------------------------------------------------------------------
+# -- end of a program ------------------------------------------------------------------------------
 
-# Each part is a script of its own.
+# Each part is a separate script; the line with ## is its name.
 SCRIPTS = r"""
 ## nothing
 pass
@@ -252,7 +269,7 @@ except ZeroDivisionError:
     raise KeyError('k')
 ## many lines
 raise RuntimeError('one\ntwo\n')
-## no words
+## no message
 raise RuntimeError
 ## assert
 assert 1 == 2, 'no'
@@ -344,7 +361,9 @@ class Handler:
 atexit.register(Handler())
 ## excepthook
 import sys
-sys.excepthook = lambda kind, error, frames: print('hook', kind.__name__, error, frames.tb_lineno, frames.tb_next)
+sys.excepthook = lambda kind, error, frames: print(
+    'hook', kind.__name__, error, frames.tb_lineno, frames.tb_next
+)
 raise ValueError('boom')
 ## excepthook fails
 import sys
@@ -403,8 +422,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 ENDINGS = dict(part.split("\n", 1) for part in SCRIPTS.split("\n## ")[1:])
 
 
-# A worker that is exec-ed is an interpreter like any other: what lies around it is all that may
-# differ.
+# A worker started by exec is a plain interpreter; only its surroundings can differ.
 IN_EXEC = (
     "exit 3",
     "exit text",
@@ -422,7 +440,7 @@ IN_EXEC = (
     ("ending", "start"),
     [(ending, "fork") for ending in ENDINGS] + [(ending, "exec") for ending in IN_EXEC],
 )
-def test_a_program_ends_as_it_always_ends(new_job: NewJob, ending: str, start: str) -> None:
+def test_program_in_worker_ends_as_under_python(new_job: NewJob, ending: str, start: str) -> None:
     job = new_job()
     (job.directory / "script.py").write_text(ENDINGS[ending])
     (job.directory / "broken.py").write_text("def f(:\n")
@@ -433,26 +451,26 @@ def test_a_program_ends_as_it_always_ends(new_job: NewJob, ending: str, start: s
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_script_says_in_which_coding_it_is(new_job: NewJob, start: str) -> None:
+def test_script_with_coding_declaration_is_decoded(new_job: NewJob, start: str) -> None:
     job = new_job()
     (job.directory / "script.py").write_bytes(b"# -*- coding: latin-1 -*-\nprint(ascii('\xe9'))\n")
     assert as_worker(job, start, "script.py") == Run(0, "'\\xe9'\n", "")
 
 
 @pytest.mark.parametrize("source", [b"x = 1\0", b"x = '\xff'"])
-def test_a_script_that_is_no_text_is_a_syntax_error(new_job: NewJob, source: bytes) -> None:
+def test_undecodable_script_fails_with_syntax_error(new_job: NewJob, source: bytes) -> None:
     job = new_job()
     (job.directory / "script.py").write_bytes(source)
-    seen = as_worker(job, "fork", "script.py")
-    assert seen.code == 1
-    assert "SyntaxError" in seen.err
-    assert "Traceback" not in seen.err
-    assert "clusterjob/node" not in seen.err
+    actual = as_worker(job, "fork", "script.py")
+    assert actual.code == 1
+    assert "SyntaxError" in actual.err
+    assert "Traceback" not in actual.err
+    assert "clusterjob/node" not in actual.err
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_files_that_a_program_never_closes_are_written_whole(new_job: NewJob, start: str) -> None:
-    """Nothing of the starter's may close a descriptor whose number the program has got since."""
+def test_files_that_program_leaves_open_are_written_completely(new_job: NewJob, start: str) -> None:
+    """The forkserver's objects must not close descriptor numbers that the program reuses."""
     job = new_job()
     job.script("""
         files = [open(f"file{index}", "w") for index in range(40)]
@@ -465,46 +483,48 @@ def test_files_that_a_program_never_closes_are_written_whole(new_job: NewJob, st
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("ending", ["raise ValueError('boom')", "import sys; sys.exit(3)", "x = ("])
-def test_a_module_ends_as_it_always_ends(new_job: NewJob, ending: str, start: str) -> None:
+def test_module_in_worker_ends_as_under_python(new_job: NewJob, ending: str, start: str) -> None:
     job = new_job()
     (job.directory / "mod.py").write_text(ending)
-    wanted, seen = as_python(job, start, "-m", "mod"), as_worker(job, start, "-m", "mod")
-    assert (seen.code, seen.out) == (wanted.code, wanted.out)
-    assert without_runpy(seen.err) == without_runpy(wanted.err)
+    expected, actual = as_python(job, start, "-m", "mod"), as_worker(job, start, "-m", "mod")
+    assert (actual.code, actual.out) == (expected.code, expected.out)
+    assert without_runpy(actual.err) == without_runpy(expected.err)
 
 
 def without_runpy(text: str) -> str:
-    """Return a traceback without its title and the frames that only show how a module is run."""
+    """Return a traceback without its title and the frames of runpy."""
     return re.sub(r'Traceback .*\n|  File "<frozen [\w.]+>", line \d+, in \w+\n', "", text)
 
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "pkg.no_such", "plain"])
-def test_a_module_that_cannot_be_run_is_said(new_job: NewJob, name: str, start: str) -> None:
+def test_module_that_cannot_be_run_is_reported_without_traceback(
+    new_job: NewJob, name: str, start: str
+) -> None:
     job = new_job()
-    package(job)
+    write_package(job)
     (job.directory / "plain").mkdir()
     (job.directory / "plain" / "__init__.py").touch()
-    wanted, seen = as_python(job, start, "-m", name), as_worker(job, start, "-m", name)
-    assert seen.code == wanted.code == 1
-    assert seen.out == ""
-    assert "No module named" in seen.err
-    assert "Traceback" not in seen.err
-    assert name.split(".", maxsplit=1)[0] in seen.err
+    expected, actual = as_python(job, start, "-m", name), as_worker(job, start, "-m", name)
+    assert actual.code == expected.code == 1
+    assert actual.out == ""
+    assert "No module named" in actual.err
+    assert "Traceback" not in actual.err
+    assert name.split(".", maxsplit=1)[0] in actual.err
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_script_that_is_not_there_ends_as_it_always_does(new_job: NewJob, start: str) -> None:
+def test_missing_script_fails_as_under_python(new_job: NewJob, start: str) -> None:
     job = new_job()
-    wanted, seen = as_python(job, start, "nowhere.py"), as_worker(job, start, "nowhere.py")
-    assert seen.code == wanted.code == 2
-    assert "can't open file" in seen.err
-    assert "Traceback" not in seen.err
+    expected, actual = as_python(job, start, "nowhere.py"), as_worker(job, start, "nowhere.py")
+    assert actual.code == expected.code == 2
+    assert "can't open file" in actual.err
+    assert "Traceback" not in actual.err
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_two_threads_and_an_atexit_handler_keep_their_order(new_job: NewJob, start: str) -> None:
-    """Threads are joined first, then come the handlers, last in first out."""
+def test_threads_are_joined_before_atexit_handlers_run(new_job: NewJob, start: str) -> None:
+    """The handlers run after the threads, last in, first out."""
     job = new_job()
     job.script("""
         import atexit, threading, time
@@ -521,7 +541,7 @@ def test_two_threads_and_an_atexit_handler_keep_their_order(new_job: NewJob, sta
     ]
 
 
-# -- what a program starts itself --------------------------------------------------------------------------------------------
+# -- processes that a program starts ---------------------------------------------------------------
 
 CHILDREN = """
     import multiprocessing, os, sys
@@ -529,7 +549,8 @@ CHILDREN = """
         def __init__(self, value):
             self.value = value
     def double(thing):
-        return Thing(thing.value * 2), __name__, multiprocessing.current_process().name != "MainProcess"
+        is_child = multiprocessing.current_process().name != "MainProcess"
+        return Thing(thing.value * 2), __name__, is_child
     if __name__ == "__main__":
         context = multiprocessing.get_context(sys.argv[1])
         with context.Pool(2) as pool:
@@ -556,15 +577,17 @@ CHILDREN = """
 @pytest.mark.parametrize(
     ("form", "start"), [("script", "fork"), ("module", "fork"), ("script", "exec")]
 )
-def test_multiprocessing(new_job: NewJob, method: str, form: str, start: str) -> None:
+def test_multiprocessing_works_in_worker(
+    new_job: NewJob, method: str, form: str, start: str
+) -> None:
     job = new_job()
     job.script(CHILDREN)
     program = ["script.py"] if form == "script" else ["-m", "script"]
-    seen = as_worker(job, start, *program, method)
-    assert seen == Run(0, "True 2 True\nTrue 4 True\nfrom the child\n3\ndone\n", "")
+    actual = as_worker(job, start, *program, method)
+    assert actual == Run(0, "True 2 True\nTrue 4 True\nfrom the child\n3\ndone\n", "")
 
 
-def test_executors_and_subprocess(new_job: NewJob) -> None:
+def test_executors_and_subprocess_work_in_worker(new_job: NewJob) -> None:
     job = new_job()
     job.script("""
         import concurrent.futures, subprocess, sys
@@ -575,14 +598,15 @@ def test_executors_and_subprocess(new_job: NewJob) -> None:
                 print(list(pool.map(square, range(4))))
             with concurrent.futures.ThreadPoolExecutor(2) as pool:
                 print(list(pool.map(square, range(4))))
-            print(subprocess.run([sys.executable, "-c", "print('a child')"], capture_output=True, text=True, check=True).stdout)
+            command = [sys.executable, "-c", "print('a child')"]
+            print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     """)
     assert as_worker(job, "fork", "script.py") == Run(
         0, "[0, 1, 4, 9]\n[0, 1, 4, 9]\na child\n\n", ""
     )
 
 
-LOADING = """
+DATA_LOADER = """
     import sys
     import torch
     from torch.utils.data import DataLoader, Dataset
@@ -593,7 +617,10 @@ LOADING = """
             return torch.tensor([index, torch.utils.data.get_worker_info().num_workers])
     if __name__ == "__main__":
         for method in sys.argv[1:]:
-            loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method, persistent_workers=method == "fork")
+            loader = DataLoader(
+                Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method,
+                persistent_workers=method == "fork",
+            )
             print(method, [batch.tolist() for batch in loader])
 """
 
@@ -601,17 +628,15 @@ LOADING = """
 @pytest.mark.parametrize(
     "methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)]
 )
-def test_a_data_loader_with_workers_of_every_start_method(
-    new_job: NewJob, methods: list[str]
-) -> None:
+def test_data_loader_works_with_every_start_method(new_job: NewJob, methods: list[str]) -> None:
     job = new_job()
-    job.script(LOADING)
+    job.script(DATA_LOADER)
     batches = [[[index, 2] for index in range(first, first + 4)] for first in (0, 4)]
-    seen = as_worker(job, "fork", "script.py", *methods, python=WITH_TORCH)
-    assert seen == Run(0, "".join(f"{method} {batches}\n" for method in methods), "")
+    actual = as_worker(job, "fork", "script.py", *methods, python=WITH_TORCH)
+    assert actual == Run(0, "".join(f"{method} {batches}\n" for method in methods), "")
 
 
-# -- what ranks must not share -----------------------------------------------------------------------------------------------
+# -- random state and threads of ranks -------------------------------------------------------------
 
 
 def each_rank(job: Job, text: str, count: int = 3) -> list[Any]:
@@ -619,7 +644,7 @@ def each_rank(job: Job, text: str, count: int = 3) -> list[Any]:
     assert (
         job.start(
             0, "--start", "fork", "--nproc-per-node", str(count), "script.py", python=WITH_TORCH
-        ).wait(PATIENCE)
+        ).wait(TEST_TIMEOUT)
         == 0
     )
     return [json.loads(job.log(0, f"rank{rank}.out")) for rank in range(count)]
@@ -627,32 +652,35 @@ def each_rank(job: Job, text: str, count: int = 3) -> list[Any]:
 
 DRAWS = """
     import json, random, sys, uuid, secrets, tempfile
-    warm = "numpy" in sys.modules  # as torch has imported it; torch itself is shown once the script imports it
+    # torch imports numpy. A preloaded torch itself appears only when the script imports it.
+    preloaded = "numpy" in sys.modules
     import numpy, torch
     print(json.dumps({
-        "random": random.random(), "numpy": numpy.random.rand(), "new": numpy.random.default_rng().random(), "uuid": str(uuid.uuid4()),
-        "secret": secrets.token_hex(), "file": next(tempfile._get_candidate_names()), "seed": torch.initial_seed(),
-        "torch": torch.rand(1).item(), "permutation": torch.randperm(1000).tolist(), "warm": warm,
+        "random": random.random(), "numpy": numpy.random.rand(),
+        "new": numpy.random.default_rng().random(), "uuid": str(uuid.uuid4()),
+        "secret": secrets.token_hex(), "file": next(tempfile._get_candidate_names()),
+        "seed": torch.initial_seed(), "torch": torch.rand(1).item(),
+        "permutation": torch.randperm(1000).tolist(), "preloaded": preloaded,
     }))
 """
 
 
-def alone(text: str) -> Any:
-    """Return what a process of its own says."""
+def run_alone(text: str) -> Any:
+    """Return the JSON that a separate process prints."""
     command = [sys.executable, "-c", textwrap.dedent(text)]
     return json.loads(
-        subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE).stdout
+        subprocess.run(command, check=True, capture_output=True, timeout=TEST_TIMEOUT).stdout
     )
 
 
-def test_ranks_draw_random_numbers_like_processes_that_never_met(new_job: NewJob) -> None:
+def test_forked_ranks_draw_random_numbers_like_separate_processes(new_job: NewJob) -> None:
     ranks = each_rank(new_job(), DRAWS)
-    assert all(rank.pop("warm") for rank in ranks), (
-        "the workers were not forked from a starter that had imported torch"
+    assert all(rank.pop("preloaded") for rank in ranks), (
+        "the workers were not forked from a forkserver that had imported torch"
     )
-    bare = [alone(DRAWS), alone(DRAWS)]
+    bare = [run_alone(DRAWS), run_alone(DRAWS)]
     for name in ranks[0]:
-        # torch seeds its generator at random in some versions and with a constant in others.
+        # Some versions of torch seed the generator at random, others with a constant.
         if bare[0][name] == bare[1][name]:
             assert all(rank[name] == bare[0][name] for rank in ranks), name
         else:
@@ -661,50 +689,54 @@ def test_ranks_draw_random_numbers_like_processes_that_never_met(new_job: NewJob
             )
 
 
-def test_seeds_work_as_ever(new_job: NewJob) -> None:
+def test_seeded_random_numbers_are_same_as_under_python(new_job: NewJob) -> None:
     text = """
         import json, random
         import numpy, torch
         random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
         print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item()]))
     """
-    assert each_rank(new_job(), text, 2) == [alone(text)] * 2
+    assert each_rank(new_job(), text, 2) == [run_alone(text)] * 2
 
 
-def test_torch_computes_in_a_forked_worker(new_job: NewJob) -> None:
-    """Threads of a pool that was started before a fork would be missing here."""
-    seen = each_rank(
+def test_torch_computes_in_forked_worker(new_job: NewJob) -> None:
+    """After a fork, the threads of a pool started before it would be missing."""
+    actual = each_rank(
         new_job(),
         """
         import json, os, torch
         torch.set_num_threads(2)
         matrix = torch.ones(300, 300, requires_grad=True)
         (matrix @ matrix).sum().backward()
-        print(json.dumps([matrix.grad[0, 0].item(), torch.linalg.svdvals(torch.eye(50)).sum().item(), torch.get_num_threads()]))
+        singular = torch.linalg.svdvals(torch.eye(50)).sum().item()
+        print(json.dumps([matrix.grad[0, 0].item(), singular, torch.get_num_threads()]))
         """,
         2,
     )
-    assert seen == [[600.0, 50.0, 2]] * 2
+    assert actual == [[600.0, 50.0, 2]] * 2
 
 
-def test_the_threads_of_torch_are_this_node_s_share(new_job: NewJob) -> None:
+def test_torch_uses_share_of_cores_per_worker(new_job: NewJob) -> None:
     job = new_job()
-    seen = each_rank(
+    actual = each_rank(
         job,
-        "import json, os, torch; print(json.dumps([os.environ['OMP_NUM_THREADS'], torch.get_num_threads()]))",
+        "import json, os, torch; "
+        "print(json.dumps([os.environ['OMP_NUM_THREADS'], torch.get_num_threads()]))",
         2,
     )
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert seen == [[str(share), share]] * 2
+    assert actual == [[str(share), share]] * 2
 
 
-def test_relative_working_directory_paths(new_job: NewJob, weird_path: Path) -> None:
+def test_relative_script_path_is_resolved_in_working_directory(
+    new_job: NewJob, special_path: Path
+) -> None:
     job = new_job()
-    (weird_path / "script.py").write_text("import os; print(ascii(os.getcwd()), ascii(__file__))")
-    job.directory = weird_path
+    (special_path / "script.py").write_text("import os; print(ascii(os.getcwd()), ascii(__file__))")
+    job.directory = special_path
     for start in STARTS:
         (job.dir / "logs").exists() and (job.dir / "logs" / "node0" / "rank0.out").unlink()
         assert (
             as_worker(job, start, "script.py").out
-            == f"{str(weird_path)!a} {str(weird_path / 'script.py')!a}\n"
+            == f"{str(special_path)!a} {str(special_path / 'script.py')!a}\n"
         )

@@ -1,5 +1,6 @@
-"""Agents that stand still, links that are cut one way, causes that come late: the verdict names the
-cause and no bystander.
+"""Frozen agents, links cut in one direction, and late root causes.
+
+In each case the verdict names the root cause, not a consequence.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from namespaces import Machine, machines, why_not
-from procs import PATIENCE, WITH_TORCH, Job, below, wait_until
+from namespaces import Machine, machines, skip_reason
+from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, wait_until
 
 from clusterjob.node.rendezvous.stalls import Stalls
 
 NewJob = Callable[..., Job]
-QUICK = ("--heartbeat", "0.2", "--lease", "2")
-STILL = 5.0  # seconds; more than twice that lease
+QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "2")
+FREEZE_SECONDS = 5.0  # seconds; more than twice the lease
 
-# Rank 0 reads from rank 1 as a collective does, and fails as one when that is gone. No torch: the
-# tests are about agents.
-TALK = """
+# Rank 0 reads from rank 1 and fails when rank 1 is gone, like a collective. It needs no torch.
+TALK_SCRIPT = """
     import os, pathlib, socket, sys, time
     rank = int(os.environ["RANK"])
     here = pathlib.Path("PLACE")
@@ -36,7 +36,8 @@ TALK = """
     else:
         while not (here / "port").exists():
             time.sleep(0.02)
-        peer = socket.create_connection((os.environ["MASTER_ADDR"], int((here / "port").read_text())))
+        port = int((here / "port").read_text())
+        peer = socket.create_connection((os.environ["MASTER_ADDR"], port))
     (here / f"pid{rank}").write_text(str(os.getpid()))
     while True:
         peer.sendall(b"x")
@@ -49,8 +50,8 @@ TALK = """
 """
 
 
-def talking(job: Job) -> str:
-    return job.script(TALK.replace("PLACE", str(job.directory)))
+def talk_script(job: Job) -> str:
+    return job.script(TALK_SCRIPT.replace("PLACE", str(job.directory)))
 
 
 def freeze(pids: list[int], seconds: float) -> None:
@@ -61,34 +62,34 @@ def freeze(pids: list[int], seconds: float) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_frozen_coordinator_blames_itself(new_job: NewJob) -> None:
+def test_coordinator_that_was_frozen_names_itself_as_root_cause(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all(*QUICK, talking(job))
+    job.start_all(*QUICK_LEASE, talk_script(job))
     job.wait_for("up0", "up1")
-    freeze([job.agents[0].pid], STILL)
+    freeze([job.agents[0].pid], FREEZE_SECONDS)
     assert 0 not in job.wait()
     failure = job.result["failure"]
     assert (failure["node_rank"], failure["rank"]) == (0, None), job.result
-    stood = re.search(
-        r"did not run for (\d+) s \(stopped, suspended or without a CPU\), and node 1 gave it up",
+    match = re.search(
+        r"did not run for (\d+) s \(stopped, suspended or without a CPU\), and node 1 lost it",
         failure["message"],
     )
-    assert stood is not None, failure["message"]
-    assert int(stood[1]) >= int(STILL) - 1
-    stalled = job.events("stalled")  # a slow machine adds some short ones
+    assert match is not None, failure["message"]
+    assert int(match[1]) >= int(FREEZE_SECONDS) - 1
+    stalled = job.events("stalled")  # a slow machine adds some short stalls
     assert {event["node_rank"] for event in stalled} == {0}
-    assert max(event["seconds"] for event in stalled) >= STILL - 1
+    assert max(event["seconds"] for event in stalled) >= FREEZE_SECONDS - 1
 
 
-def test_a_job_of_which_all_processes_stood_still_goes_on(new_job: NewJob) -> None:
-    """As when virtual machines are suspended, or the only one of a job."""
+def test_job_continues_after_all_its_processes_were_frozen(new_job: NewJob) -> None:
+    """This happens when all machines of a job are suspended together."""
     job = new_job(2)
-    job.start_all(*QUICK, talking(job))
+    job.start_all(*QUICK_LEASE, talk_script(job))
     job.wait_for("up0", "up1")
     freeze(
         [agent.pid for agent in job.agents]
         + [pid for agent in job.agents for pid in below(agent.pid)],
-        STILL,
+        FREEZE_SECONDS,
     )
     for rank in (0, 1):
         job.path(f"up{rank}").unlink()
@@ -100,18 +101,18 @@ def test_a_job_of_which_all_processes_stood_still_goes_on(new_job: NewJob) -> No
     assert job.result["state"] == "CANCELLED"
 
 
-def test_a_frozen_member_is_still_lost(new_job: NewJob) -> None:
+def test_frozen_agent_is_lost_after_lease(new_job: NewJob) -> None:
     job = new_job(2)
-    job.start_all(*QUICK, talking(job))
+    job.start_all(*QUICK_LEASE, talk_script(job))
     job.wait_for("up0", "up1")
-    freeze([job.agents[1].pid], STILL)
+    freeze([job.agents[1].pid], FREEZE_SECONDS)
     assert 0 not in job.wait()
     assert job.result["failure"]["node_rank"] == 1
-    assert "nothing was heard of it for" in job.result["reason"]
+    assert "no message for" in job.result["reason"]
 
 
-def test_a_stall_counts_the_time_of_a_suspended_machine() -> None:
-    """CLOCK_BOOTTIME cannot be suspended here: the clock is the test's."""
+def test_stall_includes_time_while_machine_was_suspended() -> None:
+    """The test provides the clock, because it cannot suspend the machine."""
     moment = 100.0
     stalls = Stalls(2.0, lambda: moment)
     for _ in range(3):
@@ -125,7 +126,7 @@ def test_a_stall_counts_the_time_of_a_suspended_machine() -> None:
     assert stalls.recent(1.0) == 0.0
 
 
-# -- an effect that is heard of before its cause ---------------------------------------------------------------------------
+# -- a consequence that is reported before its root cause ------------------------------------------
 
 
 def kill_worker(job: Job, rank: int) -> None:
@@ -133,100 +134,111 @@ def kill_worker(job: Job, rank: int) -> None:
 
 
 @pytest.mark.parametrize("thaw", [True, False])
-def test_a_lost_peer_is_not_the_verdict_while_a_node_is_silent(new_job: NewJob, thaw: bool) -> None:
-    """Node 1's agent stands still while its worker is killed: rank 0 has failed long before anybody
-    can say why.
+def test_lost_peer_is_not_root_cause_while_agent_of_node_is_silent(
+    new_job: NewJob, thaw: bool
+) -> None:
+    """Node 1's agent is frozen while its worker is killed.
+
+    Rank 0 fails long before the agent can report the cause.
     """
     job = new_job(2)
-    job.start_all("--heartbeat", "0.2", "--lease", "4", talking(job))
+    job.start_all("--heartbeat", "0.2", "--lease", "4", talk_script(job))
     job.wait_for("up0", "up1")
     os.kill(job.agents[1].pid, signal.SIGSTOP)
     kill_worker(job, 1)
-    wait_until(lambda: "by peer" in job.log(0, "rank0.err"), PATIENCE)
-    time.sleep(1.0)  # three times what an effect waits for its cause where all nodes answer
+    wait_until(lambda: "by peer" in job.log(0, "rank0.err"), TEST_TIMEOUT)
+    time.sleep(1.0)  # three times the wait for a root cause when all nodes answer
     if thaw:
         os.kill(job.agents[1].pid, signal.SIGCONT)
         assert job.wait() == [137, 137]
         assert (job.result["failure"]["rank"], job.result["failure"]["signal"]) == (1, "SIGKILL")
         assert [item["rank"] for item in job.result["consequences"]] == [0]
         return
-    assert job.agents[0].wait(PATIENCE) == 1
+    assert job.agents[0].wait(TEST_TIMEOUT) == 1
     os.kill(job.agents[1].pid, signal.SIGCONT)
     job.wait()
     assert (job.result["failure"]["node_rank"], job.result["failure"]["rank"]) == (1, None)
-    assert "nothing was heard of it for" in job.result["reason"]
+    assert "no message for" in job.result["reason"]
 
 
-def test_a_forkserver_that_cannot_tell_yet_is_waited_for(new_job: NewJob) -> None:
-    """The agent answers; the process that reaps its workers does not."""
+def test_verdict_waits_for_frozen_forkserver(new_job: NewJob) -> None:
+    """The agent answers, but the forkserver, which reaps the workers, does not."""
     job = new_job(2)
-    job.start_all("--heartbeat", "0.2", "--lease", "6", talking(job))
+    job.start_all("--heartbeat", "0.2", "--lease", "6", talk_script(job))
     job.wait_for("up0", "up1")
-    starter = job.starter_of(job.agents[1])
-    os.kill(starter, signal.SIGSTOP)
+    forkserver = job.forkserver_of(job.agents[1])
+    os.kill(forkserver, signal.SIGSTOP)
     kill_worker(job, 1)
-    wait_until(lambda: "by peer" in job.log(0, "rank0.err"), PATIENCE)
+    wait_until(lambda: "by peer" in job.log(0, "rank0.err"), TEST_TIMEOUT)
     time.sleep(1.0)
-    os.kill(starter, signal.SIGCONT)
+    os.kill(forkserver, signal.SIGCONT)
     assert job.wait() == [137, 137]
     assert job.result["failure"]["rank"] == 1
 
 
 @pytest.mark.slow
-def test_kill_9_of_a_forkserver_is_the_cause_in_twenty_runs(new_job: NewJob) -> None:
+def test_killed_forkserver_is_root_cause_in_twenty_runs(new_job: NewJob) -> None:
     for _ in range(20):
         job = new_job(2)
-        job.start_all(talking(job))
+        job.start_all(talk_script(job))
         job.wait_for("up0", "up1")
-        os.kill(job.starter_of(job.agents[1]), signal.SIGKILL)
+        os.kill(job.forkserver_of(job.agents[1]), signal.SIGKILL)
         assert 0 not in job.wait()
         assert (job.result["failure"]["node_rank"], job.result["failure"]["rank"]) == (1, None), (
             job.result
         )
-        assert "the process that starts the workers was lost" in job.result["reason"]
+        assert "the forkserver was lost" in job.result["reason"]
 
 
-# -- a link that is cut one way ---------------------------------------------------------------------------------------------
+# -- a link that is cut in one direction -----------------------------------------------------------
 
 
 @pytest.fixture
-def two() -> Iterator[list[Machine]]:
-    why = why_not()
-    if why:
-        pytest.skip(why)
-    with machines(2) as made:
-        yield made
+def two_machines() -> Iterator[list[Machine]]:
+    reason = skip_reason()
+    if reason:
+        pytest.skip(reason)
+    with machines(2) as pair:
+        yield pair
 
 
-def cut(source: Machine, target: Machine) -> None:
-    """Have packets from one machine to another go to a hardware address that nobody has; those of
-    the other way arrive.
+def cut_link(source: Machine, target: Machine) -> None:
+    """Cut the link from source to target; packets from target to source still arrive.
+
+    The packets go to a hardware address that no machine has.
     """
-    words = f"-n {source.name} neighbour replace {target.address} lladdr 02:00:00:00:00:99 nud permanent dev eth0"
-    subprocess.run(["ip", *words.split()], check=True)
+    arguments = (
+        f"-n {source.name} neighbour replace {target.address} lladdr 02:00:00:00:00:99 "
+        "nud permanent dev eth0"
+    )
+    subprocess.run(["ip", *arguments.split()], check=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [(0, 1), (1, 0)])
-def test_a_link_that_is_cut_one_way_is_no_failure_of_rank_0(
-    new_job: NewJob, two: list[Machine], way: tuple[int, int]
+@pytest.mark.parametrize("direction", [(0, 1), (1, 0)])
+def test_link_cut_in_one_direction_is_not_failure_of_rank_0(
+    new_job: NewJob, two_machines: list[Machine], direction: tuple[int, int]
 ) -> None:
     job = new_job(2)
-    program = talking(job)
-    for node_rank, machine in enumerate(two):
-        place = {"CLUSTERJOB_MASTER_ADDR": two[0].address, "TMPDIR": str(job.directory)}
+    program = talk_script(job)
+    for node_rank, machine in enumerate(two_machines):
+        env = {"CLUSTERJOB_MASTER_ADDR": two_machines[0].address, "TMPDIR": str(job.directory)}
         job.start(
-            node_rank, *QUICK, program, python=(*machine.command(sys.executable, "-S"),), env=place
+            node_rank,
+            *QUICK_LEASE,
+            program,
+            python=(*machine.command(sys.executable, "-S"),),
+            env=env,
         )
     job.wait_for("up0", "up1")
-    cut(two[way[0]], two[way[1]])
+    cut_link(two_machines[direction[0]], two_machines[direction[1]])
     assert 0 not in job.wait()
     failure = job.result["failure"]
     assert (failure["node_rank"], failure["rank"]) == (1, None), job.result
-    assert "nothing was heard of it for" in failure["message"], failure["message"]
+    assert "no message for" in failure["message"], failure["message"]
 
 
-# -- a rank that leaves with exit code 0 -----------------------------------------------------------------------------------
+# -- a rank that exits with code 0 -----------------------------------------------------------------
 
 LEAVE = """
     import os, sys, time
@@ -242,7 +254,7 @@ LEAVE = """
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_a_rank_that_leaves_the_others_in_a_collective_is_named(
+def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(
     new_job: NewJob, nnodes: int
 ) -> None:
     job = new_job(nnodes)
@@ -252,15 +264,16 @@ def test_a_rank_that_leaves_the_others_in_a_collective_is_named(
     assert (failure["rank"], failure["kind"], failure["exit_code"]) == (1, "early_exit", 0), (
         job.result
     )
-    said = re.fullmatch(
-        r"ended with exit code 0 (\d+\.\d s before|at that moment); ranks? ([\d, ]+) (was|were) in all_reduce",
+    match = re.fullmatch(
+        r"ended with exit code 0 (\d+\.\d s before|at that moment); "
+        r"ranks? ([\d, ]+) (was|were) in all_reduce",
         failure["message"],
     )
-    assert said is not None, failure["message"]
-    assert {int(rank) for rank in said[2].split(",")} <= others <= {0, 2, 3}
+    assert match is not None, failure["message"]
+    assert {int(rank) for rank in match[2].split(",")} <= others <= {0, 2, 3}
 
 
-def test_a_rank_that_leaves_after_the_others_have_ended_is_nobody_s_cause(new_job: NewJob) -> None:
+def test_rank_that_exited_with_code_0_is_not_root_cause(new_job: NewJob) -> None:
     job = new_job()
     job.start(
         0,
@@ -269,13 +282,13 @@ def test_a_rank_that_leaves_after_the_others_have_ended_is_nobody_s_cause(new_jo
         job.script("import os, sys; sys.exit(3 * int(os.environ['RANK']))"),
     )
     assert job.wait() == [3]
-    assert (job.result["failure"]["rank"], job.result["failure"]["kind"]) == (1, None)
+    assert (job.result["failure"]["rank"], job.result["failure"]["kind"]) == (1, "exit_code")
 
 
-# -- the time limit ----------------------------------------------------------------------------------------------------------
+# -- time limit ------------------------------------------------------------------------------------
 
 
-def test_the_time_limit_does_not_count_the_import_of_torch(new_job: NewJob) -> None:
+def test_time_limit_excludes_import_of_torch(new_job: NewJob) -> None:
     job = new_job(2)
     slow = job.directory / "slow" / "torch"
     slow.mkdir(parents=True)
@@ -291,12 +304,12 @@ def test_the_time_limit_does_not_count_the_import_of_torch(new_job: NewJob) -> N
     assert job.wait() == [0, 0], job.stderr(job.agents[0])
 
 
-# -- an agent that breaks -----------------------------------------------------------------------------------------------------
+# -- agents with internal errors -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("files", [9, 10, 11, 12, 16])
-def test_an_agent_that_may_open_few_files_ends_in_time(new_job: NewJob, files: int) -> None:
-    """It ran on, past its own join timeout, without a part of itself."""
+def test_agent_with_low_open_file_limit_ends_within_timeout(new_job: NewJob, files: int) -> None:
+    """An agent once ran beyond its join timeout, because one of its tasks was missing."""
     job = new_job(2)
     limited = ("sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", sys.executable, "-S")
     job.start(0, "--join-timeout", "1", job.script("print('ran')"), python=limited)
@@ -305,29 +318,29 @@ def test_an_agent_that_may_open_few_files_ends_in_time(new_job: NewJob, files: i
 
 BROKEN = """
     import asyncio, os, runpy, sys
-    from clusterjob.node.rendezvous.membership import Gathering
+    from clusterjob.node.rendezvous.membership import Membership
 
     async def beat(self):
         while not os.path.exists("up1"):
             await asyncio.sleep(0.05)
         raise ZeroDivisionError("a bug")
 
-    Gathering._beat = beat
+    Membership._send_heartbeats = beat
     del sys.argv[:3]
     sys.argv.insert(0, "clusterjob.node")
     runpy.run_module("clusterjob.node", run_name="__main__")
 """
 
 
-def test_a_task_of_the_agent_that_breaks_ends_all_nodes_with_the_reason(new_job: NewJob) -> None:
+def test_exception_in_task_of_agent_ends_all_nodes_with_reason(new_job: NewJob) -> None:
     job = new_job(2)
-    program = talking(job)
+    program = talk_script(job)
     job.start(0, program, python=(sys.executable, "-S", job.script(BROKEN, "broken.py")))
     job.start(1, program)
     assert job.wait() == [1, 1]
     assert job.result["state"] == "FAILED"
     assert (
-        f"(pid {job.agents[0].pid}) broke: ZeroDivisionError: a bug (beat, broken.py line"
+        f"(pid {job.agents[0].pid}) failed: ZeroDivisionError: a bug (beat, broken.py line"
         in job.result["reason"]
     )
-    assert "broke: ZeroDivisionError: a bug" in job.end_of(1)["reason"]
+    assert "failed: ZeroDivisionError: a bug" in job.end_of(1)["reason"]

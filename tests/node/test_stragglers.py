@@ -1,18 +1,18 @@
-"""A rank that still runs when the others have succeeded is named, with what it does."""
+"""Ranks that still run after all others have succeeded are reported, with their stack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from procs import PATIENCE, Job, wait_until
+from procs import TEST_TIMEOUT, Job, wait_until
 
 from clusterjob.node.rendezvous.stragglers import Stragglers
 
 NewJob = Callable[..., Job]
 
 
-def test_those_that_still_run_are_named_once_all_others_have_ended_for_a_while() -> None:
+def test_running_rank_is_named_once_after_all_others_have_ended() -> None:
     stragglers = Stragglers([0, 2], 4)
     assert stragglers.due == float("inf")
     for node_rank, local_rank in ((0, 0), (0, 1), (1, 0)):
@@ -24,7 +24,7 @@ def test_those_that_still_run_are_named_once_all_others_have_ended_for_a_while()
     assert stragglers.due == float("inf")
 
 
-def test_several_that_still_run_are_named_by_their_nodes() -> None:
+def test_several_running_ranks_are_grouped_by_node() -> None:
     stragglers = Stragglers([0, 2, 5], 6)
     stragglers.ended(1, 1)
     assert stragglers.name() == (
@@ -35,7 +35,9 @@ def test_several_that_still_run_are_named_by_their_nodes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_a_rank_that_hangs_at_its_end_is_named_with_its_stack(new_job: NewJob, mode: str) -> None:
+def test_rank_that_hangs_after_others_ended_is_reported_with_stack(
+    new_job: NewJob, mode: str
+) -> None:
     job = new_job(2)
     script = job.script("""
         import os, pathlib, threading
@@ -47,7 +49,7 @@ def test_a_rank_that_hangs_at_its_end_is_named_with_its_stack(new_job: NewJob, m
     """)
     job.start_all("--start", mode, "--nproc-per-node", "2", script)
     log = job.dir / "logs" / "node1" / "rank3.err"
-    wait_until(lambda: log.exists() and "still runs" in log.read_text(), PATIENCE + 15)
+    wait_until(lambda: log.exists() and "still runs" in log.read_text(), TEST_TIMEOUT + 15)
     job.path("enough").touch()
     assert job.wait() == [0, 0]
     line, *stack = log.read_text().splitlines()

@@ -1,5 +1,6 @@
-"""Workers that do not come to the roll-call: their agents say what they do, and blame them once the
-others give up.
+"""Workers that do not join the rendezvous of ranks.
+
+Their agents report what they do, and name them as the root cause when other ranks time out.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import MARGIN, so_far
-from procs import PATIENCE, WITH_TORCH, Job, wait_until
+from launching import MARGIN, waited_seconds
+from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
 
-from clusterjob.node.rendezvous.missing_ranks import Search
-from clusterjob.node.rendezvous.root_cause import EXIT_PATIENCE, Judge
-from clusterjob.node.verdict import Failure, is_roll_call_end
-from clusterjob.node.workers import sightings, stacks
+from clusterjob.node.rendezvous.messages import RanksFound, RanksMissing, RanksProbed
+from clusterjob.node.rendezvous.missing_ranks import MissingRanks
+from clusterjob.node.rendezvous.root_cause import EXIT_TIMEOUT, RootCause
+from clusterjob.node.system.codec import MalformedMessageError
+from clusterjob.node.verdict import Failure, FailureKind
+from clusterjob.node.workers import forkserver_messages, stacks
 
 NewJob = Callable[..., Job]
 HOST = socket.gethostname()
@@ -47,7 +51,7 @@ def late(job: Job, rank: int, stuck: str) -> str:
 
 
 def line_of(job: Job, rank: int) -> str:
-    """Return which line of the script hangs."""
+    """Return the line number of `def load_data` in the script."""
     return next(
         str(number)
         for number, line in enumerate(job.path("script.py").read_text().splitlines(), 1)
@@ -58,7 +62,7 @@ def line_of(job: Job, rank: int) -> str:
 @pytest.mark.parametrize(
     "stuck", ["time.sleep(1000)", "threading.Lock().acquire() and threading.Event().wait()"]
 )
-def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(
+def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(
     new_job: NewJob, stuck: str
 ) -> None:
     job = new_job(2)
@@ -67,25 +71,24 @@ def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(
         "--start", "fork", "--nproc-per-node", "2", late(job, 3, stuck), python=WITH_TORCH
     )
     log = job.dir / "logs" / "node0" / "rank0.err"
-    wait_until(lambda: log.exists() and "load_data" in log.read_text(), PATIENCE)
+    wait_until(lambda: log.exists() and "load_data" in log.read_text(), TEST_TIMEOUT)
     assert job.wait() == [1, 1]
     assert time.monotonic() - begin < 40
     pid, number = job.path("pid3").read_text(), int(line_of(job, 3)) + 1
-    said = log.read_text()
-    who = f"rank 3 (node 1, local rank 1, host {HOST}"
-    assert f"clusterjob: {who}, pid {pid}): has run for " in said
-    shown = f"script.py line {number}, load_data"
-    assert "s and has not come to bootstrap.init(); it is in " in said
-    assert shown in said
+    output = log.read_text()
+    worker = f"rank 3 (node 1, local rank 1, host {HOST}"
+    assert f"clusterjob: {worker}, pid {pid}): has run for " in output
+    position = f"script.py line {number}, load_data"
+    assert "s and has not reached bootstrap.init(); it is in " in output
+    assert position in output
     result = job.result
     assert result["reason"].startswith(
-        f"{who}): the others gave up waiting for it (pid {pid}): it has run for "
+        f"{worker}): the others gave up waiting for it (pid {pid}): it has run for "
     )
     assert result["failure"]["rank"] == 3
     assert any("in load_data" in line for line in result["failure"]["last_lines"])
-    assert (
-        set() < {each["rank"] for each in result["consequences"]} <= {0, 1, 2}
-    )  # whoever had the time to say so
+    # Those of the other ranks that reported before they were stopped.
+    assert set() < {each["rank"] for each in result["consequences"]} <= {0, 1, 2}
     own = job.log(1, "rank3.err")
     assert "clusterjob: the others gave up waiting for this process, which has run for " in own
     assert f'script.py", line {number} in load_data' in own
@@ -93,46 +96,46 @@ def test_a_forked_worker_that_is_stuck_is_named_shown_and_blamed(
 
 
 @pytest.mark.slow
-def test_a_worker_that_was_executed_is_looked_at_and_not_signalled(new_job: NewJob) -> None:
+def test_stuck_worker_started_by_exec_is_reported_without_signal(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all("--start", "exec", late(job, 1, "time.sleep(1000)"), python=WITH_TORCH)
     assert job.wait() == [1, 1]
     pid = job.path("pid1").read_text()
-    said = job.log(0, "rank0.err")
-    assert f"rank 1 (node 1, local rank 0, host {HOST}, pid {pid}): has run for " in said
-    assert "s and has not come to bootstrap.init(); it sleeps" in said
+    output = job.log(0, "rank0.err")
+    assert f"rank 1 (node 1, local rank 0, host {HOST}, pid {pid}): has run for " in output
+    assert "s and has not reached bootstrap.init(); it sleeps" in output
     failure = job.result["failure"]
     assert (failure["rank"], failure["signal"]) == (1, None)
     assert "it has run for" in failure["message"]
 
 
-def test_rank_0_is_looked_for_by_the_others(new_job: NewJob) -> None:
+def test_missing_rank_0_is_reported_by_other_ranks(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH)
     assert job.wait() == [1, 1]
-    said = job.log(1, "rank1.err")
+    output = job.log(1, "rank1.err")
     waiting = "clusterjob: waiting for rank 0 (node 0): started, and not yet at init(); "
-    told = next(line for line in said.splitlines() if line.startswith(waiting))
-    assert 4 <= so_far(told) <= 4 + MARGIN
+    notice = next(line for line in output.splitlines() if line.startswith(waiting))
+    assert 4 <= waited_seconds(notice) <= 4 + MARGIN
+    pid = job.path("pid0").read_text()
     assert (
-        f"clusterjob: rank 0 (node 0, local rank 0, host {HOST}, pid {job.path('pid0').read_text()}): has run for "
-        in said
+        f"clusterjob: rank 0 (node 0, local rank 0, host {HOST}, pid {pid}): has run for " in output
     )
     assert job.result["failure"]["rank"] == 0
     assert any("in load_data" in line for line in job.result["failure"]["last_lines"])
 
 
 @pytest.mark.slow
-def test_one_that_left_without_a_word_is_blamed(new_job: NewJob) -> None:
+def test_rank_that_exits_without_joining_is_root_cause(new_job: NewJob) -> None:
     job = new_job(1)
     job.start_all("--nproc-per-node", "2", late(job, 1, "sys.exit(0)"), python=WITH_TORCH)
     assert job.wait() == [1]
-    assert "): exited with code 0 and never came to the roll-call" in job.log(0, "rank0.err")
+    assert "): exited with code 0 and never joined the rendezvous" in job.log(0, "rank0.err")
     assert job.result["failure"]["rank"] == 1
-    assert "it exited with code 0 and never came to the roll-call" in job.result["reason"]
+    assert "it exited with code 0 and never joined the rendezvous" in job.result["reason"]
 
 
-def test_a_failure_ends_the_job_at_once_as_ever(new_job: NewJob) -> None:
+def test_failure_of_missing_rank_ends_job_at_once(new_job: NewJob) -> None:
     job = new_job(1)
     begin = time.monotonic()
     job.start_all("--nproc-per-node", "2", late(job, 1, "os._exit(7)"), python=WITH_TORCH)
@@ -142,12 +145,12 @@ def test_a_failure_ends_the_job_at_once_as_ever(new_job: NewJob) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_waits_in_vain_and_goes_on_is_no_failure(new_job: NewJob) -> None:
+def test_script_that_handles_rendezvous_timeout_succeeds(new_job: NewJob) -> None:
     job = new_job(1)
     script = job.script("""
         import os, time
         from clusterjob import bootstrap
-        from clusterjob.errors import GangError
+        from clusterjob.errors import RendezvousError
         if os.environ["RANK"] == "1":
             while not os.path.exists("alone"):
                 time.sleep(0.05)
@@ -155,7 +158,7 @@ def test_a_script_that_waits_in_vain_and_goes_on_is_no_failure(new_job: NewJob) 
         else:
             try:
                 bootstrap.init(timeout=2)
-            except GangError:
+            except RendezvousError:
                 print("alone", flush=True)
                 open("alone", "w").close()
     """)
@@ -166,7 +169,7 @@ def test_a_script_that_waits_in_vain_and_goes_on_is_no_failure(new_job: NewJob) 
 
 
 @pytest.mark.slow
-def test_a_handler_of_the_scripts_own_is_left_alone(new_job: NewJob) -> None:
+def test_signal_handler_of_script_is_not_called(new_job: NewJob) -> None:
     job = new_job(1)
     own = (
         f"signal.signal({stacks.SIGNAL}, lambda *_: pathlib.Path('hit').touch()); time.sleep(1000)"
@@ -174,11 +177,11 @@ def test_a_handler_of_the_scripts_own_is_left_alone(new_job: NewJob) -> None:
     job.start_all("--start", "fork", "--nproc-per-node", "2", late(job, 1, own), python=WITH_TORCH)
     assert job.wait() == [1]
     assert not job.path("hit").exists()
-    assert "does not answer the roll-call; it sleeps" in job.log(0, "rank0.err")
+    assert "has not joined the rendezvous; it sleeps" in job.log(0, "rank0.err")
     assert job.result["failure"]["rank"] == 1
 
 
-# -- the lead's part -------------------------------------------------------------------------------------------------------
+# -- coordinator: missing ranks --------------------------------------------------------------------
 
 GAVE_UP = Failure(
     0,
@@ -187,9 +190,11 @@ GAVE_UP = Failure(
     host="h",
     exit_code=1,
     signal=None,
-    message="GangError: waiting for rank 3 (node 1): started, and not yet at init(); gave up after 7 s",
+    message="RanksMissingError: waiting for rank 3 (node 1): started, and not yet at init(); "
+    "gave up after 7 s",
     last_lines=(),
     effect=True,
+    kind=FailureKind.RENDEZVOUS,
 )
 STUCK = Failure(
     3,
@@ -200,106 +205,63 @@ STUCK = Failure(
     signal=None,
     message="the others gave up waiting for it: it sleeps",
 )
-QUESTION = {"t": "missing", "local_rank": 1, "ranks": [0, 2, 3, 5, 6, 99], "final": False}
-ANSWER = {"t": "where", "final": True, "lines": [], "failures": [STUCK.to_json()]}
+QUESTION = RanksMissing(0, local_rank=1, ranks=(0, 2, 3, 5, 6, 99), final=False)
+FINAL = RanksMissing(0, local_rank=1, ranks=(3,), final=True)
+ANSWER = RanksProbed(0, final=True, lines=(), failures=(STUCK,))
 
 
-def test_the_agents_of_the_missing_ranks_are_asked_where_nodes_differ_in_size() -> None:
-    search = Search([0, 3, 4], 7)
-    assert search.ask(0, QUESTION) == {
-        0: [0, 2],
-        1: [3],
-        2: [5, 6],
-    }  # and nobody of a rank that is not in the job
-    answer = {"t": "where", "final": False, "lines": ["rank 3: it sleeps"], "failures": []}
-    assert search.answer(1, answer) == (
-        0,
-        {"t": "found", "local_rank": 1, "lines": ["rank 3: it sleeps"]},
-    )
-    assert search.answered
+def test_agents_of_missing_ranks_are_asked_with_nodes_of_different_size() -> None:
+    missing = MissingRanks([0, 3, 4], 7)
+    # The job has no rank 99.
+    assert missing.ask(0, QUESTION) == {0: [0, 2], 1: [3], 2: [5, 6]}
+    answer = RanksProbed(0, final=False, lines=("rank 3: it sleeps",), failures=())
+    assert missing.receive(1, answer) == (0, RanksFound(1, ("rank 3: it sleeps",)))
+    assert missing.answered
 
 
-def test_the_missing_are_blamed_once_somebody_has_failed_of_it() -> None:
-    search = Search([0, 3, 4], 7)
-    search.ask(0, QUESTION | {"final": True, "ranks": [3]})
-    assert not search.answered
-    assert search.answer(1, ANSWER) is None
-    assert search.answered
-    search.note(
-        Failure(
-            0,
-            0,
-            node_rank=0,
-            host="h",
-            exit_code=1,
-            signal=None,
-            message="ValueError: Connection closed by peer",
-            last_lines=(),
-            effect=True,
-        )
-    )
-    assert search.causes() == []  # nobody has failed of the roll-call so far
-    search.note(GAVE_UP)
-    assert search.causes() == [STUCK]
-    assert search.causes() == []
+def test_missing_ranks_are_causes_after_other_rank_gave_up_waiting() -> None:
+    missing = MissingRanks([0, 3, 4], 7)
+    missing.ask(0, FINAL)
+    assert not missing.answered
+    assert missing.receive(1, ANSWER) is None
+    assert missing.answered
+    missing.note(replace(GAVE_UP, kind=FailureKind.NETWORK))
+    assert missing.causes() == []
+    missing.note(GAVE_UP)
+    assert missing.causes() == [STUCK]
+    assert missing.causes() == []
 
 
-def test_what_was_asked_before_does_not_count_for_a_later_roll_call() -> None:
-    search = Search([0, 3], 6)
-    search.ask(0, QUESTION | {"final": True, "ranks": [3]})
-    search.answer(1, ANSWER)
-    search.ask(0, QUESTION | {"final": True, "ranks": [4]})
-    search.note(GAVE_UP)
-    assert search.causes() == []
+def test_answers_to_earlier_question_are_not_causes() -> None:
+    missing = MissingRanks([0, 3], 6)
+    missing.ask(0, FINAL)
+    missing.receive(1, ANSWER)
+    missing.ask(0, replace(FINAL, ranks=(4,)))
+    missing.note(GAVE_UP)
+    assert missing.causes() == []
 
 
-def test_effects_wait_for_the_answer_and_causes_do_not() -> None:
-    judge = Judge()
-    judge.await_cause(100.0, "missing")
-    judge.hear(GAVE_UP, 10.0, exited=True)
-    assert judge.stop_due() == 100.0
-    judge.await_cause(0.0, "missing")
-    assert 10.0 < judge.stop_due() < 10.0 + EXIT_PATIENCE
-    judge.await_cause(100.0, "missing")
-    judge.hear(STUCK, 11.0, exited=True)
-    assert judge.stop_due() == 0.0
-    assert judge.root() == STUCK
+def test_effects_wait_for_answer_and_causes_do_not() -> None:
+    root_cause = RootCause()
+    root_cause.wait_for_cause(100.0, "missing")
+    root_cause.add(GAVE_UP, 10.0, exited=True)
+    assert root_cause.stop_due() == 100.0
+    root_cause.wait_for_cause(0.0, "missing")
+    assert 10.0 < root_cause.stop_due() < 10.0 + EXIT_TIMEOUT
+    root_cause.wait_for_cause(100.0, "missing")
+    root_cause.add(STUCK, 11.0, exited=True)
+    assert root_cause.stop_due() == 0.0
+    assert root_cause.root() == STUCK
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "GangError: waiting for ranks 1 (node 0), 2 (node 0): started, and not yet at init(); gave up after 600 s",
-        "GangError: rank 1 on h (pid 4) was at the roll-call, and rank 0 does not end it: wait timeout",
-    ],
-)
-def test_the_words_of_those_who_gave_up_are_known(message: str) -> None:
-    assert is_roll_call_end(
-        Failure(0, 0, node_rank=0, host="h", exit_code=1, signal=None, message=message)
-    )
-    assert not is_roll_call_end(
-        Failure(
-            0,
-            0,
-            node_rank=0,
-            host="h",
-            exit_code=1,
-            signal=None,
-            message=message.replace("GangError", "ValueError"),
-        )
-    )
+@pytest.mark.parametrize("ranks", ["1", 1, None, [True], [-1], ["1"], [[1]], {"1": 1}, [0] * 9])
+def test_report_of_missing_ranks_with_wrong_ranks_is_refused(ranks: object) -> None:
+    data = {"type": "WorkerWaiting", "local_rank": 0, "ranks": ranks, "final": True}
+    with pytest.raises(MalformedMessageError, match="ranks"):
+        forkserver_messages.FROM_WORKER.decode(data)
 
 
-@pytest.mark.parametrize("ranks", ["1", 1, None, [True], [-1], ["1"], [[1]], {"1": 1}])
-def test_a_question_that_is_none_is_refused(ranks: object) -> None:
-    with pytest.raises(ValueError, match="not a list of ranks"):
-        sightings.wanted({"local_rank": 0, "missing": ranks})
-    assert sightings.wanted({"local_rank": 0, "message": "boom"}) is None
-    asked = sightings.wanted({"local_rank": 0, "missing": list(range(20)), "final": 1})
-    assert asked == {"t": "missing", "local_rank": 0, "ranks": list(range(8)), "final": False}
-
-
-# -- one process -----------------------------------------------------------------------------------------------------------
+# -- stack of one process --------------------------------------------------------------------------
 
 
 def child(directory: Path, text: str) -> subprocess.Popen[bytes]:
@@ -314,24 +276,33 @@ def child(directory: Path, text: str) -> subprocess.Popen[bytes]:
 
 
 def ask(process: subprocess.Popen[bytes]) -> tuple[bool, tuple[str, ...]]:
-    question = stacks.Question(process.pid)
-    with contextlib.suppress(AssertionError):  # where nothing is written all the time is over
+    question = stacks.StackRequest(process.pid)
+    with contextlib.suppress(AssertionError):  # a process without a handler never answers
         wait_until(question.written, stacks.ANSWER_SECONDS)
-    time.sleep(0.3)  # for the rest of the lines
-    return question.asked, question.answer()
+    time.sleep(0.3)  # for the remaining lines
+    return question.offered, question.answer()
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "pathlib.Path('up').touch(); time.sleep(1000)",  # never offered
-        "stacks.offer(); signal.signal(stacks.SIGNAL, signal.SIG_DFL); pathlib.Path('up').touch(); time.sleep(1000)",
-        "signal.signal(stacks.SIGNAL, print); stacks.offer(); pathlib.Path('up').touch(); time.sleep(1000)",
+        (
+            "stacks.offer(); signal.signal(stacks.SIGNAL, signal.SIG_DFL); "
+            "pathlib.Path('up').touch(); time.sleep(1000)"
+        ),
+        (
+            "signal.signal(stacks.SIGNAL, print); stacks.offer(); "
+            "pathlib.Path('up').touch(); time.sleep(1000)"
+        ),
         "stacks.offer(); os.execvp('sh', ['sh', '-c', 'touch up; exec sleep 1000'])",
-        "stacks.offer(); os.closerange(3, 100); open('own', 'w'); pathlib.Path('up').touch(); time.sleep(1000)",
+        (
+            "stacks.offer(); os.closerange(3, 100); open('own', 'w'); "
+            "pathlib.Path('up').touch(); time.sleep(1000)"
+        ),
     ],
 )
-def test_a_process_that_offers_nothing_is_not_asked_and_lives(tmp_path: Path, text: str) -> None:
+def test_process_without_stack_handler_is_not_signalled(tmp_path: Path, text: str) -> None:
     process = child(tmp_path, text)
     try:
         assert ask(process) == (False, ())
@@ -341,7 +312,7 @@ def test_a_process_that_offers_nothing_is_not_asked_and_lives(tmp_path: Path, te
         process.wait()
 
 
-def test_a_process_is_asked_again_and_again_and_its_sleep_goes_on(tmp_path: Path) -> None:
+def test_process_reports_stack_repeatedly_and_continues_to_sleep(tmp_path: Path) -> None:
     process = child(tmp_path, """
         def inner():
             pathlib.Path('up').touch()
@@ -352,35 +323,37 @@ def test_a_process_is_asked_again_and_again_and_its_sleep_goes_on(tmp_path: Path
         inner()
     """)  # fmt: skip
     try:
-        wait_until(lambda: stacks.kernel_words(process.pid).startswith("it sleeps"), 10)
+        wait_until(lambda: stacks.kernel_text(process.pid).startswith("it sleeps"), 10)
         for _ in range(2):
             asked, lines = ask(process)
             assert asked
             frames = stacks.main_thread(lines)
             assert len(frames) == 2
-            assert stacks.in_words(frames) == "it is in child.py line 7, inner"
+            assert stacks.position_text(frames) == "it is in child.py line 7, inner"
         assert process.wait(20) == 0
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_stack_in_words() -> None:
+def test_position_text_names_innermost_line_of_script() -> None:
     library = os.__file__
     frames = (
         f'  File "{library}", line 1 in wait',
         '  File "/x/my data.py", line 7 in load',
         '  File "/x/train.py", line 9 in <module>',
     )
-    assert stacks.in_words(frames) == "it is in os.py line 1, wait, from my data.py line 7, load"
-    assert stacks.in_words(frames[1:]) == "it is in my data.py line 7, load"
+    assert (
+        stacks.position_text(frames) == "it is in os.py line 1, wait, from my data.py line 7, load"
+    )
+    assert stacks.position_text(frames[1:]) == "it is in my data.py line 7, load"
     importing = (
         frames[1],
         '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed',
         frames[2],
     )
-    assert stacks.in_words(importing) == "it imports, in my data.py line 7, load"
-    assert stacks.in_words(()) == "it does not say where it is"
+    assert stacks.position_text(importing) == "it imports, in my data.py line 7, load"
+    assert stacks.position_text(()) == "its stack names no file"
     lines = (
         "Thread 0x1 (most recent call first):",
         frames[0],
@@ -397,13 +370,13 @@ def test_a_stack_in_words() -> None:
     )
 
 
-def test_the_kernel_says_what_it_knows(tmp_path: Path) -> None:
+def test_kernel_text_describes_sleeping_stopped_and_ended_process(tmp_path: Path) -> None:
     process = child(tmp_path, "pathlib.Path('up').touch(); time.sleep(1000)")
     try:
-        wait_until(lambda: stacks.kernel_words(process.pid).startswith("it sleeps"), 10)
+        wait_until(lambda: stacks.kernel_text(process.pid).startswith("it sleeps"), 10)
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: stacks.kernel_words(process.pid).startswith("it is stopped"), 10)
+        wait_until(lambda: stacks.kernel_text(process.pid).startswith("it is stopped"), 10)
     finally:
         process.kill()
         process.wait()
-    assert stacks.kernel_words(process.pid) == "it is about to end"
+    assert stacks.kernel_text(process.pid) == "it is about to end"

@@ -1,6 +1,4 @@
-"""The example of docs/backends.md: a queue of its own becomes a cluster by installing a package,
-and runs real jobs.
-"""
+"""The example backend of docs/backends.md: installing a package makes a queue a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, Run, run
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 EXAMPLE = ROOT / "examples" / "backend"
 TRAIN = """
@@ -33,33 +31,33 @@ with bootstrap.init(timeout=90) as ctx:
 
 @pytest.fixture(scope="module")
 def _installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the example as a user does, into a place of its own."""
-    place = tmp_path_factory.mktemp("installed")
-    words = [
+    """Install the example as a user does, into a directory of its own."""
+    directory = tmp_path_factory.mktemp("installed")
+    options = [
         "--no-index",
         "--no-deps",
         "--no-build-isolation",
         "--disable-pip-version-check",
         "--quiet",
         "--target",
-        place,
+        directory,
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *words, EXAMPLE],
+        [sys.executable, "-m", "pip", "install", *options, EXAMPLE],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return place
+    return directory
 
 
 class User:
-    """Somebody with the package and the queue."""
+    """A user who has installed the package and the queue."""
 
     def __init__(self, directory: Path, installed: Path) -> None:
         self._directory = directory
-        self._more = {
+        self._environ = {
             "PYTHONPATH": f"{installed}{os.pathsep}{ROOT}",
             "PATH": f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "TINYQ_HOME": str(directory / "queue"),
@@ -67,13 +65,15 @@ class User:
             "XDG_CONFIG_HOME": os.environ["XDG_CONFIG_HOME"],
         }  # fmt: skip
 
-    def clusterjob(self, *words: str) -> Run:
+    def clusterjob(self, *arguments: str) -> Run:
         return run(
-            [sys.executable, "-m", "clusterjob", *words], self._directory / "work", self._more
+            [sys.executable, "-m", "clusterjob", *arguments],
+            self._directory / "work",
+            self._environ,
         )
 
-    def queue(self, *words: str) -> Run:
-        return run(["tinyq", *words], self._directory, self._more)
+    def queue(self, *arguments: str) -> Run:
+        return run(["tinyq", *arguments], self._directory, self._environ)
 
     def tasks(self) -> list[dict[str, object]]:
         found: list[dict[str, object]] = json.loads(self.queue("list").out)
@@ -84,16 +84,16 @@ class User:
 def user(_installed: Path, tmp_path: Path) -> Iterator[User]:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "train.py").write_text(TRAIN)
-    made = User(tmp_path, _installed)
-    yield made
-    for task in made.tasks():
-        made.queue("cancel", str(task["id"]))
-    _wait_for(lambda: all(task["ended"] for task in made.tasks()))
+    user_of_queue = User(tmp_path, _installed)
+    yield user_of_queue
+    for task in user_of_queue.tasks():
+        user_of_queue.queue("cancel", str(task["id"]))
+    _wait_for(lambda: all(task["ended"] for task in user_of_queue.tasks()))
 
 
-def _wait_for(is_so) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + PATIENCE
-    while not is_so():
+def _wait_for(condition) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + TEST_TIMEOUT
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
 
@@ -112,7 +112,7 @@ FLAGS = (
 )
 
 
-def test_a_job_runs_on_the_queue(user: User) -> None:
+def test_job_runs_on_queue(user: User) -> None:
     ran = user.clusterjob("run", *FLAGS, "--setup", "echo setting up", "train.py", "it's")
     assert ran.code == 0, ran.err + ran.out
     assert sorted(ran.out.splitlines()) == [
@@ -129,7 +129,7 @@ def test_a_job_runs_on_the_queue(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_is_the_rank_s_after_the_queue_has_tried_again(user: User) -> None:
+def test_failed_rank_is_named_after_retry_of_queue(user: User) -> None:
     ran = user.clusterjob("run", *FLAGS, "--max-restarts", "1", "train.py", "fail")
     assert ran.code == 1, ran.err + ran.out
     assert "rank 1 (node 0, local rank 1" in ran.err
@@ -142,7 +142,7 @@ def test_a_failure_is_the_rank_s_after_the_queue_has_tried_again(user: User) -> 
     )
 
 
-def test_a_job_is_cancelled(user: User) -> None:
+def test_job_on_queue_can_be_cancelled(user: User) -> None:
     ran = user.clusterjob("submit", *FLAGS, "train.py", "wait")
     assert ran.code == 0, ran.err
     job = ran.out.split()[-1]
@@ -152,7 +152,7 @@ def test_a_job_is_cancelled(user: User) -> None:
     assert "CANCELLED" in user.clusterjob("status", job).out
 
 
-def test_a_dry_run_shows_the_task_and_what_it_does_not_know_is_refused(user: User) -> None:
+def test_dry_run_shows_task_and_unknown_option_is_refused(user: User) -> None:
     ran = user.clusterjob("submit", "--dry-run", *FLAGS, "train.py")
     assert ran.code == 0, ran.err
     assert '"workers": 2' in ran.out
@@ -160,4 +160,4 @@ def test_a_dry_run_shows_the_task_and_what_it_does_not_know_is_refused(user: Use
     assert user.tasks() == []
     ran = user.clusterjob("submit", *FLAGS, "--set", "partition=x", "train.py")
     assert ran.code != 0
-    assert "the tinyq cluster knows no option 'partition'" in ran.err
+    assert "unknown option 'partition' for the tinyq cluster" in ran.err

@@ -1,5 +1,6 @@
-"""The mlp cluster's plan: the entry script and the task, what is in them and what is refused.
-Submitting: test_mlp_cluster.py.
+"""The mlp cluster's plan: the entry script, the task and the refused options.
+
+Submission is tested in test_mlp_cluster.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def entry(spec: JobSpec) -> str:
     return backend.MlpBackend().plan(spec).files[-1].text()
 
 
-def make(directory: Path, **fields: object) -> JobSpec:
+def make_spec(directory: Path, **fields: object) -> JobSpec:
     (directory / "train.py").write_text("print('trained')\n")
     return JobSpec(
         Program("script", "train.py", args=("--x",)),
@@ -32,22 +33,24 @@ def make(directory: Path, **fields: object) -> JobSpec:
     )  # type: ignore[arg-type]
 
 
-def test_it_is_a_cluster_by_name() -> None:
+def test_mlp_is_listed_as_cluster() -> None:
     assert "mlp" in names()
 
 
 @pytest.mark.parametrize(
-    ("left_open", "nproc", "words"),
+    ("is_default", "nproc", "options"),
     [(True, 1, ""), (False, 1, "--nproc-per-node 1 "), (False, 4, "--nproc-per-node 4 ")],
 )
-def test_the_platform_counts_the_workers_unless_the_user_does(
-    tmp_path: Path, left_open: bool, nproc: int, words: str
+def test_entry_script_sets_nproc_per_node_only_if_user_does(
+    tmp_path: Path, is_default: bool, nproc: int, options: str
 ) -> None:
-    last = entry(make(tmp_path, nproc_open=left_open, nproc_per_node=nproc)).splitlines()[-1]
-    assert last == f'exec "$CLUSTERJOB_PYTHON" -m clusterjob launch {words}train.py --x'
+    last = entry(
+        make_spec(tmp_path, nproc_is_default=is_default, nproc_per_node=nproc)
+    ).splitlines()[-1]
+    assert last == f'exec "$CLUSTERJOB_PYTHON" -m clusterjob launch {options}train.py --x'
 
 
-def test_one_worker_that_the_user_asked_for_is_one_worker(tmp_path: Path) -> None:
+def test_rendered_script_keeps_requested_worker_count(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     texts = [
         finish(
@@ -70,24 +73,27 @@ def test_one_worker_that_the_user_asked_for_is_one_worker(tmp_path: Path) -> Non
     assert ["--nproc-per-node" in text for text in texts] == [False, True, True]
 
 
-def test_the_script_runs_whatever_its_words_are(weird_path: Path) -> None:
-    spec = make(weird_path, env={"WORD": 'it\'s\n$HOME "x"'}, setup=("export LINE='a b'", "true"))
-    (weird_path / "train.py").write_text(
-        "import json, os, sys; print(json.dumps([os.environ['WORD'], os.environ['LINE'], os.getcwd(), sys.argv]))\n"
+def test_entry_script_runs_with_special_characters_in_paths_and_values(special_path: Path) -> None:
+    spec = make_spec(
+        special_path, env={"WORD": 'it\'s\n$HOME "x"'}, setup=("export LINE='a b'", "true")
     )
-    (weird_path / "entry.sh").write_text(entry(spec))
-    ran = run(["bash", "./entry.sh"], weird_path, {"MLP_WORKER_NUM": "1", "MLP_ROLE_INDEX": "0"})
+    (special_path / "train.py").write_text(
+        "import json, os, sys\n"
+        "print(json.dumps([os.environ['WORD'], os.environ['LINE'], os.getcwd(), sys.argv]))\n"
+    )
+    (special_path / "entry.sh").write_text(entry(spec))
+    ran = run(["bash", "./entry.sh"], special_path, {"MLP_WORKER_NUM": "1", "MLP_ROLE_INDEX": "0"})
     assert ran.code == 0, ran.err
     assert json.loads(ran.out[ran.out.index('["') :].splitlines()[0]) == [
         'it\'s\n$HOME "x"',
         "a b",
-        str(weird_path),
+        str(special_path),
         ["train.py", "--x"],
     ]
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "words"),
+    ("fields", "code", "message"),
     [
         (
             {"setup": ("exit_with() { return 7; }", "exit_with")},
@@ -101,19 +107,19 @@ def test_the_script_runs_whatever_its_words_are(weird_path: Path) -> None:
         ),
     ],
 )
-def test_a_node_that_cannot_start_says_why(
-    tmp_path: Path, fields: dict[str, object], code: int, words: str
+def test_node_that_cannot_start_prints_reason(
+    tmp_path: Path, fields: dict[str, object], code: int, message: str
 ) -> None:
-    (tmp_path / "entry.sh").write_text(entry(make(tmp_path, **fields)))
+    (tmp_path / "entry.sh").write_text(entry(make_spec(tmp_path, **fields)))
     ran = run(["bash", "entry.sh"], tmp_path, {"MLP_WORKER_NUM": "1", "MLP_ROLE_INDEX": "0"})
     assert ran.code == code
-    assert words in ran.err
+    assert message in ran.err
 
 
-def test_an_interpreter_that_is_not_there_gives_way_to_the_image_s(tmp_path: Path) -> None:
+def test_missing_interpreter_is_replaced_by_python3_of_image(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").symlink_to(sys.executable)
-    (tmp_path / "entry.sh").write_text(entry(make(tmp_path, python="/opt/nowhere/python")))
+    (tmp_path / "entry.sh").write_text(entry(make_spec(tmp_path, python="/opt/nowhere/python")))
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     ran = run(
         ["bash", "entry.sh"], tmp_path, {"MLP_WORKER_NUM": "1", "MLP_ROLE_INDEX": "0", "PATH": path}
@@ -122,8 +128,8 @@ def test_an_interpreter_that_is_not_there_gives_way_to_the_image_s(tmp_path: Pat
     assert "trained" in ran.out
 
 
-def test_where_the_nodes_see_the_submitter_s_files_they_use_them(tmp_path: Path) -> None:
-    plan = backend.MlpBackend().plan(make(tmp_path))
+def test_nodes_use_job_directory_of_submitter_if_visible(tmp_path: Path) -> None:
+    plan = backend.MlpBackend().plan(make_spec(tmp_path))
     plan.job_dir.mkdir(parents=True, mode=0o700)
     for file in plan.files:
         file.path.write_bytes(file.data)
@@ -137,29 +143,29 @@ def test_where_the_nodes_see_the_submitter_s_files_they_use_them(tmp_path: Path)
     assert (plan.job_dir / "result.json").exists()
 
 
-def test_the_script_is_sound_shell(tmp_path: Path) -> None:
-    text = entry(make(tmp_path, env={"A": "b"}, setup=("module load cuda",)))
+def test_entry_script_passes_bash_syntax_check(tmp_path: Path) -> None:
+    text = entry(make_spec(tmp_path, env={"A": "b"}, setup=("module load cuda",)))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
-        ({"options": {"account": "x"}}, "no option 'account'"),
+        ({"options": {"account": "x"}}, "unknown option 'account'"),
         ({"array": "0-3%2"}, "does not limit"),
         ({"launcher": "srun"}, "needs Slurm"),
     ],
 )
-def test_what_it_cannot_do_is_refused(
-    tmp_path: Path, fields: dict[str, object], words: str
+def test_unsupported_options_are_refused(
+    tmp_path: Path, fields: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(SpecError, match=words):
-        backend.MlpBackend().plan(make(tmp_path, resources=Resources(nodes=2), **fields))
+    with pytest.raises(SpecError, match=message):
+        backend.MlpBackend().plan(make_spec(tmp_path, resources=Resources(nodes=2), **fields))
 
 
-def test_without_an_image_a_flavor_and_a_queue_nothing_is_submitted(tmp_path: Path) -> None:
-    plan = backend.MlpBackend().plan(make(tmp_path))
-    assert "name image and flavor and queue" in plan.notes[0]
+def test_job_without_image_flavor_or_queue_is_not_submitted(tmp_path: Path) -> None:
+    plan = backend.MlpBackend().plan(make_spec(tmp_path))
+    assert "set image and flavor and queue" in plan.notes[0]
     with pytest.raises(SubmitError) as caught:
         backend.MlpBackend().submit(plan)
     assert "clusterjob render --cluster mlp" in caught.value.hint

@@ -1,5 +1,6 @@
-"""The mlp cluster end to end, against a stand-in of the platform: real agents on nodes that share
-nothing with the submitter.
+"""The mlp cluster end to end: real agents against a simulated platform.
+
+The nodes share no files with the submitter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, Run, finish, start
+from launching import TEST_TIMEOUT, Run, finish, start
 from procs import wait_until
 from volc_platform import Platform
 
@@ -21,7 +22,8 @@ import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-print(f"rank {dist.get_rank()} sums {int(total)} {os.environ.get('WORD', '')} {sys.argv[1:]}", flush=True)
+word = os.environ.get("WORD", "")
+print(f"rank {dist.get_rank()} sums {int(total)} {word} {sys.argv[1:]}", flush=True)
 print(f"to stderr from {dist.get_rank()}", file=sys.stderr, flush=True)
 dist.barrier()
 dist.destroy_process_group()
@@ -31,7 +33,7 @@ SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(1000)\n"
 
 
 class User:
-    """Somebody with an account, a directory of code, and the command `clusterjob`."""
+    """A user with an account, a code directory and the command `clusterjob`."""
 
     def __init__(self, volc: Platform, directory: Path) -> None:
         self.volc = volc
@@ -47,29 +49,33 @@ class User:
     def write(self, text: str, name: str = "train.py") -> None:
         (self.code / name).write_text(text)
 
-    def start(self, *words: object, **environ: str):
+    def start(self, *arguments: object, **environ: str):
         return start(
-            [sys.executable, "-m", "clusterjob", *words], self.code, self.environ | environ
+            [sys.executable, "-m", "clusterjob", *arguments], self.code, self.environ | environ
         )
 
-    def run(self, *words: object, **environ: str) -> Run:
-        return finish(self.start(*words, **environ))
+    def run(self, *arguments: object, **environ: str) -> Run:
+        return finish(self.start(*arguments, **environ))
 
     def job(
-        self, verb: str, *words: object, environ: Mapping[str, str] | None = None, **options: str
+        self,
+        verb: str,
+        *arguments: object,
+        environ: Mapping[str, str] | None = None,
+        **options: str,
     ) -> Run:
         sets = [
-            word
+            argument
             for key, value in (self.options | options).items()
             if value
-            for word in ("--set", f"{key}={value}")
+            for argument in ("--set", f"{key}={value}")
         ]
-        return self.run(verb, "--cluster", "mlp", *sets, *words, **(environ or {}))
+        return self.run(verb, "--cluster", "mlp", *sets, *arguments, **(environ or {}))
 
     def submit(
-        self, *words: object, environ: Mapping[str, str] | None = None, **options: str
+        self, *arguments: object, environ: Mapping[str, str] | None = None, **options: str
     ) -> str:
-        ran = self.job("submit", *words, environ=environ, **options)
+        ran = self.job("submit", *arguments, environ=environ, **options)
         assert ran.code == 0, ran.err
         return ran.out.strip()
 
@@ -81,11 +87,11 @@ class User:
     def wait_for(self, job_id: str, *states: str) -> dict[str, object]:
         seen: list[dict[str, object]] = []
 
-        def there() -> bool:
+        def reached() -> bool:
             seen[:] = self.status(job_id)
             return seen[0]["state"] in states
 
-        wait_until(there, PATIENCE, f"{job_id}: {' or '.join(states)}")
+        wait_until(reached, TEST_TIMEOUT, f"{job_id}: {' or '.join(states)}")
         return seen[0]
 
 
@@ -94,7 +100,7 @@ def user(volc: Platform, tmp_path: Path) -> User:
     return User(volc, tmp_path)
 
 
-def test_two_nodes_train_together_and_all_comes_back(user: User) -> None:
+def test_two_node_job_returns_output_status_and_exit_code(user: User) -> None:
     user.write(TRAIN)
     job = user.submit("--nodes", "2", "--env", 'WORD=it\'s "$HOME"', "train.py", "--lr", "a b")
     waited = user.run("wait", job)
@@ -128,10 +134,10 @@ def test_two_nodes_train_together_and_all_comes_back(user: User) -> None:
     assert not (user.home / "jobs" / job / "upload").exists(), "the copy that was sent is not kept"
 
 
-def test_run_follows_and_a_failing_rank_is_named(user: User) -> None:
+def test_run_shows_output_and_names_failed_rank(user: User) -> None:
     user.write(
-        TRAIN
-        + "if os.environ['RANK'] == '2':\n    raise ValueError('boom at step 7')\nimport time; time.sleep(1000)\n"
+        TRAIN + "if os.environ['RANK'] == '2':\n    raise ValueError('boom at step 7')\n"
+        "import time; time.sleep(1000)\n"
     )
     ran = user.job("run", "--nodes", "2", "train.py")
     assert ran.code == 1, ran.err
@@ -150,7 +156,7 @@ def test_run_follows_and_a_failing_rank_is_named(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_running_job_is_followed_and_cancelled(user: User) -> None:
+def test_running_job_can_be_followed_and_cancelled(user: User) -> None:
     user.write(SLEEP)
     job = user.submit("--nodes", "2", "train.py")
     assert user.wait_for(job, "RUNNING")["started_at"] is not None
@@ -169,17 +175,19 @@ def test_a_running_job_is_followed_and_cancelled(user: User) -> None:
     assert "had ended already" in user.run("cancel", job).err
 
 
-def test_secrets_are_in_no_record_and_no_argument(user: User) -> None:
+def test_secrets_appear_in_no_record_and_no_argument(user: User) -> None:
     user.write(
-        "import os\nprint('got', os.environ['WANDB_KEY'] == os.environ['EXPECTED'], len(os.environ.get('CLUSTERJOB_TOKEN', '')))\n"
+        "import os\n"
+        "print('got', os.environ['WANDB_KEY'] == os.environ['EXPECTED'], "
+        "len(os.environ.get('CLUSTERJOB_TOKEN', '')))\n"
     )
-    words = ("--env", f"EXPECTED={SECRET[::-1]}", "train.py")
+    arguments = ("--env", f"EXPECTED={SECRET[::-1]}", "train.py")
     dry = user.job(
-        "submit", "--dry-run", *words, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET}
+        "submit", "--dry-run", *arguments, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET}
     )
     assert dry.code == 0, dry.err
     assert '{"Name": "WANDB_KEY", "IsPrivate": true}' in dry.out
-    job = user.submit(*words, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET})
+    job = user.submit(*arguments, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET})
     waited = user.run("wait", job)
     assert waited.code == 0, waited.err
     assert "got False" in user.run("logs", job).out
@@ -196,13 +204,14 @@ def test_secrets_are_in_no_record_and_no_argument(user: User) -> None:
         assert [path for path in kept if secret.encode() in path.read_bytes()] == []
     missing = user.job("submit", "train.py", secrets="WANDB_KEY")
     assert missing.code == 1
-    assert "the secret WANDB_KEY is not there" in missing.err
+    assert "the secret WANDB_KEY is missing" in missing.err
     assert len(user.volc.tasks()) == 1
 
 
-def test_a_sweep_is_a_task_an_element(user: User) -> None:
+def test_sweep_submits_one_task_per_element(user: User) -> None:
     user.write(
-        "import os, sys\nprint(sys.argv[1:], os.environ['CLUSTERJOB_ARRAY_INDEX'])\nsys.exit(3 if '--lr=x y' in sys.argv else 0)\n"
+        "import os, sys\nprint(sys.argv[1:], os.environ['CLUSTERJOB_ARRAY_INDEX'])\n"
+        "sys.exit(3 if '--lr=x y' in sys.argv else 0)\n"
     )
     job = user.submit(
         "--sweep",
@@ -223,7 +232,7 @@ def test_a_sweep_is_a_task_an_element(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_retried_task_has_numbered_attempts(user: User) -> None:
+def test_retried_task_keeps_log_of_each_attempt(user: User) -> None:
     user.write(
         "import os, sys, time\n"
         "print('try', os.environ['MLP_TASK_ID'], flush=True)\n"
@@ -261,7 +270,7 @@ def test_a_retried_task_has_numbered_attempts(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_reclaimed_task_is_expected_again(user: User) -> None:
+def test_reclaimed_task_is_pending_until_platform_restarts_it(user: User) -> None:
     user.write(SLEEP)
     job = user.submit("train.py", preemptible="true", retry_interval="1000")
     user.wait_for(job, "RUNNING")
@@ -278,10 +287,12 @@ def test_a_reclaimed_task_is_expected_again(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_the_workers_of_a_reclaimed_task_are_warned_and_leave(user: User) -> None:
+def test_workers_of_reclaimed_task_are_warned_and_requeue(user: User) -> None:
     user.write(
-        "import time\nfrom clusterjob import bootstrap\nctx = bootstrap.init()\nprint('up', flush=True)\n"
-        "while not ctx.preempted:\n    time.sleep(0.05)\nprint('saved', flush=True)\nctx.requeue()\n"
+        "import time\nfrom clusterjob import bootstrap\n"
+        "ctx = bootstrap.init()\nprint('up', flush=True)\n"
+        "while not ctx.preempted:\n    time.sleep(0.05)\n"
+        "print('saved', flush=True)\nctx.requeue()\n"
     )
     user.volc.set(kill_grace=60)
     job = user.submit("train.py", preemptible="true", retry_interval="1000", kill_grace="60")
@@ -303,12 +314,12 @@ def test_the_workers_of_a_reclaimed_task_are_warned_and_leave(user: User) -> Non
 
 
 @pytest.mark.slow
-def test_a_reclaimed_task_runs_again(user: User) -> None:
+def test_reclaimed_task_runs_again_as_second_attempt(user: User) -> None:
     user.write(SLEEP)
     job = user.submit("train.py", preemptible="true", retry_interval="1")
     user.wait_for(job, "RUNNING")
     user.volc.reclaim(user.volc.tasks()[0]["id"])
-    wait_until(lambda: len(user.volc.tasks(job)) == 2, PATIENCE, "the second attempt")
+    wait_until(lambda: len(user.volc.tasks(job)) == 2, TEST_TIMEOUT, "the second attempt")
     second = user.volc.tasks(job)[1]
     user.volc.wait_for_line(second["id"], "up")
     assert user.wait_for(job, "RUNNING")["restarts"] == 1
@@ -318,24 +329,24 @@ def test_a_reclaimed_task_runs_again(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_retry_that_comes_after_the_cancel_is_cancelled_too(user: User) -> None:
+def test_retry_created_after_cancel_is_cancelled_too(user: User) -> None:
     user.write("import sys\nsys.exit(5)\n")
     job = user.submit("--max-restarts", "1", "train.py", retry_interval="2")
     wait_until(
         lambda: user.volc.tasks(job)[0]["status"] in ("Running", "Failed"),
-        PATIENCE,
+        TEST_TIMEOUT,
         "the first attempt",
     )
     user.volc.hold("Queue")
-    wait_until(lambda: user.volc.tasks(job)[0]["status"] == "Failed", PATIENCE, "its end")
+    wait_until(lambda: user.volc.tasks(job)[0]["status"] == "Failed", TEST_TIMEOUT, "its end")
     assert user.run("cancel", job).code == 0
-    wait_until(lambda: len(user.volc.tasks(job)) == 2, PATIENCE, "the second attempt")
+    wait_until(lambda: len(user.volc.tasks(job)) == 2, TEST_TIMEOUT, "the second attempt")
     user.wait_for(job, "CANCELLED")
     assert [task["status"] for task in user.volc.tasks(job)] == ["Failed", "Killed"]
 
 
 @pytest.mark.parametrize("how", ["after", pytest.param("hangs", marks=pytest.mark.slow)])
-def test_a_submission_in_doubt_makes_one_task(user: User, how: str) -> None:
+def test_submission_without_answer_makes_one_task(user: User, how: str) -> None:
     user.write("print('trained')\n")
     user.volc.break_submit(how)
     job = user.submit("train.py", submit_timeout="5" if how == "hangs" else "")
@@ -345,19 +356,19 @@ def test_a_submission_in_doubt_makes_one_task(user: User, how: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_submission_that_nobody_can_see_stays_in_doubt_and_is_found_later(user: User) -> None:
+def test_unconfirmed_submission_is_reported_and_found_later(user: User) -> None:
     user.write("print('trained')\n")
     user.volc.set(breaks={"submit after": 1, "list": 100})
     ran = user.job("submit", "train.py")
     assert ran.code == 1
-    assert "nobody knows whether the platform has taken the job" in ran.err
+    assert "it is unknown whether the platform accepted the job" in ran.err
     user.volc.set(breaks={"list": 0})
     (task,) = user.volc.tasks()
     assert user.run("wait", task["name"]).code == 0
     assert user.status(task["name"])[0]["backend_id"] == task["id"]
 
 
-def test_an_array_whose_first_element_is_in_doubt_is_no_array(user: User) -> None:
+def test_array_with_unconfirmed_first_element_is_cancelled(user: User) -> None:
     user.write(SLEEP)
     user.volc.set(breaks={"submit after": 1, "list": 3})
     ran = user.job("submit", "--array", "0-1", "train.py")
@@ -369,7 +380,7 @@ def test_an_array_whose_first_element_is_in_doubt_is_no_array(user: User) -> Non
     assert "it is being cancelled" in str(user.status(f"{whole}_1")[0]["reason"])
 
 
-def test_a_submission_that_did_not_get_there_leaves_nothing(user: User) -> None:
+def test_refused_submission_leaves_no_files(user: User) -> None:
     user.write("print('trained')\n")
     user.volc.set(queues={"q-1": "other"})
     ran = user.job("submit", "train.py")
@@ -379,55 +390,57 @@ def test_a_submission_that_did_not_get_there_leaves_nothing(user: User) -> None:
     assert list((user.home / "jobs").iterdir()) == list((user.home / "records").iterdir()) == []
 
 
-def test_wrong_situations_are_told_in_words(user: User, tmp_path: Path) -> None:
+def test_submission_errors_name_cause_and_leave_no_files(user: User, tmp_path: Path) -> None:
     user.write("print('trained')\n")
     bin_ = str(user.volc.bin)
     bare = os.environ["PATH"]
 
-    def told(
-        words: str, *more: str, environ: Mapping[str, str] | None = None, **options: str
+    def expect_error(
+        message: str, *arguments: str, environ: Mapping[str, str] | None = None, **options: str
     ) -> None:
-        ran = user.job("submit", *more, "train.py", environ=environ, **options)
+        ran = user.job("submit", *arguments, "train.py", environ=environ, **options)
         assert ran.code in (1, 2), ran
-        assert words in ran.err, ran.err
+        assert message in ran.err, ran.err
         assert "Traceback" not in ran.err
         assert list(user.home.glob("records/*.json")) == list(user.home.glob("jobs/*")) == []
 
-    told("the platform's command volc is not installed", environ={"PATH": bare})
+    expect_error("the platform's command volc is not installed", environ={"PATH": bare})
     (user.volc.home / ".volc" / "bin").symlink_to(bin_)
-    told("which is not on PATH", environ={"PATH": bare})
+    expect_error("which is not on PATH", environ={"PATH": bare})
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "volc").symlink_to(f"{bin_}/volc")
-    told(
+    expect_error(
         "volc does not find its sibling mlp",
         environ={"PATH": f"{tmp_path / 'half'}{os.pathsep}{bare}"},
     )
     (user.volc.home / ".volc" / "bin").unlink()
     user.volc.logout()
-    told("nobody is logged in to the platform")
+    expect_error("not logged in to the platform")
     user.volc.login(sk="wrong")
-    told("the platform does not accept the keys")
+    expect_error("the platform does not accept the keys")
     user.volc.login()
     user.volc.deny("CreateJob")
-    told("the account has no permission for this")
+    expect_error("the account has no permission for this")
     user.volc.allow()
-    told("the platform does not know the queue", queue="nowhere")
-    told("the queue has no such flavor", flavor="ml.nowhere", flavors="")
-    told("no flavor has 4 GPUs", "--gpus-per-node", "4", flavor="")
-    told("has 2 GPUs, and --gpus-per-node asks for 8", "--gpus-per-node", "8")
-    told("the platform takes no task without image", image="")
-    told("did you mean flavor?", flavour="x")
+    expect_error("the platform does not know the queue", queue="nowhere")
+    expect_error("the queue has no such flavor", flavor="ml.nowhere", flavors="")
+    expect_error("no flavor has 4 GPUs", "--gpus-per-node", "4", flavor="")
+    expect_error("has 2 GPUs, and --gpus-per-node asks for 8", "--gpus-per-node", "8")
+    expect_error("the platform takes no task without image", image="")
+    expect_error("did you mean flavor?", flavour="x")
     assert user.volc.tasks() == []
 
 
-def test_a_task_that_is_stuck_says_why(user: User) -> None:
+def test_pending_job_shows_reason_from_platform(user: User) -> None:
     user.write("print('trained')\n")
     for state in ("Queue", "Staging"):
         user.volc.hold(state, "Insufficient resources: 2 GPUs wanted, 0 available")
         job = user.submit("train.py")
         task = user.volc.tasks(job)[-1]
         user.volc.wait(task["id"], state)
-        wait_until(lambda task=task: user.volc.task(task["id"])["instances"][0]["diag"], PATIENCE)
+        wait_until(
+            lambda task=task: user.volc.task(task["id"])["instances"][0]["diag"], TEST_TIMEOUT
+        )
         (status,) = user.status(job)
         assert status["state"] == "PENDING"
         assert f"{state} on the platform" in status["reason"]
@@ -436,7 +449,7 @@ def test_a_task_that_is_stuck_says_why(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_platform_that_does_not_answer_is_no_end(user: User) -> None:
+def test_status_is_unknown_while_platform_does_not_answer(user: User) -> None:
     user.write(SLEEP)
     job = user.submit("train.py")
     user.wait_for(job, "RUNNING")
@@ -448,15 +461,15 @@ def test_a_platform_that_does_not_answer_is_no_end(user: User) -> None:
     user.volc.break_calls("list", 1)
     waiting = user.start("wait", job)
     assert waiting.stderr is not None
-    said = waiting.stderr.readline()
-    assert said.startswith(f"clusterjob: job {job}: ")
-    assert "does not answer" in said
+    line = waiting.stderr.readline()
+    assert line.startswith(f"clusterjob: job {job}: ")
+    assert "does not answer" in line
     assert user.run("cancel", job).code == 0
     assert finish(waiting).code == 143
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_a_sweep_is_submitted_cancels_what_was_taken(user: User) -> None:
+def test_ctrl_c_during_array_submission_cancels_submitted_tasks(user: User) -> None:
     user.write(SLEEP)
     sets = [word for key, value in user.options.items() for word in ("--set", f"{key}={value}")]
     process = user.start(
@@ -470,8 +483,10 @@ def test_ctrl_c_while_a_sweep_is_submitted_cancels_what_was_taken(user: User) ->
         "0-5",
         "train.py",
     )
-    wait_until(lambda: len(user.volc.tasks()) == 1, PATIENCE, "the first element")
-    wait_until(lambda: len(user.volc.calls("ml_task", "submit")) == 1, PATIENCE, "its submission")
+    wait_until(lambda: len(user.volc.tasks()) == 1, TEST_TIMEOUT, "the first element")
+    wait_until(
+        lambda: len(user.volc.calls("ml_task", "submit")) == 1, TEST_TIMEOUT, "its submission"
+    )
     process.send_signal(signal.SIGINT)
     ran = finish(process)
     assert ran.code == 130, ran.err
@@ -480,7 +495,7 @@ def test_ctrl_c_while_a_sweep_is_submitted_cancels_what_was_taken(user: User) ->
 
 
 @pytest.mark.slow
-def test_many_jobs_are_one_question(user: User) -> None:
+def test_status_of_many_jobs_makes_few_platform_calls(user: User) -> None:
     user.write("print('trained')\n")
     user.volc.hold("Queue")
     first = user.submit("--array", "0-19", "train.py", submit_rate="100")
@@ -493,7 +508,7 @@ def test_many_jobs_are_one_question(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_code_that_lies_there_already_is_not_sent(user: User) -> None:
+def test_job_without_sync_runs_in_existing_directory(user: User) -> None:
     job = user.submit(
         "--no-sync",
         "--nproc-per-node",
@@ -510,7 +525,7 @@ def test_code_that_lies_there_already_is_not_sent(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_log_that_lags_comes_back_whole(user: User) -> None:
+def test_long_delayed_log_is_collected_completely(user: User) -> None:
     user.write("for number in range(3000):\n    print('line', number)\n")
     user.volc.lag_logs(1.0)
     job = user.submit("--nproc-per-node", "1", "train.py")
@@ -519,7 +534,7 @@ def test_a_long_log_that_lags_comes_back_whole(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_cannot_start_is_named(user: User) -> None:
+def test_node_with_failed_setup_line_is_named(user: User) -> None:
     user.write("print('trained')\n")
     job = user.submit(
         "--nodes", "2", "--setup", '[ "$MLP_ROLE_INDEX" = 0 ]', "--join-timeout", "60", "train.py"

@@ -1,5 +1,6 @@
-"""Nodes with nothing but a platform's variables, each in a network of its own, train together for
-real.
+"""Training on nodes that have only a platform's variables.
+
+Each node is a network namespace of its own.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import finish, script, start, told
-from namespaces import Machine, machines, why_not
+from launching import finish, rank_reports, script, start
+from namespaces import Machine, machines, skip_reason
 
 TRAIN = """
     import json
     import os
+    import sys
     from pathlib import Path
     import torch
     from clusterjob import bootstrap
@@ -35,28 +37,30 @@ TRAIN = """
             optimizer.step()
             losses.append(ctx.reduce(loss.item()))
         Path(f"rank{ctx.rank}.json").write_text(json.dumps({
-            "place": [ctx.local_rank, ctx.world_size, ctx.node_rank, ctx.nnodes], "source": ctx.source, "losses": [losses[0], losses[-1]],
-            "weights": model.module.weight.tolist(), "interface": os.environ["GLOO_SOCKET_IFNAME"], "arguments": __import__("sys").argv[1:],
+            "place": [ctx.local_rank, ctx.world_size, ctx.node_rank, ctx.nnodes],
+            "source": ctx.source, "losses": [losses[0], losses[-1]],
+            "weights": model.module.weight.tolist(),
+            "interface": os.environ["GLOO_SOCKET_IFNAME"], "arguments": sys.argv[1:],
         }))
 """
 
 
 @pytest.fixture(scope="module")
 def namespaces() -> None:
-    why = why_not()
-    if why:
-        pytest.skip(why)
+    reason = skip_reason()
+    if reason:
+        pytest.skip(reason)
 
 
 @pytest.fixture
 def four(namespaces: None) -> Iterator[list[Machine]]:
-    with machines(4) as made:
-        yield made
+    with machines(4) as nodes:
+        yield nodes
 
 
-def variables(nodes: list[Machine], index: int, gpus: int, *, six: bool = False) -> dict[str, str]:
-    """Return what the platform sets on one node."""
-    hosts = [machine.address6 if six else machine.address for machine in nodes]
+def variables(nodes: list[Machine], index: int, gpus: int, *, ipv6: bool = False) -> dict[str, str]:
+    """Return the variables that the platform sets on one node."""
+    hosts = [machine.address6 if ipv6 else machine.address for machine in nodes]
     own = {
         "MLP_ROLE": "WORKER",
         "MLP_ROLE_INDEX": str(index),
@@ -75,7 +79,7 @@ def variables(nodes: list[Machine], index: int, gpus: int, *, six: bool = False)
 def launch(
     nodes: list[Machine], directory: Path, environs: list[dict[str, str]], *argv: object
 ) -> list[tuple[int, str]]:
-    """Run the entry command on every node at once; return the exit codes and what was said."""
+    """Run the entry command on all nodes at once; return the exit codes and outputs."""
     folders = [directory / f"tmp{index}" for index in range(len(nodes))]
     for folder in folders:
         folder.mkdir()
@@ -91,16 +95,16 @@ ENTRY = (sys.executable, "-m", "clusterjob", "launch")
 
 
 @pytest.mark.parametrize(("count", "gpus"), [(2, 2), (4, 1)])
-def test_nodes_with_nothing_but_the_platform_s_variables_train(
+def test_nodes_train_with_platform_variables_only(
     four: list[Machine], tmp_path: Path, count: int, gpus: int
 ) -> None:
     nodes = four[:count]
     environs = [variables(nodes, index, gpus) for index in range(count)]
-    for code, said in launch(
+    for code, output in launch(
         nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN), "--epochs", "3"
     ):
-        assert code == 0, said
-    ranks = told(tmp_path, count * gpus)
+        assert code == 0, output
+    ranks = rank_reports(tmp_path, count * gpus)
     for number, rank in enumerate(ranks):
         assert rank["place"] == [number % gpus, count * gpus, number // gpus, count]
         assert (rank["interface"], rank["arguments"]) == ("eth0", ["--epochs", "3"])
@@ -109,20 +113,23 @@ def test_nodes_with_nothing_but_the_platform_s_variables_train(
         assert rank["losses"][1] < 0.1 * rank["losses"][0]
 
 
-def test_the_order_by_rack_is_the_order_of_ranks(four: list[Machine], tmp_path: Path) -> None:
+def test_node_ranks_follow_rack_order(four: list[Machine], tmp_path: Path) -> None:
     nodes = four[:3]
     racks = ["0", "2", "1"]
     environs = [
         variables(nodes, index, 1) | {"MLP_WORKER_RACK_RANK_INDEX": racks[index]}
         for index in range(3)
     ]
-    text = "import os, pathlib; pathlib.Path('node' + os.environ['MLP_ROLE_INDEX']).write_text(os.environ['RANK'])\n"
-    for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
-        assert code == 0, said
+    text = (
+        "import os, pathlib\n"
+        "pathlib.Path('node' + os.environ['MLP_ROLE_INDEX']).write_text(os.environ['RANK'])\n"
+    )
+    for code, output in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
+        assert code == 0, output
     assert [(tmp_path / f"node{index}").read_text() for index in range(3)] == racks
 
 
-def test_a_node_that_is_counted_by_another_index_is_refused(
+def test_node_that_reads_rank_from_other_variable_is_refused(
     four: list[Machine], tmp_path: Path
 ) -> None:
     nodes = four[:3]
@@ -134,29 +141,29 @@ def test_a_node_that_is_counted_by_another_index_is_refused(
     )
     assert all(code == 1 for code, _ in ran)
     assert (
-        "is counted by MLP_ROLE_INDEX, node 0 by MLP_WORKER_RACK_RANK_INDEX: all nodes have to use the same index"
+        "reads its node_rank from MLP_ROLE_INDEX, node 0 from MLP_WORKER_RACK_RANK_INDEX"
         in ran[0][1]
     )
-    assert "counted by MLP_ROLE_INDEX" in ran[2][1]
-    assert not any("it ran" in said for _, said in ran)
+    assert "node_rank from MLP_ROLE_INDEX" in ran[2][1]
+    assert not any("it ran" in output for _, output in ran)
 
 
-def test_addresses_of_ipv6(four: list[Machine], tmp_path: Path) -> None:
+def test_nodes_with_ipv6_addresses_train(four: list[Machine], tmp_path: Path) -> None:
     nodes = four[:2]
-    for machine in nodes:  # nothing else leads anywhere
+    for machine in nodes:  # leave no IPv4 route
         subprocess.run(
             ["ip", "-n", machine.name, "address", "del", f"{machine.address}/24", "dev", "eth0"],
             check=True,
         )
-    environs = [variables(nodes, index, 1, six=True) for index in range(2)]
-    for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN)):
-        assert code == 0, said
-    first, second = told(tmp_path, 2)
+    environs = [variables(nodes, index, 1, ipv6=True) for index in range(2)]
+    for code, output in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN)):
+        assert code == 0, output
+    first, second = rank_reports(tmp_path, 2)
     assert first["weights"] == second["weights"]
 
 
 @pytest.mark.slow
-def test_the_rendered_entry_script_does_the_same(four: list[Machine], tmp_path: Path) -> None:
+def test_rendered_entry_script_trains_on_two_nodes(four: list[Machine], tmp_path: Path) -> None:
     nodes = four[:2]
     path = script(tmp_path, TRAIN)
     argv = [
@@ -181,26 +188,27 @@ def test_the_rendered_entry_script_does_the_same(four: list[Machine], tmp_path: 
         next(file["text"] for file in plan["files"] if file["path"].endswith("/mlp.sh"))
     )
     environs = [variables(nodes, index, 2) for index in range(2)]
-    for code, said in launch(nodes, tmp_path, environs, "bash", entry):
-        assert code == 0, said
-    assert [rank["place"] for rank in told(tmp_path, 4)] == [
+    for code, output in launch(nodes, tmp_path, environs, "bash", entry):
+        assert code == 0, output
+    assert [rank["place"] for rank in rank_reports(tmp_path, 4)] == [
         [0, 4, 0, 2],
         [1, 4, 0, 2],
         [0, 4, 1, 2],
         [1, 4, 1, 2],
     ]
-    assert told(tmp_path, 4)[0]["arguments"] == ["--name", "a b"]
+    assert rank_reports(tmp_path, 4)[0]["arguments"] == ["--name", "a b"]
 
 
-def test_the_platform_s_interface_is_taken_where_there_is_one(
-    tmp_path: Path, namespaces: None
-) -> None:
+def test_platform_interface_is_used_where_it_exists(tmp_path: Path, namespaces: None) -> None:
     with machines(2, "rdma0") as nodes:
         environs = [
             variables(nodes, index, 1) | {"MLP_IFNAME": name}
             for index, name in enumerate(["rdma0", "missing0"])
         ]
-        text = "import os, pathlib; pathlib.Path(os.environ['RANK']).write_text(os.environ['GLOO_SOCKET_IFNAME'])\n"
-        for code, said in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
-            assert code == 0, said
+        text = (
+            "import os, pathlib\n"
+            "pathlib.Path(os.environ['RANK']).write_text(os.environ['GLOO_SOCKET_IFNAME'])\n"
+        )
+        for code, output in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
+            assert code == 0, output
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["rdma0", "rdma0"]

@@ -1,6 +1,4 @@
-"""PaddlePaddle's scripts under our agents: the variables that they read, the ports that are held
-for them, and real training.
-"""
+"""PaddlePaddle scripts under clusterjob's agents: variables, held ports and real training."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import ROOT, finish, run, script, start, told
-from namespaces import machines, why_not
+from launching import ROOT, finish, rank_reports, run, script, start
+from namespaces import machines, skip_reason
 from procs import Job
 
 from clusterjob.node import contract
@@ -22,19 +20,19 @@ from clusterjob.node.contract import World
 from clusterjob.node.environments import detect, paddle_endpoints, paddle_env
 from clusterjob.node.environments.topology import Worker
 
-PLACE = ROOT / ".venv-paddle"
+VENV = ROOT / ".venv-paddle"
 LOCAL = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local"]
 
 
-def test_a_port_that_is_held_is_for_whoever_asks_for_it_and_for_nobody_else() -> None:
+def test_held_port_can_only_be_bound_with_so_reuseaddr() -> None:
     held = paddle_endpoints.HeldPorts(3)
     try:
         assert len(set(held.ports)) == 3
-        with socket.socket() as server, socket.socket() as client, socket.socket() as careless:
+        with socket.socket() as server, socket.socket() as client, socket.socket() as without_reuse:
             with pytest.raises(ConnectionRefusedError):
                 client.connect(("127.0.0.1", held.ports[0]))
             with pytest.raises(OSError, match="in use"):
-                careless.bind(("127.0.0.1", held.ports[0]))
+                without_reuse.bind(("127.0.0.1", held.ports[0]))
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("", held.ports[0]))
             server.listen()
@@ -43,11 +41,11 @@ def test_a_port_that_is_held_is_for_whoever_asks_for_it_and_for_nobody_else() ->
     assert held.ports == []
 
 
-def test_a_port_that_is_held_is_given_to_nobody_who_asks_for_any(tmp_path: Path) -> None:
-    """In a machine of its own with six ports to give, of which four are held."""
-    why = why_not()
-    if why:
-        pytest.skip(why)
+def test_held_ports_are_not_given_out_for_port_0(tmp_path: Path) -> None:
+    """Test in a network namespace with six ephemeral ports, four of them held."""
+    reason = skip_reason()
+    if reason:
+        pytest.skip(reason)
     text = """
         import socket
         from pathlib import Path
@@ -64,8 +62,9 @@ def test_a_port_that_is_held_is_given_to_nobody_who_asks_for_any(tmp_path: Path)
         except OSError:
             pass
         ports = [other.getsockname()[1] for other in others]
-        assert len(set(ports) | set(held.ports)) == 6 and not set(ports) & set(held.ports), (ports, held.ports)
-        assert HeldPorts(1).ports == []  # none is left, and none is named
+        assert len(set(ports) | set(held.ports)) == 6, (ports, held.ports)
+        assert not set(ports) & set(held.ports), (ports, held.ports)
+        assert HeldPorts(1).ports == []  # no port is left
     """
     with machines(1) as [machine]:
         ran = run(machine.command(sys.executable, script(tmp_path, text)), tmp_path)
@@ -78,7 +77,8 @@ def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
         for node, size in enumerate(sizes)
     ]
     return World(
-        0, "10.0.0.0", master_port=29500, agent_store=True, node_rank=node_rank, nnodes=len(sizes), nproc=sizes[node_rank], first_rank=sum(sizes[:node_rank]),
+        0, "10.0.0.0", master_port=29500, agent_store=True, node_rank=node_rank,
+        nnodes=len(sizes), nproc=sizes[node_rank], first_rank=sum(sizes[:node_rank]),
         world_size=sum(sizes), gpus=gpus, paddle_master="10.0.0.0:5000",
         endpoints=paddle_endpoints.listed([item for node in endpoints for item in node]),
         own_endpoints=",".join(endpoints[node_rank]),
@@ -86,7 +86,7 @@ def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_every_place_is_the_same_to_torch_and_to_paddle(sizes: list[int]) -> None:
+def test_rank_assignment_is_the_same_for_torch_and_paddle(sizes: list[int]) -> None:
     for node_rank, size in enumerate(sizes):
         for local_rank in range(size):
             variables = contract.worker_variables(
@@ -119,7 +119,7 @@ def test_every_place_is_the_same_to_torch_and_to_paddle(sizes: list[int]) -> Non
                 )
 
 
-def test_a_node_with_gpus_names_one_to_each_worker_and_one_without_asks_for_gloo() -> None:
+def test_worker_gets_one_gpu_and_node_without_gpus_gets_gloo() -> None:
     chosen = [
         contract.worker_variables(world(0, [4], gpus=2), local, job_id="job", max_restarts=0)[
             "FLAGS_selected_gpus"
@@ -138,7 +138,7 @@ def test_a_node_with_gpus_names_one_to_each_worker_and_one_without_asks_for_gloo
     )
 
 
-def test_a_list_that_no_environment_could_carry_is_left_out() -> None:
+def test_endpoint_list_too_long_for_environment_is_left_out() -> None:
     assert paddle_endpoints.listed(["a:1", "b:2"]) == "a:1,b:2"
     assert len(paddle_endpoints.listed(["10.200.200.200:50000"] * 4500)) > 90_000
     assert paddle_endpoints.listed(["10.200.200.200:50000"] * 6500) == ""
@@ -152,24 +152,25 @@ def test_a_list_that_no_environment_could_carry_is_left_out() -> None:
 
 SHOW = """
     import json, os, pathlib
-    from clusterjob.node.environments import detect, look
-    found = detect(look(os.environ))
+    from clusterjob.node.environments import detect, look_up
+    found = detect(look_up(os.environ))
     own = {name: value for name, value in os.environ.items() if name.startswith("PADDLE_")}
-    pathlib.Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps([own, found.source, list(found.conflicts)]))
+    report = json.dumps([own, found.source, list(found.conflicts)])
+    pathlib.Path(f"rank{os.environ['RANK']}.json").write_text(report)
 """
 
 
 def with_paddle(directory: Path) -> str:
-    """Return a PYTHONPATH on which the agents find a PaddlePaddle; nobody imports it."""
+    """Return a PYTHONPATH with an empty package `paddle`; agents find it but never import it."""
     (directory / "installed" / "paddle").mkdir(parents=True)
     (directory / "installed" / "paddle" / "__init__.py").touch()
     return f"{ROOT}:{directory / 'installed'}"
 
 
-def test_the_list_of_all_endpoints_is_sent_where_there_is_a_paddle_alone(
+def test_endpoint_list_is_sent_only_to_nodes_with_paddle(
     new_job: Callable[..., Job],
 ) -> None:
-    """It is as long as the job, and would go to each node of it."""
+    """The list grows with the job, and each node would receive it."""
     job = new_job(2)
     script = job.script(
         "import os; print('PADDLE_MASTER' in os.environ, 'PADDLE_TRAINER_ENDPOINTS' in os.environ)"
@@ -180,7 +181,7 @@ def test_the_list_of_all_endpoints_is_sent_where_there_is_a_paddle_alone(
     assert [job.log(node, f"rank{node}.out") for node in (0, 1)] == ["True False\n", "True True\n"]
 
 
-def test_workers_of_several_nodes_find_them_and_no_conflict(tmp_path: Path) -> None:
+def test_workers_of_two_nodes_get_endpoints_without_conflict(tmp_path: Path) -> None:
     script(tmp_path, SHOW)
     inherited = {
         "PADDLE_MASTER": "elsewhere:1",
@@ -190,7 +191,7 @@ def test_workers_of_several_nodes_find_them_and_no_conflict(tmp_path: Path) -> N
     inherited["PYTHONPATH"] = with_paddle(tmp_path)
     ran = run([*LOCAL, "--nodes", "2", "--nproc-per-node", "2", "train.py"], tmp_path, inherited)
     assert ran.code == 0, ran.out + ran.err
-    ranks = told(tmp_path, 4)
+    ranks = rank_reports(tmp_path, 4)
     endpoints = ranks[0][0]["PADDLE_TRAINER_ENDPOINTS"].split(",")
     assert len({*endpoints, ranks[0][0]["PADDLE_MASTER"]}) == 5
     assert all(item.startswith("127.0.0.1:") for item in endpoints)
@@ -205,10 +206,10 @@ def test_workers_of_several_nodes_find_them_and_no_conflict(tmp_path: Path) -> N
             assert own[name] == ranks[0][0][name]
 
 
-def test_endpoints_are_the_addresses_by_which_the_nodes_reach_each_other(tmp_path: Path) -> None:
-    why = why_not()
-    if why:
-        pytest.skip(why)
+def test_endpoints_are_addresses_that_nodes_reach_each_other_by(tmp_path: Path) -> None:
+    reason = skip_reason()
+    if reason:
+        pytest.skip(reason)
     path = script(tmp_path, SHOW)
     with machines(2) as nodes:
         common = {
@@ -235,7 +236,7 @@ def test_endpoints_are_the_addresses_by_which_the_nodes_reach_each_other(tmp_pat
         for process in started:
             ended = finish(process)
             assert ended.code == 0, ended.out + ended.err
-    for own, _, conflicts in told(tmp_path, 2):
+    for own, _, conflicts in rank_reports(tmp_path, 2):
         assert conflicts == []
         assert [item.partition(":")[0] for item in own["PADDLE_TRAINER_ENDPOINTS"].split(",")] == [
             node.address for node in nodes
@@ -243,7 +244,7 @@ def test_endpoints_are_the_addresses_by_which_the_nodes_reach_each_other(tmp_pat
         assert own["PADDLE_MASTER"].partition(":")[0] == nodes[0].address
 
 
-# -- PaddlePaddle itself -------------------------------------------------------------------------------------------------------
+# -- training with PaddlePaddle --------------------------------------------------------------------
 
 TRAIN = """
     import json
@@ -251,7 +252,7 @@ TRAIN = """
     from pathlib import Path
     import paddle
     import paddle.distributed as dist
-    from clusterjob.node.environments import detect, look
+    from clusterjob.node.environments import detect, look_up
 
     dist.init_parallel_env()
     rank = dist.get_rank()
@@ -271,40 +272,42 @@ TRAIN = """
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(float(total))
-    found = detect(look(os.environ))
+    found = detect(look_up(os.environ))
     place = found.check().place
     Path(f"rank{rank}.json").write_text(json.dumps({
-        "losses": losses, "own": own, "weights": model.state_dict()["weight"].numpy().tolist(), "world": dist.get_world_size(),
-        "source": found.source, "place": [place.rank, place.local_rank, place.world_size, place.local_world_size],
-        "master": f"{place.topology.master_addr}:{place.topology.master_port}", "paddle_master": os.environ["PADDLE_MASTER"],
+        "losses": losses, "own": own, "world": dist.get_world_size(),
+        "weights": model.state_dict()["weight"].numpy().tolist(), "source": found.source,
+        "place": [place.rank, place.local_rank, place.world_size, place.local_world_size],
+        "master": f"{place.topology.master_addr}:{place.topology.master_port}",
+        "paddle_master": os.environ["PADDLE_MASTER"],
     }))
 """
 
 
 @pytest.fixture
 def python() -> str:
-    """Return the interpreter beside which PaddlePaddle is installed."""
-    if (PLACE / "why-not").exists():
-        pytest.skip((PLACE / "why-not").read_text().strip())
-    if not (PLACE / "ready").exists():
+    """Return the interpreter of the virtual environment that has PaddlePaddle."""
+    if (VENV / "why-not").exists():
+        pytest.skip((VENV / "why-not").read_text().strip())
+    if not (VENV / "ready").exists():
         pytest.skip("PaddlePaddle is not installed: tools/paddle.sh does that")
-    return str(PLACE / "bin" / "python")
+    return str(VENV / "bin" / "python")
 
 
 def check_training(directory: Path, source: str, per_node: int) -> None:
-    ranks = told(directory, 2)
+    ranks = rank_reports(directory, 2)
     for number, rank in enumerate(ranks):
         assert (rank["world"], rank["source"]) == (2, source)
         assert rank["place"] == [number, number % per_node, 2, per_node]
         assert rank["losses"] == ranks[0]["losses"]
         assert rank["weights"] == ranks[0]["weights"]
         assert rank["losses"][-1] < 0.1 * rank["losses"][0]
-    assert ranks[0]["own"] != ranks[1]["own"]  # each has seen data of its own
+    assert ranks[0]["own"] != ranks[1]["own"]  # each rank trains on its own data
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "nproc"), [(1, 2), (2, 1)])
-def test_a_script_of_paddle_trains_on_two_ranks(
+def test_paddle_script_trains_on_two_ranks(
     tmp_path: Path, python: str, nodes: int, nproc: int
 ) -> None:
     script(tmp_path, TRAIN)
@@ -312,13 +315,11 @@ def test_a_script_of_paddle_trains_on_two_ranks(
     ran = run([*LOCAL, *shape, "train.py"], tmp_path, {"CLUSTERJOB_HOME": str(tmp_path / "home")})
     assert ran.code == 0, ran.out + ran.err
     check_training(tmp_path, "clusterjob", nproc)
-    assert all(rank["master"] != rank["paddle_master"] for rank in told(tmp_path, 2))
+    assert all(rank["master"] != rank["paddle_master"] for rank in rank_reports(tmp_path, 2))
 
 
 @pytest.mark.slow
-def test_a_script_of_paddle_is_started_again_with_the_same_ports(
-    tmp_path: Path, python: str
-) -> None:
+def test_paddle_script_succeeds_after_restart(tmp_path: Path, python: str) -> None:
     again = (
         TRAIN
         + """
@@ -336,7 +337,7 @@ def test_a_script_of_paddle_is_started_again_with_the_same_ports(
 
 
 @pytest.mark.slow
-def test_the_place_of_a_process_of_paddle_s_own_launcher(tmp_path: Path, python: str) -> None:
+def test_rank_assignment_is_detected_under_paddle_launcher(tmp_path: Path, python: str) -> None:
     path = script(tmp_path, TRAIN)
     argv = [
         python,
@@ -354,14 +355,15 @@ def test_the_place_of_a_process_of_paddle_s_own_launcher(tmp_path: Path, python:
     )
     assert ran.code == 0, ran.out + ran.err + logs
     check_training(tmp_path, "paddle", 2)
-    assert all(rank["master"] == rank["paddle_master"] for rank in told(tmp_path, 2))
+    assert all(rank["master"] == rank["paddle_master"] for rank in rank_reports(tmp_path, 2))
 
 
 @pytest.mark.slow
-def test_clusterjob_env_under_paddle_s_own_launcher(tmp_path: Path, python: str) -> None:
+def test_clusterjob_env_detects_paddle_launcher(tmp_path: Path, python: str) -> None:
     path = script(
         tmp_path,
-        "import runpy, sys\nsys.argv[1:] = ['env', '--json']\nrunpy.run_module('clusterjob', run_name='__main__')\n",
+        "import runpy, sys\nsys.argv[1:] = ['env', '--json']\n"
+        "runpy.run_module('clusterjob', run_name='__main__')\n",
     )
     argv = [
         python,

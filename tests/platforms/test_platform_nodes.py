@@ -1,5 +1,6 @@
-"""Uploaded code on nodes that share nothing with the submitter, each in a network of its own: all
-that comes back is what they print.
+"""Jobs on nodes that share no files with the submitter; only the nodes' output comes back.
+
+Each node is a network namespace of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pathlib import Path
 
 import pytest
 from launching import environment
-from namespaces import Machine, machines, why_not
-from procs import PATIENCE
+from namespaces import Machine, machines, skip_reason
+from procs import TEST_TIMEOUT
 
 from clusterjob.backends import shared
 from clusterjob.backends.batch_command import upload
-from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.core import node_zip
 from clusterjob.core.plans import PlannedFile
 from clusterjob.core.render import render
@@ -43,43 +44,41 @@ with bootstrap.init(timeout=90) as ctx:
 
 
 @pytest.fixture
-def two() -> Iterator[list[Machine]]:
-    why = why_not()
-    if why:
-        pytest.skip(why)
+def two_machines() -> Iterator[list[Machine]]:
+    reason = skip_reason()
+    if reason:
+        pytest.skip(reason)
     with machines(2) as made:
         yield made
 
 
 @dataclass
 class Task:
-    """A task of a platform: the upload's copy of each node, its process and its log."""
+    """A platform task: the process and the log of each node."""
 
     job_dir: Path
     processes: list[subprocess.Popen[bytes]]
     logs: list[Path]
 
     def lines(self, node: int, count: int = 10_000) -> list[str]:
-        """Return the last lines of a node's log, as a platform would show them: no line that has
-        not ended.
-        """
+        """Return the last complete lines of a node's log, as a platform shows them."""
         return self.logs[node].read_bytes().decode(errors="replace").split("\n")[:-1][-count:]
 
     def collect(self) -> None:
         for node in range(len(self.logs)):
-            Stream(self.job_dir, node).take(self.lines(node))
+            LogStream(self.job_dir, node).take(self.lines(node))
 
     def wait(self) -> list[int]:
-        return [process.wait(PATIENCE) for process in self.processes]
+        return [process.wait(TEST_TIMEOUT) for process in self.processes]
 
 
 @pytest.fixture
-def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
-    made: list[Task] = []
+def submit(two_machines: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
+    tasks: list[Task] = []
 
     def submit_one(text: str, task_id: str = "t-1", attempt: int = 0, **fields: object) -> Task:
-        work, job_dir, there = tmp_path / "work", tmp_path / "job", tmp_path / f"there{attempt}"
-        for folder in (work, job_dir, there):
+        work, job_dir, node_root = tmp_path / "work", tmp_path / "job", tmp_path / f"there{attempt}"
+        for folder in (work, job_dir, node_root):
             folder.mkdir(exist_ok=True)
         (work / "train.py").write_text(text)
         spec = JobSpec(
@@ -94,24 +93,28 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
             PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(tmp_path)),
         ]
         staged = upload.stage(spec, job_dir, files=files)
-        hosts = {f"MLP_WORKER_{number}_HOST": machine.address for number, machine in enumerate(two)}
+        hosts = {
+            f"MLP_WORKER_{number}_HOST": machine.address
+            for number, machine in enumerate(two_machines)
+        }
         task = Task(job_dir, [], [])
-        made.append(task)
-        for index, machine in enumerate(two):
-            code = there / f"node{index}" / "code"
+        tasks.append(task)
+        for index, machine in enumerate(two_machines):
+            code = node_root / f"node{index}" / "code"
             code.parent.mkdir(parents=True)
             subprocess.run(["cp", "-rT", staged.root, code], check=True)
             platform = hosts | {
                 "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": str(index), "MLP_WORKER_NUM": "2",
                 "MLP_WORKER_GPU": "2", "MLP_WORKER_0_PORT": "2222", "MLP_TASK_ID": task_id,
-                "CLUSTERJOB_TOKEN": "secret", "PYTHONPATH": "", "HOME": str(there),
+                "CLUSTERJOB_TOKEN": "secret", "PYTHONPATH": "", "HOME": str(node_root),
             }  # fmt: skip
-            log = there / f"worker_{index}.log"
+            log = node_root / f"worker_{index}.log"
             argv = machine.command("bash", code / "clusterjob-entry" / "entry.sh")
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    argv, cwd=there, env=environment(there, platform), stdin=subprocess.DEVNULL,
-                    stdout=output, stderr=output, start_new_session=True,
+                    argv, cwd=node_root, env=environment(node_root, platform),
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    start_new_session=True,
                 )  # fmt: skip
             task.processes.append(process)
             task.logs.append(log)
@@ -119,14 +122,14 @@ def submit(two: list[Machine], tmp_path: Path) -> Iterator[Callable[..., Task]]:
         return task
 
     yield submit_one
-    for task in made:
+    for task in tasks:
         for process in task.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
-def test_uploaded_code_trains_and_all_comes_back_through_the_log(
+def test_uploaded_code_trains_and_output_comes_back_through_log(
     submit: Callable[..., Task],
 ) -> None:
     task = submit(TRAIN, setup=("echo setting up on $MLP_ROLE_INDEX",))
@@ -134,11 +137,11 @@ def test_uploaded_code_trains_and_all_comes_back_through_the_log(
     while any(process.poll() is None for process in task.processes):
         task.collect()
         seen += reader.read()
-        time.sleep(0.2)  # between two looks of a follower
+        time.sleep(0.2)  # the interval between two polls
     assert task.wait() == [0, 0], [path.read_text() for path in task.logs]
-    for count in (5, 10_000, 1, 10_000):  # again, and pieces of it
+    for count in (5, 10_000, 1, 10_000):  # the same lines again, whole and in part
         for node in range(2):
-            Stream(task.job_dir, node).take(task.lines(node, count))
+            LogStream(task.job_dir, node).take(task.lines(node, count))
     seen += reader.finish()
     for rank in range(4):
         own = [line for line in seen if line.rank == rank]
@@ -155,21 +158,21 @@ def test_uploaded_code_trains_and_all_comes_back_through_the_log(
         3,
         "no end of line",
     )
-    verdict = Stream(task.job_dir, 0).verdict
+    verdict = LogStream(task.job_dir, 0).verdict
     assert verdict is not None
     assert (verdict.state, verdict.exit_code) == (JobState.SUCCEEDED, 0)
-    assert Stream(task.job_dir, 1).verdict is None
-    assert [Stream(task.job_dir, node).gaps for node in range(2)] == [[], []]
+    assert LogStream(task.job_dir, 1).verdict is None
+    assert [LogStream(task.job_dir, node).gaps for node in range(2)] == [[], []]
     assert "setting up on 1\n" in (task.job_dir / "logs" / "node1" / "agent.log").read_text()
     assert all("secret" not in path.read_text() for path in task.logs)
 
 
-def test_a_rank_that_fails_is_named_with_its_last_words(submit: Callable[..., Task]) -> None:
+def test_failed_rank_is_named_with_its_last_lines(submit: Callable[..., Task]) -> None:
     task = submit(TRAIN + "    if ctx.rank == 3: raise ValueError('boom é')\n    dist.barrier()\n")
     assert task.wait() == [1, 1], [path.read_text() for path in task.logs]
     task.collect()
     task.collect()
-    verdict = Stream(task.job_dir, 0, attempt=0).verdict
+    verdict = LogStream(task.job_dir, 0, attempt=0).verdict
     assert verdict is not None
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)
     assert verdict.failure is not None
@@ -186,31 +189,31 @@ def test_a_rank_that_fails_is_named_with_its_last_words(submit: Callable[..., Ta
     ]
 
 
-def test_a_platform_that_ends_a_task_hears_of_it_as_cancelled(submit: Callable[..., Task]) -> None:
+def test_task_ended_by_platform_is_cancelled(submit: Callable[..., Task]) -> None:
     task = submit("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
     _wait_for(lambda: all(any("up" in line for line in task.lines(node)) for node in range(2)))
     for process in task.processes:
         process.send_signal(signal.SIGTERM)
     assert task.wait() == [143, 143]
     task.collect()
-    verdict = Stream(task.job_dir, 0).verdict
+    verdict = LogStream(task.job_dir, 0).verdict
     assert verdict is not None
     assert (verdict.state, verdict.exit_code) == (JobState.CANCELLED, 143)
 
 
-def test_a_platform_that_ends_a_task_because_one_node_ended_loses_no_verdict(
+def test_sigterm_after_another_node_ended_keeps_verdict(
     submit: Callable[..., Task],
 ) -> None:
-    """Node 1 is told of the end as soon as node 0, which has yet to print it."""
+    """Node 1 receives the verdict before node 0 has printed it."""
     task = submit(
         "import os, time\nif os.environ['RANK'] == '3': raise ValueError('boom')\ntime.sleep(600)\n"
     )
-    task.processes[1].wait(PATIENCE)
+    task.processes[1].wait(TEST_TIMEOUT)
     while task.processes[0].poll() is None:
         task.processes[0].send_signal(signal.SIGTERM)
         time.sleep(0.001)
     task.collect()
-    verdict = Stream(task.job_dir, 0).verdict
+    verdict = LogStream(task.job_dir, 0).verdict
     assert verdict is not None
     assert (verdict.state, verdict.failure is not None and verdict.failure.message) == (
         JobState.FAILED,
@@ -218,41 +221,40 @@ def test_a_platform_that_ends_a_task_because_one_node_ended_loses_no_verdict(
     )
 
 
-def test_a_node_whose_setup_fails_says_so_where_the_submitter_looks(
+def test_node_with_failed_setup_line_is_named_in_verdict(
     submit: Callable[..., Task],
 ) -> None:
     task = submit(TRAIN, setup=("echo trying", '[ "$MLP_ROLE_INDEX" = 0 ]'))
-    assert task.processes[1].wait(PATIENCE) == 1
-    task.processes[0].send_signal(
-        signal.SIGTERM
-    )  # as the platform does when one of its workers fails
+    assert task.processes[1].wait(TEST_TIMEOUT) == 1
+    # The platform does so when a worker fails.
+    task.processes[0].send_signal(signal.SIGTERM)
     task.wait()
     task.collect()
-    found = shared.end_without_lead(task.job_dir, None, restarts=0, otherwise="nobody knows")
-    assert (found.state, found.failure is not None and found.failure.node_rank) == (
+    verdict = shared.verdict_without_coordinator(
+        task.job_dir, None, restarts=0, otherwise="nobody knows"
+    )
+    assert (verdict.state, verdict.failure is not None and verdict.failure.node_rank) == (
         JobState.FAILED,
         1,
     )
-    assert 'a setup line failed: [ "$MLP_ROLE_INDEX" = 0 ]' in found.reason
+    assert 'a setup line failed: [ "$MLP_ROLE_INDEX" = 0 ]' in verdict.reason
 
 
-def test_an_agent_of_an_older_start_is_none_of_this_one_s(
+def test_agent_of_older_attempt_cannot_join_newer_attempt(
     submit: Callable[..., Task], tmp_path: Path
 ) -> None:
-    """A retry of the platform's is a new task in the place of the old: what is left of that one has
-    another secret.
-    """
-    old = submit(
-        TRAIN, "t-old", setup=('until [ "$MLP_ROLE_INDEX" = 1 ]; do sleep 0.05; done',)
-    )  # its node 0 never comes so far
-    old.processes[0].kill()  # its node 0 is gone; node 1 looks for one at the same address
+    """A platform retry is a new task with a new token; agents of the old task cannot join it."""
+    # Node 0 of the old task never leaves its setup line.
+    old = submit(TRAIN, "t-old", setup=('until [ "$MLP_ROLE_INDEX" = 1 ]; do sleep 0.05; done',))
+    old.processes[0].kill()  # node 1 of the old task keeps connecting to node 0's address
     old.processes[0].wait()
     go = tmp_path / "there1" / "go"
     later = '[ "$MLP_ROLE_INDEX" = 0 ] || until [ -e "$HOME/go" ]; do sleep 0.05; done'
     new = submit(TRAIN, "t-new", attempt=1, setup=(later,))
     _wait_for(
         lambda: any(
-            '"stranger"' in path.read_text() for path in go.parent.glob("clusterjob-*/events.jsonl")
+            '"unauthenticated"' in path.read_text()
+            for path in go.parent.glob("clusterjob-*/events.jsonl")
         )
     )
     go.touch()
@@ -260,8 +262,8 @@ def test_an_agent_of_an_older_start_is_none_of_this_one_s(
     assert old.processes[1].poll() != 0, "it was no part of the new one"
 
 
-def _wait_for(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not is_so():
+def _wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + TEST_TIMEOUT
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -1,5 +1,6 @@
-"""What a platform's upload is given: the snapshot's files, ours beside them, and a list of what an
-upload may drop.
+"""The upload of a platform job: snapshot files, clusterjob's files and a restore list.
+
+The list names what an upload may drop: modes, links and empty directories.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from launching import run
 
 from clusterjob.backends import shared
 from clusterjob.backends.batch_command import upload
-from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.backends.batch_command.upload import ENTRY, OWN
 from clusterjob.core import node_zip, snapshot
 from clusterjob.core.plans import PlannedFile
@@ -58,16 +59,16 @@ def listed(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
 
 
-def test_the_snapshot_s_files_and_ours(work: Path, job_dir: Path) -> None:
+def test_stage_contains_snapshot_files_and_clusterjob_files(work: Path, job_dir: Path) -> None:
     (work / ".gitignore").write_text("*.pyz\n*.log\n")
     (work / "sub").mkdir()
     (work / "sub" / ".gitignore").write_text("big\n")
     for name in ("a.log", "sub/big", "sub/small", "é ☃\n"):
         (work / name).write_text(name)
     os.utime(work / "train.py", (1e9, 1e9))
-    made = upload.stage(spec_of(work), job_dir, files=FILES)
-    assert made.root == job_dir / "upload"
-    assert listed(made.root) == [
+    staged = upload.stage(spec_of(work), job_dir, files=FILES)
+    assert staged.root == job_dir / "upload"
+    assert listed(staged.root) == [
         f"{OWN}/clusterjob-node.pyz",
         f"{OWN}/entry.sh",
         f"{OWN}/kept",
@@ -75,31 +76,33 @@ def test_the_snapshot_s_files_and_ours(work: Path, job_dir: Path) -> None:
         "train.py",
         "é ☃\n",
     ]
-    assert (made.root / "train.py").read_text() == "print('trained')\n"
-    assert (made.root / "train.py").stat().st_mtime == 1e9
-    assert (made.root / OWN / "entry.sh").read_bytes() == b"echo\n"
-    assert made.files == 6
-    assert made.size == sum(path.stat().st_size for path in made.root.rglob("*") if path.is_file())
-    assert made.digest
-    assert made.root.stat().st_mode & 0o777 == 0o700
-    made.remove()
-    assert not made.root.exists()
+    assert (staged.root / "train.py").read_text() == "print('trained')\n"
+    assert (staged.root / "train.py").stat().st_mtime == 1e9
+    assert (staged.root / OWN / "entry.sh").read_bytes() == b"echo\n"
+    assert staged.files == 6
+    assert staged.size == sum(
+        path.stat().st_size for path in staged.root.rglob("*") if path.is_file()
+    )
+    assert staged.digest
+    assert staged.root.stat().st_mode & 0o777 == 0o700
+    staged.remove()
+    assert not staged.root.exists()
 
 
-def test_nothing_but_ours_goes_where_the_code_lies_there_already(work: Path, job_dir: Path) -> None:
-    made = upload.stage(spec_of(work, sync=False, login="x"), job_dir, files=FILES)
-    assert listed(made.root) == [f"{OWN}/clusterjob-node.pyz", f"{OWN}/entry.sh", f"{OWN}/kept"]
-    assert made.digest == ""
+def test_stage_without_sync_contains_clusterjob_files_only(work: Path, job_dir: Path) -> None:
+    staged = upload.stage(spec_of(work, sync=False, login="x"), job_dir, files=FILES)
+    assert listed(staged.root) == [f"{OWN}/clusterjob-node.pyz", f"{OWN}/entry.sh", f"{OWN}/kept"]
+    assert staged.digest == ""
 
 
-def test_no_link_is_sent(work: Path, job_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("of somebody else")
+def test_stage_contains_no_symbolic_link(work: Path, job_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of another user")
     (work / "loop").symlink_to(".")
     (work / "out").symlink_to(tmp_path / "secret")
     (work / "inside").symlink_to("train.py")
-    made = upload.stage(spec_of(work), job_dir, files=FILES)
-    assert not any(path.is_symlink() for path in made.root.rglob("*"))
-    assert listed(made.root) == [
+    staged = upload.stage(spec_of(work), job_dir, files=FILES)
+    assert not any(path.is_symlink() for path in staged.root.rglob("*"))
+    assert listed(staged.root) == [
         f"{OWN}/clusterjob-node.pyz",
         f"{OWN}/entry.sh",
         f"{OWN}/kept",
@@ -107,34 +110,34 @@ def test_no_link_is_sent(work: Path, job_dir: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_directory_of_our_name_is_refused(work: Path, job_dir: Path) -> None:
+def test_directory_named_clusterjob_entry_is_refused(work: Path, job_dir: Path) -> None:
     (work / OWN).mkdir()
-    with pytest.raises(SubmitError, match=r"has a 'clusterjob-entry' of its own") as caught:
+    with pytest.raises(
+        SubmitError, match=r"contains 'clusterjob-entry', a name that clusterjob needs"
+    ) as caught:
         upload.stage(spec_of(work), job_dir, files=FILES)
-    assert "leave it out in .clusterjobignore" in caught.value.hint
+    assert "exclude it in .clusterjobignore" in caught.value.hint
     assert not (job_dir / "upload").exists()
     (work / ".clusterjobignore").write_text(f"/{OWN}\n")
     upload.stage(spec_of(work), job_dir, files=FILES)
 
 
 @pytest.mark.parametrize("text", ["other", None])
-def test_a_file_that_changes_meanwhile_is_no_part_of_a_job(
+def test_file_that_changes_during_staging_is_refused(
     work: Path, job_dir: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
     (work / "other.py").write_text("x")
-    taken, spec = snapshot.take(work), spec_of(work)
+    old_snapshot, spec = snapshot.take(work), spec_of(work)
     (work / "other.py").unlink()
     if text is not None:
         (work / "other.py").write_text(text)
-    monkeypatch.setattr(snapshot, "take", lambda *_, **__: taken)
+    monkeypatch.setattr(snapshot, "take", lambda *_, **__: old_snapshot)
     with pytest.raises(SubmitError, match=r"'other\.py' changed while it was being sent"):
         upload.stage(spec, job_dir, files=FILES)
     assert not (job_dir / "upload").exists()
 
 
-def test_too_much_is_refused_and_what_a_submitter_left_that_died_is_replaced(
-    work: Path, job_dir: Path
-) -> None:
+def test_upload_over_limit_is_refused_and_old_upload_is_replaced(work: Path, job_dir: Path) -> None:
     (job_dir / "upload").mkdir()
     (job_dir / "upload" / "old").write_text("")
     (work / "data").write_bytes(bytes(2000))
@@ -146,14 +149,14 @@ def test_too_much_is_refused_and_what_a_submitter_left_that_died_is_replaced(
     assert "old" not in listed(upload.stage(spec_of(work), job_dir, files=FILES).root)
 
 
-def test_a_place_that_cannot_be_written_is_named(work: Path, tmp_path: Path) -> None:
+def test_upload_directory_that_cannot_be_written_is_named(work: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        SubmitError, match=r"what is to be sent cannot be laid out in .*: No such file or directory"
+        SubmitError, match=r"the upload cannot be written to .*: No such file or directory"
     ):
         upload.stage(spec_of(work), tmp_path / "nowhere", files=FILES)
 
 
-# -- the entry script ------------------------------------------------------------------------------------------------------
+# -- entry script ----------------------------------------------------------------------------------
 
 
 def entry(spec: JobSpec, job_dir: Path, **values: object) -> list[PlannedFile]:
@@ -172,62 +175,68 @@ def entry(spec: JobSpec, job_dir: Path, **values: object) -> list[PlannedFile]:
     ]
 
 
-def sent(root: Path, there: Path) -> Path:
-    """Bring what was staged to another place, as an upload of files does: without empty
-    directories, modes and links.
+def uploaded(root: Path, destination: Path) -> Path:
+    """Copy staged files as a platform's upload does: without empty directories, modes and links.
+
+    Return the path of the entry script.
     """
     for path in root.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            target = there / path.relative_to(root)
+            target = destination / path.relative_to(root)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
             target.chmod(0o644)
-    return there / OWN / ENTRY
+    return destination / OWN / ENTRY
 
 
 ALONE = {"MLP_WORKER_NUM": "1", "MLP_ROLE_INDEX": "0", "MLP_TASK_ID": "t-1"}
 SHOW = """
 import json, os, sys
-print(json.dumps({"at": os.getcwd(), "argv": sys.argv, "token": os.environ.get("CLUSTERJOB_TOKEN"), "job": os.environ["CLUSTERJOB_JOB_ID"],
-    "stream": os.environ.get("CLUSTERJOB_STREAM"), "index": os.environ.get("CLUSTERJOB_ARRAY_INDEX"), "word": os.environ.get("WORD")}))
+print(json.dumps({
+    "at": os.getcwd(), "argv": sys.argv, "token": os.environ.get("CLUSTERJOB_TOKEN"),
+    "job": os.environ["CLUSTERJOB_JOB_ID"], "stream": os.environ.get("CLUSTERJOB_STREAM"),
+    "index": os.environ.get("CLUSTERJOB_ARRAY_INDEX"), "word": os.environ.get("WORD"),
+}))
 """
 
 
-def shown(job_dir: Path, out: str) -> dict[str, object]:
-    Stream(job_dir, 0).take(out.split("\n")[:-1])
+def printed(job_dir: Path, out: str) -> dict[str, object]:
+    LogStream(job_dir, 0).take(out.split("\n")[:-1])
     (line,) = [line.text for line in LogReader(job_dir).finish() if line.text.startswith("{")]
     found: dict[str, object] = json.loads(line)
     return found
 
 
-def test_the_entry_script_runs_where_the_code_landed(
-    work: Path, job_dir: Path, weird_path: Path
+def test_entry_script_runs_in_uploaded_code_directory(
+    work: Path, job_dir: Path, special_path: Path
 ) -> None:
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, env={"WORD": "it's\n$HOME"}, setup=("echo setting up",))
-    made = upload.stage(spec, job_dir, files=entry(spec, job_dir))
+    staged = upload.stage(spec, job_dir, files=entry(spec, job_dir))
     ran = run(
-        ["bash", sent(made.root, weird_path / "code")], work, ALONE | {"CLUSTERJOB_TOKEN": "secret"}
+        ["bash", uploaded(staged.root, special_path / "code")],
+        work,
+        ALONE | {"CLUSTERJOB_TOKEN": "secret"},
     )
     assert ran.code == 0, ran.err + ran.out
-    assert shown(job_dir, ran.out) == {
-        "at": str(weird_path / "code"), "argv": ["train.py"], "token": "secret:t-1",
+    assert printed(job_dir, ran.out) == {
+        "at": str(special_path / "code"), "argv": ["train.py"], "token": "secret:t-1",
         "job": "job-abc", "stream": None, "index": None, "word": "it's\n$HOME",
     }  # fmt: skip
 
 
-def test_code_that_lies_there_already_is_run_where_it_lies(
-    work: Path, job_dir: Path, tmp_path: Path
-) -> None:
+def test_job_without_sync_runs_in_its_workdir(work: Path, job_dir: Path, tmp_path: Path) -> None:
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, sync=False)
-    made = upload.stage(spec, job_dir, files=entry(spec, job_dir, workdir=str(work)))
-    ran = run(["bash", sent(made.root, tmp_path / "code")], tmp_path, ALONE)
+    staged = upload.stage(spec, job_dir, files=entry(spec, job_dir, workdir=str(work)))
+    ran = run(["bash", uploaded(staged.root, tmp_path / "code")], tmp_path, ALONE)
     assert ran.code == 0, ran.err + ran.out
-    assert shown(job_dir, ran.out)["at"] == str(work)
+    assert printed(job_dir, ran.out)["at"] == str(work)
 
 
-def test_what_an_upload_drops_is_made_again(work: Path, job_dir: Path, tmp_path: Path) -> None:
+def test_entry_script_restores_modes_links_and_empty_directories(
+    work: Path, job_dir: Path, tmp_path: Path
+) -> None:
     (work / "empty -rf" / "deeper").mkdir(parents=True)
     (work / "tool.sh").write_text("#!/bin/sh\necho ran the tool\n")
     (work / "tool.sh").chmod(0o755)
@@ -235,20 +244,21 @@ def test_what_an_upload_drops_is_made_again(work: Path, job_dir: Path, tmp_path:
     (work / "data").symlink_to("/nonexistent/on the platform")
     (work / "train.py").write_text(
         "import os, subprocess\n"
-        "assert os.path.isdir('empty -rf/deeper') and os.readlink('data') == '/nonexistent/on the platform'\n"
+        "assert os.path.isdir('empty -rf/deeper')\n"
+        "assert os.readlink('data') == '/nonexistent/on the platform'\n"
         "subprocess.run(['./-link \\n\\'x\\''], check=True)\n"
     )
     spec = spec_of(work)
-    made = upload.stage(spec, job_dir, files=entry(spec, job_dir))
-    path = sent(made.root, tmp_path / "code")
-    for _ in range(2):  # nodes may share the place
+    staged = upload.stage(spec, job_dir, files=entry(spec, job_dir))
+    path = uploaded(staged.root, tmp_path / "code")
+    for _ in range(2):  # two nodes may share the directory
         ran = run(["bash", path], work, ALONE)
         assert ran.code == 0, ran.err + ran.out
         assert "ran the tool" in ran.out
         assert ran.err == ""
 
 
-def test_an_element_gets_its_index_and_its_arguments(
+def test_array_element_gets_its_index_and_arguments(
     work: Path, job_dir: Path, tmp_path: Path
 ) -> None:
     (work / "train.py").write_text(SHOW)
@@ -257,27 +267,27 @@ def test_an_element_gets_its_index_and_its_arguments(
         *entry(spec, job_dir, elements=True, sweep=True),
         PlannedFile(job_dir / "sweep.args", b"--lr=0.1 --word='a b'\n--lr=0.2 '$HOME'\n"),
     ]
-    path = sent(upload.stage(spec, job_dir, files=files).root, tmp_path / "code")
-    for words, variables in ((["1"], {}), ([], {"CLUSTERJOB_ARRAY_INDEX": "1"})):
-        ran = run(["bash", path, *words], work, ALONE | variables)
+    path = uploaded(upload.stage(spec, job_dir, files=files).root, tmp_path / "code")
+    for arguments, variables in ((["1"], {}), ([], {"CLUSTERJOB_ARRAY_INDEX": "1"})):
+        ran = run(["bash", path, *arguments], work, ALONE | variables)
         assert ran.code == 0, ran.err + ran.out
-        found = shown(tmp_path / f"seen{len(words)}", ran.out)
+        found = printed(tmp_path / f"seen{len(arguments)}", ran.out)
         assert (found["argv"], found["index"], found["job"]) == (
             ["train.py", "--lr=0.2", "$HOME"],
             "1",
             "job-abc_1",
         )
-    for words, why in (
+    for arguments, reason in (
         ([], "which element this is"),
         (["2"], "the arguments of this element cannot be read"),
     ):
-        ran = run(["bash", path, *words], work, ALONE)
+        ran = run(["bash", path, *arguments], work, ALONE)
         assert ran.code == 1
-        assert why in ran.err
+        assert reason in ran.err
 
 
 @pytest.mark.parametrize(
-    ("fields", "values", "code", "why"),
+    ("fields", "values", "code", "reason"),
     [
         ({"setup": ("false",)}, {}, 1, "a setup line failed: false"),
         (
@@ -294,20 +304,20 @@ def test_an_element_gets_its_index_and_its_arguments(
         ),
     ],
 )
-def test_a_node_that_cannot_start_says_so_in_its_log(
+def test_node_that_cannot_start_reports_reason_in_log(
     work: Path,
     job_dir: Path,
     tmp_path: Path,
     fields: dict[str, object],
     values: dict[str, object],
     code: int,
-    why: str,
+    reason: str,
 ) -> None:
     spec = spec_of(work, **fields)
     ran = run(
         [
             "bash",
-            sent(
+            uploaded(
                 upload.stage(spec, job_dir, files=entry(spec, job_dir, **values)).root,
                 tmp_path / "code",
             ),
@@ -316,22 +326,23 @@ def test_a_node_that_cannot_start_says_so_in_its_log(
         ALONE,
     )
     assert ran.code == code
-    Stream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
+    LogStream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
     (failure,) = ends.refusals(job_dir)
-    assert (failure.exit_code, failure.message.startswith(why), failure.host) == (
+    assert (failure.exit_code, failure.message.startswith(reason), failure.host) == (
         code,
         True,
         os.uname().nodename,
     )
 
 
-def test_an_agent_that_cannot_start_says_so_in_its_log(
+def test_agent_that_cannot_start_reports_reason_in_log(
     work: Path, job_dir: Path, tmp_path: Path
 ) -> None:
     spec = spec_of(work)
-    path = sent(upload.stage(spec, job_dir, files=entry(spec, job_dir)).root, tmp_path / "code")
-    ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"})  # of a half-set environment
+    path = uploaded(upload.stage(spec, job_dir, files=entry(spec, job_dir)).root, tmp_path / "code")
+    # The other MLP variables of a two-node task are missing.
+    ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"})
     assert ran.code == 2, ran.out
-    Stream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
+    LogStream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
     (failure,) = ends.refusals(job_dir)
     assert (failure.exit_code, "MLP_WORKER_0_HOST is not set" in failure.message) == (2, True)

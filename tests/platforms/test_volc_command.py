@@ -1,6 +1,4 @@
-"""The stand-in's command: its line, its answers, what it uploads and refuses, and the faults that
-tests cause.
-"""
+"""The simulated platform's command `volc`: arguments, answers, uploads, refusals and faults."""
 
 from __future__ import annotations
 
@@ -24,20 +22,20 @@ SLEEP = "echo up; exec sleep 1000"
 def idle(
     tmp_path_factory: pytest.TempPathFactory, volc_machines: list[Machine]
 ) -> Iterator[Platform]:
-    """A platform for many tests, which leave no task there."""
+    """A platform shared by tests that leave no task on it."""
     with platform(tmp_path_factory.mktemp("idle"), volc_machines) as made:
         yield made
 
 
-def said(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
+def error_of(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
     assert done.returncode == code, done
     return done.stderr
 
 
-# -- the line ----------------------------------------------------------------------------------------------------------------
+# -- command line ----------------------------------------------------------------------------------
 
 
-def test_its_sibling_has_to_be_on_the_path(volc: Platform) -> None:
+def test_volc_fails_when_mlp_is_not_on_path(volc: Platform) -> None:
     done = subprocess.run(
         [volc.bin / "volc", "version"],
         env={"PATH": "/usr/bin:/bin"},
@@ -45,13 +43,13 @@ def test_its_sibling_has_to_be_on_the_path(volc: Platform) -> None:
         text=True,
         check=False,
     )
-    assert said(done) == 'exec: "mlp": executable file not found in $PATH\n'
+    assert error_of(done) == 'exec: "mlp": executable file not found in $PATH\n'
     assert volc.volc("version").stdout == "volc/1.2.57\n"
     assert volc.calls() == [["version"]]
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         (["--version"], "No help topic for '--version'"),
         (["ml_task", "stop", "--id", "t-1"], "No help topic for 'stop'"),
@@ -85,43 +83,43 @@ def test_its_sibling_has_to_be_on_the_path(volc: Platform) -> None:
         ),
     ],
 )
-def test_a_line_that_is_not_documented_is_an_error(
-    idle: Platform, words: list[str], reason: str
+def test_undocumented_command_line_is_refused(
+    idle: Platform, arguments: list[str], reason: str
 ) -> None:
-    assert reason in said(idle.volc(*words))
+    assert reason in error_of(idle.volc(*arguments))
 
 
 @pytest.mark.parametrize(
-    "words", [["list"], ["get", "--id", "t-1"], ["instance", "list", "--id", "t-1"]]
+    "arguments", [["list"], ["get", "--id", "t-1"], ["instance", "list", "--id", "t-1"]]
 )
-def test_without_json_there_has_to_be_a_terminal(idle: Platform, words: list[str]) -> None:
-    assert "/dev/tty" in said(idle.volc("ml_task", *words), 255)
+def test_command_without_json_output_needs_terminal(idle: Platform, arguments: list[str]) -> None:
+    assert "/dev/tty" in error_of(idle.volc("ml_task", *arguments), 255)
 
 
-def test_who_may_use_it(volc: Platform) -> None:
+def test_command_checks_keys_region_profile_and_permission(volc: Platform) -> None:
     listing = ("ml_task", "list", "--output", "json")
     volc.login(sk="wrong")
-    assert "SignatureDoesNotMatch" in said(volc.volc(*listing))
+    assert "SignatureDoesNotMatch" in error_of(volc.volc(*listing))
     assert volc.volc(*listing, env={"VOLC_SK": volc.sk}).returncode == 0
     volc.logout()
-    assert "AccessKeyId or SecretAccessKey is empty" in said(volc.volc(*listing))
+    assert "AccessKeyId or SecretAccessKey is empty" in error_of(volc.volc(*listing))
     keys = {"VOLC_AK": volc.ak, "VOLC_SK": volc.sk}
-    assert "Region is empty" in said(volc.volc(*listing, env=keys))
+    assert "Region is empty" in error_of(volc.volc(*listing, env=keys))
     assert volc.volc(*listing, env=keys | {"VOLC_REGION": volc.region}).returncode == 0
     assert volc.volc("configure", input=f"{volc.ak}\n{volc.sk}\n\n").returncode == 0
     assert volc.volc(*listing).returncode == 0
-    assert "is empty" in said(volc.volc(*listing, "--profile", "other"))
+    assert "is empty" in error_of(volc.volc(*listing, "--profile", "other"))
     volc.deny("CreateJob")
     assert volc.volc(*listing).returncode == 0
     volc.deny()
-    assert "AccessDenied: User is not authorized to perform: ml_platform:ListJobs" in said(
+    assert "AccessDenied: User is not authorized to perform: ml_platform:ListJobs" in error_of(
         volc.volc(*listing)
     )
     volc.allow()
     assert volc.volc(*listing).returncode == 0
 
 
-def test_lists_have_the_tasks_that_have_not_ended_and_ten_of_them(
+def test_list_shows_ten_unfinished_tasks_unless_options_say_otherwise(
     volc: Platform, tmp_path: Path
 ) -> None:
     volc.hold("Queue")
@@ -146,7 +144,9 @@ def test_lists_have_the_tasks_that_have_not_ended_and_ten_of_them(
     assert killed == {"id": tasks[0], "JobName": "task 0", "status": "Killed", "LaunchTime": ""}
 
 
-def test_both_spellings_and_a_banner(volc: Platform, tmp_path: Path) -> None:
+def test_task_fields_have_either_spelling_and_banner_may_come_first(
+    volc: Platform, tmp_path: Path
+) -> None:
     task = volc.submit(tmp_path, "true", Description="words")
     volc.wait(task, "Success")
     done = volc.volc("ml_task", "get", "--id", task, "--output", "json")
@@ -171,13 +171,13 @@ def test_both_spellings_and_a_banner(volc: Platform, tmp_path: Path) -> None:
     assert volc.rows("instance", "list", "--id", task)[0]["Name"] == f"{task}-worker-0"
 
 
-def test_logs(volc: Platform, tmp_path: Path) -> None:
+def test_logs_returns_lines_selected_by_options(volc: Platform, tmp_path: Path) -> None:
     task = volc.submit(tmp_path, "seq 1000; echo Some error; echo last >&2")
     volc.wait(task, "Success")
     whole = [str(number) for number in range(1, 1001)] + ["Some error", "last"]
 
-    def logs(*words: str) -> list[str]:
-        done = volc.volc("ml_task", "logs", "--task", task, "-i", "worker_0", *words)
+    def logs(*arguments: str) -> list[str]:
+        done = volc.volc("ml_task", "logs", "--task", task, "-i", "worker_0", *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -190,12 +190,18 @@ def test_logs(volc: Platform, tmp_path: Path) -> None:
     assert logs() == ["1", "1000", "Some error", "last"]
     volc.cut_logs(2)
     assert logs() == ["Some error", "last"]
-    assert "instance worker_7" in said(volc.volc("ml_task", "logs", "-t", task, "-i", "worker_7"))
+    assert "instance worker_7" in error_of(
+        volc.volc("ml_task", "logs", "-t", task, "-i", "worker_7")
+    )
 
 
-def test_logs_are_followed_to_the_end(volc: Platform, tmp_path: Path) -> None:
-    task = volc.submit(tmp_path, "echo first; while [ ! -e /root/code/go ]; do sleep 0.05; done; echo last", UserCodePath="task.yaml",
-                  RemoteMountCodePath="/root/code")  # fmt: skip
+def test_logs_follow_ends_when_task_ends(volc: Platform, tmp_path: Path) -> None:
+    task = volc.submit(
+        tmp_path,
+        "echo first; while [ ! -e /root/code/go ]; do sleep 0.05; done; echo last",
+        UserCodePath="task.yaml",
+        RemoteMountCodePath="/root/code",
+    )
     volc.wait_for_line(task, "first")
     argv = ["volc", "ml_task", "logs", "--task", task, "--instance", "worker_0", "-f"]
     with subprocess.Popen(argv, env=volc.variables, stdout=subprocess.PIPE, text=True) as following:
@@ -206,7 +212,7 @@ def test_logs_are_followed_to_the_end(volc: Platform, tmp_path: Path) -> None:
         assert following.wait() == 0
 
 
-def test_logs_lag(volc: Platform, tmp_path: Path) -> None:
+def test_log_lines_appear_after_configured_delay(volc: Platform, tmp_path: Path) -> None:
     volc.lag_logs(2.0)
     begin = time.time()
     task = volc.submit(tmp_path, "echo late")
@@ -222,7 +228,7 @@ def test_logs_lag(volc: Platform, tmp_path: Path) -> None:
     assert time.time() - begin >= 2.0
 
 
-# -- what is submitted ---------------------------------------------------------------------------------------------------------
+# -- submission ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -268,7 +274,7 @@ def test_logs_lag(volc: Platform, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_task_that_the_service_refuses(
+def test_invalid_task_is_refused_with_reason(
     idle: Platform, tmp_path: Path, fields: dict[str, Any], reason: str
 ) -> None:
     path = tmp_path / "task.yaml"
@@ -277,20 +283,20 @@ def test_a_task_that_the_service_refuses(
             {key: value for key, value in (conf(SLEEP) | fields).items() if value is not None}
         )
     )
-    assert reason in said(
+    assert reason in error_of(
         idle.volc("ml_task", "submit", "--conf", str(path), "--output", "json", cwd=tmp_path)
     )
     assert not idle.tasks()
 
 
-def test_a_conf_file_that_is_no_yaml(idle: Platform, tmp_path: Path) -> None:
+def test_conf_file_with_invalid_yaml_is_refused(idle: Platform, tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text("TaskName: 'a\n  b: [")
-    assert "load config file failed: yaml" in said(
+    assert "load config file failed: yaml" in error_of(
         idle.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path)
     )
 
 
-def test_flags_override_the_conf_file(volc: Platform, tmp_path: Path) -> None:
+def test_flags_override_conf_file(volc: Platform, tmp_path: Path) -> None:
     volc.hold("Queue")
     flags = [
         "--task_name=other",
@@ -322,7 +328,7 @@ def test_flags_override_the_conf_file(volc: Platform, tmp_path: Path) -> None:
         "TaskRoleSpecs[0].RoleReplicas=2",
         cwd=tmp_path,
     )
-    assert "no such item in the config file" in said(done)
+    assert "no such item in the config file" in error_of(done)
     text = volc.volc(
         "ml_task", "submit", "-c", "task.yaml", "--resource_queue_name", "other", cwd=tmp_path
     ).stdout
@@ -342,7 +348,7 @@ def tree(folder: Path) -> list[str]:
     )
 
 
-def test_what_is_uploaded(volc: Platform, tmp_path: Path) -> None:
+def test_upload_honors_gitignore_and_link_options(volc: Platform, tmp_path: Path) -> None:
     volc.hold("Queue")
     code = tmp_path / "code"
     for name in ("a.py", "skip.log", "kept/keep.log", "kept/b.tmp", "build/out", "kept/build.py"):
@@ -373,36 +379,36 @@ def test_what_is_uploaded(volc: Platform, tmp_path: Path) -> None:
     assert (linked / "link").readlink() == Path("a.py")
 
 
-# -- faults ----------------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
-def test_a_network_that_fails_around_a_submit(volc: Platform, tmp_path: Path) -> None:
+def test_submit_with_network_failure_may_create_task(volc: Platform, tmp_path: Path) -> None:
     volc.hold("Queue")
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(conf(SLEEP)))
-    words = ("ml_task", "submit", "--conf", "task.yaml", "--output", "json")
-    for how, made in (("before", 0), ("after", 1)):
+    arguments = ("ml_task", "submit", "--conf", "task.yaml", "--output", "json")
+    for how, created in (("before", 0), ("after", 1)):
         volc.break_submit(how)
-        assert "Client.Timeout exceeded" in said(volc.volc(*words, cwd=tmp_path))
-        assert len(volc.tasks()) == made
+        assert "Client.Timeout exceeded" in error_of(volc.volc(*arguments, cwd=tmp_path))
+        assert len(volc.tasks()) == created
     volc.break_submit("hangs")
     with subprocess.Popen(
-        ["volc", *words], env=volc.variables, cwd=tmp_path, stdout=subprocess.PIPE
+        ["volc", *arguments], env=volc.variables, cwd=tmp_path, stdout=subprocess.PIPE
     ) as hanging:
         wait_until(lambda: len(volc.tasks()) == 2, 20, "the task")
         assert hanging.poll() is None
         hanging.kill()
         assert hanging.communicate()[0] == b""
-    assert volc.volc(*words, cwd=tmp_path).returncode == 0
+    assert volc.volc(*arguments, cwd=tmp_path).returncode == 0
     assert len(volc.calls("ml_task", "submit")) == 4
 
 
-def test_calls_that_fail_a_number_of_times(volc: Platform) -> None:
+def test_broken_calls_fail_given_number_of_times(volc: Platform) -> None:
     volc.break_calls("list", 2)
     codes = [volc.volc("ml_task", "list", "--output", "json").returncode for _ in range(3)]
     assert codes == [1, 1, 0]
 
 
-def test_tasks_that_are_held_say_why(volc: Platform, tmp_path: Path) -> None:
+def test_held_task_shows_given_reason(volc: Platform, tmp_path: Path) -> None:
     volc.hold("Staging", "ImagePullBackOff: pull access denied")
     task = volc.submit(tmp_path, "true")
     volc.wait(task, "Staging")
@@ -415,9 +421,11 @@ def test_tasks_that_are_held_say_why(volc: Platform, tmp_path: Path) -> None:
     volc.wait(task, "Success")
 
 
-def test_a_build_that_takes_no_args_in_the_conf_file(volc: Platform, tmp_path: Path) -> None:
+def test_build_that_refuses_args_rejects_conf_file_with_args(
+    volc: Platform, tmp_path: Path
+) -> None:
     volc.set(refuse_args=True)
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(conf(SLEEP, Args="")))
-    assert "please remove Args from config" in said(
+    assert "please remove Args from config" in error_of(
         volc.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path)
     )

@@ -1,4 +1,4 @@
-"""The stand-in platform keeps to the documentation of the one that it stands for."""
+"""The simulated platform behaves as documented for the real platform."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from volc_platform import Platform, platform
 SLEEP = "echo up; exec sleep 1000"
 
 
-# -- workers -----------------------------------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
-def test_a_worker_finds_the_documented_variables_and_its_own_and_no_others(
+def test_worker_gets_documented_variables_and_task_variables_only(
     volc: Platform, tmp_path: Path
 ) -> None:
     envs = [
         {"Name": "WORD", "Value": "it's $HOME\nso"},
         {"Name": "SECRET", "Value": "s3cret", "IsPrivate": True},
     ]
-    python = f'{sys.executable} -S -c "import json, os, socket; print(json.dumps([dict(os.environ), os.getcwd(), socket.gethostname()]))"'
+    python = (
+        f'{sys.executable} -S -c "import json, os, socket; '
+        'print(json.dumps([dict(os.environ), os.getcwd(), socket.gethostname()]))"'
+    )
     task = volc.submit(tmp_path, python, workers=2, Envs=envs)
     instances = volc.wait(task, "Success")["instances"]
-    told = [json.loads(instance["lines"][0]) for instance in instances]
-    for index, (environ, cwd, hostname) in enumerate(told):
+    reports = [json.loads(instance["lines"][0]) for instance in instances]
+    for index, (environ, cwd, hostname) in enumerate(reports):
         assert (cwd, hostname) == ("/", f"{task}-worker-{index}")
         assert (environ["MLP_TASK_ID"], environ["MLP_ROLE"], environ["MLP_ROLE_INDEX"]) == (
             task,
@@ -47,22 +50,22 @@ def test_a_worker_finds_the_documented_variables_and_its_own_and_no_others(
             == environ["MLP_HOST"]
             == environ[f"MLP_WORKER_{index}_HOST"]
         )
-        left = [name for name in environ if not name.startswith("MLP_")]
-        assert sorted(left) == sorted(
+        others = [name for name in environ if not name.startswith("MLP_")]
+        assert sorted(others) == sorted(
             [
                 "HOME",
                 "HOSTNAME",
                 "PATH",
                 "WORD",
                 "SECRET",
-                *(name for name in left if name in ("_", "PWD", "SHLVL", "LC_CTYPE")),
+                *(name for name in others if name in ("_", "PWD", "SHLVL", "LC_CTYPE")),
             ]
         )
-    assert told[0][0]["MLP_WORKER_0_PORT"] == told[1][0]["MLP_WORKER_0_PORT"]
-    assert told[0][0]["MLP_HOST"] != told[1][0]["MLP_HOST"]
+    assert reports[0][0]["MLP_WORKER_0_PORT"] == reports[1][0]["MLP_WORKER_0_PORT"]
+    assert reports[0][0]["MLP_HOST"] != reports[1][0]["MLP_HOST"]
 
 
-def test_two_workers_reach_each_other(volc: Platform, tmp_path: Path) -> None:
+def test_workers_of_task_reach_each_other(volc: Platform, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "talk.py").write_text(
         "import os, socket, time\n"
@@ -73,7 +76,8 @@ def test_two_workers_reach_each_other(volc: Platform, tmp_path: Path) -> None:
         "else:\n"
         "    while True:\n"
         "        try:\n"
-        "            socket.create_connection(place).sendall(b'from ' + os.environ['MLP_HOST'].encode() + b'\\n')\n"
+        "            host = os.environ['MLP_HOST'].encode()\n"
+        "            socket.create_connection(place).sendall(b'from ' + host + b'\\n')\n"
         "            break\n"
         "        except ConnectionRefusedError:\n"
         "            time.sleep(0.05)\n"
@@ -86,7 +90,7 @@ def test_two_workers_reach_each_other(volc: Platform, tmp_path: Path) -> None:
     assert ended["instances"][0]["lines"] == ["from 10.77.0.2"]
 
 
-def test_the_entry_command_is_run_by_bash_with_its_arguments_behind_it(
+def test_entry_command_is_run_by_bash_with_arguments_appended(
     volc: Platform, tmp_path: Path
 ) -> None:
     task = volc.submit(
@@ -100,10 +104,13 @@ def test_the_entry_command_is_run_by_bash_with_its_arguments_behind_it(
     ]
 
 
-def test_each_worker_has_files_of_its_own(volc: Platform, tmp_path: Path) -> None:
+def test_each_worker_has_its_own_files_and_shared_storage(volc: Platform, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a").write_text("as uploaded\n")
-    entry = 'cat /root/code/a; ls -A /root /tmp; echo "mine $MLP_ROLE_INDEX" > /root/code/a; touch /tmp/left /root/left /data/$MLP_ROLE_INDEX'
+    entry = (
+        'cat /root/code/a; ls -A /root /tmp; echo "mine $MLP_ROLE_INDEX" > /root/code/a; '
+        "touch /tmp/left /root/left /data/$MLP_ROLE_INDEX"
+    )
     mounts = [{"Type": "Vepfs", "MountPath": "/data", "VepfsId": "vepfs-1"}]
     for _ in range(2):
         task = volc.submit(
@@ -132,15 +139,11 @@ def test_each_worker_has_files_of_its_own(volc: Platform, tmp_path: Path) -> Non
     assert (tmp_path / "code" / "a").read_text() == "as uploaded\n"
     assert not Path("/data").exists()
     task = volc.submit(tmp_path, "ls /data", Storages=mounts)
-    assert volc.wait(task, "Success")["instances"][0]["lines"] == [
-        "0",
-        "1",
-    ]  # the storage outlives tasks
+    # The storage outlives its tasks.
+    assert volc.wait(task, "Success")["instances"][0]["lines"] == ["0", "1"]
 
 
-def test_hosts_may_come_in_quotes_and_workers_with_the_place_of_their_rack(
-    volc: Platform, tmp_path: Path
-) -> None:
+def test_hosts_may_be_quoted_and_workers_may_have_rack_rank(volc: Platform, tmp_path: Path) -> None:
     volc.set(quoted_hosts=True, racks=[0, 2, 1])
     task = volc.submit(tmp_path, 'echo "$MLP_WORKER_0_HOST $MLP_WORKER_RACK_RANK_INDEX"', workers=3)
     assert [each["lines"] for each in volc.wait(task, "Success")["instances"]] == [
@@ -148,7 +151,7 @@ def test_hosts_may_come_in_quotes_and_workers_with_the_place_of_their_rack(
     ]
 
 
-def test_code_that_cannot_be_mounted(volc: Platform, tmp_path: Path) -> None:
+def test_code_mount_path_missing_in_image_fails_task(volc: Platform, tmp_path: Path) -> None:
     task = volc.submit(
         tmp_path, "true", UserCodePath="task.yaml", RemoteMountCodePath="/usr/not/there"
     )
@@ -157,7 +160,7 @@ def test_code_that_cannot_be_mounted(volc: Platform, tmp_path: Path) -> None:
     assert not Path("/usr/not").exists()
 
 
-def test_with_mpi_only_worker_0_runs_the_entry_command(volc: Platform, tmp_path: Path) -> None:
+def test_mpi_task_runs_entry_command_on_worker_0_only(volc: Platform, tmp_path: Path) -> None:
     task = volc.submit(
         tmp_path, 'echo "$MLP_MPI_NP"; cat "$MLP_MPI_HOSTFILE"', workers=2, Framework="MPI"
     )
@@ -168,10 +171,10 @@ def test_with_mpi_only_worker_0_runs_the_entry_command(volc: Platform, tmp_path:
     ]
 
 
-# -- ends --------------------------------------------------------------------------------------------------------------------
+# -- end of a task ---------------------------------------------------------------------------------
 
 
-def test_a_failed_worker_fails_the_task_and_ends_the_others(volc: Platform, tmp_path: Path) -> None:
+def test_failed_worker_fails_task_and_kills_other_workers(volc: Platform, tmp_path: Path) -> None:
     volc.set(failure_grace=0.2)
     task = volc.submit(
         tmp_path, 'if [ "$MLP_ROLE_INDEX" = 1 ]; then echo dying; exit 7; fi; sleep 1000', workers=2
@@ -185,9 +188,12 @@ def test_a_failed_worker_fails_the_task_and_ends_the_others(volc: Platform, tmp_
     ]
 
 
-def test_a_cancel_ends_everything_in_the_worker(volc: Platform, tmp_path: Path) -> None:
-    marker = f"10{os.getpid()}"  # a sleep that is only ours
-    script = f"trap 'echo told' TERM; setsid sleep {marker} & (trap '' TERM; sleep {marker}) & echo up; while :; do wait; done"
+def test_cancel_ends_all_processes_of_worker(volc: Platform, tmp_path: Path) -> None:
+    marker = f"10{os.getpid()}"  # a duration that no other sleep has
+    script = (
+        f"trap 'echo terminated' TERM; setsid sleep {marker} & "
+        f"(trap '' TERM; sleep {marker}) & echo up; while :; do wait; done"
+    )
     task = volc.submit(tmp_path, script)
     volc.wait_for_line(task, "up")
     wait_until(
@@ -195,25 +201,24 @@ def test_a_cancel_ends_everything_in_the_worker(volc: Platform, tmp_path: Path) 
         20,
         "both sleep",
     )
-    volc.set(
-        kill_grace=15.0
-    )  # for the shell to say so; the sleep that ignores SIGTERM is killed then
+    # The shell has time to print; the sleep that ignores SIGTERM is killed afterwards.
+    volc.set(kill_grace=15.0)
     done = volc.volc("ml_task", "cancel", "--id", task)
     assert (done.returncode, done.stdout) == (0, "cancel success\n")
-    volc.wait_for_line(task, "told")
+    volc.wait_for_line(task, "terminated")
     ended = volc.wait(task, "Killed")
-    assert "told" in ended["instances"][0]["lines"]
+    assert "terminated" in ended["instances"][0]["lines"]
     assert not [pid for pid in all_pids() if marker in command_line(pid).split()]
     again = volc.volc("ml_task", "cancel", "--id", task)
     assert (again.returncode, "it can not be canceled" in again.stderr) == (1, True)
 
 
-def test_a_task_is_ended_when_its_time_is_over(volc: Platform, tmp_path: Path) -> None:
+def test_task_is_killed_after_active_deadline(volc: Platform, tmp_path: Path) -> None:
     task = volc.submit(tmp_path, SLEEP, ActiveDeadlineSeconds=1)
     assert "DeadlineExceeded" in volc.wait(task, "Killed")["instances"][0]["diag"]
 
 
-def test_a_retry_is_a_new_task_of_the_same_name(volc: Platform, tmp_path: Path) -> None:
+def test_retry_is_new_task_with_same_name(volc: Platform, tmp_path: Path) -> None:
     retry = {
         "EnableRetry": True,
         "MaxRetryTimes": 2,
@@ -232,7 +237,7 @@ def test_a_retry_is_a_new_task_of_the_same_name(volc: Platform, tmp_path: Path) 
         assert after["created"] - before["finished"] >= 1
 
 
-def test_a_cancelled_task_is_not_tried_again(volc: Platform, tmp_path: Path) -> None:
+def test_cancelled_task_is_not_retried(volc: Platform, tmp_path: Path) -> None:
     retry = {
         "EnableRetry": True,
         "MaxRetryTimes": 5,
@@ -243,12 +248,12 @@ def test_a_cancelled_task_is_not_tried_again(volc: Platform, tmp_path: Path) -> 
     volc.wait_for_line(task, "up")
     volc.volc("ml_task", "cancel", "--id", task)
     volc.wait(task, "Killed")
-    other = volc.submit(tmp_path, "true")  # the service looked at all tasks meanwhile
+    other = volc.submit(tmp_path, "true")  # the service checks all tasks meanwhile
     volc.wait(other, "Success")
     assert len(volc.tasks()) == 2
 
 
-def test_a_reclaimed_task_is_killed_and_queued_again(volc: Platform, tmp_path: Path) -> None:
+def test_reclaimed_task_is_killed_and_queued_again(volc: Platform, tmp_path: Path) -> None:
     task = volc.submit(tmp_path, SLEEP, Preemptible=True)
     volc.wait_for_line(task, "up")
     volc.hold("Queue", "waiting for idle resources")
@@ -268,7 +273,9 @@ def test_a_reclaimed_task_is_killed_and_queued_again(volc: Platform, tmp_path: P
     volc.wait_for_line(copy["id"], "up")
 
 
-def test_a_machine_that_vanishes_says_nothing_any_more(volc: Platform, tmp_path: Path) -> None:
+def test_lost_machine_sends_nothing_and_ends_task_with_exception(
+    volc: Platform, tmp_path: Path
+) -> None:
     volc.set(failure_grace=3.0)
     (tmp_path / "talk.py").write_text(
         "import os, select, socket\n"
@@ -292,13 +299,12 @@ def test_a_machine_that_vanishes_says_nothing_any_more(volc: Platform, tmp_path:
     volc.vanish(task, 1)
     ended = volc.wait(task, "Exception")
     assert [instance["state"] for instance in ended["instances"]] == ["Killed", "Exception"]
-    assert ended["instances"][0]["lines"] == ["joined"]  # no end of the connection was seen
-    volc.wait(
-        volc.submit(tmp_path, "true", workers=4), "Success"
-    )  # there is a new one in its place
+    assert ended["instances"][0]["lines"] == ["joined"]  # worker 0 sees no end of the connection
+    # A new machine has replaced it.
+    volc.wait(volc.submit(tmp_path, "true", workers=4), "Success")
 
 
-def test_a_task_waits_until_there_are_machines(volc: Platform, tmp_path: Path) -> None:
+def test_task_waits_until_enough_machines_are_free(volc: Platform, tmp_path: Path) -> None:
     first = volc.submit(tmp_path, SLEEP, workers=3)
     second = volc.submit(tmp_path, "true", workers=2)
     volc.wait_for_line(first, "up")
@@ -313,7 +319,9 @@ def test_a_task_waits_until_there_are_machines(volc: Platform, tmp_path: Path) -
     assert volc.task(first)["status"] == "Killed"
 
 
-def test_nothing_outlives_the_platform(tmp_path: Path, volc_machines: list[Machine]) -> None:
+def test_no_process_mount_or_file_outlives_platform(
+    tmp_path: Path, volc_machines: list[Machine]
+) -> None:
     marker = f"20{os.getpid()}"
     with platform(tmp_path, volc_machines) as volc:
         task = volc.submit(
@@ -331,9 +339,7 @@ def test_nothing_outlives_the_platform(tmp_path: Path, volc_machines: list[Machi
     assert sorted(os.listdir(tmp_path)) == ["task.yaml"]
 
 
-def test_a_service_that_is_killed_takes_its_workers_with_it(
-    tmp_path: Path, volc_machines: list[Machine]
-) -> None:
+def test_workers_end_when_service_is_killed(tmp_path: Path, volc_machines: list[Machine]) -> None:
     marker = f"30{os.getpid()}"
     with platform(tmp_path, volc_machines) as volc:
         task = volc.submit(tmp_path, f"echo up; sleep {marker}")

@@ -1,5 +1,6 @@
-"""No dependency has a known vulnerability: tools/advisories.toml against pyproject.toml and against
-what is installed.
+"""No dependency has a known vulnerability.
+
+The tests compare tools/advisories.toml with pyproject.toml and with the installed packages.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def normal(name: str) -> str:
 
 
 def closure(name: str) -> set[str]:
-    """Return all that a package needs, as installed here."""
+    """Return the installed dependencies of a package, also the indirect ones."""
     found: set[str] = set()
     waiting = [name]
     while waiting:
@@ -89,8 +90,8 @@ def test_lower_bounds_exclude_known_vulnerabilities() -> None:
         )
 
 
-def test_advisories_are_of_packages_that_clusterjob_needs() -> None:
-    """A row of a package that is needed no more is to be removed; each names its identifiers."""
+def test_advisories_list_only_packages_that_clusterjob_needs() -> None:
+    """The row of a package that is no longer needed must go; each row lists advisory ids."""
     needed = closure("clusterjob") | {"torch"}
     assert advisories().keys() <= needed
     assert all(

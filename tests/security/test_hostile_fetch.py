@@ -1,5 +1,6 @@
-"""`fetch` from a hostile host, a real sshd: nothing is written that nobody asked for, over
-anything, or where it runs.
+"""`fetch` from a hostile host writes only requested files and replaces no edited file.
+
+It writes nothing that git executes. The host is a real sshd.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from hostile_host import hostile
-from procs import PATIENCE
-from sshsite import Site, end_of, hang_up
+from procs import TEST_TIMEOUT
+from sshsite import Site, close_connections, wait_for_verdict
 
 from clusterjob.backends.base import FetchLimits
 from clusterjob.core import jobs
@@ -23,17 +24,21 @@ from clusterjob.errors import ClusterJobError
 
 IN_2100 = 4102444800 * 10**9
 
-# Sends `FILES`, (path, kind, mode, mtime, content or target), whatever it is asked for.
+# Sends FILES for every request. Each is (path, kind, mode, mtime, content or link target).
 SENDER = """
 import hashlib
 FILES = {files!r}
 def answer(request):
     if request["op"] == "tree":
-        rows = [(path, kind, mode, len(text), mtime, text if kind == "link" else "") for path, kind, mode, mtime, text in FILES]
+        rows = [
+            (path, kind, mode, len(text), mtime, text if kind == "link" else "")
+            for path, kind, mode, mtime, text in FILES
+        ]
         return {{"absent": []}}, b"".join(json.dumps(row).encode() + b"\\n" for row in rows)
     held = {{row[0]: row[4].encode() for row in FILES}}
     if request["op"] == "digests":
-        return {{"digests": [hashlib.sha256(held[path]).hexdigest() for path in request["paths"]]}}, b""
+        digests = [hashlib.sha256(held[path]).hexdigest() for path in request["paths"]]
+        return {{"digests": digests}}, b""
     parts = [held[path][offset:offset + length] for path, offset, length in request["parts"]]
     return {{"lengths": [len(part) for part in parts]}}, b"".join(parts)
 """
@@ -57,7 +62,7 @@ def link(path: str, to: str) -> tuple[str, str, int, int, str]:
 def record(site: Site) -> Record:
     site.path("train.py").write_text("mine\n")
     record = site.submit("", hosts="gpu1")
-    end_of(record)
+    wait_for_verdict(record)
     return record
 
 
@@ -75,10 +80,10 @@ def tree(directory: Path) -> list[str]:
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
 
 
-def test_paths_that_were_not_asked_for_are_refused_and_nothing_is_written(
+def test_fetch_refuses_unrequested_paths_and_writes_nothing(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
-    """Also what lies beside, above or in a directory of version control."""
+    """The paths include files beside, above and inside a version control directory."""
     site.path(".git").mkdir()
     before = tree(site.directory)
     for path in (
@@ -94,9 +99,7 @@ def test_paths_that_were_not_asked_for_are_refused_and_nothing_is_written(
         "a\udfff",
     ):
         with hostile(site.world.hosts["gpu1"], sender(file("runs/good"), file(path))):
-            if (
-                path == "runs"
-            ):  # the path itself may be a file; that there is one below it as well cannot be
+            if path == "runs":  # it may be a file, but not beside a file below it
                 with pytest.raises(ClusterJobError):
                     fetch(Records().find(record.job_id), tmp_path / "as-file", "runs/")
                 continue
@@ -108,7 +111,9 @@ def test_paths_that_were_not_asked_for_are_refused_and_nothing_is_written(
     assert site.path("train.py").read_text() == "mine\n"
 
 
-def test_version_control_is_never_written(site: Site, record: Record, tmp_path: Path) -> None:
+def test_fetch_never_writes_into_version_control_directories(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     (tmp_path / "here" / ".git" / "hooks").mkdir(parents=True)
     (tmp_path / "here" / "tools").symlink_to(".git/hooks")
     names = (".git/hooks/post-commit", "a/b/.GIT/config", "a/.hg/hgrc", ".svn/x", "sub/.git")
@@ -134,7 +139,7 @@ def test_version_control_is_never_written(site: Site, record: Record, tmp_path: 
     assert not list((tmp_path / "here" / ".git" / "hooks").iterdir())
 
 
-def test_directory_that_would_be_a_repository_runs_nothing(
+def test_fetch_neither_creates_nor_changes_a_git_repository(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
     config = f'[core]\nbare = false\nworktree = .\nfsmonitor = "touch {tmp_path}/ran; false"\n'
@@ -166,10 +171,8 @@ def test_directory_that_would_be_a_repository_runs_nothing(
     assert not (own / "new").exists()
 
 
-def test_time_that_a_host_claims_replaces_nothing(site: Site, record: Record) -> None:
-    """Neither code that was sent nor a file that is only here; and no file here bears a time of the
-    future.
-    """
+def test_newer_time_claimed_by_host_replaces_no_local_file(site: Site, record: Record) -> None:
+    """Sent code and local files are kept, and no file gets a time in the future."""
     site.path("notes").write_text("mine\n")
     with hostile(site.world.hosts["gpu1"], sender(file("train.py"), file("notes"), file("new"))):
         done = fetch(record, site.directory)
@@ -181,16 +184,14 @@ def test_time_that_a_host_claims_replaces_nothing(site: Site, record: Record) ->
     assert site.path("new").stat().st_mtime <= time.time()
 
 
-def test_code_that_is_on_the_host_as_it_was_sent_is_not_fetched_over_an_edit(
-    site: Site, record: Record
-) -> None:
+def test_unchanged_code_on_host_does_not_replace_a_local_edit(site: Site, record: Record) -> None:
     site.path("train.py").write_text("edited\n")
     done = fetch(record, site.directory)
     assert (done.kept, done.written, done.unchanged) == ([], [], 2)
     assert site.path("train.py").read_text() == "edited\n"
 
 
-def test_code_that_an_earlier_fetch_found_equal_is_not_replaced(site: Site, record: Record) -> None:
+def test_code_found_equal_by_earlier_fetch_is_not_replaced(site: Site, record: Record) -> None:
     for text, kept in (("mine\n", []), ("evil", ["train.py"])):
         with hostile(site.world.hosts["gpu1"], sender(file("train.py", text))):
             done = fetch(record, site.directory)
@@ -198,7 +199,7 @@ def test_code_that_an_earlier_fetch_found_equal_is_not_replaced(site: Site, reco
         assert site.path("train.py").read_text() == "mine\n"
 
 
-def test_result_that_nobody_changed_here_is_brought_up_to_date(
+def test_result_that_was_not_edited_here_is_updated(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
     for mtime, text in enumerate(("one", "two and more", "abc and more")):
@@ -207,7 +208,9 @@ def test_result_that_nobody_changed_here_is_brought_up_to_date(
         assert (tmp_path / "here" / "runs" / "log").read_text() == text
 
 
-def test_modes_do_not_exceed_the_umask(site: Site, record: Record, tmp_path: Path) -> None:
+def test_modes_of_fetched_files_do_not_exceed_umask(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     with hostile(
         site.world.hosts["gpu1"],
         sender(file("a", mode=0o777), file("b", mode=0o666), file("c", mode=0o600)),
@@ -219,10 +222,10 @@ def test_modes_do_not_exceed_the_umask(site: Site, record: Record, tmp_path: Pat
     assert modes == [0o777 & ~mask, 0o666 & ~mask, 0o600]
 
 
-def test_links_that_lead_elsewhere_together_are_not_made(
+def test_links_that_together_point_outside_are_not_created(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
-    """Each of them keeps inside until the others are there."""
+    """Each link alone points inside the directory; with the others it points outside."""
     links = [
         link("p/x", "e/../../outside"), link("p/e", ".."), link("up", "p/../.."),
         link("q", "p/e/e/e"), link("ring", "ring2"), link("ring2", "ring"),
@@ -239,7 +242,7 @@ def test_links_that_lead_elsewhere_together_are_not_made(
     assert {text.partition(":")[0] for text in done.passed_over} >= {"p/x", "up", "abs"}
 
 
-def test_file_is_not_written_through_a_link_of_the_host(
+def test_file_is_not_written_through_a_link_from_host(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -251,7 +254,7 @@ def test_file_is_not_written_through_a_link_of_the_host(
     assert not (tmp_path / "f").exists()
 
 
-def test_limits_of_count_and_size_name_the_option(
+def test_exceeded_file_count_or_size_limit_names_its_option(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
     with hostile(
@@ -268,20 +271,27 @@ def test_limits_of_count_and_size_name_the_option(
         assert len(fetch(record, tmp_path / "here", limits=FetchLimits(20, 20_000)).written) == 20
 
 
-def test_command_raises_the_limits(site: Site, record: Record, tmp_path: Path) -> None:
+def test_fetch_options_set_file_count_and_size_limits(
+    site: Site, record: Record, tmp_path: Path
+) -> None:
     code = site.remote_dir(record, "gpu1") / "code"
     for number in range(5):
         (code / f"f{number}").write_text("x" * 1_000_000)
-    hang_up()
-    for words, expected in (
+    close_connections()
+    for options, expected in (
         (["--max-files", "3"], 1),
         (["--max-size", "3M"], 1),
         (["--max-size", "10M", "--max-files", "100"], 0),
     ):
         process = site.command(
-            "fetch", record.job_id, "--to", str(tmp_path / "here"), *words, stdin=subprocess.DEVNULL
+            "fetch",
+            record.job_id,
+            "--to",
+            str(tmp_path / "here"),
+            *options,
+            stdin=subprocess.DEVNULL,
         )
-        _, err = process.communicate(timeout=PATIENCE)
+        _, err = process.communicate(timeout=TEST_TIMEOUT)
         assert process.returncode == expected, err
         assert ("--max" in err) == bool(expected)
 
@@ -296,7 +306,7 @@ def test_command_raises_the_limits(site: Site, record: Record, tmp_path: Path) -
         '{"lengths": "4"}, b"abcd"',
     ],
 )
-def test_bytes_that_were_not_asked_for_are_refused(
+def test_unrequested_or_malformed_answers_are_refused(
     site: Site, record: Record, tmp_path: Path, answer: str
 ) -> None:
     row = json.dumps(["a", "file", 0o644, 4, 1, ""])
@@ -317,10 +327,10 @@ def test_bytes_that_were_not_asked_for_are_refused(
     assert tree(tmp_path / "here") == []
 
 
-def test_large_file_ends_with_the_first_answer_that_is_short(
+def test_fetch_of_large_file_ends_at_first_short_answer(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
-    """A host that sends one byte per question is not asked for each of the others."""
+    """Fetch does not request the other bytes one by one from a host that sends one each time."""
     size = 4 << 20
     row = json.dumps(["model.pt", "file", 0o644, size, 1, ""])
     play = f"""

@@ -1,5 +1,6 @@
-"""Records, verdicts, events, timelines and platform logs of any content: none ends a command, and
-none hides another job.
+"""Files of any content in a job directory end no command and hide no other job.
+
+The files are records, verdicts, events, timelines and platform logs.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 
 from fuzzing import JSON, changed, emptied, fuzz
 from hypothesis import strategies as st
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 from clusterjob.backends import shared
-from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.core import jobs
 from clusterjob.core.listing import Listing
 from clusterjob.core.records import Handle, Record, Records
@@ -44,22 +45,23 @@ HANDLE = Handle(
     },
 )
 RECORD = Record(
-    "x-222222", "x", cluster="local", backend="local", job_dir=Path("/nowhere/x-222222"), nodes=2, submitted_at="2026-01-01T00:00:00.000Z",
+    "x-222222", "x", cluster="local", backend="local", job_dir=Path("/nowhere/x-222222"),
+    nodes=2, submitted_at="2026-01-01T00:00:00.000Z",
     spec={"nproc_per_node": 2, "env": {"A": "b"}}, handle=HANDLE, end=VERDICT.to_json(),
     array={"indices": [0, 1], "pieces": [0]}, index=3,
 )  # fmt: skip
 
 
-def listed() -> list[str]:
+def listed_job_ids() -> list[str]:
     found = Listing(Records())
     return [row.job_id for row in found.with_states(jobs.statuses(found.open))]
 
 
-# -- any content -------------------------------------------------------------------------------------------------------
+# -- any content ---------------------------------------------------------------------------------
 
 
 @fuzz(data=changed(VERDICT.to_json()) | JSON)
-def test_a_verdict_of_any_content_is_one_or_a_value_error(data: object) -> None:
+def test_verdict_of_any_content_is_valid_or_a_value_error(data: object) -> None:
     try:
         verdict = Verdict.from_json(data)
     except ValueError:
@@ -70,7 +72,7 @@ def test_a_verdict_of_any_content_is_one_or_a_value_error(data: object) -> None:
 
 
 @fuzz(data=changed(json.loads(json.dumps(RECORD.to_json()))) | JSON)
-def test_a_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object) -> None:
+def test_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object) -> None:
     records = Records()
     if not records.entries():
         records.save(
@@ -89,7 +91,7 @@ def test_a_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object
     (records.directory / "x-222222.json").write_text(json.dumps(data))
     for name in ("x-222222_0", "x-222222_1"):
         (records.directory / f"{name}.json").unlink(missing_ok=True)
-    assert "good-222222" in listed()
+    assert "good-222222" in listed_job_ids()
     assert "good-222222" in [record.job_id for record, _ in jobs.statuses(records.all())]
 
 
@@ -97,7 +99,7 @@ def test_a_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object
     data=changed(VERDICT.to_json() | {"node_rank": 0, "host": "h"}) | JSON,
     refusal=st.binary(max_size=40),
 )
-def test_a_job_directory_of_any_content_gives_a_status(
+def test_job_directory_of_any_content_has_a_status(
     tmp_path: Path, data: object, refusal: bytes
 ) -> None:
     (tmp_path / "ends").mkdir(exist_ok=True)
@@ -128,7 +130,7 @@ EVENT = st.fixed_dictionaries(
 
 
 @fuzz(events=st.lists(EVENT | JSON, max_size=6), garbage=st.binary(max_size=20))
-def test_events_of_any_content_tell_what_they_can(
+def test_events_of_any_content_give_valid_progress(
     tmp_path: Path, events: list[object], garbage: bytes
 ) -> None:
     path = tmp_path / "events.jsonl"
@@ -161,7 +163,7 @@ NOTE = st.builds(
 
 
 @fuzz(notes=st.lists(NOTE | st.binary(max_size=30), max_size=8), data=st.binary(max_size=60))
-def test_a_timeline_of_any_content_costs_no_line(
+def test_timeline_of_any_content_loses_no_log_line(
     tmp_path: Path, notes: list[bytes], data: bytes
 ) -> None:
     folder = log_files.node_directory(tmp_path, 0)
@@ -195,9 +197,9 @@ LINE = st.one_of(
 
 
 @fuzz(lines=st.lists(LINE, max_size=5))
-def test_platform_logs_of_any_content_are_taken(tmp_path: Path, lines: list[str]) -> None:
+def test_platform_logs_of_any_content_are_accepted(tmp_path: Path, lines: list[str]) -> None:
     job_dir = emptied(tmp_path / "job")
-    stream = Stream(job_dir, 0)
+    stream = LogStream(job_dir, 0)
     stream.take([line.replace("\n", " ") for line in lines])
     assert stream.next_number >= 1
     assert stream.verdict is None or stream.verdict.text()
@@ -205,8 +207,8 @@ def test_platform_logs_of_any_content_are_taken(tmp_path: Path, lines: list[str]
     LogReader(job_dir).read()
 
 
-def test_platform_logs_of_a_million_ranks_make_few_files(tmp_path: Path) -> None:
-    Stream(tmp_path, 0).take(
+def test_platform_logs_that_name_a_billion_ranks_create_few_files(tmp_path: Path) -> None:
+    LogStream(tmp_path, 0).take(
         [
             f"{number}@1.0 [{label}] x"
             for number, label in enumerate(("0-1024,0-1024,5-9", "0-999999999"), 1)
@@ -224,19 +226,17 @@ def test_platform_logs_of_a_million_ranks_make_few_files(tmp_path: Path) -> None
     )
     | JSON
 )
-def test_a_note_of_any_content_beside_platform_logs_starts_again(
-    tmp_path: Path, state: object
-) -> None:
+def test_log_stream_accepts_saved_state_of_any_content(tmp_path: Path, state: object) -> None:
     job_dir = emptied(tmp_path / "job")
     (job_dir / "logs" / "node0").mkdir(parents=True)
     (job_dir / "logs" / "node0" / "stream.json").write_text(json.dumps(state))
-    Stream(job_dir, 0).take(["1@1.0 [0] hello", "2 [0] you"])
+    LogStream(job_dir, 0).take(["1@1.0 [0] hello", "2 [0] you"])
 
 
-# -- any size, any kind ------------------------------------------------------------------------------------------------
+# -- any size, any kind --------------------------------------------------------------------------
 
 
-def test_a_result_that_is_a_pipe_or_too_large_is_none(tmp_path: Path) -> None:
+def test_result_file_that_is_a_pipe_or_too_large_is_ignored(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "result.json")
     assert ends.read_result(tmp_path) is None
     (tmp_path / "result.json").unlink()
@@ -245,7 +245,7 @@ def test_a_result_that_is_a_pipe_or_too_large_is_none(tmp_path: Path) -> None:
     assert ends.read_result(tmp_path) is None
 
 
-def test_an_endless_event_is_passed_over_in_little_memory(tmp_path: Path) -> None:
+def test_event_line_of_64_mb_is_skipped_in_little_memory(tmp_path: Path) -> None:
     with (tmp_path / "events.jsonl").open("wb") as stream:
         stream.write(
             b'{"event": "started", "time": "t"}\n'
@@ -264,7 +264,7 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
         check=False,
     )
     assert (done.stdout, done.returncode) == ("('t', 0, 'w')\n", 0), done.stderr
@@ -274,7 +274,7 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "
     ]
 
 
-def test_a_broken_record_is_named_and_the_others_are_listed(tmp_path: Path) -> None:
+def test_broken_record_is_named_and_other_records_are_listed(tmp_path: Path) -> None:
     records = Records()
     records.save(
         Record(
@@ -323,7 +323,7 @@ def test_a_broken_record_is_named_and_the_others_are_listed(tmp_path: Path) -> N
             [sys.executable, "-m", "clusterjob", *command],
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             check=False,
         )
         assert done.returncode == 0, done.stderr

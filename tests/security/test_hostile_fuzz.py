@@ -1,5 +1,6 @@
-"""Any answer of a host, however wrong, is taken or is one error that names the host: fuzzed over a
-real pair of sockets.
+"""Any answer of a host is accepted or raises one error.
+
+The tests send fuzzed answers over a real pair of sockets.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any
 from fuzzing import JSON, changed, fuzz
 from hypothesis import strategies as st
 
-from clusterjob.backends.slurm.mirror import Mirror as LoginMirror
+from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError
 from clusterjob.remote.fetch import Fetch, Request
-from clusterjob.remote.mirror import Mirror
+from clusterjob.remote.mirror import JobMirror
 from clusterjob.remote.protocol import Exchange
 
 HASH = "a" * 64
 HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
-    "look": (
+    "poll_node": (
         {
             "known": True,
             "alive": False,
@@ -75,11 +76,11 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
     "run": ({"code": 0, "out": 2}, b"outerr"),
     "probe": ({"reached": ["10.0.0.1"], "why": {"10.0.0.2": "no answer"}}, b""),
     "listen": ({"port": 20000, "addresses": ["10.0.0.1"]}, b""),
-    "land": ({"missing": [HASH]}, b""),
+    "install": ({"missing": [HASH]}, b""),
 }
 LOOKS = (
-    {"jobs": [{key: value for key, value in HONEST["look"][0].items() if key != "alive"}]},
-    HONEST["look"][1],
+    {"jobs": [{key: value for key, value in HONEST["poll_node"][0].items() if key != "alive"}]},
+    HONEST["poll_node"][1],
 )
 NAMES = st.sampled_from(
     [
@@ -115,7 +116,7 @@ ENTRIES = st.lists(
 
 @contextlib.contextmanager
 def host(*answers: bytes) -> Iterator[Exchange]:
-    """Give what asks a host that has answered already, whatever it is asked, and hung up."""
+    """Yield an exchange with a host that has already sent its answers and hung up."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for data in answers:
@@ -125,12 +126,12 @@ def host(*answers: bytes) -> Iterator[Exchange]:
 
 
 def packed(answer: Any, data: bytes) -> bytes:
-    told = {"size": len(data), **answer} if isinstance(answer, dict) else answer
-    return json.dumps(told).encode() + b"\n" + data
+    header = {"size": len(data), **answer} if isinstance(answer, dict) else answer
+    return json.dumps(header).encode() + b"\n" + data
 
 
 @contextlib.contextmanager
-def one_error_of_the_host() -> Iterator[None]:
+def at_most_one_host_error() -> Iterator[None]:
     raised: list[ClusterJobError] = []
     try:
         yield
@@ -139,9 +140,11 @@ def one_error_of_the_host() -> Iterator[None]:
     assert all(error.exit_code == 1 and len(error.message) < 5000 for error in raised)
 
 
-@fuzz(data=st.binary(max_size=300), op=st.sampled_from([*HONEST, "looks", "tree", "get", "put"]))
-def test_any_bytes_are_an_answer_or_an_error(data: bytes, op: str) -> None:
-    with host(data) as exchange, one_error_of_the_host():
+@fuzz(
+    data=st.binary(max_size=300), op=st.sampled_from([*HONEST, "poll_jobs", "tree", "get", "put"])
+)
+def test_any_bytes_from_host_are_an_answer_or_one_error(data: bytes, op: str) -> None:
+    with host(data) as exchange, at_most_one_host_error():
         exchange.ask(op)
 
 
@@ -151,12 +154,10 @@ def test_any_bytes_are_an_answer_or_an_error(data: bytes, op: str) -> None:
     ),
     data=st.binary(max_size=8),
 )
-def test_answer_that_is_taken_has_the_shape_that_its_readers_expect(
-    pair: tuple[str, Any], data: bytes
-) -> None:
+def test_accepted_answer_has_expected_fields_and_types(pair: tuple[str, Any], data: bytes) -> None:
     op, answer = pair
     honest = HONEST[op][0]
-    with host(packed(answer, data)) as exchange, one_error_of_the_host():
+    with host(packed(answer, data)) as exchange, at_most_one_host_error():
         found, _ = exchange.ask(op)
         required = honest.keys() - {"code", "out"}
         assert "error" in found or required <= found.keys()
@@ -167,87 +168,87 @@ def test_answer_that_is_taken_has_the_shape_that_its_readers_expect(
 NUMBER = itertools.count()
 
 
-def fresh(tmp_path: Path) -> Path:
-    """Return a directory for one example, in a place where nothing else may appear."""
-    place = tmp_path / f"example{next(NUMBER)}"
-    (place / "here").mkdir(parents=True)
-    (place / "here" / "token").write_text("secret")
-    return place
+def example_directory(tmp_path: Path) -> Path:
+    """Return a new directory for one example; the test may write only below its `here`."""
+    root = tmp_path / f"example{next(NUMBER)}"
+    (root / "here").mkdir(parents=True)
+    (root / "here" / "token").write_text("secret")
+    return root
 
 
-def nothing_beside(place: Path) -> None:
-    assert [path.name for path in place.iterdir()] == ["here"]
-    assert (place / "here" / "token").read_text() == "secret"
-    shutil.rmtree(place)
+def assert_nothing_beside(root: Path) -> None:
+    assert [path.name for path in root.iterdir()] == ["here"]
+    assert (root / "here" / "token").read_text() == "secret"
+    shutil.rmtree(root)
 
 
 @fuzz(
-    answer=changed(HONEST["look"][0]),
+    answer=changed(HONEST["poll_node"][0]),
     data=st.just(b"abcde") | st.binary(max_size=8),
     logs=st.booleans(),
 )
-def test_mirror_of_any_answer_writes_what_a_host_may_write(
+def test_job_mirror_of_any_answer_writes_only_permitted_files(
     tmp_path: Path, answer: Any, data: bytes, logs: bool
 ) -> None:
-    place = fresh(tmp_path)
-    with host(packed(answer, data)) as exchange, one_error_of_the_host():
-        Mirror("x-1", place / "here", node=0).look(exchange, logs=logs)
-    assert {path.name for path in (place / "here").iterdir()} <= {
+    root = example_directory(tmp_path)
+    with host(packed(answer, data)) as exchange, at_most_one_host_error():
+        JobMirror("x-1", root / "here", node=0).poll(exchange, logs=logs)
+    assert {path.name for path in (root / "here").iterdir()} <= {
         "token",
         "events.jsonl",
         "result.json",
         "ends",
         "logs",
     }
-    nothing_beside(place)
+    assert_nothing_beside(root)
 
 
 @fuzz(answer=changed(LOOKS[0]), data=st.just(LOOKS[1]) | st.binary(max_size=8))
-def test_mirror_of_a_login_host_of_any_answer_writes_what_it_may_write(
+def test_cluster_mirror_of_any_answer_writes_only_permitted_files(
     tmp_path: Path, answer: Any, data: bytes
 ) -> None:
-    place = fresh(tmp_path)
+    root = example_directory(tmp_path)
     record = Record(
         "x-1",
         "x",
         cluster="hpc",
         backend="slurm",
-        job_dir=place / "here",
+        job_dir=root / "here",
         nodes=1,
         submitted_at="2026-01-01T00:00:00Z",
         spec={},
     )
-    with host(packed(answer, data)) as exchange, one_error_of_the_host():
-        LoginMirror("login1").look(exchange.ask, [(record, True)])
-    assert {path.name for path in (place / "here").iterdir()} <= {
+    with host(packed(answer, data)) as exchange, at_most_one_host_error():
+        ClusterMirror("login1").poll(exchange.ask, [(record, True)])
+    assert {path.name for path in (root / "here").iterdir()} <= {
         "token",
         "events.jsonl",
         "result.json",
         "ends",
         "logs",
     }
-    nothing_beside(place)
+    assert_nothing_beside(root)
 
 
 @fuzz(
     entries=ENTRIES,
-    strange=st.none() | JSON | st.binary(max_size=20),
+    extra_row=st.none() | JSON | st.binary(max_size=20),
     lengths=st.lists(st.integers(0, 9), max_size=4),
-    lie=st.booleans(),
+    false_lengths=st.booleans(),
 )
-def test_fetch_of_any_tree_writes_below_what_was_asked_for(
-    tmp_path: Path, entries: list[Any], strange: Any, lengths: list[int], lie: bool
+def test_fetch_of_any_tree_writes_only_below_requested_path(
+    tmp_path: Path, entries: list[Any], extra_row: Any, lengths: list[int], false_lengths: bool
 ) -> None:
-    place = fresh(tmp_path)
+    root = example_directory(tmp_path)
     rows = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
     rows += (
-        strange
-        if isinstance(strange, bytes)
+        extra_row
+        if isinstance(extra_row, bytes)
         else b""
-        if strange is None
-        else json.dumps(strange).encode()
+        if extra_row is None
+        else json.dumps(extra_row).encode()
     )
-    if not lie:  # what an honest host of these files answers
+    if not false_lengths:  # the answer of an honest host with these files
         lengths = [size for _, kind, _, size, _, _ in entries if kind == "file"]
     answers = [
         packed({"absent": []}, rows),
@@ -257,21 +258,21 @@ def test_fetch_of_any_tree_writes_below_what_was_asked_for(
         "x-1",
         "code",
         paths=["runs"],
-        target=place / "here",
+        target=root / "here",
         may_replace=lambda _: True,
         max_files=10,
         max_bytes=1000,
         sent={},
         notes=tmp_path / "notes.json",
     )
-    with host(*answers) as exchange, one_error_of_the_host():
+    with host(*answers) as exchange, at_most_one_host_error():
         Fetch(exchange, request).run()
     written = {
-        path.relative_to(place / "here").as_posix() for path in (place / "here").rglob("*")
+        path.relative_to(root / "here").as_posix() for path in (root / "here").rglob("*")
     } - {"token"}
     assert all(name == "runs" or name.startswith("runs/") for name in written)
     assert not any(".git" in name.casefold().split("/") for name in written)
     for name in written:
-        path = place / "here" / name
-        assert not path.is_symlink() or path.resolve().is_relative_to(place / "here")
-    nothing_beside(place)
+        path = root / "here" / name
+        assert not path.is_symlink() or path.resolve().is_relative_to(root / "here")
+    assert_nothing_beside(root)

@@ -1,5 +1,6 @@
-"""A hostile host, a real sshd, does not exhaust, hang or break the submitter: each answer is
-bounded and checked, and the host named.
+"""Answers of a hostile host do not exhaust, hang or break the submitter.
+
+Each answer is bounded and checked, and errors name the host. The host is a real sshd.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from hostile_host import hostile, run
-from procs import PATIENCE
-from sshsite import Site, end_of
+from procs import TEST_TIMEOUT
+from sshsite import Site, wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Record
@@ -20,9 +21,9 @@ from clusterjob.errors import HostError
 from clusterjob.node.verdict import JobState
 from clusterjob.remote import mirror
 
-LOOK = '{"known": True, "alive": True, "files": [], "more": False}'
+POLL_ANSWER = '{"known": True, "alive": True, "files": [], "more": False}'
 
-# Many a play answers each question alike.
+# Invalid answers, each the same for every request.
 PLAYS = {
     "size of a terabyte": "def answer(request): return {'size': 10**12}, b''",
     "negative size": "def answer(request): return {'size': -1}, b''",
@@ -33,22 +34,34 @@ PLAYS = {
     "deep JSON": "def answer(request): say(b'[' * 500000 + b'\\n')",
     "long number": "def answer(request): say(b'{\"size\": ' + b'9' * 500000 + b'}\\n')",
     "not a number": "def answer(request): say(b'{\"size\": NaN}\\n')",
-    "fewer bytes": f"def answer(request): say(json.dumps({{'size': 9, **{LOOK}}}).encode() + b'\\n123'); sys.exit()",
-    "more for ever": "def answer(request): return {'known': True, 'alive': True, 'files': [], 'more': True}, b''",
-    "wrong types": "def answer(request): return {'known': 1, 'alive': 'yes', 'files': 3, 'more': None}, b''",
-    "files of a wrong type": "def answer(request): return {'known': True, 'alive': True, 'files': [3], 'more': False}, b''",
+    "fewer bytes": (
+        f"def answer(request): say(json.dumps({{'size': 9, **{POLL_ANSWER}}}).encode() "
+        "+ b'\\n123'); sys.exit()"
+    ),
+    "always more": (
+        "def answer(request): return {'known': True, 'alive': True, 'files': [], 'more': True}, b''"
+    ),
+    "wrong types": (
+        "def answer(request): return {'known': 1, 'alive': 'yes', 'files': 3, 'more': None}, b''"
+    ),
+    "files of a wrong type": (
+        "def answer(request): "
+        "return {'known': True, 'alive': True, 'files': [3], 'more': False}, b''"
+    ),
     "40,000 files": """
 def answer(request):
     files = [{"path": f"logs/node0/f{number}", "offset": 0, "size": 1} for number in range(40000)]
     return {"known": True, "alive": True, "files": files, "more": False}, b"x" * 40000
 """,
-    "files of others": """
+    "path outside the job": """
 def answer(request):
-    return {"known": True, "alive": True, "files": [{"path": "../../x", "stamp": "1", "size": 1}], "more": False}, b"x"
+    files = [{"path": "../../x", "stamp": "1", "size": 1}]
+    return {"known": True, "alive": True, "files": files, "more": False}, b"x"
 """,
-    "sizes that do not add up": """
+    "size larger than the data": """
 def answer(request):
-    return {"known": True, "alive": True, "files": [{"path": "result.json", "stamp": "1", "size": 5}], "more": False}, b"x"
+    files = [{"path": "result.json", "stamp": "1", "size": 5}]
+    return {"known": True, "alive": True, "files": files, "more": False}, b"x"
 """,
     "error of a wrong type": "def answer(request): return {'error': 5}, b''",
     "endless error": "def answer(request): return {'error': 'x' * 900000}, b''",
@@ -57,36 +70,37 @@ def answer(request):
     while True:
         say(b"x" * 65536)
 """,
-    "endless noise before": """
+    "endless data before the session": """
 def introduction():
     while True:
         say(b"noise\\n" * 10000)
 """,
-    "asks for the zip for ever": """
+    "endless requests for the zip": """
 def introduction():
     while True:
         say(b"clusterjob-session need\\n")
 """,
-    "setup line that is none": "def introduction(): say(b'clusterjob-session setup x\\n')",
+    "invalid setup line": "def introduction(): say(b'clusterjob-session setup x\\n')",
 }
 
-# What holds nobody up for longer than the timeout, of 2 s here.
+# Slow hosts. They must not delay a command much longer than the timeout.
 SLOW = {
-    "says nothing": "def answer(request): source.read()",
-    "a byte a second": """
+    "sends nothing": "def answer(request): source.read()",
+    "one byte per second": """
 def answer(request):
     for byte in b'{"size": 5, "known": true, "alive": true, "files": [], "more": false}':
         say(bytes([byte]))
         time.sleep(1)
 """,
-    "a byte a second of the data": """
+    "one byte of data per second": """
 def answer(request):
-    say(b'{"size": 99999, "known": true, "alive": true, "files": [{"path": "result.json", "stamp": "", "size": 99999}], "more": false}\\n')
+    say(b'{"size": 99999, "known": true, "alive": true, "more": false, ')
+    say(b'"files": [{"path": "result.json", "stamp": "", "size": 99999}]}\\n')
     while True:
         say(b"x")
         time.sleep(1)
 """,
-    "a byte a second before": """
+    "one byte per second before the session": """
 def introduction():
     while True:
         say(b"x")
@@ -97,14 +111,12 @@ def introduction():
 
 @pytest.fixture
 def record(site: Site) -> Record:
-    """Return a job whose end nobody has asked for."""
+    """Return a job whose end has not been polled."""
     return site.submit("", hosts="gpu1", set={"connect_timeout": "4"})
 
 
-def check(record: Record, name: str, *, seconds: float) -> None:
-    """Ask how the job stands: UNKNOWN, with the host's name, in one line; nothing is written that
-    the host sends.
-    """
+def assert_unknown(record: Record, name: str, *, seconds: float) -> None:
+    """Poll the status: it is UNKNOWN, names the host, and writes nothing from the host."""
     before = sorted(record.job_dir.rglob("*"))
     begin = time.monotonic()
     status = jobs.status(record)
@@ -115,45 +127,47 @@ def check(record: Record, name: str, *, seconds: float) -> None:
     assert sorted(record.job_dir.rglob("*")) == before, name
 
 
-def test_status_names_the_host_that_answers_nonsense(site: Site, record: Record) -> None:
+def test_status_with_invalid_answer_is_unknown_and_names_host(site: Site, record: Record) -> None:
     with hostile(site.world.hosts["gpu1"]) as play:
         for name, code in PLAYS.items():
             play(code)
-            check(record, name, seconds=60)
+            assert_unknown(record, name, seconds=60)
 
 
-def test_status_does_not_wait_for_a_slow_host(site: Site, record: Record) -> None:
+def test_status_of_slow_host_is_unknown_within_a_minute(site: Site, record: Record) -> None:
     with hostile(site.world.hosts["gpu1"]) as play:
         for name, code in SLOW.items():
             play(code)
-            check(record, name, seconds=60)
+            assert_unknown(record, name, seconds=60)
 
 
-def test_commands_end_without_a_traceback(site: Site, record: Record) -> None:
-    """`list` and `status` still show the others: here the job beside it, on an honest host."""
+def test_status_and_list_show_error_of_hostile_host_without_traceback(
+    site: Site, record: Record
+) -> None:
+    """`list` still shows another job, on an honest host."""
     other = site.submit("", hosts="gpu2")
-    end_of(other)
+    wait_for_verdict(other)
     with hostile(site.world.hosts["gpu1"], PLAYS["size of a terabyte"]):
-        for words in (["status"], ["list"], ["status", record.job_id]):
-            code, out, err = run(site, *words)
+        for args in (["status"], ["list"], ["status", record.job_id]):
+            code, out, err = run(site, *args)
             assert (code, "Traceback" in err) == (0, False), err
             assert "gpu1: it sends a malformed answer: it announces 1000000000000 bytes" in out
-            assert ("SUCCEEDED" in out) == (words == ["list"])
+            assert ("SUCCEEDED" in out) == (args == ["list"])
 
 
-def test_logs_of_a_host_that_always_has_more_end(site: Site, record: Record) -> None:
-    with hostile(site.world.hosts["gpu1"], PLAYS["more for ever"]):
+def test_logs_end_when_host_always_announces_more(site: Site, record: Record) -> None:
+    with hostile(site.world.hosts["gpu1"], PLAYS["always more"]):
         code, _, err = run(site, "logs", record.job_id)
     assert "Traceback" not in err
     assert code in (0, 1)
 
 
-def test_other_hosts_are_still_shown_beside_a_hostile_one(site: Site) -> None:
-    """`hosts` has one line for each; the hostile one has its own error."""
+def test_hosts_command_shows_honest_host_beside_hostile_one(site: Site) -> None:
+    """`hosts` prints one line per host; the line of the hostile host is an error."""
     with hostile(
         site.world.hosts["gpu1"], "def answer(request): return {'errors': 'x', 'free': '1'}, b''"
     ):
-        words = [
+        args = [
             "hosts",
             "--hosts",
             "gpu1,gpu2",
@@ -162,24 +176,22 @@ def test_other_hosts_are_still_shown_beside_a_hostile_one(site: Site) -> None:
             "--set",
             f"ssh_config={site.world.config}",
         ]
-        code, out, err = run(site, *words)
+        code, out, err = run(site, *args)
     assert (code, "Traceback" in err) == (1, False)
     shown = out + err
     assert "the answer.errors is 'x', not a list" in shown
-    assert "no torch" in shown  # of gpu2, which has answered
+    assert "no torch" in shown  # from gpu2, which answered
 
 
-def test_submission_is_refused_with_the_hosts_name(site: Site) -> None:
+def test_submit_with_invalid_answer_fails_and_names_host(site: Site) -> None:
     with hostile(site.world.hosts["gpu1"], "def answer(request): return {'errors': [7]}, b''"):
         code, _, err = run(site, "submit", *site.options(hosts="gpu1"), site.script(""))
     assert (code, "Traceback" in err) == (1, False)
     assert "gpu1: it sends a malformed answer: the answer.errors[0] is 7, not a text" in err
 
 
-def test_memory_does_not_grow_while_a_host_sends_without_end(site: Site, record: Record) -> None:
-    """Measured in a process of its own: the peak beside a host that sends an endless line, less the
-    peak beside one that says nothing.
-    """
+def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Record) -> None:
+    """Compare the peak memory of two processes: for an endless line and for an empty answer."""
 
     def peak(why: str) -> int:
         code = (
@@ -190,7 +202,7 @@ def test_memory_does_not_grow_while_a_host_sends_without_end(site: Site, record:
         )
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=site.directory, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=PATIENCE, check=False,
+            capture_output=True, text=True, timeout=TEST_TIMEOUT, check=False,
         )  # fmt: skip
         assert why in done.stdout, done.stderr
         return int(done.stderr.split()[-1]) * 1024
@@ -203,8 +215,8 @@ def test_memory_does_not_grow_while_a_host_sends_without_end(site: Site, record:
     assert grown < 64 << 20
 
 
-def test_events_of_a_host_do_not_grow_beyond_their_bound(tmp_path: Path) -> None:
-    """They are read as a whole; the files in which logs grow may be longer."""
+def test_events_file_of_host_does_not_exceed_its_size_limit(tmp_path: Path) -> None:
+    """Events are read as a whole; log files may be longer."""
     at_bound = mirror.MAX_EVENTS_BYTES - 1
     mirror.keep(
         "gpu1", tmp_path, file={"path": "events.jsonl", "offset": at_bound}, content=b"x", stamps={}

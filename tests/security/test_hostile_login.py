@@ -1,6 +1,4 @@
-"""A hostile login host of a Slurm cluster: a real sshd that answers for Slurm and for the jobs'
-directories with anything.
-"""
+"""A hostile Slurm login host: a real sshd sends any answer for Slurm and job directories."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 from hostile_host import hostile, run
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 from sshsite import Site
 
 from clusterjob.backends.slurm.login_host import Login
@@ -22,43 +20,44 @@ from clusterjob.node.logs import events
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
-# Plays define `command(argv)`, which returns what Slurm's command says, and `looks(request)`, for
-# the jobs' directories.
+# Plays define `command(argv)`, which returns the output of a Slurm command, and `polled(request)`,
+# which answers for the job directories.
 _LOGIN = r"""
 def command(argv):
     return ""
-def looks(request):
+def polled(request):
     return {"jobs": [{"known": True, "files": [], "more": False} for _ in request["jobs"]]}, b""
 def answer(request):
-    if request["op"] == "looks":
-        return looks(request)
+    if request["op"] == "poll_jobs":
+        return polled(request)
     if request["op"] == "run":
         return ran(request["argv"])
     if request["op"] == "check":
         return checked(), b""
     return {"missing": []}, b""
 def ran(argv):
-    said = command(argv).encode()
-    return {"code": 0, "out": len(said)}, said
+    output = command(argv).encode()
+    return {"code": 0, "out": len(output)}, output
 def checked():
     return {
-        "errors": [], "identity": "x", "reached_at": "10.0.0.1", "host": "gpu1", "home": "/h", "time": time.time(), "python": "3.11.2",
-        "torch": None, "free": 10**10, "gpus": [],
+        "errors": [], "identity": "x", "reached_at": "10.0.0.1", "host": "gpu1", "home": "/h",
+        "time": time.time(), "python": "3.11.2", "torch": None, "free": 10**10, "gpus": [],
     }
-# What squeue prints of one job, with the mark that it was told to part the fields by.
+# The line of squeue for one job, with the field separator that the command requests.
 def queue(argv, **changes):
-    mark = argv[-1].removeprefix("--format=%F").partition("%K")[0]
-    fields = dict(base="7", task="N/A", own="7", state="PENDING", reason="Resources", start="N/A", submitted="1", name="train",
-                  directory="/h/jobs/JOB", comment="clusterjob:JOB")
-    return mark.join([*(fields | changes).values(), ""]) + "\n"
+    separator = argv[-1].removeprefix("--format=%F").partition("%K")[0]
+    fields = dict(base="7", task="N/A", own="7", state="PENDING", reason="Resources", start="N/A",
+                  submitted="1", name="train", directory="/h/jobs/JOB", comment="clusterjob:JOB")
+    return separator.join([*(fields | changes).values(), ""]) + "\n"
 """
 _ENDLESS = """
 round, data = 0, b"x" * (4 << 20)
-def looks(request):
+def polled(request):
     global round
     round += 1
     files = {files}
-    return {{"jobs": [{{"known": True, "files": files, "more": True}}]}}, data[:sum(file["size"] for file in files)]
+    answer = {{"jobs": [{{"known": True, "files": files, "more": True}}]}}
+    return answer, data[:sum(file["size"] for file in files)]
 """
 REPLACED = _ENDLESS.format(
     files="""[{"path": "ends/node0.json", "stamp": str(round), "size": len(data)}]"""
@@ -66,7 +65,7 @@ REPLACED = _ENDLESS.format(
 REPLACED_LOG = _ENDLESS.format(
     files="""[{"path": "logs/node0/rank0.out", "stamp": str(round), "size": len(data)}]"""
 )
-# Of two files one grows while the other is said to be gone.
+# Of two files, one grows and the other is reported as removed.
 GONE_LOG = _ENDLESS.format(
     files="""[{"path": f"logs/node0/rank{round % 2}.out", "gone": True, "size": 0},
               {"path": f"logs/node0/rank{1 - round % 2}.out", "offset": 0, "size": len(data)}]"""
@@ -75,7 +74,7 @@ GONE_LOG = _ENDLESS.format(
 
 @pytest.fixture
 def record(site: Site) -> Record:
-    """Return a job of a Slurm behind gpu1."""
+    """Return a job of a Slurm cluster whose login host is gpu1."""
     set_ = {"ssh_config": str(site.world.config), "connect_timeout": "3"}
     job_id = new_id("train")
     handle = Handle(
@@ -117,15 +116,15 @@ def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
     with hostile(site.world.hosts["gpu1"], _LOGIN) as change:
 
         def play(code: str) -> None:
-            forget()
+            drop_connection()
             change((_LOGIN + code).replace("JOB", record.job_id))
 
         yield play
-    forget()
+    drop_connection()
 
 
-def forget() -> None:
-    """Forget the connection, as a new process has none."""
+def drop_connection() -> None:
+    """Drop the cached connection, as a new process has none."""
     backend: Any = jobs._loaded.pop("slurm", None)
     if backend is not None:
         backend.close()
@@ -140,7 +139,7 @@ def forget() -> None:
     ],
     ids=["replaced", "replaced log", "gone log"],
 )
-def test_logs_end_where_a_login_host_sends_without_end(
+def test_logs_end_when_login_host_sends_without_end(
     site: Site, record: Record, play: Callable[[str], None], code: str, why: str
 ) -> None:
     play(code)
@@ -153,10 +152,10 @@ def test_logs_end_where_a_login_host_sends_without_end(
 
 ESCAPES = "\\x1b]52;c;eA==\\x07\\x1b[2J\\u202e"
 RAN = "def ran(argv): return {}, {}"
-# What a login host answers for Slurm, to any command.
+# Answers of a login host to any Slurm command.
 COMMANDS = {
     "no length of stdout": RAN.format("{'code': 0}", "b''"),
-    "nothing": RAN.format("{}", "b''"),
+    "empty answer": RAN.format("{}", "b''"),
     "code of a wrong type": RAN.format("{'code': '0', 'out': 0}", "b''"),
     "number of a wrong type": RAN.format("{'number': 'x'}", "b''"),
     "absent": RAN.format(f"{{'absent': '{ESCAPES}' * 900}}", "b''"),
@@ -166,44 +165,54 @@ COMMANDS = {
     "refused in many lines": RAN.format(
         "{'code': 1, 'out': 0}", "b''.join(b'%d\\n' % line for line in range(200000))"
     ),
-    "no text": RAN.format("{'code': 0, 'out': 4}", "b'\\xff\\x00\\xfe\\n'"),
+    "binary output": RAN.format("{'code': 0, 'out': 4}", "b'\\xff\\x00\\xfe\\n'"),
     "long number": RAN.format("{'code': 0, 'out': 6000}", "b'9' * 6000"),
-    "escapes in the queue": f"def command(argv): return queue(argv, reason='{ESCAPES}', name='{ESCAPES}', start='{ESCAPES}')",
+    "escapes in the queue": (
+        f"def command(argv): return queue(argv, reason='{ESCAPES}', name='{ESCAPES}', "
+        f"start='{ESCAPES}')"
+    ),
     "long reason in the queue": "def command(argv): return queue(argv, reason='x' * 4000000)",
-    "id that is none": "def command(argv): return queue(argv, base='--all', own='--all')",
-    "numbers that are none": """
+    "invalid job id": "def command(argv): return queue(argv, base='--all', own='--all')",
+    "invalid numbers": """
 def command(argv):
     return queue(argv, base="²", task="9" * 5000, own="²", start="9" * 11, submitted="9" * 11)
 """,
     "long numbers of sinfo": """
 def command(argv):
-    return "a|up|1|9{n}|idle|gpu:9{n}\\nb*|up|9{n}|²|idle|gpu:x:9{n}\\nc|up|1|1|idle|gpu:9{n}\\n".replace("{n}", "9" * 6000)
+    rows = "a|up|1|9{n}|idle|gpu:9{n}\\nb*|up|9{n}|²|idle|gpu:x:9{n}\\nc|up|1|1|idle|gpu:9{n}\\n"
+    return rows.replace("{n}", "9" * 6000)
 """,
     "long numbers of scontrol": """
 def command(argv):
-    return "SLURM_VERSION = {n}.{n}\\nMaxArraySize = {n}\\nPartitionName=a MaxTime={n}:00:00".replace("{n}", "9" * 6000)
+    text = "SLURM_VERSION = {n}.{n}\\nMaxArraySize = {n}\\nPartitionName=a MaxTime={n}:00:00"
+    return text.replace("{n}", "9" * 6000)
 """,
-    "lies of srun": """
-def looks(request):
-    data = b"1\\nsrun: error: n1: tasks 5-3: Exited with exit code 999\\nsrun: error: n1: task " + b"9" * 6000 + b": Killed\\n"
-    files = [{"path": "ends/srun.0", "stamp": "1", "size": 2}, {"path": "logs/slurm.out", "offset": 0, "size": len(data) - 2}]
+    "false reports of srun": """
+def polled(request):
+    data = b"1\\nsrun: error: n1: tasks 5-3: Exited with exit code 999\\n"
+    data += b"srun: error: n1: task " + b"9" * 6000 + b": Killed\\n"
+    files = [{"path": "ends/srun.0", "stamp": "1", "size": 2}]
+    files += [{"path": "logs/slurm.out", "offset": 0, "size": len(data) - 2}]
     if "logs/slurm.out" in request["jobs"][0]["have"]:
         files, data = files[:1], data[:2]
     return {"jobs": [{"known": True, "files": files, "more": False}]}, data
 """,
-    "many rows": "def command(argv): return ''.join(queue(argv, base=str(n), own=str(n)) for n in range(10000))",
+    "many rows": (
+        "def command(argv): "
+        "return ''.join(queue(argv, base=str(n), own=str(n)) for n in range(10000))"
+    ),
     "endless answer": """
 def ran(argv):
     while True:
         say(b"x" * 65536)
 """,
     "long exit code of srun": """
-def looks(request):
+def polled(request):
     data = b"9" * 6000
     files = [{"path": "ends/srun.0", "stamp": "1", "size": 6000}]
     return {"jobs": [{"known": True, "files": files, "more": False}]}, data
 """,
-    "a byte a second": """
+    "one byte per second": """
 def ran(argv):
     for byte in b'{"size": 5, "code": 0, "out": 5}':
         say(bytes([byte]))
@@ -213,9 +222,9 @@ def ran(argv):
 def answer(request):
     if request["op"] in ("run", "reap"):
         return {"number": 1}, b""
-    return looks(request) if request["op"] == "looks" else (checked(), b"")
+    return polled(request) if request["op"] == "poll_jobs" else (checked(), b"")
 """,
-    "clock of another age": """
+    "clock far in the future": """
 def checked(honest=checked):
     return honest() | {"time": 1e299}
 def command(argv):
@@ -226,55 +235,53 @@ def command(argv):
 
 def submit(site: Site, record: Record) -> None:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = jobs.settle(
+    settings = jobs.resolve_settings(
         {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
     )
     spec = jobs.make_spec(Program("script", site.script("")), settings, directory=site.directory)
     jobs.submit(jobs.plan(spec, settings), "hpc", detach=True)
 
 
-def examine(site: Site, record: Record) -> list[str]:
+def run_doctor_checks(site: Site, record: Record) -> list[str]:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = jobs.settle(
+    settings = jobs.resolve_settings(
         {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
     )
-    return [str(check) for check in jobs.examine(settings, site.directory)]
+    return [str(check) for check in jobs.doctor_checks(settings, site.directory)]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_login_host_that_lies_for_slurm_is_named_and_breaks_nothing(
+def test_invalid_slurm_answer_of_login_host_gives_bounded_status_or_error(
     site: Site, record: Record, play: Callable[[str], None], name: str
 ) -> None:
-    """What is asked ends in time, with a status or one error of clusterjob's own, of a length that
-    people read.
-    """
+    """Each command ends in time, with a short status or a short ClusterJobError."""
     play(COMMANDS[name])
-    asked: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "status": lambda: jobs.status(Records().find(record.job_id)).reason,
         "cancel": lambda: jobs.cancel([Records().find(record.job_id)]),
         "logs": lambda: jobs.collect(Records().find(record.job_id)),
-        "doctor": lambda: examine(site, record),
+        "doctor": lambda: run_doctor_checks(site, record),
         "submit": lambda: submit(site, record),
     }
-    for what, ask in asked.items():
-        forget()
+    for command_name, call in calls.items():
+        drop_connection()
         begin = time.monotonic()
         try:
-            said = str(ask())
+            message = str(call())
         except ClusterJobError as error:
-            said = f"{error.message} {error.hint}"
-        assert time.monotonic() - begin < PATIENCE, what
-        assert len(said) < 6000, what
+            message = f"{error.message} {error.hint}"
+        assert time.monotonic() - begin < TEST_TIMEOUT, command_name
+        assert len(message) < 6000, command_name
 
 
 @pytest.mark.parametrize(
     "name", ["escapes in the queue", "refused with escapes", "absent with escapes"]
 )
-def test_texts_of_slurm_behind_a_login_host_are_shown_harmlessly(
+def test_control_characters_from_login_host_are_escaped_in_output(
     site: Site, record: Record, play: Callable[[str], None], name: str
 ) -> None:
     play(COMMANDS[name])
-    for words in (["status", record.job_id], ["cancel", record.job_id]):
-        _, out, err = run(site, *words)
+    for args in (["status", record.job_id], ["cancel", record.job_id]):
+        _, out, err = run(site, *args)
         assert "Traceback" not in err
-        assert not {"\x1b", "\x07", "\u202e"} & set(out + err), words
+        assert not {"\x1b", "\x07", "\u202e"} & set(out + err), args

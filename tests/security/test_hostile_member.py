@@ -1,6 +1,4 @@
-"""One host of several says that the job has ended: it decides nothing that node 0 or the other
-hosts know better.
-"""
+"""A host that claims the end of a job does not override node 0 or running nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +12,15 @@ from typing import Any
 import pytest
 from hostile_host import hostile
 from procs import wait_until
-from sshsite import PATIENCE, SLEEPER, Site, end_of, hang_up, wait_for_lines, workers_on
+from sshsite import (
+    SLEEPER,
+    TEST_TIMEOUT,
+    Site,
+    close_connections,
+    wait_for_lines,
+    wait_for_verdict,
+    workers_on,
+)
 
 from clusterjob.backends.ssh import status
 from clusterjob.core import jobs
@@ -22,42 +28,43 @@ from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import HostError
 from clusterjob.node.verdict import JobState
 
-# Node 1 claims a success that node 0 has never declared, at a time after which nobody would ask
-# again.
+# Node 1 claims a success that node 0 has not declared. The end time is so old that status would
+# not poll again.
 CLAIMS = """
 def answer(request):
-    if request["op"] != "look":
+    if request["op"] != "poll_node":
         return {"running": False}, b""
-    end = {"schema": 1, "state": "SUCCEEDED", "exit_code": 0, "restarts": 0, "node_rank": 1, "ended_at": "2000-01-01T00:00:00Z"}
+    end = {"schema": 1, "state": "SUCCEEDED", "exit_code": 0, "restarts": 0, "node_rank": 1,
+           "ended_at": "2000-01-01T00:00:00Z"}
     data = json.dumps(end).encode()
     files = [{"path": "ends/node1.json", "stamp": "1", "size": len(data)}]
     return {"known": True, "alive": False, "files": files, "more": False}, data
 """
 
 
-def test_member_that_claims_a_success_ends_no_job(site: Site) -> None:
+def test_success_claimed_by_one_node_does_not_end_the_job(site: Site) -> None:
     record = site.submit(SLEEPER, set={"connect_timeout": "5"})
     wait_for_lines(record, "up 0", "up 1")
-    lead = site.world.hosts["gpu1"]
+    coordinator = site.world.hosts["gpu1"]
     with hostile(site.world.hosts["gpu2"], CLAIMS):
         assert jobs.status(Records().find(record.job_id)).state is JobState.RUNNING
-        assert (record.job_dir / "ends" / "node1.json").exists(), "the claim has come"
-        lead.stop()
-        hang_up()
+        assert (record.job_dir / "ends" / "node1.json").exists(), "the claim has arrived"
+        coordinator.stop()
+        close_connections()
         jobs.status(Records().find(record.job_id))
         noted = Records().find(record.job_id)
-        assert (noted.end is None) or noted.may_be_corrected, "nobody has asked node 0"
-        lead.start()
-        hang_up()
+        assert (noted.end is None) or noted.may_be_corrected, "node 0 has not been polled"
+        coordinator.start()
+        close_connections()
         assert jobs.status(Records().find(record.job_id)).state is JobState.RUNNING
-        for pid in workers_on(lead):
-            with contextlib.suppress(ProcessLookupError):  # it ends with the first
+        for pid in workers_on(coordinator):
+            with contextlib.suppress(ProcessLookupError):  # the first signal may end it
                 os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not workers_on(lead), PATIENCE, "the end on gpu1")
-        assert end_of(record).state is not JobState.SUCCEEDED
+        wait_until(lambda: not workers_on(coordinator), TEST_TIMEOUT, "the end on gpu1")
+        assert wait_for_verdict(record).state is not JobState.SUCCEEDED
 
 
-def ends_of(job_dir: Path, states: dict[int, str]) -> None:
+def write_end_files(job_dir: Path, states: dict[int, str]) -> None:
     (job_dir / "ends").mkdir()
     for node, state in states.items():
         code = {"SUCCEEDED": 0, "FAILED": 7}.get(state, 1)
@@ -71,18 +78,18 @@ def ends_of(job_dir: Path, states: dict[int, str]) -> None:
         (job_dir / "ends" / f"node{node}.json").write_text(json.dumps(end))
 
 
-GONE = "gone"  # a host that is not reached
+UNREACHABLE = "gone"  # an unreachable host
 
 
 @pytest.mark.parametrize(
     ("states", "hosts", "state", "provisional"),
     [
-        ({1: "SUCCEEDED"}, [True, False, False], "PENDING", False),  # node 0 lives
-        ({1: "SUCCEEDED"}, [False, False, True], "RUNNING", False),  # node 2 may know better
+        ({1: "SUCCEEDED"}, [True, False, False], "PENDING", False),  # node 0 runs
+        ({1: "SUCCEEDED"}, [False, False, True], "RUNNING", False),  # node 2 runs
         ({1: "SUCCEEDED", 2: "LOST"}, [False, False, False], "LOST", False),
-        ({1: "SUCCEEDED", 2: "LOST"}, [GONE, False, False], "LOST", True),
-        ({1: "SUCCEEDED"}, [GONE, False, True], "UNKNOWN", False),
-        ({1: "SUCCEEDED", 2: "SUCCEEDED"}, [GONE, False, False], "SUCCEEDED", True),
+        ({1: "SUCCEEDED", 2: "LOST"}, [UNREACHABLE, False, False], "LOST", True),
+        ({1: "SUCCEEDED"}, [UNREACHABLE, False, True], "UNKNOWN", False),
+        ({1: "SUCCEEDED", 2: "SUCCEEDED"}, [UNREACHABLE, False, False], "SUCCEEDED", True),
         (
             {1: "SUCCEEDED", 2: "SUCCEEDED"},
             [False, False, False],
@@ -91,15 +98,20 @@ GONE = "gone"  # a host that is not reached
         ),  # node 0's disk was full
         ({1: "FAILED", 2: "LOST"}, [False, False, False], "FAILED", False),
         ({1: "SUCCEEDED", 2: "FAILED"}, [False, False, False], "FAILED", False),
-        ({1: "FAILED"}, [GONE, False, GONE], "FAILED", True),
-        ({0: "SUCCEEDED", 1: "LOST"}, [GONE, GONE, GONE], "SUCCEEDED", False),  # node 0's own word
+        ({1: "FAILED"}, [UNREACHABLE, False, UNREACHABLE], "FAILED", True),
+        (
+            {0: "SUCCEEDED", 1: "LOST"},
+            [UNREACHABLE, UNREACHABLE, UNREACHABLE],
+            "SUCCEEDED",
+            False,
+        ),  # reported by node 0
     ],
 )
-def test_words_of_members_count_where_node_0_has_none(
+def test_end_files_of_other_nodes_decide_status_when_node_0_has_none(
     tmp_path: Path, states: dict[int, str], hosts: list[Any], state: str, provisional: bool
 ) -> None:
-    """Hosts: whether each one's agent is alive."""
-    ends_of(tmp_path, states)
+    """`hosts`: for each node, whether its agent is alive."""
+    write_end_files(tmp_path, states)
     record = Record(
         "x-1",
         "x",
@@ -113,7 +125,7 @@ def test_words_of_members_count_where_node_0_has_none(
     )
     nodes = [
         status.Node(None, None, error=HostError("gpu1", "no answer"))
-        if alive is GONE
+        if alive is UNREACHABLE
         else status.Node(None, {"alive": alive, "known": True, "more": False})
         for alive in hosts
     ]

@@ -1,5 +1,6 @@
-"""A hostile host, a real sshd, sends files of a job without end: what it may send, and how much, is
-bounded.
+"""A hostile host sends files of a job without end; their number and size are bounded.
+
+The host is a real sshd.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hostile_host import hostile, run
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 from sshsite import Site
 
 from clusterjob.core import jobs
@@ -17,7 +18,7 @@ from clusterjob.core.records import Record
 from clusterjob.node.verdict import JobState
 from clusterjob.remote import mirror
 
-# Sends 4 MB an answer, and always has more.
+# Sends 4 MB per answer and always announces more.
 _ENDLESS = """
 round, data = 0, b"x" * (4 << 20)
 def answer(request):
@@ -35,19 +36,21 @@ REPLACED_VERDICT = _ENDLESS.format(
 UNASKED_LOG = _ENDLESS.format(
     files="""[{"path": "logs/node0/rank0.out", "offset": 0, "size": len(data)}]"""
 )
-# The file grows by 512 bytes only, as each part is of the same place.
+# The file grows by 512 bytes only, as each part has the same offset.
 SAME_PART = _ENDLESS.format(
-    files="""[{"path": "logs/node0/rank0.out", "offset": request["have"].get("logs/node0/rank0.out", 0), "size": 512}] * 8192"""
+    files="""[{"path": "logs/node0/rank0.out", "size": 512,
+               "offset": request["have"].get("logs/node0/rank0.out", 0)}] * 8192"""
 )
 GROWING_LOG = _ENDLESS.format(
-    files="""[{"path": "logs/node0/rank0.out", "offset": request["have"].get("logs/node0/rank0.out", 0), "size": len(data)}]"""
+    files="""[{"path": "logs/node0/rank0.out", "size": len(data),
+               "offset": request["have"].get("logs/node0/rank0.out", 0)}]"""
 )
-AGAIN = "it replaces result files of one job too often, more than 67.1 MB"
+TOO_MANY_REPLACEMENTS = "it replaces result files of one job too often, more than 67.1 MB"
 
 
 @pytest.fixture
 def record(site: Site) -> Record:
-    """Return a job whose end nobody has asked for."""
+    """Return a job whose end has not been polled."""
     return site.submit("", hosts="gpu1", set={"connect_timeout": "5"})
 
 
@@ -61,12 +64,12 @@ def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
     ("code", "why"),
     [
         (REPLACED_LOG, "it sends a file that was not asked for: 'logs/node0/rank0.out'"),
-        (REPLACED_VERDICT, AGAIN),
+        (REPLACED_VERDICT, TOO_MANY_REPLACEMENTS),
         (SAME_PART, "it sends a file twice in one answer"),
     ],
     ids=["replaced log", "replaced verdict", "same part"],
 )
-def test_logs_end_where_a_host_sends_the_same_file_without_end(
+def test_logs_end_when_host_sends_the_same_file_without_end(
     site: Site, record: Record, play: Callable[[str], None], code: str, why: str
 ) -> None:
     play(code)
@@ -78,10 +81,10 @@ def test_logs_end_where_a_host_sends_the_same_file_without_end(
     assert f"gpu1: {why}" in status.reason
 
 
-def test_logs_that_grow_without_end_stop_at_their_bound(
+def test_logs_that_grow_without_end_stop_at_size_limit(
     record: Record, play: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound of 16 GB is lowered here."""
+    """The test lowers the limit of 16 GB to 64 MiB."""
     monkeypatch.setattr(mirror, "MAX_TOTAL_BYTES", 64 << 20)
     play(GROWING_LOG)
     jobs.collect(record)
@@ -96,12 +99,12 @@ def test_logs_that_grow_without_end_stop_at_their_bound(
     )
 
 
-def test_status_takes_no_log_that_it_has_not_asked_for(
+def test_status_refuses_log_that_it_did_not_request(
     record: Record, play: Callable[[str], None]
 ) -> None:
     play(UNASKED_LOG)
     begin = time.monotonic()
     status = jobs.status(record)
     assert "gpu1: it sends a file that was not asked for: 'logs/node0/rank0.out'" in status.reason
-    assert time.monotonic() - begin < PATIENCE
+    assert time.monotonic() - begin < TEST_TIMEOUT
     assert not (record.job_dir / "logs" / "node0" / "rank0.out").exists()

@@ -1,5 +1,6 @@
-"""A working directory that is a hostile clone: git executes nothing of it, patterns cost no time,
-and secrets are not sent.
+"""A hostile clone as working directory: git executes nothing of it, and no secret is sent.
+
+Matching its ignore patterns takes little time.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 from clusterjob.core import snapshot
 from clusterjob.core.snapshot import git_revision
 from clusterjob.core.snapshot.ignore_rules import Patterns
 
 
-def git(root: Path, *words: str) -> str:
+def git(root: Path, *args: str) -> str:
     identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
     return subprocess.run(
-        ["git", "-C", root, *identity, *words], capture_output=True, text=True, check=True
+        ["git", "-C", root, *identity, *args], capture_output=True, text=True, check=True
     ).stdout
 
 
-def fill(root: Path, **files: str) -> None:
+def write_files(root: Path, **files: str) -> None:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
-def paths(root: Path, *, include_secrets: bool = False) -> list[str]:
+def sent_paths(root: Path, *, include_secrets: bool = False) -> list[str]:
     taken = snapshot.take(root, include_secrets=include_secrets)
     return [entry.path for entry in taken.entries if entry.kind == "file"]
 
 
-# -- git ------------------------------------------------------------------------------------------------------------------------
+# -- git -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -48,20 +49,22 @@ def repository(tmp_path: Path) -> Path:
     root = tmp_path / "clone"
     root.mkdir()
     git(root, "init", "-q", "-b", "work")
-    fill(root, **{"a.py": "old\n", "data.bin": "1\n", "sub/b.py": "old\n"})
+    write_files(root, **{"a.py": "old\n", "data.bin": "1\n", "sub/b.py": "old\n"})
     git(root, "add", ".")
     git(root, "commit", "-qm", "first")
     return root
 
 
-def arm(root: Path, mark: Path) -> None:
-    """Have a repository execute a command wherever git's configuration and attributes can name one."""
+def plant_commands(root: Path, mark: Path) -> None:
+    """Name a command wherever git's configuration, hooks and attributes allow one."""
     script = root / ".git" / "evil"
     script.write_text(f"#!/bin/sh\necho \"$0 $*\" >> '{mark}'\ncat\n")
     script.chmod(0o755)
-    for key in ("diff.external", "filter.evil.clean", "filter.evil.smudge", "filter.evil.process", "diff.evil.command",
-                "diff.evil.textconv", "core.fsmonitor", "core.pager", "core.sshCommand", "core.editor", "remote.origin.uploadpack",
-                "gpg.program"):  # fmt: skip
+    for key in (
+        "diff.external", "filter.evil.clean", "filter.evil.smudge", "filter.evil.process",
+        "diff.evil.command", "diff.evil.textconv", "core.fsmonitor", "core.pager",
+        "core.sshCommand", "core.editor", "remote.origin.uploadpack", "gpg.program",
+    ):  # fmt: skip
         git(root, "config", key, str(script))
     git(root, "config", "filter.evil.required", "true")
     git(root, "config", "core.hooksPath", str(root / ".git" / "hooks"))
@@ -79,34 +82,34 @@ def arm(root: Path, mark: Path) -> None:
     (root / ".gitattributes").write_text("* filter=evil diff=evil\n")
 
 
-def test_git_executes_nothing_that_a_clone_names(repository: Path, tmp_path: Path) -> None:
+def test_git_executes_no_command_configured_by_a_clone(repository: Path, tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     module = repository / "module"
     module.mkdir()
     git(module, "init", "-q")
-    fill(module, inner="old\n")
+    write_files(module, inner="old\n")
     git(module, "add", ".")
     git(module, "commit", "-qm", "inner")
     git(repository, "add", "module")
     git(repository, "commit", "-qm", "second")
-    fill(module, inner="new\n")
+    write_files(module, inner="new\n")
     for root in (repository, module):
-        arm(root, mark)
-    fill(repository, **{"a.py": "new\n", "new.py": ""})
+        plant_commands(root, mark)
+    write_files(repository, **{"a.py": "new\n", "new.py": ""})
     state = git_revision.git_state(repository)
     assert state is not None
     assert b"-old\n+new\n" in state["diff"]
     assert {"a.py", "new.py"} <= set(state["changed"])
     assert not mark.exists(), mark.read_text()
-    paths(repository)
+    sent_paths(repository)
     assert not mark.exists(), mark.read_text()
 
 
-def test_a_clone_whose_objects_are_to_be_fetched_by_a_command(
+def test_git_runs_no_transport_command_for_missing_objects_of_a_clone(
     repository: Path, tmp_path: Path
 ) -> None:
     mark = tmp_path / "executed"
-    arm(repository, mark)
+    plant_commands(repository, mark)
     git(repository, "config", "remote.origin.url", f"ext::sh -c 'touch {mark}'")
     git(repository, "config", "remote.origin.promisor", "true")
     git(repository, "config", "protocol.ext.allow", "always")
@@ -123,13 +126,15 @@ def test_a_clone_whose_objects_are_to_be_fetched_by_a_command(
         ):
             path.unlink()
     mark.unlink(missing_ok=True)
-    fill(repository, **{"a.py": "new\n"})
+    write_files(repository, **{"a.py": "new\n"})
     assert git_revision.git_state(repository) is not None
     assert not mark.exists()
 
 
-def test_what_git_says_is_what_it_says_of_an_ordinary_repository(repository: Path) -> None:
-    fill(repository, **{"a.py": "new\n", "sub/c.py": "", ".gitignore": "*.log\n", "x.log": ""})
+def test_git_state_equals_output_of_git_for_ordinary_repository(repository: Path) -> None:
+    write_files(
+        repository, **{"a.py": "new\n", "sub/c.py": "", ".gitignore": "*.log\n", "x.log": ""}
+    )
     (repository / "data.bin").unlink()
     state = git_revision.git_state(repository)
     assert state is not None
@@ -143,7 +148,7 @@ def test_what_git_says_is_what_it_says_of_an_ordinary_repository(repository: Pat
     ]
     tree = repository.parent / "tree"
     git(repository, "worktree", "add", "-q", str(tree), "-b", "other")
-    fill(tree, **{"sub/b.py": "new\n"})
+    write_files(tree, **{"sub/b.py": "new\n"})
     part = git_revision.git_state(tree / "sub")
     assert part is not None
     assert (part["branch"], part["changed"]) == ("other", ["sub/b.py"])
@@ -151,13 +156,13 @@ def test_what_git_says_is_what_it_says_of_an_ordinary_repository(repository: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
-def test_a_repository_of_another_user_is_left_alone(repository: Path) -> None:
+def test_git_state_of_repository_of_another_user_is_none(repository: Path) -> None:
     for path in (repository, repository / ".git"):
         os.chown(path, 65534, 65534)
     assert git_revision.git_state(repository) is None
 
 
-# -- patterns ---------------------------------------------------------------------------------------------------------------------
+# -- ignore patterns -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,14 +176,16 @@ def test_a_repository_of_another_user_is_left_alone(repository: Path) -> None:
         "*" * 4000,
     ],
 )
-def test_no_pattern_takes_long(tmp_path: Path, pattern: str) -> None:
+def test_expensive_ignore_pattern_is_matched_within_5_seconds(tmp_path: Path, pattern: str) -> None:
     deep = "/".join(["a" * 20] * 12)
-    fill(
+    write_files(
         tmp_path, **{".gitignore": f"{pattern}\n", "a" * 200 + "b": "", f"{deep}/{'a' * 200}c": ""}
     )
     begin = time.monotonic()
-    paths(tmp_path)
-    assert time.monotonic() - begin < 5  # takes milliseconds; `*a` 25 times took hours
+    sent_paths(tmp_path)
+    assert (
+        time.monotonic() - begin < 5
+    )  # takes milliseconds; in an older version `*a` 25 times took hours
 
 
 TOKENS = [
@@ -232,12 +239,12 @@ NAMES = [
     )
 )
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_patterns_are_those_of_git(
+def test_ignore_patterns_match_as_git_matches_them(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]
 ) -> None:
     root = tmp_path_factory.mktemp("repo")
     git(root, "init", "-q")
-    fill(root, **dict.fromkeys(NAMES, ""), **{".gitignore": "\n".join(lines) + "\n"})
+    write_files(root, **dict.fromkeys(NAMES, ""), **{".gitignore": "\n".join(lines) + "\n"})
     wanted = git(
         root,
         "-c",
@@ -247,29 +254,29 @@ def test_patterns_are_those_of_git(
         "--others",
         "--exclude-standard",
     ).split("\0")
-    # git strips what stands before the first wildcard, and so takes `x**/a` for `x` followed by
-    # `**/a`: no rule says so.
+    # git removes the text before the first wildcard, so it treats `x**/a` as `x` followed by
+    # `**/a`. Its documentation has no such rule.
     if not any("**" in line.strip("*/") for line in lines):
-        assert sorted(paths(root)) == sorted(name for name in wanted if name)
+        assert sorted(sent_paths(root)) == sorted(name for name in wanted if name)
 
 
-def test_a_file_of_patterns_that_is_too_large_is_named(tmp_path: Path) -> None:
-    fill(tmp_path, **{".gitignore": "x\n" * 600_000})
+def test_gitignore_of_more_than_1_mb_is_refused_by_name(tmp_path: Path) -> None:
+    write_files(tmp_path, **{".gitignore": "x\n" * 600_000})
     with pytest.raises(
         snapshot.SubmitError, match=r"\.gitignore holds more than 1\.0 MB of patterns"
     ):
-        paths(tmp_path)
+        sent_paths(tmp_path)
 
 
-def test_a_file_of_too_many_patterns_is_named(tmp_path: Path) -> None:
-    fill(tmp_path, **{".gitignore": "x\n" * 10_001})
+def test_gitignore_of_more_than_10000_lines_is_refused_by_name(tmp_path: Path) -> None:
+    write_files(tmp_path, **{".gitignore": "x\n" * 10_001})
     with pytest.raises(
         snapshot.SubmitError, match=r"\.gitignore holds more than 10,000 lines of patterns"
     ):
-        paths(tmp_path)
+        sent_paths(tmp_path)
 
 
-# -- secrets ----------------------------------------------------------------------------------------------------------------------
+# -- secrets ---------------------------------------------------------------------------------------
 
 SECRETS = {
     ".env": "TOKEN=1", "sub/.env.local": "x", ".ssh/id_rsa": "x", "keys/id_ed25519": "x",
@@ -287,33 +294,43 @@ ORDINARY = {
 }  # fmt: skip
 
 
-def test_what_looks_like_a_secret_is_left_out_and_named_in_one_line(
+def test_likely_secrets_are_left_out_and_named_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fill(tmp_path, **SECRETS, **ORDINARY)
-    assert paths(tmp_path) == sorted(ORDINARY)
+    write_files(tmp_path, **SECRETS, **ORDINARY)
+    assert sent_paths(tmp_path) == sorted(ORDINARY)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
-        "clusterjob: not sent, as it looks like a secret: .aws/, .cache/huggingface/token, .docker/config.json, .env, "
+        "clusterjob: not sent, as it looks like a secret: .aws/, .cache/huggingface/token, "
+        ".docker/config.json, .env, "
     )
     assert line.endswith("(--include-secrets sends it)")
     caplog.clear()
-    assert sorted(paths(tmp_path, include_secrets=True)) == sorted({**SECRETS, **ORDINARY})
+    assert sorted(sent_paths(tmp_path, include_secrets=True)) == sorted({**SECRETS, **ORDINARY})
     assert not caplog.records
 
 
-def test_git_directories_are_left_out_at_every_depth(tmp_path: Path) -> None:
-    fill(tmp_path, **{"a.py": "", ".git/config": "x", "sub/.git/config": "token", "sub/deep/.hg/hgrc": "", "m/.git": "x",
-                      "sub/.svn/entries": ""})  # fmt: skip
-    assert paths(tmp_path, include_secrets=True) == ["a.py"]
+def test_version_control_directories_are_left_out_at_every_depth(tmp_path: Path) -> None:
+    write_files(
+        tmp_path,
+        **{
+            "a.py": "",
+            ".git/config": "x",
+            "sub/.git/config": "token",
+            "sub/deep/.hg/hgrc": "",
+            "m/.git": "x",
+            "sub/.svn/entries": "",
+        },
+    )
+    assert sent_paths(tmp_path, include_secrets=True) == ["a.py"]
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_users_own_patterns_for_git_are_heeded(
+def test_ignore_patterns_of_user_git_configuration_are_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     home, work = tmp_path / "home", tmp_path / "work"
-    fill(
+    write_files(
         home,
         **{
             ".config/git/ignore": "*.own\n",
@@ -324,14 +341,16 @@ def test_the_users_own_patterns_for_git_are_heeded(
     (home / ".config/git/ignore" if named else home / ".mine").unlink()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CONFIG_HOME")
-    fill(work, **{"a.py": "", "x.own": "", "sub/y.own": "", "sub/.gitignore": "!y.own\n"})
+    write_files(work, **{"a.py": "", "x.own": "", "sub/y.own": "", "sub/.gitignore": "!y.own\n"})
     for _ in range(2):
-        assert paths(work) == ["a.py", "sub/.gitignore", "sub/y.own"]
+        assert sent_paths(work) == ["a.py", "sub/.gitignore", "sub/y.own"]
         git(work, "init", "-q")
 
 
-def test_a_dry_run_lists_the_files_their_size_and_what_is_left_out(tmp_path: Path) -> None:
-    fill(tmp_path, **{"train.py": "print()\n", "sub/data.csv": "x" * 2000, ".env": "TOKEN=hush"})
+def test_dry_run_lists_sent_files_with_sizes_and_left_out_secrets(tmp_path: Path) -> None:
+    write_files(
+        tmp_path, **{"train.py": "print()\n", "sub/data.csv": "x" * 2000, ".env": "TOKEN=hush"}
+    )
     argv = [
         sys.executable,
         "-m",
@@ -344,26 +363,26 @@ def test_a_dry_run_lists_the_files_their_size_and_what_is_left_out(tmp_path: Pat
         "gpu1",
     ]
 
-    def shown(*words: str) -> str:
+    def dry_run(*args: str) -> str:
         done = subprocess.run(
-            [*argv, *words, "train.py"],
+            [*argv, *args, "train.py"],
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             check=False,
         )
         assert done.returncode == 0, done.stderr
         assert "hush" not in done.stdout + done.stderr
         return done.stdout
 
-    text = shown()
+    text = dry_run()
     assert f"### code: 2 files, 2.0 KB, of {tmp_path}\n" in text
     assert "        2000 sub/data.csv\n" in text
     assert "\nnot sent, as it looks like a secret: .env (--include-secrets sends it)\n" in text
-    assert "          10 .env\n" in shown("--include-secrets")
-    assert "### code" not in shown("--no-sync")
-    code = json.loads(shown("--json"))["code"]
+    assert "          10 .env\n" in dry_run("--include-secrets")
+    assert "### code" not in dry_run("--no-sync")
+    code = json.loads(dry_run("--json"))["code"]
     assert (code["bytes"], [one["path"] for one in code["files"]], code["left_out"]) == (
         2008,
         ["sub/data.csv", "train.py"],
@@ -371,7 +390,7 @@ def test_a_dry_run_lists_the_files_their_size_and_what_is_left_out(tmp_path: Pat
     )
 
 
-def test_patterns_of_bytes_are_bytes() -> None:
+def test_ignore_patterns_match_bytes_of_a_name() -> None:
     assert Patterns([b"?"]).verdict("é", is_directory=False) is None
     assert Patterns([b"??"]).verdict("é", is_directory=False) is True
     assert Patterns([b"\xff*"]).verdict(os.fsdecode(b"\xffx"), is_directory=False) is True

@@ -1,5 +1,6 @@
-"""Another user of the machine who takes names, fills backlogs and squats directories: he holds
-nobody up.
+"""Another local user takes socket names, fills backlogs and occupies directories.
+
+No job waits for this user or fails.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, environment, free_port, script
+from launching import TEST_TIMEOUT, environment, free_port, script
 
 from clusterjob.node.host_server import gpus
 from clusterjob.worker import once_per_host, siblings
@@ -25,10 +26,8 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a
 
 
 @contextlib.contextmanager
-def stranger(code: str, directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run code as another user until the end of the block; it says "there" once it has done its
-    worst.
-    """
+def other_user(code: str, directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run code as another user until the end of the block; it prints "there" when ready."""
     text = (
         "import os, socket, sys\nos.setuid(65534)\n"
         + textwrap.dedent(code)
@@ -62,48 +61,51 @@ while True:
 """
 
 
-def test_a_name_with_a_full_backlog_silences_nobody_and_holds_nobody_up(tmp_path: Path) -> None:
+def test_socket_name_with_full_backlog_neither_suppresses_notice_nor_blocks(tmp_path: Path) -> None:
     subject = os.urandom(8).hex()
-    name = f"clusterjob-speaks-{os.getuid()}-{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
-    code = f"from clusterjob.worker import once_per_host as speaker; print(bool(speaker.take_turn({subject!r})))"
-    with stranger(FILL, tmp_path, name):
+    name = f"clusterjob-notice-{os.getuid()}-{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
+    code = (
+        "from clusterjob.worker import once_per_host; "
+        f"print(bool(once_per_host.lock_subject({subject!r})))"
+    )
+    with other_user(FILL, tmp_path, name):
         ended = subprocess.run(
             [sys.executable, "-c", code],
             env=environment(tmp_path),
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             check=False,
         )
     assert ended.stdout == "True\n", ended.stderr
 
 
-def test_processes_that_ask_often_do_not_fill_their_own_backlog() -> None:
+def test_repeated_lock_requests_do_not_fill_own_backlog() -> None:
     subject = os.urandom(8).hex()
-    mine = once_per_host.take_turn(subject)
+    mine = once_per_host.lock_subject(subject)
     assert mine is not None
     with mine:
         for _ in range(10_000):
-            assert once_per_host.take_turn(subject) is None
+            assert once_per_host.lock_subject(subject) is None
 
 
-MEET = """
+FIND_PORT = """
     import multiprocessing, os, sys, time
     from clusterjob.worker import siblings
 
-    def child(rank, told):
+    def child(rank, printed):
         if rank:
-            told.wait()
-        print(rank, siblings.meet(rank), flush=True)
+            printed.wait()
+        print(rank, siblings.find_port(rank), flush=True)
         if not rank:
-            while not os.path.exists("seen"):  # its sign
+            while not os.path.exists("seen"):  # the socket name of rank 0
                 time.sleep(0.01)
-            told.set()
+            printed.set()
             time.sleep(20)
 
     if __name__ == "__main__":
-        told = multiprocessing.Event()
-        started = [multiprocessing.Process(target=child, args=(rank, told)) for rank in (0, 1)]
+        printed = multiprocessing.Event()
+        started = [multiprocessing.Process(target=child, args=(rank, printed)) for rank in (0, 1)]
         for process in started:
             process.start()
         started[1].join()
@@ -111,15 +113,16 @@ MEET = """
         started[0].join()
 """
 
-# Finds the sign of rank 0, which all can see, fills what it can of its backlog, and puts up signs
-# of its own beside it.
+# Finds the socket name of rank 0, which is public, fills its backlog as far as possible, and adds
+# false socket names.
 MISLEAD = """
 import time
 names = []
 while not names:
     with open("/proc/net/unix") as table:
-        words = [line.split()[-1].split("-") for line in table if "@clusterjob-" in line]
-    names = ["-".join(each)[1:] for each in words if len(each) == 4 and len(each[1]) == 32]  # others have other names
+        parts = [line.split()[-1].split("-") for line in table if "@clusterjob-" in line]
+    # Other sockets of clusterjob have names of another form.
+    names = ["-".join(each)[1:] for each in parts if len(each) == 4 and len(each[1]) == 32]
     time.sleep(0.01)
 name = names[0]
 others = []
@@ -132,36 +135,37 @@ while len(others) < 10000:
         break
     others.append(other)
 prefix = "-".join(name.split("-")[:2]) + "-"
-signs = []
+false_names = []
 for text in ("4242", "4243-" + name.rpartition("-")[2], "1"):
-    signs.append(socket.socket(socket.AF_UNIX))
-    signs[-1].bind("\\0" + prefix + text)
-    signs[-1].listen(0)
+    false_names.append(socket.socket(socket.AF_UNIX))
+    false_names[-1].bind("\\0" + prefix + text)
+    false_names[-1].listen(0)
 """
 
 
-# The kernel shows a name as it is: this one makes an empty line, and one of blanks, in the table.
+# The kernel prints a name unchanged: this one adds an empty and a blank line to /proc/net/unix.
 BREAK_LINES = """
-sign = socket.socket(socket.AF_UNIX)
-sign.bind("\\0a\\n\\n  \\nb")
+named = socket.socket(socket.AF_UNIX)
+named.bind("\\0a\\n\\n  \\nb")
 """
 
 
-def test_a_name_of_several_lines_breaks_no_meeting(tmp_path: Path) -> None:
+def test_siblings_find_port_despite_socket_name_with_line_breaks(tmp_path: Path) -> None:
     (tmp_path / "seen").touch()
-    with stranger(BREAK_LINES, tmp_path):
+    with other_user(BREAK_LINES, tmp_path):
         ended = subprocess.run(
-            [sys.executable, str(script(tmp_path, MEET))], cwd=tmp_path, env=environment(tmp_path),
-            capture_output=True, text=True, timeout=PATIENCE, check=False,
+            [sys.executable, str(script(tmp_path, FIND_PORT))],
+            cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
+            timeout=TEST_TIMEOUT, check=False,
         )  # fmt: skip
     ports = dict(line.split() for line in ended.stdout.splitlines())
     assert ports.keys() == {"0", "1"}, ended.stderr
     assert ports["0"] == ports["1"]
 
 
-def test_children_of_one_parent_meet_beside_false_signs_and_a_full_backlog(tmp_path: Path) -> None:
-    path = script(tmp_path, MEET)
-    meeting = subprocess.Popen(
+def test_siblings_find_port_despite_false_socket_names_and_full_backlog(tmp_path: Path) -> None:
+    path = script(tmp_path, FIND_PORT)
+    process_group = subprocess.Popen(
         [sys.executable, str(path)],
         cwd=tmp_path,
         env=environment(tmp_path),
@@ -170,33 +174,33 @@ def test_children_of_one_parent_meet_beside_false_signs_and_a_full_backlog(tmp_p
         text=True,
     )
     try:
-        with stranger(MISLEAD, tmp_path):
+        with other_user(MISLEAD, tmp_path):
             (tmp_path / "seen").touch()
-            out, err = meeting.communicate(timeout=PATIENCE)
+            out, err = process_group.communicate(timeout=TEST_TIMEOUT)
     finally:
-        meeting.kill()
-        meeting.wait()
-    said = dict(line.split() for line in out.splitlines())
-    assert said.keys() == {"0", "1"}, err
-    assert said["0"] == said["1"]
+        process_group.kill()
+        process_group.wait()
+    ports = dict(line.split() for line in out.splitlines())
+    assert ports.keys() == {"0", "1"}, err
+    assert ports["0"] == ports["1"]
 
 
-def test_the_sign_of_a_rank_0_that_has_ended_leads_nowhere(tmp_path: Path) -> None:
-    """Its name was there for all to see; the port may be anybody's now."""
+def test_port_of_ended_rank_0_in_use_by_another_user_is_not_accepted(tmp_path: Path) -> None:
+    """The socket name was public, so another user may listen on the port now."""
     code = """
     listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
     """
     port = free_port()
-    with stranger(code, tmp_path, str(port)):
+    with other_user(code, tmp_path, str(port)):
         assert not siblings._is_ours(port)
     with socket.create_server(("127.0.0.1", 0)) as own:
         assert siblings._is_ours(own.getsockname()[1])
 
 
-# -- the locks of GPUs -------------------------------------------------------------------------------------------------
+# -- GPU locks -----------------------------------------------------------------------------------
 
 
-def test_a_lock_directory_that_somebody_else_made_first_is_done_without(
+def test_gpu_lock_directory_of_another_user_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common, runtime = tmp_path / "common", tmp_path / "runtime"
@@ -216,20 +220,20 @@ def test_a_lock_directory_that_somebody_else_made_first_is_done_without(
             gpus.lock_directories()
 
 
-def test_a_login_without_a_runtime_directory_sees_the_locks_of_one_that_has_one(
+def test_session_without_runtime_directory_sees_gpu_locks_of_session_with_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     monkeypatch.setattr(gpus, "_TMP", str(tmp_path))
-    card = gpus.Gpu(0, "GPU-test", name="H100", used=0, total=1)
+    gpu = gpus.Gpu(0, "GPU-test", name="H100", used=0, total=1)
     first, second = gpus.Reservation("a"), gpus.Reservation("b")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert first.take(card) == ""
+    assert first.take(gpu) == ""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     try:
-        assert second.take(card) == "job a"
+        assert second.take(gpu) == "job a"
     finally:
         first.release()
-    assert second.take(card) == ""
+    assert second.take(gpu) == ""
     second.release()

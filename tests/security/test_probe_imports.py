@@ -1,5 +1,6 @@
-"""No probe of `doctor` imports a module from the working directory, which may be a cloned
-repository.
+"""No probe of `doctor` imports a module from the working directory.
+
+That directory may be a cloned repository.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MODULES = ("json", "torch", "importlib", "site", "warnings", "contextlib", "sign
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a working directory whose modules leave a mark when they are imported."""
+    """Return a working directory whose modules write a marker file when they are imported."""
     clone = tmp_path / "clone"
     clone.mkdir()
     for name in MODULES:
@@ -30,11 +31,11 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("more", ["", ":", ":."])
-def test_doctor_in_a_clone_imports_none_of_its_modules(
+def test_doctor_in_clone_imports_no_module_of_the_clone(
     clone: Path, tmp_path: Path, more: str
 ) -> None:
     python, library = str(python_without_torch(tmp_path)), light_torch(tmp_path / "lib")
-    words = (
+    args = (
         "--cluster",
         "local",
         "--python",
@@ -44,14 +45,13 @@ def test_doctor_in_a_clone_imports_none_of_its_modules(
         "--workdir",
         str(clone),
     )
-    found = doctor(
-        *words, cwd="/"
-    )  # `python -m clusterjob`, as the tests start it, would itself look in the clone first
+    # The tests start `python -m clusterjob`, which in the clone would itself import from there.
+    found = doctor(*args, cwd="/")
     assert (found.state("interpreter"), found.state("torch")) == ("ok", "ok")
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_probe_of_an_interpreter_finds_torch_but_not_in_the_clone(
+def test_interpreter_probe_finds_torch_on_python_path_but_not_in_clone(
     clone: Path, tmp_path: Path
 ) -> None:
     python = str(python_without_torch(tmp_path))

@@ -1,6 +1,4 @@
-"""The listener of the address probe: other people's connections do not keep the job's hosts from
-it.
-"""
+"""Connections of other clients do not block the listener of the address probe."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def listener() -> Iterator[reachability.Listener]:
 
 
 @contextlib.contextmanager
-def idle(port: int, count: int) -> Iterator[list[socket.socket]]:
+def idle_connections(port: int, count: int) -> Iterator[list[socket.socket]]:
     peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     yield peers
     for peer in peers:
@@ -33,19 +31,19 @@ def idle(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 @pytest.mark.parametrize("count", [10, 800])
-def test_probe_is_answered_beside_idle_connections(
+def test_probe_is_answered_despite_idle_connections(
     listener: reachability.Listener, count: int
 ) -> None:
-    with idle(listener.port, count):
+    with idle_connections(listener.port, count):
         found = reachability.probe(["127.0.0.1"], listener.port, nonce=NONCE, timeout=20)
     assert found == {"reached": ["127.0.0.1"], "why": {}}
 
 
-def test_probe_is_answered_when_the_listener_is_out_of_descriptors(
+def test_probe_is_answered_after_listener_runs_out_of_descriptors(
     listener: reachability.Listener,
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with idle(listener.port, 20):
+    with idle_connections(listener.port, 20):
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
         try:
             with contextlib.ExitStack() as held:
@@ -65,7 +63,7 @@ def test_wrong_nonce_gets_no_answer(listener: reachability.Listener) -> None:
         assert peer.recv(1) == b""
 
 
-def test_nonce_that_comes_in_pieces_is_answered(listener: reachability.Listener) -> None:
+def test_nonce_sent_in_pieces_is_answered(listener: reachability.Listener) -> None:
     with socket.create_connection(("127.0.0.1", listener.port), 20) as peer:
         for part in (NONCE[:5], NONCE[5:]):
             peer.sendall(part.encode())
@@ -73,7 +71,7 @@ def test_nonce_that_comes_in_pieces_is_answered(listener: reachability.Listener)
         assert peer.recv(100) == reachability.expected_reply(NONCE)
 
 
-def test_listener_that_is_closed_frees_its_port(listener: reachability.Listener) -> None:
-    with idle(listener.port, 3):
+def test_closed_listener_frees_its_port(listener: reachability.Listener) -> None:
+    with idle_connections(listener.port, 3):
         listener.close()
     reachability.Listener([listener.port], NONCE).close()

@@ -1,4 +1,4 @@
-"""A foreign clusterjob.toml executes nothing until its program is run or the user trusts it."""
+"""A foreign clusterjob.toml executes nothing until its program runs or the user trusts it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 from clusterjob.core import trust
 from clusterjob.core.config import find_files, project_file, resolve
@@ -29,7 +29,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs r
 
 
 class Clone:
-    """A cloned repository whose configuration leaves a mark where it is executed."""
+    """A cloned repository whose configuration creates a marker file when it is executed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,7 +49,10 @@ class Clone:
         )
 
     def profile(self) -> str:
-        return "[clusters.hpc]\nbackend = 'ssh'\nhosts = 'evil'\n[clusters.hpc.set]\nssh_config = 'ssh_config'\nconnect_timeout = 2\n"
+        return (
+            "[clusters.hpc]\nbackend = 'ssh'\nhosts = 'evil'\n"
+            "[clusters.hpc.set]\nssh_config = 'ssh_config'\nconnect_timeout = 2\n"
+        )
 
     def config(self, text: str) -> Path:
         path = self.root / "clusterjob.toml"
@@ -57,15 +60,15 @@ class Clone:
         return path
 
     def call(
-        self, *words: str, cwd: Path | None = None, stdin: int = subprocess.DEVNULL
+        self, *args: str, cwd: Path | None = None, stdin: int = subprocess.DEVNULL
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*CLUSTERJOB, *words],
+            [*CLUSTERJOB, *args],
             cwd=cwd or self.root,
             capture_output=True,
             text=True,
             stdin=stdin,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             check=False,
         )
 
@@ -86,7 +89,7 @@ def outside(tmp_path: Path) -> Path:
     return path
 
 
-def refused(done: subprocess.CompletedProcess[str], *lines: str) -> None:
+def assert_refused(done: subprocess.CompletedProcess[str], *lines: str) -> None:
     assert (done.returncode, done.stdout) == (2, ""), done
     first, *shown, hint = done.stderr.splitlines()
     assert first.startswith("clusterjob: error: ")
@@ -95,15 +98,15 @@ def refused(done: subprocess.CompletedProcess[str], *lines: str) -> None:
     assert "`clusterjob trust " in hint
 
 
-# -- (a) who could have written it ----------------------------------------------------------------------------------------------
+# -- (a) files that another user could have written ------------------------------------------------
 
 
-def of_nobody(clone: Clone) -> str:
+def owned_by_nobody(clone: Clone) -> str:
     os.chown(clone.root / "clusterjob.toml", NOBODY, NOBODY)
     return "it belongs to nobody (uid 65534)"
 
 
-def linked_by_nobody(clone: Clone) -> str:
+def link_owned_by_nobody(clone: Clone) -> str:
     path = clone.root / "clusterjob.toml"
     path.rename(clone.root.parent / "other.toml")
     path.symlink_to(clone.root.parent / "other.toml")
@@ -111,22 +114,22 @@ def linked_by_nobody(clone: Clone) -> str:
     return "it belongs to nobody (uid 65534)"
 
 
-def writable(clone: Clone) -> str:
+def world_writable(clone: Clone) -> str:
     (clone.root / "clusterjob.toml").chmod(0o666)
     return "everyone can write to it (mode 0666)"
 
 
-def in_a_writable_directory(clone: Clone) -> str:
+def in_world_writable_directory(clone: Clone) -> str:
     clone.root.chmod(0o777)
     return f"{clone.root}: everyone can write to it (mode 0777)"
 
 
-def in_a_directory_of_nobody(clone: Clone) -> str:
+def in_directory_of_nobody(clone: Clone) -> str:
     os.chown(clone.root, NOBODY, NOBODY)
     return f"{clone.root}: it belongs to nobody (uid 65534)"
 
 
-def below_a_writable_top(clone: Clone) -> str:
+def below_world_writable_parent(clone: Clone) -> str:
     (clone.root.parent / ".git").mkdir()
     clone.root.parent.chmod(0o777)
     return f"{clone.root.parent}: everyone can write to it (mode 0777)"
@@ -136,15 +139,15 @@ def below_a_writable_top(clone: Clone) -> str:
 @pytest.mark.parametrize(
     "spoil",
     [
-        of_nobody,
-        linked_by_nobody,
-        writable,
-        in_a_writable_directory,
-        in_a_directory_of_nobody,
-        below_a_writable_top,
+        owned_by_nobody,
+        link_owned_by_nobody,
+        world_writable,
+        in_world_writable_directory,
+        in_directory_of_nobody,
+        below_world_writable_parent,
     ],
 )
-def test_a_file_that_another_user_could_have_written_is_ignored_with_one_line(
+def test_config_file_that_another_user_could_write_is_ignored_with_one_line(
     clone: Clone, spoil: Callable[[Clone], str]
 ) -> None:
     why = spoil(clone)
@@ -162,7 +165,9 @@ def test_a_file_that_another_user_could_have_written_is_ignored_with_one_line(
 
 
 @needs_root
-def test_broken_files_of_others_above_are_passed_over(tmp_path: Path) -> None:
+def test_broken_config_files_of_other_users_in_parent_directories_are_skipped(
+    tmp_path: Path,
+) -> None:
     tmp_path.chmod(0o1777)
     for name, text in (("clusterjob.toml", "[[["), ("pyproject.toml", "[tool.clusterjob]\n[[[")):
         (tmp_path / name).write_text(text)
@@ -176,7 +181,7 @@ def test_broken_files_of_others_above_are_passed_over(tmp_path: Path) -> None:
 @needs_root
 @pytest.mark.parametrize("name", ["clusterjob.toml", "pyproject.toml"])
 @pytest.mark.parametrize("kind", ["unreadable", "nested", "huge", "link"])
-def test_a_hostile_file_of_another_user_above_breaks_no_command(
+def test_hostile_config_file_of_another_user_in_parent_directory_is_skipped(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -204,15 +209,13 @@ def test_a_hostile_file_of_another_user_above_breaks_no_command(
 
 
 @pytest.mark.parametrize("name", ["clusterjob.toml", "pyproject.toml"])
-def test_a_file_that_is_nested_too_deeply_is_an_error_of_one_line(
-    tmp_path: Path, name: str
-) -> None:
+def test_too_deeply_nested_config_file_is_a_config_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("[tool.clusterjob]\nx = " + "[" * 100_000)
     with pytest.raises(ConfigError, match="nested too deeply"):
         find_files(tmp_path)
 
 
-def test_a_file_of_the_user_in_a_sticky_directory_is_obeyed(clone: Clone) -> None:
+def test_config_file_of_user_in_sticky_directory_is_used(clone: Clone) -> None:
     clone.root.chmod(0o1777)
     assert (
         resolve({}, "local", environ={}, directory=clone.root, backends=BACKENDS).values[
@@ -222,11 +225,11 @@ def test_a_file_of_the_user_in_a_sticky_directory_is_obeyed(clone: Clone) -> Non
     )
 
 
-# -- (b) who runs a program of a project trusts it --------------------------------------------------------------------------------
+# -- (b) running a program of a project needs no trust ---------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("train.py",),
         ("-m", "pkg"),
@@ -235,10 +238,8 @@ def test_a_file_of_the_user_in_a_sticky_directory_is_obeyed(clone: Clone) -> Non
         ("--", sys.executable, "-m", "pkg"),
     ],
 )
-def test_a_program_of_the_project_runs_without_a_question(
-    clone: Clone, words: tuple[str, ...]
-) -> None:
-    done = clone.call("run", "--cluster", "local", *words)
+def test_program_of_project_runs_without_trust(clone: Clone, args: tuple[str, ...]) -> None:
+    done = clone.call("run", "--cluster", "local", *args)
     assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
     assert clone.executed
 
@@ -290,15 +291,15 @@ def test_a_program_of_the_project_runs_without_a_question(
         (Program("command", "accelerate", args=("launch", "train.py")), True),
     ],
 )
-def test_which_programs_belong_to_a_project(
+def test_program_inside_project_needs_no_trust_and_program_outside_does(
     clone: Clone, program: Program, inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (clone.root / "src" / "installed").mkdir(parents=True)
-    monkeypatch.syspath_prepend(clone.root / "src")  # as `pip install --editable .` has it
+    monkeypatch.syspath_prepend(clone.root / "src")  # as `pip install --editable .` does
     (clone.root / "README.md").write_text("")
     (clone.root / "2").write_text("")
     (clone.root.parent / "mine.py").write_text("")
-    use = trust.Use(program=program)
+    use = trust.Usage(program=program)
     if inside:
         assert resolve(
             {}, "local", environ={}, directory=clone.root, backends=BACKENDS, use=use
@@ -309,18 +310,18 @@ def test_which_programs_belong_to_a_project(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [("script", "../mine/train.py"), ("command", "sh", ("../mine/train.py",)), ("module", "train")],
 )
-def test_a_workdir_of_the_file_makes_no_foreign_program_its_own(
-    clone: Clone, words: tuple[str, ...]
+def test_workdir_setting_does_not_make_foreign_program_part_of_project(
+    clone: Clone, args: tuple[str, ...]
 ) -> None:
     for place in (clone.root.parent / "mine", clone.root / "a" / "mine"):
         place.mkdir(parents=True)
         (place / "train.py").write_text("")
     clone.config("[defaults]\nworkdir = 'a/b'\nsetup = ['evil']\n")
     (clone.root / "a" / "b").mkdir()
-    program = Program(*words)  # type: ignore[arg-type]
+    program = Program(*args)  # type: ignore[arg-type]
     if program.kind == "module":
         assert resolve(
             {},
@@ -328,7 +329,7 @@ def test_a_workdir_of_the_file_makes_no_foreign_program_its_own(
             environ={},
             directory=clone.root,
             backends=BACKENDS,
-            use=trust.Use(program=program),
+            use=trust.Usage(program=program),
         ).values["setup"]
         clone.config("[defaults]\nworkdir = '../mine'\nsetup = ['evil']\n")
     with pytest.raises(Untrusted):
@@ -338,14 +339,16 @@ def test_a_workdir_of_the_file_makes_no_foreign_program_its_own(
             environ={},
             directory=clone.root,
             backends=BACKENDS,
-            use=trust.Use(program=program),
+            use=trust.Usage(program=program),
         )
 
 
 @pytest.mark.parametrize(
     "program", [Program("script", "x.py"), Program("command", "torchrun", args=("x.py",))]
 )
-def test_a_program_in_the_files_workdir_is_of_the_project(clone: Clone, program: Program) -> None:
+def test_program_in_workdir_below_project_belongs_to_project(
+    clone: Clone, program: Program
+) -> None:
     (clone.root / "src").mkdir()
     (clone.root / "src" / "x.py").write_text("")
     clone.config("[defaults]\nworkdir = 'src'\n")
@@ -356,13 +359,13 @@ def test_a_program_in_the_files_workdir_is_of_the_project(clone: Clone, program:
             environ={},
             directory=clone.root,
             backends=BACKENDS,
-            use=trust.Use(program=program),
+            use=trust.Usage(program=program),
         ).values["workdir"]
         == clone.root / "src"
     )
 
 
-def test_a_script_below_the_file_is_of_the_project_from_every_directory(clone: Clone) -> None:
+def test_script_of_project_needs_no_trust_from_a_subdirectory(clone: Clone) -> None:
     (clone.root / "sub").mkdir()
     done = clone.call(
         "submit", "--cluster", "local", "--follow", "../train.py", cwd=clone.root / "sub"
@@ -370,34 +373,36 @@ def test_a_script_below_the_file_is_of_the_project_from_every_directory(clone: C
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "trained"), done.stderr
 
 
-# -- (c) all else needs trust -----------------------------------------------------------------------------------------------------
+# -- (c) everything else needs trust ---------------------------------------------------------------
 
 
-def test_a_program_elsewhere_is_refused_until_the_file_is_trusted(
+def test_program_outside_project_is_refused_until_config_file_is_trusted(
     clone: Clone, outside: Path
 ) -> None:
-    words = ("run", "--cluster", "local", str(outside))
-    refused(clone.call(*words), f'[defaults] setup = ["touch {clone.mark}"]')
+    args = ("run", "--cluster", "local", str(outside))
+    assert_refused(clone.call(*args), f'[defaults] setup = ["touch {clone.mark}"]')
     assert not clone.executed
     assert clone.call("trust", "--yes").returncode == 0
-    done = clone.call(*words)
+    done = clone.call(*args)
     assert (done.returncode, done.stdout.strip()) == (0, "mine"), done.stderr
     assert clone.executed
 
 
-def test_doctor_and_hosts_are_refused_until_the_file_is_trusted(clone: Clone) -> None:
+def test_doctor_and_hosts_are_refused_until_config_file_is_trusted(clone: Clone) -> None:
     setup = f'[defaults] setup = ["touch {clone.mark}"]'
     hpc = '[clusters.hpc] set = {"ssh_config": "ssh_config", "connect_timeout": 2}'
-    refused(clone.call("doctor", "--cluster", "local"), setup)
-    refused(
+    assert_refused(clone.call("doctor", "--cluster", "local"), setup)
+    assert_refused(
         clone.call("doctor", "--cluster", "hpc"),
         setup,
         hpc,
         '[clusters.hpc] hosts = "evil"',
         '[clusters.hpc] backend = "ssh"',
     )
-    refused(clone.call("hosts", "--cluster", "hpc"), setup, hpc, '[clusters.hpc] hosts = "evil"')
-    refused(
+    assert_refused(
+        clone.call("hosts", "--cluster", "hpc"), setup, hpc, '[clusters.hpc] hosts = "evil"'
+    )
+    assert_refused(
         clone.call("hosts", "trust", "evil", "--cluster", "hpc", "--fingerprint", "SHA256:x"), hpc
     )
     assert not clone.executed
@@ -408,7 +413,7 @@ def test_doctor_and_hosts_are_refused_until_the_file_is_trusted(clone: Clone) ->
     assert clone.executed
 
 
-def test_fetch_and_env_take_nothing_from_the_file(clone: Clone) -> None:
+def test_fetch_and_env_execute_nothing_of_config_file(clone: Clone) -> None:
     assert clone.call("env").returncode in (0, 1)
     done = clone.call("fetch", "no-such-job")
     assert (done.returncode, "no job" in done.stderr) == (2, True)
@@ -440,25 +445,30 @@ def test_fetch_and_env_take_nothing_from_the_file(clone: Clone) -> None:
             ['[defaults] setup = "a\\u202eb\\nc"'],
         ),
         (
-            "cluster = 'slurm'\n[defaults]\nnodes = 2\npartition = 'gpu'\ntime = '1h'\n[clusters.slurm]\nmem = '1G'\n",
+            (
+                "cluster = 'slurm'\n[defaults]\nnodes = 2\npartition = 'gpu'\ntime = '1h'\n"
+                "[clusters.slurm]\nmem = '1G'\n"
+            ),
             [],
         ),
     ],
 )
-def test_what_executes_or_redirects(clone: Clone, text: str, lines: list[str]) -> None:
+def test_settings_that_execute_or_redirect_need_trust(
+    clone: Clone, text: str, lines: list[str]
+) -> None:
     clone.config(text)
     if not lines:
-        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, use=trust.Use())
+        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, use=trust.Usage())
         return
     with pytest.raises(Untrusted) as caught:
-        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, use=trust.Use())
+        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, use=trust.Usage())
     assert sorted(caught.value.lines) == sorted(lines)
-    assert {line.text() for line in trust.lines_of(find_files(clone.root)[-1].data)} >= set(
+    assert {line.text() for line in trust.risky_settings(find_files(clone.root)[-1].data)} >= set(
         lines
     ) - {'cluster = "slurm"'}
 
 
-def test_what_a_stronger_layer_replaces_is_not_asked_about(clone: Clone) -> None:
+def test_setting_overridden_on_command_line_needs_no_trust(clone: Clone) -> None:
     clone.config("[defaults]\npython = './evil'\n")
     assert (
         resolve(
@@ -467,14 +477,14 @@ def test_what_a_stronger_layer_replaces_is_not_asked_about(clone: Clone) -> None
             environ={},
             directory=clone.root,
             backends=BACKENDS,
-            use=trust.Use(),
+            use=trust.Usage(),
         ).values["python"]
         == "python3"
     )
 
 
-def test_every_setting_is_judged() -> None:
-    """A new setting needs trust until somebody has decided that it is harmless."""
+def test_new_setting_needs_trust_until_listed_as_harmless() -> None:
+    """A setting needs trust unless HARMLESS lists it."""
     assert sorted(SETTINGS.keys() - trust.HARMLESS) == sorted(
         {
             "env",
@@ -494,24 +504,25 @@ def test_every_setting_is_judged() -> None:
     assert SETTINGS.keys() >= trust.HARMLESS
 
 
-def test_the_users_own_configuration_needs_no_trust(tmp_path: Path) -> None:
+def test_user_configuration_needs_no_trust(tmp_path: Path) -> None:
     own = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
     own.parent.mkdir(parents=True)
     own.write_text(
-        "cluster = 'hpc'\n[defaults]\nsetup = 'true'\n[clusters.hpc]\nbackend = 'ssh'\nhosts = 'a'\n"
+        "cluster = 'hpc'\n[defaults]\nsetup = 'true'\n"
+        "[clusters.hpc]\nbackend = 'ssh'\nhosts = 'a'\n"
     )
     assert resolve(
-        {}, None, environ={}, directory=tmp_path, backends=BACKENDS, use=trust.Use()
+        {}, None, environ={}, directory=tmp_path, backends=BACKENDS, use=trust.Usage()
     ).values["setup"] == ("true",)
 
 
-# -- clusterjob trust ---------------------------------------------------------------------------------------------------------------
+# -- clusterjob trust ------------------------------------------------------------------------------
 
 
-def test_trust_ends_with_the_content_of_the_file_and_of_the_files_it_names(
+def test_trust_ends_when_config_file_or_a_file_it_names_changes(
     clone: Clone, outside: Path
 ) -> None:
-    words = ("run", "--cluster", "local", str(outside))
+    args = ("run", "--cluster", "local", str(outside))
     for change in (
         lambda: None,
         lambda: clone.config(
@@ -522,19 +533,17 @@ def test_trust_ends_with_the_content_of_the_file_and_of_the_files_it_names(
         lambda: (clone.root / "ssh_config").write_text("ProxyCommand evil\n"),
     ):
         change()
-        assert clone.call(*words).returncode == 2
+        assert clone.call(*args).returncode == 2
         assert clone.call("trust", str(clone.root / "clusterjob.toml"), "--yes").returncode == 0
-        assert clone.call(*words).returncode == 0
+        assert clone.call(*args).returncode == 0
     (clone.root / "clusterjob.toml").write_text(
         (clone.root / "clusterjob.toml").read_text() + "# a comment changes nothing\n"
     )
-    assert clone.call(*words).returncode == 0
+    assert clone.call(*args).returncode == 0
 
 
 @pytest.mark.parametrize("options", ["['ssh_config=ssh_config']", "{ssh_config = 'ssh_config'}"])
-def test_trust_ends_with_the_ssh_configuration_in_each_form_of_set(
-    clone: Clone, options: str
-) -> None:
+def test_trust_ends_when_ssh_configuration_in_set_changes(clone: Clone, options: str) -> None:
     path = clone.config(f"[defaults]\nset = {options}\n")
     trust.record(path, project_file(path).data)
     assert trust.is_trusted(path, project_file(path).data)
@@ -553,7 +562,7 @@ def test_trust_ends_with_the_ssh_configuration_in_each_form_of_set(
     ],
     ids=lambda text: text[:6],
 )
-def test_file_that_is_read_without_end_is_refused_by_its_name(
+def test_pipe_device_or_huge_file_named_in_config_is_refused_by_name(
     clone: Clone, setting: str, kind: str
 ) -> None:
     named = clone.root / "named"
@@ -567,7 +576,7 @@ def test_file_that_is_read_without_end_is_refused_by_its_name(
     path = clone.config(f"[defaults]\n{setting}\n")
     with pytest.raises(ConfigError, match="named is no regular file of at most"):
         resolve({}, "local", environ={}, directory=clone.root, backends=BACKENDS)
-    if not setting.startswith("secret"):  # whose content is no part of what is trusted
+    if not setting.startswith("secret"):  # trust does not cover the content of a secret
         with pytest.raises(
             ConfigError, match=r"cannot be trusted: .*named is no regular file of at most"
         ):
@@ -575,7 +584,7 @@ def test_file_that_is_read_without_end_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("render", "train.py"),
         ("submit", "--dry-run", "train.py"),
@@ -585,31 +594,35 @@ def test_file_that_is_read_without_end_is_refused_by_its_name(
         ("trust", "--yes"),
     ],
 )
-def test_no_command_waits_for_a_pipe_of_a_project(clone: Clone, words: tuple[str, ...]) -> None:
+def test_commands_refuse_a_pipe_named_in_config_without_waiting(
+    clone: Clone, args: tuple[str, ...]
+) -> None:
     os.mkfifo(clone.root / "pipe")
     clone.config("[defaults]\nhostfile = 'pipe'\n")
-    done = clone.call(*words)
+    done = clone.call(*args)
     assert done.returncode == 2
     assert "pipe is no regular file of at most" in done.stderr
 
 
-def test_trust_is_of_one_path_alone(clone: Clone, tmp_path: Path) -> None:
+def test_trust_of_one_path_does_not_cover_same_content_elsewhere(
+    clone: Clone, tmp_path: Path
+) -> None:
     assert clone.call("trust", "--yes").returncode == 0
     other = Clone(tmp_path / "other")
     other.config((clone.root / "clusterjob.toml").read_text())
-    refused(other.call("doctor", "--cluster", "local"))
+    assert_refused(other.call("doctor", "--cluster", "local"))
 
 
-def test_without_a_terminal_trust_needs_yes_and_shows_the_lines(clone: Clone) -> None:
+def test_trust_without_terminal_needs_yes_and_shows_lines(clone: Clone) -> None:
     done = clone.call("trust")
     assert done.returncode == 2
     assert f'  [defaults] setup = ["touch {clone.mark}"]\n' in done.stderr
     assert "--yes" in done.stderr
-    refused(clone.call("doctor", "--cluster", "local"))
+    assert_refused(clone.call("doctor", "--cluster", "local"))
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n\n", 1), ("y\n", 0)])
-def test_on_a_terminal_trust_asks(clone: Clone, answer: str, code: int) -> None:
+def test_trust_on_terminal_asks_for_confirmation(clone: Clone, answer: str, code: int) -> None:
     ours, theirs = pty.openpty()
     try:
         os.write(ours, answer.encode())
@@ -620,7 +633,7 @@ def test_on_a_terminal_trust_asks(clone: Clone, answer: str, code: int) -> None:
     assert (clone.call("doctor", "--cluster", "hpc").returncode == 2) is (code == 1)
 
 
-def test_the_record_is_the_users_alone(clone: Clone) -> None:
+def test_trust_record_is_private_and_ignored_when_others_can_write_it(clone: Clone) -> None:
     before = os.umask(0)
     try:
         assert clone.call("trust", "--yes").returncode == 0
@@ -635,7 +648,7 @@ def test_the_record_is_the_users_alone(clone: Clone) -> None:
     assert not trust.is_trusted(file.path, file.data), "others could have written it"
 
 
-def test_paths_that_cannot_be_trusted(tmp_path: Path) -> None:
+def test_trust_of_path_without_clusterjob_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     for name in ("", "pyproject.toml", "nowhere.toml"):
         done = subprocess.run(
@@ -648,18 +661,21 @@ def test_paths_that_cannot_be_trusted(tmp_path: Path) -> None:
         assert done.stderr.startswith("clusterjob: error: ")
 
 
-# -- (d) commands that execute nothing ---------------------------------------------------------------------------------------------
+# -- (d) commands that execute nothing -------------------------------------------------------------
 
 
-def test_reading_commands_execute_nothing_of_a_project(clone: Clone) -> None:
+def test_read_only_commands_execute_nothing_of_project(clone: Clone) -> None:
     (clone.root / "evil.j2").write_text(
         f"{{{{ cycler.__init__.__globals__.os.system('touch {clone.mark}') }}}}"
     )
     (clone.root / "fake-python").write_text(f"#!/bin/sh\ntouch {clone.mark}\n")
     (clone.root / "fake-python").chmod(0o755)
-    text = f"[defaults]\nsetup = 'touch {clone.mark}'\npython = './fake-python'\nenv = {{LD_PRELOAD = './evil.so'}}\n"
+    text = (
+        f"[defaults]\nsetup = 'touch {clone.mark}'\npython = './fake-python'\n"
+        "env = {LD_PRELOAD = './evil.so'}\n"
+    )
     clone.config(f"cluster = 'hpc'\n{text}{clone.profile()}")
-    for words in (
+    for args in (
         ["submit", "--dry-run", "train.py"],
         ["render", "train.py"],
         ["render", "--cluster", "local", "--", "true"],
@@ -670,13 +686,13 @@ def test_reading_commands_execute_nothing_of_a_project(clone: Clone) -> None:
         ["--help"],
         ["trust"],
     ):
-        done = clone.call(*words)
-        assert done.returncode == (2 if words == ["trust"] else 0), done
+        done = clone.call(*args)
+        assert done.returncode == (2 if args == ["trust"] else 0), done
     assert clone.call("render", "--template", "evil.j2", "train.py").returncode == 2
     assert not clone.executed
 
 
-def test_a_function_of_a_script_in_the_project_asks_nothing_and_one_elsewhere_does(
+def test_function_of_script_in_project_needs_no_trust_and_elsewhere_does(
     clone: Clone, tmp_path: Path
 ) -> None:
     text = """\
@@ -707,6 +723,6 @@ def test_a_function_of_a_script_in_the_project_asks_nothing_and_one_elsewhere_do
     assert not clone.executed
 
 
-def test_trust_of_nothing_is_an_error(tmp_path: Path) -> None:
+def test_project_file_of_directory_without_configuration_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         project_file(tmp_path)

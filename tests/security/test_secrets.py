@@ -1,5 +1,6 @@
-"""--secret: the value reaches every worker, and is in no argument, file but its own, record, plan,
-log, or environment of Slurm's.
+"""The value of --secret reaches every worker and is written only to its secrets file.
+
+No argument, record, plan, log or environment of Slurm contains it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 from slurm_user import User
-from sshsite import Site, end_of, lines_of
+from sshsite import Site, output_lines, wait_for_verdict
 from volc_platform import Platform
 
 from clusterjob.core import jobs
@@ -27,39 +28,42 @@ from clusterjob.node import contract
 VALUE = "s3cr=t 'of' $mine\nin two lines"
 FROM_FILE = "t0ken-of-a-file"
 DIGESTS = [hashlib.sha256(value.encode()).hexdigest() for value in (VALUE, FROM_FILE)]
-# Tells what it was given by digests, and which processes show a value: in their arguments, or,
-# above this one, in the environment that they were started with.
-TELL = """
+# Prints the digests of its values, and the processes that expose a value: any process in its
+# arguments, a parent process in its initial environment.
+REPORT_SCRIPT = """
     import hashlib, os, pathlib
     values = [os.environ["MY_KEY"], os.environ["MY_TOKEN"]]
-    def shows(path):
+    def exposes(path):
         try:
             return any(value.encode() in path.read_bytes() for value in values)
         except OSError:
             return False
-    def words(pid):
+    def command_line(pid):
         try:
             return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return b""
-    seen = [words(path.parent.name) for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if shows(path)]
+    seen = [
+        command_line(path.parent.name)
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+        if exposes(path)
+    ]
     pid = os.getppid()
-    while pid > 1 and b"clusterjob\\0submit" not in words(pid):
-        if shows(pathlib.Path(f"/proc/{pid}/environ")):
-            seen.append(words(pid))
+    while pid > 1 and b"clusterjob\\0submit" not in command_line(pid):
+        if exposes(pathlib.Path(f"/proc/{pid}/environ")):
+            seen.append(command_line(pid))
         pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    print(*(hashlib.sha256(value.encode()).hexdigest() for value in values), seen, os.environ.get("CLUSTERJOB_SECRETS_FILE"))
+    digests = [hashlib.sha256(value.encode()).hexdigest() for value in values]
+    print(*digests, seen, os.environ.get("CLUSTERJOB_SECRETS_FILE"))
 """
-TOLD = f"{' '.join(DIGESTS)} [] None"
+EXPECTED_REPORT = f"{' '.join(DIGESTS)} [] None"
 
 
-def showing(places: Iterable[Path]) -> list[str]:
-    """Return the files that hold a value, but for those that carry the secrets, which have to be
-    their owner's alone.
-    """
+def exposed_files(directories: Iterable[Path]) -> list[str]:
+    """Return the files that contain a value, except secrets files with mode 0600."""
     found = []
-    for place in places:
-        for path in place.rglob("*"):
+    for folder in directories:
+        for path in folder.rglob("*"):
             if not path.is_file() or not any(
                 value in path.read_bytes() for value in (VALUE.encode(), FROM_FILE.encode())
             ):
@@ -80,19 +84,19 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def work(tmp_path: Path) -> Path:
     directory = tmp_path / "work"
     directory.mkdir()
-    (directory / "tell.py").write_text(textwrap.dedent(TELL))
+    (directory / "tell.py").write_text(textwrap.dedent(REPORT_SCRIPT))
     return directory
 
 
-def clusterjob(work: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "clusterjob", *words]
+def clusterjob(work: Path, *args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "clusterjob", *args]
     done = subprocess.run(
         argv,
         cwd=work,
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == code, done.stderr
@@ -107,15 +111,15 @@ def home() -> Path:
 @pytest.mark.parametrize(
     "options", [("--start", "fork"), ("--start", "exec"), ("--setup", "set -x")], ids=str
 )
-def test_secret_on_this_machine_reaches_the_workers_alone(
+def test_secret_of_local_job_reaches_workers_only(
     work: Path, flags: list[str], options: tuple[str, ...]
 ) -> None:
     job_id = clusterjob(
         work, "submit", "--cluster", "local", "--nproc-per-node", "2", *options, *flags, "tell.py"
     ).stdout.strip()
     clusterjob(work, "wait", job_id)
-    assert clusterjob(work, "logs", job_id).stdout == f"[0-1] {TOLD}\n"
-    assert showing([home(), work]) == []
+    assert clusterjob(work, "logs", job_id).stdout == f"[0-1] {EXPECTED_REPORT}\n"
+    assert exposed_files([home(), work]) == []
     assert json.loads((home() / "jobs" / job_id / "spec.json").read_text())["secret"] == [
         "MY_KEY",
         "MY_TOKEN",
@@ -123,35 +127,35 @@ def test_secret_on_this_machine_reaches_the_workers_alone(
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_secret_under_slurm_is_in_no_environment_of_slurm_s(
+def test_secret_of_slurm_job_is_absent_from_slurm_environment(
     user: User, flags: list[str], launcher: str
 ) -> None:
-    user.path("tell.py").write_text(textwrap.dedent(TELL))
+    user.path("tell.py").write_text(textwrap.dedent(REPORT_SCRIPT))
     notes = user.command_first_on_path("sbatch", 'env >> "$NOTES"; exec "$REAL" "$@"')
     options = ("--cluster", "slurm", "--nodes", "2", "--launcher", launcher, "--setup", "set -x")
     job_id = user("submit", *options, *flags, "tell.py").stdout.strip()
     user("wait", job_id)
-    assert user.output(job_id) == f"[0-1] {TOLD}\n"
-    assert "PATH=" in notes.read_text(), "what sbatch was started with"
+    assert user.output(job_id) == f"[0-1] {EXPECTED_REPORT}\n"
+    assert "PATH=" in notes.read_text(), "the environment of sbatch is recorded"
     assert VALUE.partition("\n")[0] not in notes.read_text()
-    assert showing([user.home, user.directory]) == []
+    assert exposed_files([user.home, user.directory]) == []
 
 
-def test_secret_on_hosts_is_in_one_file_on_each_and_in_none_here(
+def test_secret_of_ssh_job_is_in_one_file_per_host_and_none_here(
     site: Site, flags: list[str]
 ) -> None:
-    record = site.submit(TELL, secret=flags[1::2])
-    lines = lines_of(record)
-    assert sorted(lines) == [f"{rank} out {TOLD}" for rank in range(2)]
-    assert end_of(record).exit_code == 0
-    assert showing([home(), site.directory]) == []
+    record = site.submit(REPORT_SCRIPT, secret=flags[1::2])
+    lines = output_lines(record)
+    assert sorted(lines) == [f"{rank} out {EXPECTED_REPORT}" for rank in range(2)]
+    assert wait_for_verdict(record).exit_code == 0
+    assert exposed_files([home(), site.directory]) == []
     assert not (record.job_dir / "secrets").exists()
     for host in ("gpu1", "gpu2"):
-        assert showing([site.world.hosts[host].home]) == []
+        assert exposed_files([site.world.hosts[host].home]) == []
         assert (site.remote_dir(record, host) / "secrets").stat().st_mode & 0o777 == 0o600
 
 
-def test_secret_on_a_platform_is_a_private_variable(
+def test_secret_of_mlp_job_is_sent_as_private_variable(
     volc: Platform, work: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in volc.variables.items():
@@ -171,10 +175,10 @@ def test_secret_on_a_platform_is_a_private_variable(
     assert dry["secrets"] == ["MY_KEY", "MY_TOKEN"]
     job_id = clusterjob(work, "submit", *options, *flags, "tell.py").stdout.strip()
     clusterjob(work, "wait", job_id)
-    told = clusterjob(work, "logs", job_id).stdout
-    assert " ".join(DIGESTS) in told
+    output = clusterjob(work, "logs", job_id).stdout
+    assert " ".join(DIGESTS) in output
     assert VALUE not in json.dumps(volc.calls())
-    assert showing([home(), work]) == []
+    assert exposed_files([home(), work]) == []
 
 
 def test_plan_names_secrets_and_shows_no_value(work: Path, flags: list[str]) -> None:
@@ -186,7 +190,7 @@ def test_plan_names_secrets_and_shows_no_value(work: Path, flags: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("args", "message"),
     [
         (["--secret", "NOWHERE"], "--secret NOWHERE: it is not set here"),
         (
@@ -195,22 +199,22 @@ def test_plan_names_secrets_and_shows_no_value(work: Path, flags: list[str]) -> 
         ),
         (["--secret", "MY_TOKEN="], "--secret MY_TOKEN= names no file"),
         (["--secret", "RANK"], "RANK is set by the launcher"),
-        (["--secret", "A-B"], "'A-B' cannot be a variable's name"),
+        (["--secret", "A-B"], "'A-B' is not a valid variable name"),
         (["--secret", "MY_KEY", "--env", "MY_KEY=public"], "MY_KEY has two values"),
         (["--env", "NOWHERE"], "--env NOWHERE: it is not set here"),
     ],
 )
-def test_secret_without_a_value_is_refused_before_anything_starts(
-    work: Path, flags: list[str], words: list[str], says: str
+def test_invalid_secret_or_env_option_is_refused_before_submission(
+    work: Path, flags: list[str], args: list[str], message: str
 ) -> None:
-    """What was written after the name is not repeated: it may be the secret itself, by mistake."""
-    done = clusterjob(work, "submit", "--cluster", "local", *words, "tell.py", code=2)
-    assert says in done.stderr.splitlines()[0]
+    """The error does not repeat the text after the name: it may be the secret itself."""
+    done = clusterjob(work, "submit", "--cluster", "local", *args, "tell.py", code=2)
+    assert message in done.stderr.splitlines()[0]
     assert "  hint: " in done.stderr
     assert not home().exists()
 
 
-def test_env_with_a_name_alone_copies_the_caller_s_value(
+def test_env_option_with_name_only_copies_value_of_caller(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORD", "of = mine")
@@ -233,19 +237,19 @@ def test_env_with_a_name_alone_copies_the_caller_s_value(
     assert "export B=2\n" in script
 
 
-def test_secrets_of_a_profile_are_relative_to_its_file(work: Path) -> None:
+def test_secret_path_in_config_file_is_relative_to_that_file(work: Path) -> None:
     (work / "clusterjob.toml").write_text('[defaults]\nsecret = ["HF_TOKEN=../token-of-mine"]\n')
     (work / "below").mkdir()
-    settings = jobs.settle({}, "local", directory=work / "below")
+    settings = jobs.resolve_settings({}, "local", directory=work / "below")
     assert settings.values["secret"] == (Secret("HF_TOKEN", work / "../token-of-mine"),)
 
 
-def test_secrets_file_gives_back_what_was_packed(tmp_path: Path) -> None:
+def test_secrets_file_restores_packed_values(tmp_path: Path) -> None:
     value = "a\udcffb=c\n"
     (tmp_path / "file").write_bytes(packed([Secret("A"), Secret("B")], {"A": value, "B": ""}))
     assert contract.read_secrets({"CLUSTERJOB_SECRETS_FILE": str(tmp_path / "file")}) == {
         "A": value,
         "B": "",
     }
-    with pytest.raises(SpecError, match="a variable cannot carry the value"):
+    with pytest.raises(SpecError, match="the value does not fit into a variable"):
         packed([Secret("A")], {"A": "x" * 200_000})

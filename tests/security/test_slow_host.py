@@ -1,6 +1,4 @@
-"""How long a host may take to answer: one that drips is ended by name, and an honest one behind a
-slow link is waited for.
-"""
+"""A host that answers too slowly is given up; an honest host behind a slow link is awaited."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ import time
 from pathlib import Path
 
 from hostile_host import hostile, slow
-from sshsite import Site, end_of, hang_up, lines_of
+from sshsite import Site, close_connections, output_lines, wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.node.verdict import JobState
 
-TIMEOUT = 3  # seconds, of the tests' hosts
+TIMEOUT = 3  # seconds, the connect_timeout of these tests
 
-# Above the least rate, so that nothing but the bound in all ends it; the whole answer would take
+# Faster than the minimum rate, so only the total time limit ends it. The whole answer would take
 # 100 s.
 DRIPS = """
 def answer(request):
@@ -32,7 +30,7 @@ def answer(request):
 """
 
 
-def test_status_is_not_held_by_a_host_that_drips(site: Site) -> None:
+def test_status_of_slow_or_stalled_host_is_unknown_and_names_host(site: Site) -> None:
     record = site.submit("", hosts="gpu1", set={"connect_timeout": str(TIMEOUT)})
     with hostile(site.world.hosts["gpu1"], DRIPS) as play:
         begin = time.monotonic()
@@ -45,8 +43,8 @@ def test_status_is_not_held_by_a_host_that_drips(site: Site) -> None:
         assert jobs.status(record).reason == "gpu1: only 34 bytes in 3 s"
 
 
-def test_honest_host_behind_a_slow_link_is_waited_for(site: Site, tmp_path: Path) -> None:
-    """40 KB/s: 10 s for the logs, and for the file that is fetched."""
+def test_logs_and_fetch_wait_for_honest_host_behind_slow_link(site: Site, tmp_path: Path) -> None:
+    """At 40 KB/s the logs take 10 s, and so does the fetched file."""
     script = """
         import pathlib
         pathlib.Path("result").write_bytes(bytes(400_000))
@@ -54,11 +52,11 @@ def test_honest_host_behind_a_slow_link_is_waited_for(site: Site, tmp_path: Path
             print(number, "x" * 1000)
     """
     record = site.submit(script, hosts="gpu1", set={"connect_timeout": str(TIMEOUT)})
-    end_of(record)
-    hang_up()
+    wait_for_verdict(record)
+    close_connections()
     with slow(site.world.hosts["gpu1"], 40_000):
         begin = time.monotonic()
-        assert len(lines_of(record)) == 400
+        assert len(output_lines(record)) == 400
         took = time.monotonic() - begin
         jobs.fetch(record, ["result"], target=tmp_path, nodes=None, may_replace=lambda _: True)
     assert (tmp_path / "result").stat().st_size == 400_000

@@ -1,5 +1,6 @@
-"""Which hosts are trusted over SSH: revoked keys, keys that nobody has compared, user names that
-are commands; with real servers.
+"""SSH refuses revoked keys, unconfirmed keys and user names that contain shell commands.
+
+The tests use real servers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 from sshsite import Site
 from sshworld import World, sh
 
@@ -37,7 +38,7 @@ def refusal(pool: Pool, host: str) -> str:
 
 @pytest.fixture(params=["list", "krl"])
 def revoked(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Path:
-    """Revoke the key of gpu1, in both forms that RevokedHostKeys takes."""
+    """Revoke the key of gpu1, in both forms that RevokedHostKeys accepts."""
     listed = tmp_path / "revoked.pub"
     listed.write_text(f"# compromised\n\n{world.hosts['gpu1'].public_key} gpu1\n")
     if request.param == "krl":
@@ -52,17 +53,17 @@ def test_host_with_revoked_key_is_refused(pool: Pool, revoked: Path) -> None:
     assert pool.connection(Host("gpu2")).run("true")[0] == 0
 
 
-def test_revoked_key_is_refused_also_without_strict_checking(
+def test_revoked_key_is_refused_without_strict_host_key_checking(
     world: World, pool: Pool, revoked: Path
 ) -> None:
     world.write_config(RevokedHostKeys=str(revoked), StrictHostKeyChecking="no")
     assert "is revoked" in refusal(pool, "gpu1")
 
 
-def test_revoked_key_is_never_recorded(site: Site, revoked: Path) -> None:
+def test_hosts_trust_does_not_record_revoked_key(site: Site, revoked: Path) -> None:
     site.world.known_hosts.write_text("")
     host = site.world.hosts["gpu1"]
-    words = [
+    args = [
         "hosts",
         "trust",
         "gpu1",
@@ -71,8 +72,8 @@ def test_revoked_key_is_never_recorded(site: Site, revoked: Path) -> None:
         "--fingerprint",
         host.fingerprint,
     ]
-    process = site.command(*words, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=PATIENCE)
+    process = site.command(*args, stdin=subprocess.DEVNULL)
+    _, err = process.communicate(timeout=TEST_TIMEOUT)
     assert (process.returncode, "is revoked" in err) == (1, True)
     assert site.world.known_hosts.read_text() == ""
 
@@ -124,7 +125,7 @@ def test_certificate_of_revoked_authority_is_refused(
 
 
 @pytest.mark.parametrize("content", [None, b"SSHKRL\n\0nonsense"])
-def test_file_of_revoked_keys_that_cannot_be_read_refuses_every_host(
+def test_unreadable_file_of_revoked_keys_refuses_every_host(
     world: World, pool: Pool, tmp_path: Path, content: bytes
 ) -> None:
     if content is not None:
@@ -133,23 +134,23 @@ def test_file_of_revoked_keys_that_cannot_be_read_refuses_every_host(
     assert "cannot" in refusal(pool, "gpu2")
 
 
-def test_key_that_nobody_compared_is_not_recorded(site: Site) -> None:
+def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) -> None:
     world = site.world
     world.known_hosts.write_text("")
-    words = ["hosts", "trust", "gpu1", "--set", f"ssh_config={world.config}"]
-    process = site.command(*words, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=PATIENCE)
+    args = ["hosts", "trust", "gpu1", "--set", f"ssh_config={world.config}"]
+    process = site.command(*args, stdin=subprocess.DEVNULL)
+    _, err = process.communicate(timeout=TEST_TIMEOUT)
     assert process.returncode == 1
     assert world.hosts["gpu1"].fingerprint in err
     assert "--fingerprint" in err
     assert world.known_hosts.read_text() == ""
 
 
-def test_key_is_recorded_on_a_terminal(site: Site) -> None:
+def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
     world = site.world
     world.known_hosts.write_text("")
     ours, theirs = pty.openpty()
-    words = [
+    args = [
         sys.executable,
         "-m",
         "clusterjob",
@@ -160,7 +161,12 @@ def test_key_is_recorded_on_a_terminal(site: Site) -> None:
         f"ssh_config={world.config}",
     ]
     done = subprocess.run(
-        words, cwd=site.directory, stdin=theirs, capture_output=True, timeout=PATIENCE, check=False
+        args,
+        cwd=site.directory,
+        stdin=theirs,
+        capture_output=True,
+        timeout=TEST_TIMEOUT,
+        check=False,
     )
     for handle in (ours, theirs):
         os.close(handle)
@@ -178,14 +184,14 @@ def test_key_is_recorded_on_a_terminal(site: Site) -> None:
         "a&touch${IFS}$M&",
     ],
 )
-def test_user_name_that_is_a_command_is_refused_before_a_proxy_command_holds_it(
+def test_user_name_with_shell_command_is_refused_before_proxy_command_runs(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str
 ) -> None:
     site.world.write_config("Match host gpu1\n  ProxyCommand echo %r; nc %h %p\n")
     mark = tmp_path / "mark"
     monkeypatch.setenv("M", str(mark))
-    words = ["hosts", "--hosts", f"{user}@gpu1", "--set", f"ssh_config={site.world.config}"]
-    process = site.command(*words, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=PATIENCE)
+    args = ["hosts", "--hosts", f"{user}@gpu1", "--set", f"ssh_config={site.world.config}"]
+    process = site.command(*args, stdin=subprocess.DEVNULL)
+    _, err = process.communicate(timeout=TEST_TIMEOUT)
     assert process.returncode == 2, err
     assert not mark.exists()

@@ -1,4 +1,4 @@
-"""A host that sends more than SSH's window allows is hung up on; what has come of it stays small."""
+"""A host that exceeds the SSH window is disconnected, and little of its data is buffered."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from clusterjob.remote.ssh_config import Target
 
 
 class Greedy(paramiko.ServerInterface):
-    """Lets everybody in, and answers each command with data without end, whatever the client's
-    window is.
-    """
+    """Accept every client and answer each command with endless data, beyond the SSH window."""
 
     def __init__(self, stderr: bool) -> None:
         self._stderr = stderr
@@ -83,7 +81,7 @@ def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conne
     listener.close()
 
 
-def test_host_that_ignores_the_window_is_hung_up_on(connection: Connection) -> None:
-    channel = connection.execute("anything")  # of which nothing is read
+def test_host_that_ignores_ssh_window_is_disconnected(connection: Connection) -> None:
+    channel = connection.execute("anything")  # its output is not read
     wait_until(lambda: not connection.alive, 60, "the end of the connection")
     assert len(channel.in_buffer) + len(channel.in_stderr_buffer) < 8 << 20

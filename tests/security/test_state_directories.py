@@ -1,4 +1,4 @@
-"""Directories of jobs and records belong to the user alone, under every umask and in every place."""
+"""Job and record directories are private to the user under every umask and location."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 from clusterjob.core.records import home, secure_home
 from clusterjob.errors import RecordError
@@ -32,31 +32,31 @@ def submit(
         env=env,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
         check=False,
         preexec_fn=lambda: os.umask(umask),
     )
 
 
-def modes(place: Path) -> dict[str, int]:
-    """Return the permission bits of a directory and of all that is below it."""
+def modes(folder: Path) -> dict[str, int]:
+    """Return the permission bits of a directory and everything below it."""
     return {
         str(path): stat.S_IMODE(path.lstat().st_mode)
-        for path in (place, *place.rglob("*"))
+        for path in (folder, *folder.rglob("*"))
         if not path.is_symlink()
     }
 
 
 @pytest.fixture
 def reachable() -> Iterator[Path]:
-    """Return a directory into which another user may go, unlike those of pytest."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
+    """Return a directory that other users can enter, unlike those of pytest."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_every_level_is_the_users_alone_under_umask_000(
+def test_all_state_directories_are_private_under_umask_000(
     reachable: Path, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = reachable / "a"
@@ -73,80 +73,83 @@ def test_every_level_is_the_users_alone_under_umask_000(
     assert len(directories) > 6
     assert {path: oct(mode) for path, mode in directories.items() if mode & 0o077} == {}
     script = 'for path; do [ -r "$path" ] || [ -w "$path" ] || [ -x "$path" ] && echo "$path"; done'
-    as_another = subprocess.run(["/bin/sh", "-c", script, "sh", *found, str(reachable)], user=NOBODY, group=NOBODY, extra_groups=[],
-                                cwd="/", capture_output=True, text=True, check=False)  # fmt: skip
-    assert as_another.stdout == f"{reachable}\n", "what another user can use of these"
+    as_nobody = subprocess.run(
+        ["/bin/sh", "-c", script, "sh", *found, str(reachable)],
+        user=NOBODY, group=NOBODY, extra_groups=[],
+        cwd="/", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert as_nobody.stdout == f"{reachable}\n", "another user can access one of these"
 
 
-def foreign(place: Path) -> None:
-    place.mkdir()
-    os.chown(place, NOBODY, NOBODY)
+def owned_by_nobody(folder: Path) -> None:
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
 
 
-def open_to_all(place: Path) -> None:
-    place.mkdir()
-    place.chmod(0o777)
+def world_writable(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
 
 
-def open_to_a_group(place: Path) -> None:
-    place.mkdir()
-    os.chown(place, 0, 12345)
-    place.chmod(0o770)
+def group_writable(folder: Path) -> None:
+    folder.mkdir()
+    os.chown(folder, 0, 12345)
+    folder.chmod(0o770)
 
 
-def link_of_another(place: Path) -> None:
-    target = place.parent / "target"
+def link_owned_by_nobody(folder: Path) -> None:
+    target = folder.parent / "target"
     target.mkdir()
-    place.symlink_to(target)
-    os.lchown(place, NOBODY, NOBODY)
+    folder.symlink_to(target)
+    os.lchown(folder, NOBODY, NOBODY)
 
 
-def below_a_directory_of_all(place: Path) -> None:
-    place.parent.chmod(0o777)
+def below_world_writable_directory(folder: Path) -> None:
+    folder.parent.chmod(0o777)
 
 
-def below_a_directory_of_another(place: Path) -> None:
-    os.chown(place.parent, NOBODY, NOBODY)
+def below_directory_of_nobody(folder: Path) -> None:
+    os.chown(folder.parent, NOBODY, NOBODY)
 
 
-def planted_jobs(place: Path) -> None:
-    place.mkdir()
-    foreign(place / "jobs")
+def jobs_owned_by_nobody(folder: Path) -> None:
+    folder.mkdir()
+    owned_by_nobody(folder / "jobs")
 
 
-def planted_records(place: Path) -> None:
-    place.mkdir()
-    foreign(place / "records")
+def records_owned_by_nobody(folder: Path) -> None:
+    folder.mkdir()
+    owned_by_nobody(folder / "records")
 
 
 @pytest.mark.parametrize(
     ("plant", "why"),
     [
-        (foreign, "it belongs to nobody (uid 65534)"),
-        (open_to_all, "everyone can write to it (mode 0777)"),
-        (open_to_a_group, "its group can write to it (mode 0770)"),
-        (link_of_another, "it belongs to nobody (uid 65534)"),
-        (below_a_directory_of_all, "could put another directory in its place"),
-        (below_a_directory_of_another, "uid 65534 owns"),
-        (planted_jobs, "it belongs to nobody (uid 65534)"),
-        (planted_records, "it belongs to nobody (uid 65534)"),
+        (owned_by_nobody, "it belongs to nobody (uid 65534)"),
+        (world_writable, "everyone can write to it (mode 0777)"),
+        (group_writable, "its group can write to it (mode 0770)"),
+        (link_owned_by_nobody, "it belongs to nobody (uid 65534)"),
+        (below_world_writable_directory, "could put another directory in its place"),
+        (below_directory_of_nobody, "uid 65534 owns"),
+        (jobs_owned_by_nobody, "it belongs to nobody (uid 65534)"),
+        (records_owned_by_nobody, "it belongs to nobody (uid 65534)"),
     ],
 )
-def test_submit_refuses_a_place_that_others_can_change(
+def test_submit_refuses_home_that_other_users_can_change(
     tmp_path: Path, plant: Callable[[Path], None], why: str
 ) -> None:
-    place = tmp_path / "shared" / "home"
-    place.parent.mkdir()
-    plant(place)
-    done = submit(tmp_path, CLUSTERJOB_HOME=str(place))
+    folder = tmp_path / "shared" / "home"
+    folder.parent.mkdir()
+    plant(folder)
+    done = submit(tmp_path, CLUSTERJOB_HOME=str(folder))
     assert done.returncode == 1, done
-    assert f"clusterjob: error: {place}" in done.stderr
+    assert f"clusterjob: error: {folder}" in done.stderr
     assert why in done.stderr
     assert "hint: " in done.stderr
-    assert not any((place / "jobs").glob("*"))
+    assert not any((folder / "jobs").glob("*"))
 
 
-def test_a_sticky_directory_of_all_is_safe_where_the_rest_is_the_users(
+def test_sticky_world_writable_home_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o1777)
@@ -157,22 +160,22 @@ def test_a_sticky_directory_of_all_is_safe_where_the_rest_is_the_users(
     } == {"jobs": "0o700", "records": "0o700"}
 
 
-def test_directories_of_an_older_version_under_a_generous_umask_are_closed(
+def test_world_writable_directories_of_older_version_become_mode_755(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CLUSTERJOB_HOME")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    for folder in (home(), home() / "jobs", home() / "records"):
-        folder.mkdir()
-        folder.chmod(0o777)
+    for state_dir in (home(), home() / "jobs", home() / "records"):
+        state_dir.mkdir()
+        state_dir.chmod(0o777)
     secure_home()
     assert [
-        oct(folder.stat().st_mode & 0o777)
-        for folder in (home(), home() / "jobs", home() / "records")
+        oct(state_dir.stat().st_mode & 0o777)
+        for state_dir in (home(), home() / "jobs", home() / "records")
     ] == ["0o755"] * 3
 
 
-def test_a_place_that_cannot_be_made_is_named(
+def test_home_that_cannot_be_created_is_named_in_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -181,8 +184,8 @@ def test_a_place_that_cannot_be_made_is_named(
         secure_home()
 
 
-def test_a_group_of_the_user_alone_may_write(tmp_path: Path) -> None:
+def test_directory_writable_by_group_of_user_alone_is_accepted(tmp_path: Path) -> None:
     tmp_path.chmod(0o770)
-    assert private_dirs.danger(tmp_path) == ""
+    assert private_dirs.other_writers(tmp_path) == ""
     os.chown(tmp_path, 0, 12345)
-    assert private_dirs.danger(tmp_path) == "its group can write to it (mode 0770)"
+    assert private_dirs.other_writers(tmp_path) == "its group can write to it (mode 0770)"

@@ -1,4 +1,4 @@
-"""Another user of the machine who finds torch's store: he does not choose what a rank says."""
+"""Another local user who writes to torch's store cannot forge the values of a rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, by_hand, finish, script
+from launching import TEST_TIMEOUT, finish, script, start_manually
 from procs import WITH_TORCH, Job, wait_until
 
-from clusterjob.errors import GangError
+from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
 from clusterjob.worker.rendezvous import Facts
@@ -24,7 +24,7 @@ ANSWER = json.dumps(
     {"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "time": 0.0, "nodes": []}
 )
 
-# Rank 1 comes once the stranger has been there.
+# Rank 1 joins after the other user has written the forged answer.
 INIT = """
     import os, pathlib, time
     from clusterjob import bootstrap
@@ -39,49 +39,49 @@ INIT = """
 
 
 def forge(port: int) -> None:
-    """Write into a job's store what its rank 0 would, as anybody may who reaches the port."""
+    """Write an answer of rank 0 into a job's store, as any client of the port can."""
     import torch.distributed as dist
 
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
     )
-    corner = dist.PrefixStore("roll", dist.PrefixStore("clusterjob/0", store))
-    corner.compare_set("go", "", ANSWER)
+    rendezvous_store = dist.PrefixStore("rendezvous", dist.PrefixStore("clusterjob/0", store))
+    rendezvous_store.compare_set("go", "", ANSWER)
 
 
-def test_the_answer_of_a_stranger_is_not_rank_0_s(new_job: NewJob) -> None:
+def test_forged_answer_in_store_fails_the_job_and_is_not_shown(new_job: NewJob) -> None:
     job = new_job()
     job.start(0, "--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH)
-    wait_until(job.path("port").exists, PATIENCE)
+    wait_until(job.path("port").exists, TEST_TIMEOUT)
     forge(int(job.path("port").read_text()))
     job.path("forged").touch()
     assert job.wait() == [1]
-    said = job.log(0, "rank0.err") + job.log(0, "rank1.err") + json.dumps(job.result)
-    assert "mallory" not in said
+    output = job.log(0, "rank0.err") + job.log(0, "rank1.err") + json.dumps(job.result)
+    assert "mallory" not in output
     assert "'go' in torch's store was written by no process of this job" in job.result["reason"]
 
 
-def test_without_a_key_a_stranger_s_text_moves_no_cursor(tmp_path: Path) -> None:
-    """Under other launchers nobody has a key: what comes is shown as text."""
-    started = by_hand(2, [script(tmp_path, INIT)], tmp_path)
-    wait_until((tmp_path / "port").exists, PATIENCE)
+def test_forged_answer_without_store_key_is_shown_escaped(tmp_path: Path) -> None:
+    """Under other launchers no process has a key, so the text is shown, but escaped."""
+    started = start_manually(2, [script(tmp_path, INIT)], tmp_path)
+    wait_until((tmp_path / "port").exists, TEST_TIMEOUT)
     port = int((tmp_path / "port").read_text())
-    wait_until(lambda: is_there(port), PATIENCE)
+    wait_until(lambda: is_listening(port), TEST_TIMEOUT)
     forge(port)
     (tmp_path / "forged").touch()
-    said = [finish(process) for process in started]
-    assert all(each.code == 1 for each in said)
-    assert any("send money" in each.err for each in said)
-    assert "\x1b" not in "".join(each.err for each in said)
+    runs = [finish(process) for process in started]
+    assert all(each.code == 1 for each in runs)
+    assert any("send money" in each.err for each in runs)
+    assert "\x1b" not in "".join(each.err for each in runs)
 
 
-def is_there(port: int) -> bool:
+def is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-class Memory:
-    """A store of this process's own; torch's is in the tests above."""
+class MemoryStore:
+    """An in-memory store of this process; the tests above use torch's store."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -93,33 +93,35 @@ class Memory:
         return self.values[name]
 
 
-def test_a_value_cannot_be_moved_to_another_key_or_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signed_value_is_refused_under_another_key_group_or_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(
         contract.STORE_KEY, contract.store_key(b"secret", "job", attempt=0, restart=0)
     )
-    memory = Memory()
+    memory = MemoryStore()
     store = SignedStore(memory, 0)
     store.set("rank0", "hello")
     assert store.get("rank0") == b"hello"
     memory.values["rank1"] = memory.values["rank0"]
-    with pytest.raises(GangError, match="'rank1' in torch's store was written by no process"):
+    with pytest.raises(RendezvousError, match="'rank1' in torch's store was written by no process"):
         store.get("rank1")
-    with pytest.raises(GangError):
+    with pytest.raises(RendezvousError):
         SignedStore(memory, 1).get("rank0")
     monkeypatch.setenv(
         contract.STORE_KEY, contract.store_key(b"secret", "job", attempt=0, restart=1)
     )
-    with pytest.raises(GangError):
+    with pytest.raises(RendezvousError):
         SignedStore(memory, 0).get("rank0")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"rank": "x"}', b"\xff", b"9" * 5000])
-def test_facts_that_no_process_leaves_are_refused_in_one_line(data: bytes) -> None:
-    with pytest.raises(GangError, match="holds what no process of a job leaves there"):
+def test_invalid_facts_are_refused(data: bytes) -> None:
+    with pytest.raises(RendezvousError, match="holds a value that no process of a job writes"):
         Facts.of(data)
 
 
-def test_a_host_s_name_is_shown_without_what_moves_the_cursor() -> None:
+def test_control_characters_in_host_name_of_facts_are_escaped() -> None:
     facts = Facts(
         0,
         "h\x1b[2J\n" + "x" * 1000,
@@ -135,10 +137,10 @@ def test_a_host_s_name_is_shown_without_what_moves_the_cursor() -> None:
     assert len(Facts.of(facts.data().encode()).host) == 300
 
 
-def test_the_store_of_one_node_is_reached_from_that_machine_alone(
+def test_store_of_one_node_listens_on_that_machine_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Debian's own name means 127.0.1.1: there is no need to listen on all addresses for it."""
+    """Debian resolves the host's own name to 127.0.1.1; one node needs no other address."""
     monkeypatch.setattr(
         network, "addresses_of", lambda host: ["127.0.1.1"] if host == "myself" else [host]
     )

@@ -1,5 +1,6 @@
-"""A template of a cloned repository executes no Python, not even in a dry run, and cannot write
-without end.
+"""A template of a cloned repository executes no Python and writes no endless script.
+
+A dry run does not execute it either.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 from clusterjob.core.render import render
 from clusterjob.errors import TemplateError
@@ -47,24 +48,24 @@ def template(tmp_path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("text", ESCAPES)
-def test_a_template_reaches_no_python(tmp_path: Path, text: str) -> None:
+def test_template_that_accesses_python_objects_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(TemplateError):
         render(template(tmp_path, text), VALUES)
     assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("text", HUGE)
-def test_a_template_writes_no_huge_script(tmp_path: Path, text: str) -> None:
+def test_template_that_writes_huge_script_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(TemplateError, match=r"more than|longer than"):
         render(template(tmp_path, text), VALUES)
 
 
 @pytest.mark.parametrize(("text", "written"), HARMLESS)
-def test_ordinary_templates_are_rendered_as_before(tmp_path: Path, text: str, written: str) -> None:
+def test_harmless_template_is_rendered(tmp_path: Path, text: str, written: str) -> None:
     assert render(template(tmp_path, text), VALUES) == written
 
 
-def test_a_dry_run_in_a_clone_executes_nothing_of_its_template(tmp_path: Path) -> None:
+def test_dry_run_in_clone_executes_nothing_of_its_template(tmp_path: Path) -> None:
     template(tmp_path, ESCAPES[0])
     (tmp_path / "train.py").write_text("")
     (tmp_path / "clusterjob.toml").write_text('[defaults]\ntemplate = "mine.sh.j2"\n')
@@ -79,7 +80,7 @@ def test_a_dry_run_in_a_clone_executes_nothing_of_its_template(tmp_path: Path) -
         "train.py",
     ]
     done = subprocess.run(
-        argv, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False
+        argv, cwd=tmp_path, capture_output=True, text=True, timeout=TEST_TIMEOUT, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "mine.sh.j2, line 1" in done.stderr

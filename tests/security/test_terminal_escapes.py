@@ -1,5 +1,6 @@
-"""Text of hosts, jobs and files that a terminal would obey: it is shown, and never obeyed. On a
-real terminal.
+"""Control characters in texts of hosts, jobs and files never control the terminal.
+
+The tests show the texts on a real terminal.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
-HOSTILE = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b]0;title\x07\x1b[2J\x9b31m\u202egnp.exe\r\nclusterjob: job x SUCCEEDED[/x][bold]"
-# What a terminal obeys, other than the colours (SGR) and line ends that we print ourselves.
+HOSTILE = (
+    "\x1b]52;c;cm0gLXJmIH4=\x07\x1b]0;title\x07\x1b[2J\x9b31m\u202egnp.exe\r\n"
+    "clusterjob: job x SUCCEEDED[/x][bold]"
+)
+# Terminal control, except the colours (SGR) and line ends that clusterjob itself prints.
 OBEYED = re.compile(
-    r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]"
+    r"\x1b(?!\[[0-9;]*m)|"
+    r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]"
 )
 CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 
@@ -33,20 +38,20 @@ def assert_harmless(text: str) -> None:
     assert not re.search(r"^clusterjob: job x SUCCEEDED", text, re.MULTILINE), text
 
 
-# -- the function ------------------------------------------------------------------------------------------------------
+# -- sanitize() ----------------------------------------------------------------------------------
 
 
-def test_sanitize_shows_controls_as_escapes() -> None:
+def test_sanitize_escapes_control_characters() -> None:
     assert sanitize("a\x1b]0;t\x07b") == r"a\x1b]0;t\x07b"
     assert sanitize("a\r\nb\u202ec\ud800") == r"a\r\nb\u202ec\ud800"
     assert sanitize("Zürich \u2603 \u05d0\tx") == "Zürich \u2603 \u05d0\tx"
 
 
-def test_sanitize_keeps_line_breaks_where_they_are_ours() -> None:
+def test_sanitize_with_lines_keeps_line_breaks() -> None:
     assert sanitize("a\nb\x1b[2J\n", lines=True) == "a\nb\\x1b[2J\n"
 
 
-def test_sanitize_removes_colours_or_keeps_and_ends_them() -> None:
+def test_sanitize_removes_colours_or_keeps_and_resets_them() -> None:
     assert sanitize("\x1b[1;31mred\x1b[0m") == "red"
     assert sanitize("\x1b[1;31mred", colours=True) == "\x1b[1;31mred\x1b[0m"
     assert sanitize("\x1b[1;31mred\x1b[0m!", colours=True) == "\x1b[1;31mred\x1b[0m!"
@@ -59,7 +64,7 @@ def test_sanitize_removes_colours_or_keeps_and_ends_them() -> None:
     st.text(alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]0;m\x07\x9b\r\n\u202e"))),
     st.booleans(),
 )
-def test_no_text_survives_that_a_terminal_obeys(text: str, colours: bool) -> None:
+def test_sanitized_text_contains_no_terminal_control(text: str, colours: bool) -> None:
     shown = sanitize(text, colours=colours)
     assert OBEYED.search(shown) is None
     assert "\n" not in shown
@@ -70,12 +75,12 @@ def test_no_text_survives_that_a_terminal_obeys(text: str, colours: bool) -> Non
     assert json.loads(safe) == value
 
 
-# -- the commands ------------------------------------------------------------------------------------------------------
+# -- commands ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hostile_job(tmp_path: Path) -> str:
-    """Return the id of a job that has ended, all of whose texts are hostile."""
+    """Return the id of an ended job whose texts are all hostile."""
     job_dir = tmp_path / "job"
     (job_dir / "logs" / "node0").mkdir(parents=True)
     failure = Failure(
@@ -128,7 +133,9 @@ def hostile_job(tmp_path: Path) -> str:
     ],
     ids=lambda args: " ".join(args)[:16],
 )
-def test_commands_show_hostile_texts_and_obey_none(hostile_job: str, args: list[str]) -> None:
+def test_commands_show_hostile_texts_without_terminal_control(
+    hostile_job: str, args: list[str]
+) -> None:
     code, shown = show([*CLUSTERJOB, *args])
     assert code in (0, 1, 2, 3)
     assert_harmless(shown)
@@ -136,12 +143,12 @@ def test_commands_show_hostile_texts_and_obey_none(hostile_job: str, args: list[
     assert "gnp.exe" in shown or args[0] == "fetch"
 
 
-def test_logs_keep_colours(hostile_job: str) -> None:
+def test_logs_command_keeps_colours(hostile_job: str) -> None:
     _, shown = show([*CLUSTERJOB, "logs", hostile_job])
     assert shown.startswith("[0] \x1b[31mred\x1b[0m ")
 
 
-def test_a_pending_reason_that_looks_like_markup_is_shown_by_the_spinner(tmp_path: Path) -> None:
+def test_spinner_shows_pending_reason_with_markup_as_plain_text(tmp_path: Path) -> None:
     program = f"""
 import time
 from clusterjob.backends.base import Status
@@ -162,13 +169,15 @@ progress.stop()
     assert b"\x1b[2J" not in terminal.shown
 
 
-def test_tables_of_hosts_and_checks_are_harmless() -> None:
+def test_tables_of_hosts_and_checks_escape_control_characters() -> None:
     program = f"""
 from types import SimpleNamespace
 from clusterjob.cli import output
 from clusterjob.doctor.engine import Check, CheckState
 text = {HOSTILE!r}
-report = SimpleNamespace(host="a" + text, address=text, python=text, torch=True, free=1, gpus=(), error=text)
+report = SimpleNamespace(
+    host="a" + text, address=text, python=text, torch=True, free=1, gpus=(), error=text
+)
 output.print_hosts([report])
 output.print_check(Check("torch", CheckState.FAILED, text, text))
 output.say(text)
@@ -179,20 +188,23 @@ output.say(text)
 
 
 @pytest.mark.parametrize("verb", [["run"], ["launch"]])
-def test_a_job_that_writes_hostile_output_is_shown_harmlessly(
+def test_hostile_job_output_is_shown_without_terminal_control(
     tmp_path: Path, verb: list[str]
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        f"import sys\nprint({HOSTILE!r})\nsys.stderr.write({HOSTILE!r})\nraise ValueError({HOSTILE!r})\n"
+        f"import sys\nprint({HOSTILE!r})\nsys.stderr.write({HOSTILE!r})\n"
+        f"raise ValueError({HOSTILE!r})\n"
     )
     code, shown = show([*CLUSTERJOB, *verb, "--nproc-per-node", "2", "train.py"], cwd=tmp_path)
     assert code == 1
-    assert_harmless(re.sub(r"\x1b\[(\d*[AJK]|\?25[hl])|\r", "", shown))  # our own moving lines
+    assert_harmless(
+        re.sub(r"\x1b\[(\d*[AJK]|\?25[hl])|\r", "", shown)
+    )  # except our own cursor movements
     assert "gnp.exe" in shown
 
 
-def test_a_dry_run_of_a_hostile_template_is_shown_harmlessly(tmp_path: Path) -> None:
+def test_dry_run_escapes_control_characters_of_setup_commands(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "clusterjob.toml").write_text(
         '[clusters.here]\nbackend = "local"\nsetup = ["echo \\u001b]0;title\\u0007"]\n'
@@ -203,7 +215,7 @@ def test_a_dry_run_of_a_hostile_template_is_shown_harmlessly(tmp_path: Path) -> 
     assert_harmless(shown)
 
 
-def test_variables_are_shown_harmlessly(tmp_path: Path) -> None:
+def test_env_command_escapes_control_characters_of_variables(tmp_path: Path) -> None:
     done = subprocess.run(
         [*CLUSTERJOB, "env"],
         env={"PATH": "/usr/bin:/bin", "RANK": f"0{HOSTILE}", "WORLD_SIZE": "2"},

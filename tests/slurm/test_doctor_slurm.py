@@ -1,6 +1,4 @@
-"""`clusterjob doctor` on a real Slurm, from a login node and from a laptop: fit ones, and each of
-what makes one unfit.
-"""
+"""`clusterjob doctor` with a real Slurm, from a login node and from a laptop."""
 
 from __future__ import annotations
 
@@ -28,25 +26,25 @@ CHECKS = [
 ]
 
 
-def at(user: User, *words: str, **more: Any) -> Diagnosis:
+def diagnose(user: User, *arguments: str, **more: Any) -> Diagnosis:
     return doctor(
         "--cluster",
         "hpc" if isinstance(user, Laptop) else "slurm",
-        *words,
+        *arguments,
         cwd=user.directory,
         **more,
     )
 
 
-def queue(user: User) -> set[str]:
+def queued_ids(user: User) -> set[str]:
     """Return the ids of all jobs; Slurm may forget old ones at any moment."""
     return set(user.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout.split())
 
 
-def test_a_cluster_that_is_fit(user_of_either: User) -> None:
-    user = user_of_either
-    before = queue(user)
-    found = at(user, "--nodes", "2", "--gpus-per-node", "4", "--time", "10m")
+def test_usable_cluster_passes_all_checks(user_of_each_cluster: User) -> None:
+    user = user_of_each_cluster
+    before = queued_ids(user)
+    found = diagnose(user, "--nodes", "2", "--gpus-per-node", "4", "--time", "10m")
     assert found.fit
     assert list(dict.fromkeys(check["name"] for check in found.checks)) == CHECKS
     assert {check["name"]: check["state"] for check in found.checks} == dict.fromkeys(
@@ -72,8 +70,8 @@ def test_a_cluster_that_is_fit(user_of_either: User) -> None:
         r"sbatch --test-only: Job \d+ to start at .* on nodes n\[1-2\] in partition main",
         found.words("job"),
     )
-    assert queue(user) <= before
-    assert user.left_behind() == []
+    assert queued_ids(user) <= before
+    assert user.remaining_files() == []
 
 
 @pytest.mark.parametrize(
@@ -112,10 +110,10 @@ def test_a_cluster_that_is_fit(user_of_either: User) -> None:
         (("--hosts", "gpu1"), ["job"], "the slurm cluster takes no hosts", "--cluster ssh"),
     ],
 )
-def test_a_job_that_slurm_would_refuse(
+def test_job_that_slurm_would_refuse_fails_check(
     user: User, options: tuple[str, ...], failed: list[str], words: str, hint: str
 ) -> None:
-    found = at(user, *options)
+    found = diagnose(user, *options)
     assert found.failed == failed
     assert any(
         words in check["words"] and hint in check["hint"]
@@ -123,30 +121,30 @@ def test_a_job_that_slurm_would_refuse(
         if check["state"] == "failed"
     ), found
     assert found.state("controller") == "ok"
-    assert user.left_behind() == []
+    assert user.remaining_files() == []
 
 
-def test_the_lines_of_a_template_of_one_s_own_are_asked_about_too(user: User) -> None:
+def test_directives_of_custom_template_are_checked(user: User) -> None:
     user.path("mine.sh.j2").write_text(
         '#!/bin/bash\n#SBATCH --partition=nowhere\n{% include "agent.sh.j2" %}\n'
     )
-    assert "invalid partition specified: nowhere" in at(user, "--template", "mine.sh.j2").words(
-        "job"
-    )
+    assert "invalid partition specified: nowhere" in diagnose(
+        user, "--template", "mine.sh.j2"
+    ).words("job")
 
 
-def test_partitions_that_are_down_or_have_no_nodes(user: User) -> None:
+def test_partition_that_is_down_fails_and_drained_nodes_warn(user: User) -> None:
     user.slurm.run("scontrol", "update", "PartitionName=small", "State=DOWN")
     try:
-        found = at(user, "--partition", "small")
-        assert at(user).state("partitions") == "ok", "another partition's matter"
+        found = diagnose(user, "--partition", "small")
+        assert diagnose(user).state("partitions") == "ok", "only the partition small is down"
     finally:
         user.slurm.run("scontrol", "update", "PartitionName=small", "State=UP")
     assert "partitions" in found.failed
     assert found.words("partitions").startswith("small: down, ")
     user.slurm.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
     try:
-        drained = at(user, "--partition", "small")
+        drained = diagnose(user, "--partition", "small")
     finally:
         user.slurm.run("scontrol", "update", "NodeName=n1", "State=RESUME")
     assert drained.state("partitions") == "warning"
@@ -154,16 +152,16 @@ def test_partitions_that_are_down_or_have_no_nodes(user: User) -> None:
     assert "sinfo -R" in drained.hints("partitions")
 
 
-def test_an_array_and_a_job_that_waits_for_another(user: User) -> None:
+def test_array_with_dependency_passes(user: User) -> None:
     first = user.submit(SLEEPER)
-    found = at(user, "--array", "0-3%2", "--after", f"afterany:{first}")
+    found = diagnose(user, "--array", "0-3%2", "--after", f"afterany:{first}")
     assert found.fit, found
     user("cancel", first)
 
 
-def test_a_controller_that_is_down(user: User) -> None:
+def test_stopped_controller_fails_and_other_checks_are_unknown(user: User) -> None:
     user.slurm.stop_controller()
-    found = at(user)
+    found = diagnose(user)
     assert found.failed == ["controller"]
     assert "is DOWN" in found.words(
         "controller"
@@ -176,58 +174,58 @@ def test_a_controller_that_is_down(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_controller_that_is_frozen(user: User) -> None:
-    """Slurm's own commands wait for it; the examination ends all the same."""
+def test_frozen_controller_fails_check_in_time(user: User) -> None:
+    """Slurm's own commands wait for the controller, but doctor ends."""
     user.slurm.freeze_controller()
-    found = at(user)
+    found = diagnose(user)
     assert found.failed == ["controller"]
     assert found.state("job") == "unknown"
 
 
-def test_no_configuration_and_no_commands(user: User) -> None:
-    found = at(user, env={**os.environ, "SLURM_CONF": str(user.path("nowhere.conf"))})
+def test_missing_configuration_and_missing_commands_fail(user: User) -> None:
+    found = diagnose(user, env={**os.environ, "SLURM_CONF": str(user.path("nowhere.conf"))})
     assert found.failed == ["controller"]
     assert "nowhere.conf is not there" in found.words("controller")
-    bare = at(user, env={**os.environ, "PATH": "/nowhere"})
+    bare = diagnose(user, env={**os.environ, "PATH": "/nowhere"})
     assert bare.failed == ["commands"]
     assert bare.words("commands") == "not on PATH: sbatch, srun, squeue, scancel, scontrol, sinfo"
     assert bare.state("job") == "unknown"
 
 
-def test_accounting_that_does_not_answer(user_accounted: User) -> None:
+def test_accounting_without_answer_is_warning(user_accounted: User) -> None:
     user_accounted.command_first_on_path(
         "sacct", 'echo "sacct: error: Problem talking to the database" >&2\nexit 1\n'
     )
-    found = at(user_accounted)
+    found = diagnose(user_accounted)
     assert found.fit
     assert (found.state("accounting"), found.words("accounting")) == (
         "warning", "sacct does not answer: Problem talking to the database",
     )  # fmt: skip
 
 
-def test_a_controller_that_is_slow(user: User) -> None:
+def test_slow_controller_is_warning(user: User) -> None:
     user.command_first_on_path(
         "squeue", '[ -s "$NOTES" ] || { echo once > "$NOTES"; sleep 3.5; }\nexec "$REAL" "$@"\n'
     )
-    found = at(user)
+    found = diagnose(user)
     assert found.fit
     assert found.state("controller") == "warning"
     assert re.search(r"it took \d+\.\d s to answer", found.words("controller"))
 
 
-def test_a_home_that_cannot_be_written(user: User) -> None:
+def test_unwritable_home_fails_check_directory(user: User) -> None:
     user.path("file").touch()
-    found = at(user, env={**os.environ, "CLUSTERJOB_HOME": str(user.path("file") / "below")})
+    found = diagnose(user, env={**os.environ, "CLUSTERJOB_HOME": str(user.path("file") / "below")})
     assert "directory" in found.failed
     assert found.state("controller") == "ok"
 
 
-# -- from a laptop ---------------------------------------------------------------------------------------------------------
+# -- from a laptop -------------------------------------------------------------------------------
 
 
-def test_a_cluster_behind_a_login_host(laptop: Laptop) -> None:
-    before = queue(laptop)
-    found = at(laptop, "--nodes", "2", "--gpus-per-node", "4")
+def test_usable_cluster_behind_login_host_passes(laptop: Laptop) -> None:
+    before = queued_ids(laptop)
+    found = diagnose(laptop, "--nodes", "2", "--gpus-per-node", "4")
     assert found.fit
     assert {check["name"]: check["state"] for check in found.checks} == dict.fromkeys(
         [*CHECKS, "login"], "ok"
@@ -237,41 +235,41 @@ def test_a_cluster_behind_a_login_host(laptop: Laptop) -> None:
     assert f"free in {laptop.login.home}/.clusterjob there" in login[1]
     assert f"{laptop.login.home}/.clusterjob/jobs" in found.words("nodes")
     assert "on nodes n[1-2] in partition main" in found.words("job")
-    assert queue(laptop) == before
-    assert laptop.left_there() == laptop.left_behind() == []
+    assert queued_ids(laptop) == before
+    assert laptop.remaining_remote_jobs() == laptop.remaining_files() == []
     assert laptop.login.connections == 1
 
 
-def test_what_slurm_refuses_behind_a_login_host(laptop: Laptop) -> None:
-    found = at(laptop, "--partition", "nowhere")
+def test_job_refused_behind_login_host_fails_check(laptop: Laptop) -> None:
+    found = diagnose(laptop, "--partition", "nowhere")
     assert found.failed == ["partitions", "job"]
     assert "invalid partition specified: nowhere" in found.words("job")
 
 
-def test_a_login_host_that_is_not_reached_or_not_trusted(laptop: Laptop) -> None:
+def test_untrusted_and_unreachable_login_hosts_fail_check_login(laptop: Laptop) -> None:
     keys = laptop.login.known_hosts.read_text()
     laptop.login.known_hosts.write_text("")
-    strange = at(laptop)
-    assert strange.failed == ["login"]
-    assert "login1: its key is unknown" in strange.words("login")
-    assert "hosts trust" in strange.hints("login")
+    untrusted = diagnose(laptop)
+    assert untrusted.failed == ["login"]
+    assert "login1: its key is unknown" in untrusted.words("login")
+    assert "hosts trust" in untrusted.hints("login")
     laptop.login.known_hosts.write_text(keys)
     laptop.login.stop()
-    away = at(laptop)
-    assert away.failed == ["login"]
-    assert "connection refused" in away.words("login")
-    assert [away.state(name) for name in ("commands", "controller", "job", "nodes")] == [
+    unreachable = diagnose(laptop)
+    assert unreachable.failed == ["login"]
+    assert "connection refused" in unreachable.words("login")
+    assert [unreachable.state(name) for name in ("commands", "controller", "job", "nodes")] == [
         "unknown"
     ] * 4
 
 
-def test_a_login_host_without_slurm_or_without_its_configuration(laptop: Laptop) -> None:
+def test_login_host_without_slurm_or_its_configuration_fails(laptop: Laptop) -> None:
     laptop.login.stop()
     laptop.login.environment["SLURM_CONF"] = "/nowhere/slurm.conf"
     laptop.login.start()
-    found = at(laptop)
+    found = diagnose(laptop)
     assert found.failed == ["commands"]
-    assert "Slurm's configuration /nowhere/slurm.conf is not there" in found.words("commands")
+    assert "Slurm's configuration /nowhere/slurm.conf does not exist" in found.words("commands")
     laptop.login.stop()
     bin_ = laptop.login.directory / "bin"
     bin_.mkdir()
@@ -281,21 +279,21 @@ def test_a_login_host_without_slurm_or_without_its_configuration(laptop: Laptop)
     del laptop.login.environment["SLURM_CONF"]
     laptop.login.environment["PATH"] = str(bin_)
     laptop.login.start()
-    bare = at(laptop)
+    bare = diagnose(laptop)
     assert bare.failed == ["commands"]
     assert bare.words("commands").startswith("not on PATH there: sbatch, ")
 
 
-def test_two_login_hosts_are_wrong_use(laptop: Laptop) -> None:
-    said = laptop("doctor", "--cluster", "hpc", "--login", "a,b", code=2)
-    assert said.stdout == ""
-    assert "names 2 hosts" in said.stderr
+def test_two_login_hosts_are_usage_error(laptop: Laptop) -> None:
+    done = laptop("doctor", "--cluster", "hpc", "--login", "a,b", code=2)
+    assert done.stdout == ""
+    assert "names 2 hosts" in done.stderr
 
 
-def test_the_text_for_people(user: User) -> None:
-    said = user("doctor", "--cluster", "slurm", "--partition", "nowhere", code=1)
-    assert said.stderr == ""
-    assert "failed   partitions    there is no partition nowhere, or none for you\n" in said.stdout
-    assert f"{'':23}hint: there is main, small\n" in said.stdout
+def test_text_output_shows_state_name_and_hint(user: User) -> None:
+    done = user("doctor", "--cluster", "slurm", "--partition", "nowhere", code=1)
+    assert done.stderr == ""
+    assert "failed   partitions    there is no partition nowhere, or none for you\n" in done.stdout
+    assert f"{'':23}hint: there is main, small\n" in done.stdout
     shown = json.loads(user("doctor", "--cluster", "slurm", "--json").stdout)
     assert shown["backend"] == "slurm"

@@ -1,6 +1,4 @@
-"""Arrays and sweeps under a real Slurm: one sbatch call, and each element a job of its own; and
-jobs that wait for others.
-"""
+"""Arrays, sweeps and dependencies under a real Slurm."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE, nothing_left, wait_until
+from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
 from slurm_user import PROMPT, SLEEPER, User
 
 COUNT = (
@@ -29,11 +27,11 @@ def lines(notes: Path) -> list[str]:
 
 def echoed(user: User, job_id: str) -> list[object]:
     [line] = user.output(job_id).splitlines()
-    said: list[object] = json.loads(line)
-    return said
+    report: list[object] = json.loads(line)
+    return report
 
 
-def test_a_sweep_is_one_array_and_each_element_a_job(user: User) -> None:
+def test_sweep_is_one_sbatch_call_and_each_element_is_job(user: User) -> None:
     notes = user.command_first_on_path("sbatch", COUNT)
     sweep = ("--sweep", "lr=0.1,0.01", "--sweep", 'text="a\nb; \'$(id)",☃', "--array", "%3")
     job_id = user.submit(ECHO, *sweep, "--env", "FAIL=2", args=("first\nline", "{lr}", "-x"))
@@ -63,12 +61,12 @@ def test_a_sweep_is_one_array_and_each_element_a_job(user: User) -> None:
     assert "3 SUCCEEDED, 1 FAILED" in row
     assert "is an array" in user("logs", job_id, code=2).stderr
     assert "has no element 4" in user("status", f"{job_id}_4", code=2).stderr
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
 @pytest.mark.slow
-def test_elements_are_cancelled_one_by_one_and_together(user: User) -> None:
-    """Also those that have not begun, of which there is no directory yet."""
+def test_elements_are_cancelled_singly_and_together(user: User) -> None:
+    """Elements that have not started and have no directory yet are cancelled, too."""
     text = SLEEPER.replace("os.environ['RANK']", "os.environ['CLUSTERJOB_ARRAY_INDEX']")
     job_id = user.submit(text, "--array", "2,4,6,8,9%2")
     user.wait_for("up2", "up4")
@@ -79,49 +77,49 @@ def test_elements_are_cancelled_one_by_one_and_together(user: User) -> None:
         user.wait_for_state(f"{job_id}_{index}", "CANCELLED")["exit_code"] for index in (9, 2)
     ] == [143, 143]
     user.wait_for("up6")
-    states = [
-        "CANCELLED",
-        "RUNNING",
-        "RUNNING",
-        "PENDING",
-        "CANCELLED",
-    ]  # as Slurm is asked again in 5 s
+    # as known after the next query of Slurm, within 5 s
+    states = ["CANCELLED", "RUNNING", "RUNNING", "PENDING", "CANCELLED"]
     wait_until(
         lambda: [job["state"] for job in user.jobs(job_id)] == states,
         PROMPT,
         "element 6 in the place of element 2",
     )
     assert lines(notes) == [f"{user.slurm_id(job_id)}_[9]", f"{user.slurm_id(job_id)}_[2]"]
-    user.slurm.run(
-        "scancel", f"{user.slurm_id(job_id)}_8"
-    )  # by hand, of an element that has no directory
+    # manually, for an element without a directory
+    user.slurm.run("scancel", f"{user.slurm_id(job_id)}_8")
     assert user.wait_for_state(f"{job_id}_8", "CANCELLED", timeout=PROMPT)["started_at"] is None
     assert "2 of 5 elements are cancelled" in user("cancel", job_id).stderr
     assert lines(notes)[3:] == ["{0}_[4] {0}_[6]".format(user.slurm_id(job_id))]
     assert user("wait", job_id, code=143).returncode == 143
     assert {job["state"] for job in user.jobs(job_id)} == {"CANCELLED"}
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
 @pytest.mark.slow
-def test_srun_names_the_guilty_rank_of_an_element_too(user: User) -> None:
-    text = "import os, sys\nsys.exit(3 * (os.environ['SLURM_PROCID'] == '1' and os.environ['CLUSTERJOB_ARRAY_INDEX'] == '1'))"
+def test_failed_rank_of_element_is_named_with_srun_launcher(user: User) -> None:
+    text = (
+        "import os, sys\nsys.exit(3 * (os.environ['SLURM_PROCID'] == '1' "
+        "and os.environ['CLUSTERJOB_ARRAY_INDEX'] == '1'))"
+    )
     job_id = user.submit(text, "--array", "0-1", "--nodes", "2", "--launcher", "srun")
-    said = user("wait", job_id, code=3).stderr
-    assert f"job {job_id}_0 SUCCEEDED" in said
+    message = user("wait", job_id, code=3).stderr
+    assert f"job {job_id}_0 SUCCEEDED" in message
     assert re.search(
         rf"job {job_id}_1 FAILED: rank 1 \(node 1, local rank 0, host n\d\): exited with code 3",
-        said,
-    ), said
+        message,
+    ), message
 
 
 @pytest.mark.slow
-def test_an_array_longer_than_slurm_takes_is_cut(user: User) -> None:
+def test_array_longer_than_max_array_size_is_split(user: User) -> None:
     with user.slurm.configured(MaxArraySize=10):
         notes = user.command_first_on_path("sbatch", COUNT)
         job_id = user.submit(ECHO, "--array", "7-12,29%8", "--env", "FAIL=29")
         calls = lines(notes)
-        assert [re.search(r"--array=(\S+)", call)[1] for call in calls] == ["7-9%3", "0-2%3", "9%2"]  # type: ignore[index]
+        assert [
+            re.search(r"--array=(\S+)", call)[1]  # type: ignore[index]
+            for call in calls
+        ] == ["7-9%3", "0-2%3", "9%2"]
         assert [call.rpartition("slurm.sh")[2] for call in calls] == ["", " 10", " 20"]
         user("wait", job_id, code=5)
         for index in (7, 10, 12, 29):
@@ -134,8 +132,7 @@ def test_an_array_longer_than_slurm_takes_is_cut(user: User) -> None:
             *(f"{ids[1]}_{index}" for index in (0, 1, 2)), f"{ids[2]}_9",
         ]  # fmt: skip
 
-        # A piece that is refused takes those before it along. Its record, without ids, is found by
-        # the comment, piece by piece.
+        # If the record has no ids, each part of the array is found by its comment.
         held = user.submit(ECHO, "--array", "0-25", "--set", "hold=true")
         record = user.home / "records" / f"{held}.json"
         data = json.loads(record.read_text())
@@ -143,9 +140,8 @@ def test_an_array_longer_than_slurm_takes_is_cut(user: User) -> None:
         record.write_text(json.dumps(data | {"handle": None, "submitter": None}))
         for path in user.home.glob("slurm/*"):
             path.unlink()
-        assert [job["backend_id"] for job in user.jobs(held)] == [
-            None
-        ] * 26  # before: as it was read
+        # The record as it was read, before the ids are found.
+        assert [job["backend_id"] for job in user.jobs(held)] == [None] * 26
         assert json.loads(record.read_text())["handle"]["data"]["ids"] == ids
         assert {job["state"] for job in user.jobs(held)} == {"PENDING"}
         assert [job["backend_id"] for job in user.jobs(held)] == [
@@ -154,16 +150,19 @@ def test_an_array_longer_than_slurm_takes_is_cut(user: User) -> None:
         user("cancel", held)
         assert {job["reason"] for job in user.jobs(held)} in (
             {"it is being cancelled"},
-            {"cancelled before it had started"},
+            {"cancelled before it started"},
         )
         user("wait", held, code=143)
 
 
-def test_a_piece_that_is_refused_takes_the_others_along(user: User) -> None:
-    refusing = 'case "$*" in *--test-only*) ;; *" 20") echo "sbatch: error: no more" >&2; exit 1 ;; esac\nexec "$REAL" "$@"\n'
+def test_refused_part_of_array_cancels_earlier_parts(user: User) -> None:
+    refusing = (
+        'case "$*" in *--test-only*) ;; '
+        '*" 20") echo "sbatch: error: no more" >&2; exit 1 ;; esac\nexec "$REAL" "$@"\n'
+    )
     with user.slurm.configured(MaxArraySize=10):
         user.command_first_on_path("sbatch", refusing)
-        said = user(
+        message = user(
             "submit",
             "--cluster",
             "slurm",
@@ -174,18 +173,21 @@ def test_a_piece_that_is_refused_takes_the_others_along(user: User) -> None:
             user.script("pass"),
             code=1,
         ).stderr
-        assert "Slurm refuses the job: no more" in said
+        assert "Slurm refuses the job: no more" in message
         assert user.slurm.run("squeue", "--noheader").stdout == ""
-        assert user.left_behind() == []
+        assert user.remaining_files() == []
 
 
 @pytest.mark.parametrize(
     ("kind", "code", "runs"),
     [("", 0, True), ("", 3, False), ("afterany:", 3, True), ("afternotok:", 3, True)],
 )
-def test_a_job_that_waits_for_another(user: User, kind: str, code: int, *, runs: bool) -> None:
+def test_dependent_job_runs_or_is_cancelled_by_kind_and_exit_code(
+    user: User, kind: str, code: int, *, runs: bool
+) -> None:
     first = user.submit(
-        f"import os, sys, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.02)\nsys.exit({code})"
+        "import os, sys, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.02)\n"
+        f"sys.exit({code})"
     )
     second = user.submit("print('after')", "--after", f"{kind}{first}")
     waiting = user.job(second)
@@ -199,14 +201,14 @@ def test_a_job_that_waits_for_another(user: User, kind: str, code: int, *, runs:
         user("wait", second)
         assert user.output(second) == "after\n"
         return
-    # Slurm gives up what can never be.
+    # Slurm cancels a job whose dependency can never be satisfied.
     ended = user.wait_for_state(second, "CANCELLED")
     assert ended["exit_code"] == 143
     assert "Dependency" in ended["reason"]
 
 
 @pytest.mark.slow
-def test_a_job_after_an_array_after_an_element_and_after_nothing(user: User) -> None:
+def test_dependencies_on_array_on_element_and_on_ended_job(user: User) -> None:
     array = user.submit(ECHO, "--array", "0-2", "--env", "FAIL=1")
     after_all = user.submit("print('all')", "--after", f"afterany:{array}")
     after_one = user.submit(
@@ -218,21 +220,21 @@ def test_a_job_after_an_array_after_an_element_and_after_nothing(user: User) -> 
     raw = user.submit("print('raw')", "--after", f"afterany:{user.slurm_id(array)}")
     user("wait", raw)
     before = sorted(os.listdir(user.home / "jobs"))
-    for wish, said in (
+    for dependency, error in (
         ("nobody-222222", "there is no job"), ("afterwards:x", "no kind of dependency"),
         (array, f"job {array}_1 has ended FAILED"), (f"{array}_1", "has ended FAILED"),
         (f"afternotok:{raw}", "has ended SUCCEEDED"),
     ):  # fmt: skip
         assert (
-            said
+            error
             in user(
-                "submit", "--cluster", "slurm", "--after", wish, user.script("pass"), code=2
+                "submit", "--cluster", "slurm", "--after", dependency, user.script("pass"), code=2
             ).stderr
         )
     assert sorted(os.listdir(user.home / "jobs")) == before
-    # What has ended as it was wished for is no wish to Slurm's any more, which forgets jobs, and
-    # takes a job it forgot for a success.
-    for wish in (
+    # A dependency that is satisfied already is not passed on: Slurm forgets jobs, and takes a
+    # forgotten job for a success.
+    for dependency in (
         raw,
         f"afterany:{array}",
         f"{array}_2",
@@ -242,15 +244,19 @@ def test_a_job_after_an_array_after_an_element_and_after_nothing(user: User) -> 
     ):
         assert (
             "--dependency"
-            not in user("render", "--cluster", "slurm", "--after", wish, user.script("pass")).stdout
+            not in user(
+                "render", "--cluster", "slurm", "--after", dependency, user.script("pass")
+            ).stdout
         )
 
 
-def test_a_big_array_ends_in_time(user: User) -> None:
-    """All elements' ends are looked for together."""
+def test_end_of_large_array_is_found_in_time(user: User) -> None:
+    """The ends of all elements are queried together."""
     job_id = user.submit("pass", "--array", "0-23", "--launcher", "srun")
-    user("wait", job_id, timeout=PATIENCE)
+    user("wait", job_id, timeout=TEST_TIMEOUT)
     assert {job["state"] for job in user.jobs(job_id)} == {"SUCCEEDED"}
     wait_until(
-        lambda: not user.slurm.run("squeue", "--noheader").stdout, PATIENCE, "the end of the array"
+        lambda: not user.slurm.run("squeue", "--noheader").stdout,
+        TEST_TIMEOUT,
+        "the end of the array",
     )

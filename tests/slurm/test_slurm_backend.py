@@ -1,6 +1,4 @@
-"""Jobs under a real Slurm: what arrives on the nodes, how they end, and what other commands, of
-other processes, can do with them.
-"""
+"""Jobs under a real Slurm: what reaches the nodes, how jobs end, and other commands."""
 
 from __future__ import annotations
 
@@ -11,23 +9,24 @@ import signal
 import time
 
 import pytest
-from procs import nothing_left, wait_until
+from procs import wait_for_no_processes, wait_until
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
-TELL = """
+REPORT = """
     import json, os, sys
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+             "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
     print(json.dumps({name: os.environ.get(name) for name in names}))
 """
 
 
-def told(out: str) -> list[dict[str, str]]:
-    """Return what each rank has told of itself, in the order of the ranks."""
+def reported(out: str) -> list[dict[str, str]]:
+    """Return the reports of all ranks in rank order."""
     return [json.loads(line.partition("] ")[2]) for line in sorted(out.splitlines())]
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_two_nodes_run_one_job(user: User, launcher: str) -> None:
+def test_job_on_two_nodes_sets_rank_environment(user: User, launcher: str) -> None:
     options = (
         "--nodes",
         "2",
@@ -40,13 +39,12 @@ def test_two_nodes_run_one_job(user: User, launcher: str) -> None:
         "--launcher",
         launcher,
     )
-    ranks = told(user.run(TELL, *options).stdout)
+    ranks = reported(user.run(REPORT, *options).stdout)
     seen = [
         (one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["SLURMD_NODENAME"]) for one in ranks
     ]
-    assert {one["MASTER_ADDR"] for one in ranks} == {
-        "127.0.0.2"
-    }  # NodeAddr of n2, whose name does not resolve
+    # NodeAddr of n2, whose name does not resolve
+    assert {one["MASTER_ADDR"] for one in ranks} == {"127.0.0.2"}
     assert [one["GROUP_RANK"] for one in ranks] == ["0", "0", "1", "1"]
     assert seen == [
         ("0", "0", "4", "n2"),
@@ -54,9 +52,8 @@ def test_two_nodes_run_one_job(user: User, launcher: str) -> None:
         ("2", "0", "4", "n3"),
         ("3", "1", "4", "n3"),
     ]
-    assert {one["CUDA_VISIBLE_DEVICES"] for one in ranks} == {
-        "0,1,2,3,4,5,6,7"
-    }  # each rank sees its peers' GPUs too
+    # Each rank sees the GPUs of its peers, too.
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in ranks} == {"0,1,2,3,4,5,6,7"}
     [job] = user.jobs()
     assert (job["state"], job["exit_code"], job["nodes"], job["backend"]) == (
         "SUCCEEDED",
@@ -66,13 +63,11 @@ def test_two_nodes_run_one_job(user: User, launcher: str) -> None:
     )
     assert user.slurm.wait_for_job(job["backend_id"])["ExitCode"] == "0:0"
     assert (user.directory_of(job["id"]) / "ends" / "srun.0").read_text() == "0\n"
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_a_rank_that_fails_ends_the_job_on_all_nodes_and_is_named(
-    user: User, launcher: str
-) -> None:
+def test_failed_rank_ends_job_on_all_nodes_and_is_named(user: User, launcher: str) -> None:
     text = """
         import os, pathlib, sys, time
         rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
@@ -93,44 +88,55 @@ def test_a_rank_that_fails_ends_the_job_on_all_nodes_and_is_named(
         "--launcher",
         launcher,
     )
-    said = user.run(text, *options, code=1).stderr
-    assert re.search(r"FAILED: rank 3 \(node 1, local rank 1, host n4\): ValueError: boom", said), (
-        said
-    )
-    nothing_left(PROMPT)
+    message = user.run(text, *options, code=1).stderr
+    assert re.search(
+        r"FAILED: rank 3 \(node 1, local rank 1, host n4\): ValueError: boom", message
+    ), message
+    wait_for_no_processes(PROMPT)
     [job] = user.jobs()
-    assert {key: job["failure"][key] for key in ("rank", "local_rank", "node_rank", "host", "exit_code")} == {
-        "rank": 3, "local_rank": 1, "node_rank": 1, "host": "n4", "exit_code": 1,
-    }  # fmt: skip
+    assert {
+        key: job["failure"][key] for key in ("rank", "local_rank", "node_rank", "host", "exit_code")
+    } == {
+        "rank": 3,
+        "local_rank": 1,
+        "node_rank": 1,
+        "host": "n4",
+        "exit_code": 1,
+    }
     ended = user.slurm.wait_for_job(job["backend_id"])
-    # srun's own is the highest of all tasks' codes, also of those that it has ended itself.
+    # srun exits with the highest code of all tasks, including those that it has killed.
     code = (user.directory_of(job["id"]) / "ends" / "srun.0").read_text().strip()
     assert code in (("1",) if launcher == "agent" else ("1", "137", "143"))
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{code}:0")
 
 
 @pytest.mark.slow
-def test_the_exit_code_is_the_guilty_rank_s(user: User) -> None:
-    text = "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(1000)"
-    said = user.run(text, "--nodes", "2", "--launcher", "srun", code=137).stderr
-    assert (
-        "rank 1 (node 1, local rank 0, host n2): killed by SIGKILL" in said
-    )  # srun itself may well say 143 of the other
-    said = user.run("import sys; sys.exit(7)", code=7).stderr
-    assert "rank 0 (node 0, local rank 0, host n1): sys.exit(7)" in said
+def test_exit_code_is_that_of_failed_rank(user: User) -> None:
+    text = (
+        "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1':\n"
+        "    os.kill(os.getpid(), 9)\ntime.sleep(1000)"
+    )
+    message = user.run(text, "--nodes", "2", "--launcher", "srun", code=137).stderr
+    # srun itself may report 143, the code of the other rank.
+    assert "rank 1 (node 1, local rank 0, host n2): killed by SIGKILL" in message
+    message = user.run("import sys; sys.exit(7)", code=7).stderr
+    assert "rank 0 (node 0, local rank 0, host n1): sys.exit(7)" in message
     assert {user.slurm.wait_for_job(job["backend_id"])["JobState"] for job in user.jobs()} == {
         "FAILED"
     }
 
 
-def test_torchrun_is_the_launcher_on_each_node(user: User) -> None:
-    user.patch.delenv("CLUSTERJOB_PYTHON")  # torch has to be there
-    text = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['SLURMD_NODENAME'])"
+def test_torchrun_launcher_runs_on_each_node(user: User) -> None:
+    user.patch.delenv("CLUSTERJOB_PYTHON")  # torchrun needs torch
+    text = (
+        "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], "
+        "os.environ['SLURMD_NODENAME'])"
+    )
     out = user.run(text, "--nodes", "2", "--nproc-per-node", "1", "--launcher", "torchrun").stdout
     assert sorted(re.findall(r"rank \d of 2 n\d", out)) == ["rank 0 of 2 n1", "rank 1 of 2 n2"]
 
 
-def test_what_was_asked_for_arrives_at_slurm(user: User) -> None:
+def test_requested_options_reach_slurm(user: User) -> None:
     job_id = user.submit(
         SLEEPER, "--name", "a name", "--time", "30m", "--mem", "3G", "--nproc-per-node", "3",
         "--cpus-per-task", "2", "--partition", "small", "--gpus-per-node", "4", "--set",
@@ -138,10 +144,26 @@ def test_what_was_asked_for_arrives_at_slurm(user: User) -> None:
         "begin=now+1hour",
     )  # fmt: skip
     job = user.slurm_job(job_id)
-    assert {name: job[name] for name in ("Partition", "TimeLimit", "NumNodes", "NumCPUs", "CPUs/Task", "Nice", "Requeue")} == {
-        "Partition": "small", "TimeLimit": "00:30:00", "NumNodes": "1-1", "NumCPUs": "6",
-        "CPUs/Task": "6", "Nice": "7", "Requeue": "0",
-    }  # fmt: skip
+    assert {
+        name: job[name]
+        for name in (
+            "Partition",
+            "TimeLimit",
+            "NumNodes",
+            "NumCPUs",
+            "CPUs/Task",
+            "Nice",
+            "Requeue",
+        )
+    } == {
+        "Partition": "small",
+        "TimeLimit": "00:30:00",
+        "NumNodes": "1-1",
+        "NumCPUs": "6",
+        "CPUs/Task": "6",
+        "Nice": "7",
+        "Requeue": "0",
+    }
     assert "mem=3G" in job["TRES"]
     assert job["TresPerNode"] == "gres:gpu:4"
     shown = user.slurm.run("squeue", "--noheader", "--format=%j|%k|%Z").stdout.strip()
@@ -155,8 +177,8 @@ def test_what_was_asked_for_arrives_at_slurm(user: User) -> None:
     assert user("wait", job_id, code=143).stderr.startswith(f"clusterjob: job {job_id} CANCELLED")
 
 
-def test_another_process_asks_follows_and_cancels(user: User) -> None:
-    """And what the directory does not tell, such as whose scancel it was, is asked of Slurm."""
+def test_other_process_gets_status_follows_logs_and_cancels(user: User) -> None:
+    """A plain scancel is also recognized, although the job directory does not show it."""
     job_id = user.submit(SLEEPER, "--nodes", "2")
     user.wait_for("up0", "up1")
     assert user.wait_for_state(job_id, "RUNNING")["started_at"] is not None
@@ -167,30 +189,30 @@ def test_another_process_asks_follows_and_cancels(user: User) -> None:
     )
     follower = user.start("logs", "-f", job_id)
     waiter = user.start("wait", job_id)
-    wait_until(lambda: "line of 1" in user.said(follower)[0], PROMPT)
+    wait_until(lambda: "line of 1" in user.output_of(follower)[0], PROMPT)
     user("cancel", job_id)
     assert (follower.wait(PROMPT), waiter.wait(PROMPT)) == (143, 143)
-    assert "CANCELLED: cancelled" in user.said(waiter)[1]
-    nothing_left(PROMPT)
+    assert "CANCELLED: cancelled" in user.output_of(waiter)[1]
+    wait_for_no_processes(PROMPT)
     assert "had ended already" in user("cancel", job_id).stderr
 
     job_id = user.submit(SLEEPER.replace("up", "down"), "--nodes", "2")
     user.wait_for("down0", "down1")
     user.slurm.run("scancel", user.slurm_id(job_id))
     assert user.wait_for_state(job_id, "CANCELLED", timeout=PROMPT)["exit_code"] == 143
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
-def test_run_cancels_at_ctrl_c(user: User) -> None:
+def test_ctrl_c_in_run_cancels_job(user: User) -> None:
     command = user.start("run", "--cluster", "slurm", "--nodes", "2", user.script(SLEEPER))
-    wait_until(lambda: "line of" in user.said(command)[0], PROMPT)  # shown: it follows the job
+    wait_until(lambda: "line of" in user.output_of(command)[0], PROMPT)  # run follows the job now
     user.wait_for("up0", "up1")
     command.send_signal(2)
-    assert command.wait(PROMPT) == 130, user.said(command)
+    assert command.wait(PROMPT) == 130, user.output_of(command)
     [job] = user.jobs()
     assert job["state"] == "CANCELLED"
     assert user.slurm.wait_for_job(job["backend_id"])["JobState"] in ("CANCELLED", "FAILED")
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
 SAVER = """
@@ -206,22 +228,24 @@ SAVER = """
 """
 
 
-def test_every_rank_saves_in_except_keyboard_interrupt_of_run_on_slurm(user: User) -> None:
+def test_every_rank_gets_keyboard_interrupt_and_saves_after_ctrl_c_in_run(user: User) -> None:
     command = user.start(
         "run", "--cluster", "slurm", "--nodes", "2", "--grace", "60", user.script(SAVER)
     )
-    wait_until(lambda: user.said(command)[0].count("up") >= 1, PROMPT)  # shown: it follows the job
+    wait_until(
+        lambda: user.output_of(command)[0].count("up") >= 1, PROMPT
+    )  # run follows the job now
     user.wait_for("up0", "up1")
     command.send_signal(signal.SIGINT)
-    assert command.wait(PROMPT) == 130, user.said(command)
+    assert command.wait(PROMPT) == 130, user.output_of(command)
     user.wait_for("saved0", "saved1", timeout=0.1)
     [job] = user.jobs()
     assert (job["state"], job["reason"]) == ("CANCELLED", "cancelled")
     user.slurm.wait_for_job(job["backend_id"])
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
-def test_a_second_ctrl_c_of_run_stops_workers_on_slurm_that_take_long(user: User) -> None:
+def test_second_ctrl_c_in_run_stops_workers_that_ignore_signals(user: User) -> None:
     text = """
         import pathlib, signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -231,47 +255,49 @@ def test_a_second_ctrl_c_of_run_stops_workers_on_slurm_that_take_long(user: User
             time.sleep(0.05)
     """
     command = user.start("run", "--cluster", "slurm", "--grace", "1000", user.script(text))
-    wait_until(lambda: "up" in user.said(command)[0], PROMPT)
+    wait_until(lambda: "up" in user.output_of(command)[0], PROMPT)
     command.send_signal(signal.SIGINT)
     user.wait_for("interrupted")
-    time.sleep(0.6)  # or it would be the same keystroke
+    time.sleep(0.6)  # otherwise it counts as the same keystroke
     command.send_signal(signal.SIGINT)
-    assert command.wait(PROMPT) == 130, user.said(command)
-    nothing_left(PROMPT)
+    assert command.wait(PROMPT) == 130, user.output_of(command)
+    wait_for_no_processes(PROMPT)
 
 
-def test_ctrl_c_of_run_cancels_a_job_that_waits_on_slurm(user: User) -> None:
+def test_ctrl_c_in_run_cancels_pending_job(user: User) -> None:
     command = user.start("run", "--cluster", "slurm", "--set", "hold=true", user.script(SAVER))
     wait_until(user.jobs, PROMPT)
-    wait_until(lambda: "JobHeldUser" in user.said(command)[1], PROMPT)  # shown: it follows the job
+    wait_until(
+        lambda: "JobHeldUser" in user.output_of(command)[1], PROMPT
+    )  # run follows the job now
     command.send_signal(signal.SIGINT)
-    assert command.wait(PROMPT) == 130, user.said(command)
-    assert "interrupting" not in user.said(command)[1]
+    assert command.wait(PROMPT) == 130, user.output_of(command)
+    assert "interrupting" not in user.output_of(command)[1]
     assert user.jobs()[0]["state"] == "CANCELLED"
 
 
-def test_a_plain_scancel_of_a_job_that_waits(user: User) -> None:
+def test_pending_job_after_plain_scancel_is_cancelled(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     user.slurm.run("scancel", user.slurm_id(job_id))
     job = user.wait_for_state(job_id, "CANCELLED", timeout=PROMPT)
     assert (job["exit_code"], job["started_at"]) == (143, None)
 
 
-def test_setup_lines_run_on_each_node_and_one_that_fails_is_named(user: User) -> None:
+def test_setup_lines_run_on_each_node_and_failed_line_is_named(user: User) -> None:
     text = "import os\nprint(os.environ['SLURMD_NODENAME'], os.environ['FROM_SETUP'])"
     out = user.run(
         text, "--nodes", "2", "--setup", "export FROM_SETUP=$(echo $SLURMD_NODENAME | tr n N)"
     ).stdout
     assert sorted(out.splitlines()) == ["[0] n1 N1", "[1] n2 N2"]
-    user.slurm.wait_idle()  # nodes that complete a job are no others' yet
-    said = user.run(
+    user.slurm.wait_idle()  # completing nodes take no other job yet
+    message = user.run(
         text, "--nodes", "2", "--setup", "if [ $SLURM_NODEID = 1 ]; then sh -c 'exit 9'; fi", code=9
     ).stderr
-    assert "FAILED: node 1 (host n2): a setup line failed: if [" in said
-    nothing_left(PROMPT)
+    assert "FAILED: node 1 (host n2): a setup line failed: if [" in message
+    wait_for_no_processes(PROMPT)
 
 
-def test_a_template_of_one_s_own(user: User) -> None:
+def test_custom_template_is_used(user: User) -> None:
     user.path("mine.sh.j2").write_text(
         '#!/bin/bash\n#SBATCH --nice=77\necho mine >&2\n{% include "slurm.sh.j2" %}\n'
     )
@@ -281,9 +307,10 @@ def test_a_template_of_one_s_own(user: User) -> None:
     assert (user.directory_of(job_id) / "logs" / "slurm.out").read_text().startswith("mine\n")
 
 
-def test_an_image_reaches_the_engine(user: User) -> None:
-    """Neither engine can run here: Pyxis' words are seen in the script, apptainer's as a stand-in
-    is handed them.
+def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:
+    """Neither engine can run here.
+
+    The test reads Pyxis' options in the script, and apptainer's from a stand-in.
     """
     rendered = user(
         "render",
@@ -335,7 +362,7 @@ def test_an_image_reaches_the_engine(user: User) -> None:
     ]
 
 
-def test_clusterjob_chooses_slurm_where_it_is(user: User) -> None:
+def test_slurm_is_default_where_it_is_configured(user: User) -> None:
     job_id = user("submit", user.script(GUEST)).stdout.strip()
     user.wait_for("up0")
     assert user.job(job_id)["backend"] == "slurm"
@@ -348,27 +375,24 @@ def test_clusterjob_chooses_slurm_where_it_is(user: User) -> None:
         user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
 
 
-def test_job_of_a_script_with_a_name_of_any_letters_is_found_by_its_comment(
-    user_of_either: User,
+def test_job_of_script_with_non_ascii_name_is_found_by_comment(
+    user_of_each_cluster: User,
 ) -> None:
-    user = user_of_either
+    user = user_of_each_cluster
     job_id = user("submit", user.script(SLEEPER, "обучение.py")).stdout.strip()
     assert job_id.startswith("обучение-")
     user.wait_for("up0")
     record = user.home / "records" / f"{job_id}.json"
     noted = json.loads(record.read_text())
-    record.write_text(
-        json.dumps(noted | {"handle": None, "submitter": None})
-    )  # as after a submit that was killed
+    # as after a killed submit
+    record.write_text(json.dumps(noted | {"handle": None, "submitter": None}))
     assert user.job(job_id)["state"] == "RUNNING"
     user("cancel", job_id)
     wait_until(lambda: user.job(job_id)["state"] == "CANCELLED", PROMPT, "the end of the job")
 
 
-def test_resources_in_slurm_s_own_words(user: User) -> None:
-    """A type of GPU, all memory, GPUs by --gres, and cores for all workers of a node that is shared
-    with nobody else's jobs.
-    """
+def test_slurm_resource_options_are_passed_on(user: User) -> None:
+    """GPU types, all memory, GPUs by --gres, and cores per worker with exclusive=user."""
     options = ("--set", "hold=true", "--gpus-per-node", "a100:2")
     typed = user.slurm_job(user.submit(SLEEPER, *options, "--mem", "0"))
     assert "gres:gpu:a100:2" in typed["TresPerNode"]
@@ -381,7 +405,7 @@ def test_resources_in_slurm_s_own_words(user: User) -> None:
         )
     )
     assert (shared["NumCPUs"], shared["CPUs/Task"]) == ("4", "4")
-    said = user(
+    message = user(
         "submit",
         "--cluster",
         "slurm",
@@ -394,8 +418,8 @@ def test_resources_in_slurm_s_own_words(user: User) -> None:
         user.script(SLEEPER),
     ).stderr
     assert (
-        "--set gpus=4: Slurm may divide them unevenly among 2 nodes; --gpus-per-node 2 gives each as many"
-        in said
+        "--set gpus=4: Slurm may divide them unevenly among 2 nodes; "
+        "--gpus-per-node 2 gives each node the same number" in message
     )
     refused = user(
         "submit", "--cluster", "local", "--gpus-per-node", "a100:2", user.script(SLEEPER), code=2
@@ -406,9 +430,10 @@ def test_resources_in_slurm_s_own_words(user: User) -> None:
 COMMANDS = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")
 
 
-def test_slurm_whose_configuration_lies_elsewhere_is_the_default(user: User) -> None:
-    """As where it is compiled in, or fetched: no variable and no usual file says that there is a
-    Slurm. Here wrappers know it.
+def test_slurm_without_slurm_conf_variable_is_default(user: User) -> None:
+    """No variable and no default file names the configuration, as where it is compiled in.
+
+    Here, wrappers around the commands set it.
     """
     conf = str(user.slurm.conf)
     for name in COMMANDS:
@@ -432,7 +457,7 @@ def test_slurm_whose_configuration_lies_elsewhere_is_the_default(user: User) -> 
     "scontrol",
     ["sleep 600", "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1"],
 )
-def test_sbatch_without_a_slurm_is_no_cluster(user: User, scontrol: str) -> None:
+def test_sbatch_without_reachable_slurm_is_not_chosen(user: User, scontrol: str) -> None:
     user.command_first_on_path(
         "scontrol", f"exec {scontrol}\n" if scontrol.startswith("sleep") else f"{scontrol}\n"
     )

@@ -1,6 +1,4 @@
-"""The tests' own Slurm is what it says: four nodes with eight GPUs each, with accounting and
-without, and it mends.
-"""
+"""The Slurm cluster of the tests: four nodes with eight GPUs each, and its recovery."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ def test_four_nodes_are_idle_and_have_eight_gpus_each(slurm_cluster: SlurmCluste
     assert sorted(step.stdout.splitlines()) == [f"n{number} 0,1,2,3,4,5,6,7" for number in (1, 2)]
 
 
-def test_an_ended_job_is_in_slurmctld_and_where_there_is_accounting_in_sacct(
+def test_ended_job_is_in_slurmctld_and_with_accounting_in_sacct(
     slurm_cluster: SlurmCluster,
 ) -> None:
     job = slurm_cluster.submit("--output=/dev/null", script="exit 3")
     assert slurm_cluster.wait_for_job(job)["JobState"] == "FAILED"
 
-    def said() -> subprocess.CompletedProcess[str]:
+    def sacct() -> subprocess.CompletedProcess[str]:
         return slurm_cluster.run(
             "sacct",
             "--parsable2",
@@ -49,30 +47,29 @@ def test_an_ended_job_is_in_slurmctld_and_where_there_is_accounting_in_sacct(
         )
 
     if slurm_cluster.accounting:
-        wait_until(lambda: said().stdout == "FAILED|3:0\n", 30, "the end of the job in sacct")
+        wait_until(lambda: sacct().stdout == "FAILED|3:0\n", 30, "the end of the job in sacct")
     else:
-        assert said().returncode == 1
-        assert "accounting storage is disabled" in said().stderr
+        assert sacct().returncode == 1
+        assert "accounting storage is disabled" in sacct().stderr
 
 
-def test_the_processes_of_a_job_carry_the_mark_of_the_test_and_end_with_it(
+def test_processes_of_job_carry_marker_of_test_and_end_with_job(
     slurm: SlurmCluster,
 ) -> None:
     job = slurm.submit("--nodes=2", "--output=/dev/null", script="srun sleep 600")
-    # srun, which has a process of its own for its end, the batch script, its shell's child and a
-    # sleep a node
+    # srun and its helper process, the batch script and its child, and one sleep per node
     wait_until(lambda: len(marked(os.environ[MARKER])) >= 4, 30, "the processes of the job")
-    # one of the batch script, and one of the step on each node
+    # one for the batch script, and one for the step on each node
     wait_until(lambda: len(slurm.stepd_pids()) == 3, 30, "Slurm's own process for each of them")
     slurm.run("scancel", str(job))
     assert slurm.wait_for_job(job)["JobState"] == "CANCELLED"
     slurm.wait_idle()
-    # srun ends by itself: Slurm's own process waits only for the batch script
+    # srun ends by itself; slurmstepd waits only for the batch script
     wait_until(lambda: not marked(os.environ[MARKER]), 30, "the end of the job's processes")
 
 
 @pytest.mark.slow
-def test_what_was_killed_or_frozen_runs_again(slurm: SlurmCluster) -> None:
+def test_killed_and_frozen_daemons_run_again_after_restore(slurm: SlurmCluster) -> None:
     job = slurm.submit("--nodes=4", "--output=/dev/null", script="sleep 600")
     slurm.wait_for_job(job, "RUNNING")
     slurm.kill_node(3)
@@ -90,7 +87,7 @@ def test_what_was_killed_or_frozen_runs_again(slurm: SlurmCluster) -> None:
     assert slurm.run("srun", "--nodelist=n3", "echo", "back").stdout == "back\n"
 
 
-def test_a_setting_holds_for_a_while(slurm: SlurmCluster) -> None:
+def test_changed_setting_holds_only_inside_context(slurm: SlurmCluster) -> None:
     too_large = ("sbatch", "--array=0-7", "--output=/dev/null", "--wrap=true")
     with slurm.configured(MaxArraySize=4):
         refused = slurm.run(*too_large, check=False)
@@ -99,8 +96,8 @@ def test_a_setting_holds_for_a_while(slurm: SlurmCluster) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_cluster_ends_with_whoever_has_started_it(how: signal.Signals, tmp_path: Path) -> None:
-    """Two stand side by side meanwhile: each has its own ports."""
+def test_cluster_ends_with_process_that_started_it(how: signal.Signals, tmp_path: Path) -> None:
+    """Two clusters run side by side meanwhile: each has its own ports."""
     directory = tmp_path / "c"
     command = [
         sys.executable,
@@ -108,7 +105,7 @@ def test_a_cluster_ends_with_whoever_has_started_it(how: signal.Signals, tmp_pat
         "--dir",
         str(directory),
     ]
-    # a parent that can be killed: what it leaves behind sees the end of its standard input
+    # a parent that can be killed; its child then reads the end of its standard input
     parent = subprocess.Popen(
         [
             sys.executable,

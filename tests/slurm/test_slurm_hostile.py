@@ -1,6 +1,4 @@
-"""What a job is given arrives byte for byte through the real sbatch, and none of it becomes an
-option, a command or another line.
-"""
+"""Job inputs reach a real sbatch byte for byte; none becomes an option or a command."""
 
 from __future__ import annotations
 
@@ -12,19 +10,22 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from procs import nothing_left
+from procs import wait_for_no_processes
 from slurm_user import CLUSTERJOB, PROMPT, User
 
-# Tells all that it was given as it came: arguments, environment and places, as bytes.
+# Prints its arguments, environment and paths, encoded from their bytes.
 WITNESS = """
     import base64, json, os, pathlib, sys
-    def shown(text):
+    def encoded(text):
         return base64.b64encode(os.fsencode(text)).decode()
-    told = {
-        "args": [shown(arg) for arg in sys.argv[1:]], "env": {name: shown(value) for name, value in os.environ.items() if name[:2] == "X_"},
-        "cwd": shown(os.getcwd()), "file": shown(sys.argv[0]), "name": shown(os.environ["SLURM_JOB_NAME"]),
+    report = {
+        "args": [encoded(arg) for arg in sys.argv[1:]],
+        "env": {name: encoded(value) for name, value in os.environ.items() if name[:2] == "X_"},
+        "cwd": encoded(os.getcwd()),
+        "file": encoded(sys.argv[0]),
+        "name": encoded(os.environ["SLURM_JOB_NAME"]),
     }
-    print(json.dumps(told))
+    print(json.dumps(report))
 """
 INJECTIONS = (
     "\n#SBATCH --hold\n",
@@ -60,12 +61,12 @@ NAMES = TEXTS.map(lambda text: "".join(letter for letter in text if letter.ispri
 )
 
 
-def shown(text: str) -> str:
+def encoded(text: str) -> str:
     return base64.b64encode(os.fsencode(text)).decode()
 
 
 @pytest.mark.slow
-# Each example takes a second or two: to make one smaller would take minutes.
+# No shrinking, as each example takes a second or two.
 @settings(
     max_examples=5,
     phases=(Phase.explicit, Phase.generate),
@@ -83,10 +84,10 @@ def shown(text: str) -> str:
     values=st.lists(TEXTS, max_size=4),
     sweep=st.lists(TEXTS, min_size=1, max_size=3, unique=True),
 )
-def test_all_arrives_byte_for_byte(
+def test_all_inputs_arrive_byte_for_byte(
     user: User, name: str, args: list[str], values: list[str], sweep: list[str]
 ) -> None:
-    """Through one sbatch for each example, which runs all of a sweep's elements."""
+    """Each example is one sbatch call that runs all elements of a sweep."""
     places = [
         f"-{index}{''.join(letter for letter in text if letter not in '/:')[:20]}"
         for index, text in enumerate([name, *values])
@@ -111,17 +112,17 @@ def test_all_arrives_byte_for_byte(
     assert user("wait", job_id).returncode == 0
     for index, value in enumerate(_as_swept(sweep)):
         [line] = user.output(f"{job_id}_{index}").splitlines()
-        told = json.loads(line)
-        assert told["args"] == [*map(shown, args), shown(f"--swept={value}")]
-        assert told["env"] == {key: shown(value) for key, value in env.items()}
-        assert told["cwd"] == shown(os.path.realpath(directory))
-        assert told["file"] == shown(f"./{places[-1]}.py")
-        assert told["name"] == shown(name)
+        report = json.loads(line)
+        assert report["args"] == [*map(encoded, args), encoded(f"--swept={value}")]
+        assert report["env"] == {key: encoded(value) for key, value in env.items()}
+        assert report["cwd"] == encoded(os.path.realpath(directory))
+        assert report["file"] == encoded(f"./{places[-1]}.py")
+        assert report["name"] == encoded(name)
     assert not [*user.directory.rglob("pwned"), *user.home.rglob("pwned")]
 
 
 def _as_swept(values: list[str]) -> list[str]:
-    """Return the values of a sweep as its list means them: a range is its numbers."""
+    """Return the values of a parsed sweep; a range becomes its numbers."""
     from clusterjob.core import arrays
 
     array = arrays.parse(
@@ -131,10 +132,8 @@ def _as_swept(values: list[str]) -> list[str]:
     return [value for ((_, value),) in array.values]
 
 
-def test_bytes_that_are_no_text_and_no_line_of_slurm_s(user: User) -> None:
-    """All that stands in the script stands after its first command, where sbatch reads no options
-    any more.
-    """
+def test_invalid_utf8_and_sbatch_directives_arrive_unchanged(user: User) -> None:
+    """User text follows the first command of the script, where sbatch reads no options."""
     args = (b"\xff\xfe".decode(errors="surrogateescape"), *INJECTIONS)
     env = "\n#SBATCH --nice=55\n\udcff"
     done = user.run(
@@ -149,62 +148,70 @@ def test_bytes_that_are_no_text_and_no_line_of_slurm_s(user: User) -> None:
         "\n:",
         args=args,
     )
-    told = json.loads(done.stdout)
-    assert told["args"] == [shown(arg) for arg in args]
-    assert told["env"] == {"X_A": shown(env)}
+    report = json.loads(done.stdout)
+    assert report["args"] == [encoded(arg) for arg in args]
+    assert report["env"] == {"X_A": encoded(env)}
     [job] = user.jobs()
-    shown_job = user.slurm.job(job["backend_id"])
-    assert (shown_job["Nice"], shown_job["Priority"] != "0") == ("0", True)
+    slurm_job = user.slurm.job(job["backend_id"])
+    assert (slurm_job["Nice"], slurm_job["Priority"] != "0") == ("0", True)
     assert not user.path("pwned").exists()
 
 
-def test_a_home_of_jobs_with_all_that_slurm_would_expand(user: User, tmp_path: Path) -> None:
+def test_job_home_with_slurm_patterns_is_not_expanded(user: User, tmp_path: Path) -> None:
     home = tmp_path / "-h %j %% $(touch pwned) 'ö\" ,;#"
     user.patch.setenv("CLUSTERJOB_HOME", str(home))
     user.home = home
     out = user.run(WITNESS, "--nodes", "2").stdout
     labels = {line.partition("]")[0] for line in out.splitlines()}
     assert labels in ({"[0-1"}, {"[0", "[1"}), (
-        "folded where both lines came within one look, which depends on the machine's load"
+        "folded if both lines came within one poll, which depends on the machine's load"
     )
     job_id = user.submit("print('element')", "--array", "1")
     user("wait", job_id)
     assert user.output(f"{job_id}_1") == "element\n"
-    for bad, said in (
-        ("a\\b", "holds a backslash"),
-        ("a:b", "holds a colon"),
-        ("a\nb", "holds a backslash or a line break"),
+    for bad, message in (
+        ("a\\b", "contains a backslash"),
+        ("a:b", "contains a colon"),
+        ("a\nb", "contains a backslash or a line break"),
     ):
         user.patch.setenv("CLUSTERJOB_HOME", str(tmp_path / bad))
-        assert said in user("submit", "--cluster", "slurm", user.script("pass"), code=2).stderr
+        assert message in user("submit", "--cluster", "slurm", user.script("pass"), code=2).stderr
 
 
-def test_a_job_that_submits_a_job(user: User) -> None:
-    """Nothing of the outer job's place reaches the inner one, but where Slurm is."""
+def test_job_submitted_inside_job_inherits_no_rank_or_slurm_variables(user: User) -> None:
+    """Only SLURM_CONF of the outer job reaches the inner job."""
     inner = """
         import json, os
         watched = ("SLURM", "SBATCH", "CUDA", "RANK", "WORLD")
-        print(json.dumps({name: value for name, value in os.environ.items() if name.startswith(watched)}))
+        print(json.dumps({name: value for name, value in os.environ.items()
+                          if name.startswith(watched)}))
     """
     user.script(inner, "inner.py")
     outer = f"""
         import os, subprocess
         if os.environ["RANK"] == "0":
-            environ = os.environ | {{"CLUSTERJOB_HOME": {str(user.home)!r}, "CLUSTERJOB_PYTHON": {str(user.python)!r}}}
+            environ = os.environ | {{
+                "CLUSTERJOB_HOME": {str(user.home)!r}, "CLUSTERJOB_PYTHON": {str(user.python)!r},
+            }}
             environ["PYTHONPATH"] = {str(Path(__file__).resolve().parents[2])!r}
-            command = {[*CLUSTERJOB, "submit", "--cluster", "slurm", "--nodes", "1", "--nproc-per-node", "3", "inner.py"]!r}
-            print("inner", subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.strip())
-            refused = subprocess.run({[*CLUSTERJOB, "submit", "inner.py"]!r}, env=environ, capture_output=True, text=True)
-            print("refused", refused.returncode, "this is the inside of a job already" in refused.stderr)
+            command = {CLUSTERJOB!r} + [
+                "submit", "--cluster", "slurm", "--nodes", "1", "--nproc-per-node", "3", "inner.py",
+            ]
+            done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
+            print("inner", done.stdout.strip())
+            command = {CLUSTERJOB!r} + ["submit", "inner.py"]
+            refused = subprocess.run(command, env=environ, capture_output=True, text=True)
+            print("refused", refused.returncode,
+                  "this process already runs inside a job" in refused.stderr)
     """
     out = user.run(
         outer, "--nodes", "2", "--gpus-per-node", "4", "--nproc-per-node", "2", "--mem", "1G"
     ).stdout
-    said = dict(line.partition("] ")[2].split(" ", 1) for line in out.splitlines())
-    assert said["refused"] == "2 True"
-    user("wait", said["inner"])
+    output = dict(line.partition("] ")[2].split(" ", 1) for line in out.splitlines())
+    assert output["refused"] == "2 True"
+    user("wait", output["inner"])
     ranks = [
-        json.loads(line.partition("] ")[2]) for line in user.output(said["inner"]).splitlines()
+        json.loads(line.partition("] ")[2]) for line in user.output(output["inner"]).splitlines()
     ]
     assert sorted(rank["RANK"] for rank in ranks) == ["0", "1", "2"]
     for rank in ranks:
@@ -216,4 +223,4 @@ def test_a_job_that_submits_a_job(user: User) -> None:
         assert "CUDA_VISIBLE_DEVICES" not in rank or not rank["CUDA_VISIBLE_DEVICES"]
         assert "SLURM_MEM_PER_NODE" not in rank
         assert not [name for name in rank if name.startswith("SBATCH_")]
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)

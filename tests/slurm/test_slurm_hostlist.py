@@ -1,6 +1,4 @@
-"""Host lists there and back: what Slurm itself makes of a job's node names, expanded again, is
-those names in that order.
-"""
+"""Host lists that Slurm writes expand to the same names in the same order."""
 
 from __future__ import annotations
 
@@ -10,14 +8,14 @@ from slurm_cluster import SlurmCluster
 
 from clusterjob.node.environments.topology import expand_hostlist
 
-# Sites' names: a stem, a number or two, with and without zeros, and sometimes something behind.
+# Names as sites use them: a stem, one or two numbers, leading zeros, and sometimes a suffix.
 _stems = st.sampled_from(["n", "gpu", "gpu-", "node-a-", "r1c", "cn0", "dgx-h100-"])
 _numbers = st.tuples(st.integers(0, 130), st.integers(1, 4)).map(
     lambda pair: f"{pair[0]:0{pair[1]}d}"
 )
 _runs = st.tuples(st.integers(0, 130), st.integers(1, 9), st.integers(1, 4)).map(
     lambda run: [f"{number:0{run[2]}d}" for number in range(run[0], run[0] + run[1])]
-)  # as nodes are: many in a row
+)  # consecutive numbers, as nodes have
 _plain = st.tuples(_stems, _runs).map(lambda parts: [parts[0] + number for number in parts[1]])
 _endings = st.sampled_from(["-ib", "x", ".rack"])
 _ended = st.tuples(_stems, _runs, _endings).map(
@@ -35,7 +33,7 @@ _of_a_function = [HealthCheck.function_scoped_fixture]  # the cluster is the sam
 
 @settings(max_examples=150, suppress_health_check=_of_a_function)
 @given(names=_nodes)
-def test_a_list_that_slurm_has_written_gives_the_names_back_in_order(
+def test_host_list_from_slurm_expands_to_names_in_order(
     slurm: SlurmCluster, names: list[str]
 ) -> None:
     written = slurm.run("scontrol", "show", "hostlist", ",".join(names)).stdout.strip()
@@ -44,10 +42,10 @@ def test_a_list_that_slurm_has_written_gives_the_names_back_in_order(
 
 @settings(max_examples=50, suppress_health_check=_of_a_function)
 @given(names=_nodes)
-def test_a_sorted_list_gives_the_same_nodes(slurm: SlurmCluster, names: list[str]) -> None:
-    """Slurm sorts a job's nodes and leaves out what is there twice; its own expansion is the order
-    to keep.
-    """
+def test_sorted_host_list_expands_as_slurm_expands_it(
+    slurm: SlurmCluster, names: list[str]
+) -> None:
+    """Slurm sorts a job's nodes and drops duplicates; the order of its own expansion counts."""
     written = slurm.run("scontrol", "show", "hostlistsorted", ",".join(names)).stdout.strip()
     assert (
         expand_hostlist(written)
@@ -56,9 +54,10 @@ def test_a_sorted_list_gives_the_same_nodes(slurm: SlurmCluster, names: list[str
     assert set(expand_hostlist(written)) == set(names)
 
 
-def test_the_list_of_a_step_is_expanded_as_its_tasks_are_counted(slurm: SlurmCluster) -> None:
-    """Rank 0 is on the first host of SLURM_STEP_NODELIST, also where the step has not all of the
-    job's nodes.
+def test_host_list_of_step_expands_in_order_of_tasks(slurm: SlurmCluster) -> None:
+    """Rank 0 is on the first host of SLURM_STEP_NODELIST.
+
+    This also holds where the step has only some of the job's nodes.
     """
     show = (
         "--ntasks-per-node=1",

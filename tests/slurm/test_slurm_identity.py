@@ -1,6 +1,4 @@
-"""A job is found where a site hides its partition or changes its comment, and where sbatch is a
-wrapper that says more than the id.
-"""
+"""Find a Slurm job despite hidden partitions, changed comments and sbatch wrappers."""
 
 from __future__ import annotations
 
@@ -23,32 +21,32 @@ from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.queue import Queue
 from clusterjob.node.verdict import JobState, Verdict
 
-ACCOUNT = "games"  # an account of every Debian, which no daemon uses
+ACCOUNT = "games"  # exists on every Debian; no daemon uses it
 
 
-def ask_anew(user: User) -> None:
+def force_new_query(user: User) -> None:
     for path in user.home.glob("slurm/*.json"):
         path.unlink()
 
 
-# -- hidden partitions ----------------------------------------------------------------------------------------------------
+# -- hidden partitions ---------------------------------------------------------------------------
 
 
 @pytest.fixture
-def ordinary(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
-    """Return a user who is not root: root sees hidden partitions without asking. The partition
-    ``small`` is hidden.
+def non_root(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
+    """Return a user other than root, with the partition ``small`` hidden.
+
+    root sees hidden partitions without --all.
     """
     python = shutil.which("python3", path="/usr/bin:/bin")
     if os.geteuid() or python is None:
-        pytest.skip("it takes root, and an interpreter that everybody can read")
+        pytest.skip("needs root and an interpreter that all users can read")
     identity = pwd.getpwnam(ACCOUNT)
-    there = Path(
-        tempfile.mkdtemp(prefix="ordinary-", dir="/tmp")
-    )  # pytest's own directories are root's alone
+    # Only root can enter the directories of pytest.
+    there = Path(tempfile.mkdtemp(prefix="ordinary-", dir="/tmp"))
     slurm.directory.parent.chmod(0o711)
-    # clusterjob itself may read all files, as where its interpreter lies below /root; Slurm knows
-    # its user alone.
+    # clusterjob may read all files, as its interpreter may be below /root. Slurm sees only the
+    # user id.
     caps = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")
     become = [
         "setpriv",
@@ -78,25 +76,23 @@ def ordinary(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[U
         shutil.rmtree(there)
 
 
-def test_job_in_hidden_partition_is_followed_and_cancelled(ordinary: User) -> None:
-    job_id = ordinary.submit(GUEST, "--partition", "small")
-    ordinary.wait_for("up0")
-    ask_anew(ordinary)
-    assert ordinary.wait_for_state(job_id, "RUNNING")["backend_id"] == ordinary.slurm_id(job_id)
-    other = ordinary.submit(SLEEPER, "--partition", "small", "--set", "hold=true")
-    ask_anew(ordinary)
-    assert ordinary.job(other)["state"] == "PENDING"
-    ordinary("cancel", other)
-    assert ordinary.slurm_job(other)["JobState"] == "CANCELLED"
-    ordinary.path("leave").touch()
-    assert ordinary("wait", job_id).returncode == 0
+def test_job_in_hidden_partition_is_followed_and_cancelled(non_root: User) -> None:
+    job_id = non_root.submit(GUEST, "--partition", "small")
+    non_root.wait_for("up0")
+    force_new_query(non_root)
+    assert non_root.wait_for_state(job_id, "RUNNING")["backend_id"] == non_root.slurm_id(job_id)
+    other = non_root.submit(SLEEPER, "--partition", "small", "--set", "hold=true")
+    force_new_query(non_root)
+    assert non_root.job(other)["state"] == "PENDING"
+    non_root("cancel", other)
+    assert non_root.slurm_job(other)["JobState"] == "CANCELLED"
+    non_root.path("leave").touch()
+    assert non_root("wait", job_id).returncode == 0
 
 
-def test_time_limit_of_hidden_partition_is_known(ordinary: User) -> None:
-    """Its own limit of one hour holds, of which `scontrol show partition` says nothing without
-    --all.
-    """
-    said = ordinary(
+def test_time_limit_of_hidden_partition_is_checked(non_root: User) -> None:
+    """The limit of one hour applies; `scontrol show partition` needs --all to show it."""
+    message = non_root(
         "submit",
         "--cluster",
         "slurm",
@@ -104,28 +100,28 @@ def test_time_limit_of_hidden_partition_is_known(ordinary: User) -> None:
         "small",
         "--time",
         "61m",
-        ordinary.script("pass"),
+        non_root.script("pass"),
         code=1,
     ).stderr
-    assert "above that of the partition small" in said
+    assert "above that of the partition small" in message
 
 
-# -- changed comments -----------------------------------------------------------------------------------------------------
+# -- changed comments ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("comment", ["of-the-site", ""])
-def test_job_whose_comment_was_changed_is_followed_and_cancelled(user: User, comment: str) -> None:
+def test_job_with_changed_comment_is_followed_and_cancelled(user: User, comment: str) -> None:
     job_id = user.submit(GUEST, "--nodes", "2")
     user.wait_for("up0", "up1")
     user.slurm.run("scontrol", "update", f"JobId={user.slurm_id(job_id)}", f"Comment={comment}")
-    ask_anew(user)
+    force_new_query(user)
     assert user.wait_for_state(job_id, "RUNNING")["backend_id"] == user.slurm_id(job_id)
     user("cancel", job_id)
     assert user("wait", job_id, code=143).returncode == 143
     assert user.slurm.wait_for_job(user.slurm_id(job_id))["JobState"] == "CANCELLED"
 
 
-def test_job_whose_comment_and_directory_were_changed_is_known_by_name_and_submit_time(
+def test_job_with_changed_comment_and_directory_is_found_by_name_and_time(
     user: User,
 ) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
@@ -134,9 +130,9 @@ def test_job_whose_comment_and_directory_were_changed_is_known_by_name_and_submi
     )
     number = user.slurm_id(job_id)
     user.slurm.run("scontrol", "update", f"JobId={number}", "Comment=x", "WorkDir=/tmp")
-    ask_anew(user)
+    force_new_query(user)
     assert "JobHeldUser" in user.job(job_id)["reason"]
-    rows = Queue(Client(), user.directory).look().rows
+    rows = Queue(Client(), user.directory).poll().rows
     assert (rows[number].directory, rows[number].comment) == ("/tmp", "x")
     user("cancel", job_id)
     assert (user.slurm.job(number)["JobState"], user.slurm.job(namesake)["JobState"]) == (
@@ -148,10 +144,10 @@ def test_job_whose_comment_and_directory_were_changed_is_known_by_name_and_submi
 def change_record(user: User, job_id: str, **changes: Any) -> None:
     path = user.home / "records" / f"{job_id}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    ask_anew(user)
+    force_new_query(user)
 
 
-def test_job_whose_end_was_guessed_is_cancelled_where_slurm_shows_it(user: User) -> None:
+def test_job_with_guessed_end_is_cancelled_if_slurm_shows_it(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     lost = Verdict(JobState.LOST, 1, reason="a guess", ended_at="2020-01-01T00:00:00Z").to_json()
     change_record(user, job_id, end=lost, provisional=True)
@@ -159,8 +155,8 @@ def test_job_whose_end_was_guessed_is_cancelled_where_slurm_shows_it(user: User)
     assert user.slurm.job(user.slurm_id(job_id))["JobState"] == "CANCELLED"
 
 
-def test_cancel_spares_another_job_that_got_the_id(user: User) -> None:
-    """Whether the job's end was guessed, or Slurm could not be told when it was cancelled."""
+def test_cancel_spares_other_job_with_reused_id(user: User) -> None:
+    """Both after a guessed end and after a cancel that did not reach Slurm."""
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     other = str(
         user.slurm.submit("--hold", "--output=/dev/null", "--job-name=other", script="true")
@@ -189,11 +185,13 @@ def test_cancel_spares_another_job_that_got_the_id(user: User) -> None:
 
 @pytest.fixture
 def commenting_site(_slurm_none: SlurmCluster) -> Iterator[None]:
-    """Give the cluster a job_submit.lua that writes comments of its own."""
+    """Give the cluster a job_submit.lua that overwrites comments."""
     script = _slurm_none.conf.parent / "job_submit.lua"
     script.write_text(
-        "function slurm_job_submit(job, parts, uid)\n  job.comment = 'site'\n  return slurm.SUCCESS\nend\n"
-        "function slurm_job_modify(job, record, parts, uid)\n  return slurm.SUCCESS\nend\nreturn slurm.SUCCESS\n"
+        "function slurm_job_submit(job, parts, uid)\n"
+        "  job.comment = 'site'\n  return slurm.SUCCESS\nend\n"
+        "function slurm_job_modify(job, record, parts, uid)\n"
+        "  return slurm.SUCCESS\nend\nreturn slurm.SUCCESS\n"
     )
     with _slurm_none.configured(JobSubmitPlugins="lua"):
         yield
@@ -201,8 +199,8 @@ def commenting_site(_slurm_none: SlurmCluster) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("commenting_site")
-def test_plug_in_that_writes_comments_hides_no_job(user: User) -> None:
-    """Nor one whose id the submitter could not note."""
+def test_job_is_found_although_plugin_overwrites_comments(user: User) -> None:
+    """Neither the id in the record nor the comment is needed."""
     job_id = user.submit(GUEST)
     user.wait_for("up0")
     assert user.slurm_job(job_id)["Comment"] == "site"
@@ -212,14 +210,14 @@ def test_plug_in_that_writes_comments_hides_no_job(user: User) -> None:
     )
     user.start("submit", "--cluster", "slurm", user.script(GUEST)).wait(PROMPT)
     [lost] = {path.stem for path in (user.home / "records").glob("*.json")} - {job_id}
-    ask_anew(user)
+    force_new_query(user)
     assert user.wait_for_state(lost, "RUNNING")["backend_id"] != user.slurm_id(job_id)
     assert user.wait_for_state(job_id, "RUNNING")["backend_id"] == user.slurm_id(job_id)
     user.path("leave").touch()
     assert [user("wait", one).returncode for one in (job_id, lost)] == [0, 0]
 
 
-# -- wrappers around sbatch -----------------------------------------------------------------------------------------------
+# -- wrappers around sbatch ----------------------------------------------------------------------
 
 REAL = '"$REAL" "$@" || exit'
 
@@ -229,14 +227,14 @@ REAL = '"$REAL" "$@" || exit'
     [
         f"{REAL}\necho; echo 'Welcome to the cluster. 3 jobs are yours.'",
         f"echo 'Welcome'; {REAL}; echo '12 nodes are free'; echo Bye",
-        f"echo 42; {REAL}; echo 4711",  # which number is the id?
+        f"echo 42; {REAL}; echo 4711",  # two numbers that are not the id
         f"{REAL} > /dev/null; echo 'your job was taken'",
         f"{REAL} > /dev/null",
         f"{REAL}; exit 1",
         f"{REAL} > /dev/null; echo 'quota: cannot write the statistics' >&2; exit 7",
     ],
 )
-def test_job_that_a_wrapper_has_submitted_is_not_lost(user: User, wrapper: str) -> None:
+def test_job_submitted_by_sbatch_wrapper_is_found(user: User, wrapper: str) -> None:
     user.command_first_on_path("sbatch", wrapper + "\n")
     job_id = user.submit(GUEST)
     user.wait_for("up0")
@@ -246,50 +244,52 @@ def test_job_that_a_wrapper_has_submitted_is_not_lost(user: User, wrapper: str) 
     assert user("wait", job_id).returncode == 0
 
 
-def test_every_piece_of_an_array_that_a_wrapper_has_submitted_is_known(user: User) -> None:
+def test_every_part_of_array_submitted_by_wrapper_is_found(user: User) -> None:
     user.command_first_on_path("sbatch", f"{REAL} > /dev/null; exit 1\n")
     job_id = user.submit("pass", "--array", "0-1,1002-1003")
     assert user("wait", job_id).returncode == 0
     assert len({job["backend_id"].partition("_")[0] for job in user.jobs(job_id)}) == 2
 
 
-def test_wrapper_that_refuses_leaves_nothing(user: User) -> None:
+def test_wrapper_that_refuses_job_leaves_no_files(user: User) -> None:
     user.command_first_on_path(
         "sbatch",
-        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho "no more jobs today" >&2; exit 1\n',
+        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n'
+        'echo "no more jobs today" >&2; exit 1\n',
     )
     assert "Slurm refuses the job: no more jobs today" in user.refused()
 
 
-def test_wrapper_that_neither_submits_nor_fails_leaves_a_record(user: User) -> None:
-    """Slurm may have the job: nothing of it is deleted."""
+def test_wrapper_without_job_id_or_error_leaves_record(user: User) -> None:
+    """Slurm may have accepted the job, so nothing of it is deleted."""
     user.command_first_on_path(
         "sbatch", 'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho submitted\n'
     )
-    said = user("submit", "--cluster", "slurm", user.script("pass"), code=1).stderr
+    message = user("submit", "--cluster", "slurm", user.script("pass"), code=1).stderr
     assert (
-        "nobody knows whether Slurm has taken the job: sbatch printed no job id: 'submitted'"
-        in said
+        "it is unknown whether Slurm accepted the job: sbatch printed no job id: 'submitted'"
+        in message
     )
-    assert "do not submit it again before" in said
+    assert "do not submit it again before" in message
     [record] = (user.home / "records").glob("*.json")
     assert user.job(record.stem)["state"] == "UNKNOWN"
 
 
-def test_wrapper_that_prints_an_id_and_fails_leaves_a_record(user: User) -> None:
-    """Slurm has taken the job, whatever code the wrapper ends with, and squeue may not show it yet."""
+def test_wrapper_that_prints_id_and_fails_leaves_record(user: User) -> None:
+    """Slurm has accepted the job despite the exit code; squeue may not show it yet."""
     user.command_first_on_path(
         "sbatch",
-        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\necho Submitted batch job 999999; echo "quota" >&2; exit 1\n',
+        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n'
+        'echo Submitted batch job 999999; echo "quota" >&2; exit 1\n',
     )
-    said = user("submit", "--cluster", "slurm", user.script("pass"), code=1).stderr
-    assert "nobody knows whether Slurm has taken the job: quota" in said
+    message = user("submit", "--cluster", "slurm", user.script("pass"), code=1).stderr
+    assert "it is unknown whether Slurm accepted the job: quota" in message
     [record] = (user.home / "records").glob("*.json")
     assert user.job(record.stem)["state"] == "UNKNOWN"
 
 
-def test_controller_that_goes_after_a_wrapper_failed_leaves_a_record(user: User) -> None:
-    """The wrapper fails, and squeue cannot tell whether Slurm has the job."""
+def test_failed_wrapper_and_failed_squeue_leave_record(user: User) -> None:
+    """The wrapper fails, and squeue cannot show whether Slurm has the job."""
     user.command_first_on_path(
         "sbatch",
         'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n"$REAL" "$@" > /dev/null; exit 1\n',
@@ -298,12 +298,12 @@ def test_controller_that_goes_after_a_wrapper_failed_leaves_a_record(user: User)
         "squeue",
         "echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1\n",
     )
-    said = user("submit", "--cluster", "slurm", user.script(GUEST), code=1).stderr
-    assert "nobody knows whether Slurm has taken the job" in said
+    message = user("submit", "--cluster", "slurm", user.script(GUEST), code=1).stderr
+    assert "it is unknown whether Slurm accepted the job" in message
     user.wait_for("up0")
     (user.directory.parent / "bin" / "squeue").unlink()
     [record] = (user.home / "records").glob("*.json")
-    ask_anew(user)
+    force_new_query(user)
     wait_until(lambda: user.job(record.stem)["state"] == "RUNNING", PROMPT)
     user.path("leave").touch()
     assert user("wait", record.stem).returncode == 0

@@ -1,5 +1,6 @@
-"""A Slurm cluster from a laptop: a real sshd as its login host, a real Slurm behind it, and nothing
-of either on the laptop.
+"""Slurm jobs from a laptop: a real sshd as login host with a real Slurm behind it.
+
+The laptop itself has no Slurm.
 """
 
 from __future__ import annotations
@@ -14,48 +15,49 @@ from typing import Any
 
 import pytest
 from login_user import GUEST, Laptop
-from procs import SAVER, nothing_left, wait_until
+from procs import SAVER, wait_for_no_processes, wait_until
 from slurm_user import PROMPT
 
-from clusterjob.backends.slurm.mirror import Mirror
+from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
 
 pytestmark = pytest.mark.slow
 
-TELL = """
+REPORT = """
     import json, os, sys
     names = ("RANK", "WORLD_SIZE", "SLURMD_NODENAME", "SLURM_SUBMIT_DIR")
-    print(json.dumps({name: os.environ.get(name) for name in names} | {"cwd": os.getcwd(), "args": sys.argv[1:]}))
+    report = {name: os.environ.get(name) for name in names}
+    print(json.dumps(report | {"cwd": os.getcwd(), "args": sys.argv[1:]}))
 """
 
 
-def told(out: str) -> list[dict[str, object]]:
-    """Return what each rank has told of itself, in the order of the ranks."""
+def reported(out: str) -> list[dict[str, object]]:
+    """Return the reports of all ranks in rank order."""
     return [json.loads(line[line.index("{") :]) for line in sorted(out.splitlines())]
 
 
-# -- one job ------------------------------------------------------------------------------------------------------------
+# -- single jobs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_two_nodes_run_what_lies_on_the_laptop_over_one_connection(
+def test_job_on_two_nodes_runs_laptop_code_over_one_connection(
     laptop: Laptop, launcher: str
 ) -> None:
     laptop.path("data.txt").write_text("sent along")
     text = (
-        TELL
+        REPORT
         if launcher == "agent"
-        else TELL.replace('"RANK"', '"SLURM_PROCID"').replace('"WORLD_SIZE"', '"SLURM_NTASKS"')
+        else REPORT.replace('"RANK"', '"SLURM_PROCID"').replace('"WORLD_SIZE"', '"SLURM_NTASKS"')
     )
     done = laptop.run(
         text, "--nodes", "2", "--nproc-per-node", "2", "--launcher", launcher, args=("a b", "$(x)")
     )
     assert laptop.login.connections == 1
     [job] = laptop.jobs()
-    assert laptop.login.connections == 1, "of a job whose end is known nobody is asked"
+    assert laptop.login.connections == 1, "the status of an ended job needs no connection"
     there = laptop.there(job["id"])
-    ranks = told(done.stdout)
+    ranks = reported(done.stdout)
     assert [list(rank.values())[:3] for rank in ranks] == [
         ["0", "4", "n1"],
         ["1", "4", "n1"],
@@ -78,10 +80,10 @@ def test_two_nodes_run_what_lies_on_the_laptop_over_one_connection(
     assert record["handle"]["data"]["directory"] == str(there)
     assert record["handle"]["data"]["login"]["hosts"][0]["name"] == "login1"
     assert (there / "token").read_text() not in laptop.login.log.read_text() + json.dumps(record)
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
-def test_another_process_asks_follows_and_cancels(laptop: Laptop) -> None:
+def test_other_process_gets_status_follows_logs_and_cancels(laptop: Laptop) -> None:
     job_id = laptop.submit(GUEST, "--nodes", "2")
     assert laptop.login.connections == 1
     laptop.wait_for("up0", "up1")
@@ -94,29 +96,29 @@ def test_another_process_asks_follows_and_cancels(laptop: Laptop) -> None:
     before = laptop.login.connections
     follower = laptop.start("logs", "-f", job_id)
     waiter = laptop.start("wait", job_id)
-    wait_until(lambda: "line of 1" in laptop.said(follower)[0], PROMPT)
+    wait_until(lambda: "line of 1" in laptop.output_of(follower)[0], PROMPT)
     wait_until(
         lambda: laptop.login.connections == before + 2, PROMPT, "one connection for each process"
     )
     laptop("cancel", job_id)
     assert (follower.wait(PROMPT), waiter.wait(PROMPT)) == (143, 143)
-    assert "CANCELLED: cancelled" in laptop.said(waiter)[1]
+    assert "CANCELLED: cancelled" in laptop.output_of(waiter)[1]
     assert laptop.login.connections == before + 3
     assert laptop.slurm.wait_for_job(laptop.slurm_id(job_id))["JobState"] in ("CANCELLED", "FAILED")
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
     assert "had ended already" in laptop("cancel", job_id).stderr
 
 
-def test_ctrl_c_of_run_interrupts_the_workers_behind_a_login_host(laptop: Laptop) -> None:
+def test_ctrl_c_in_run_interrupts_workers_behind_login_host(laptop: Laptop) -> None:
     command = laptop.start("run", "--cluster", "hpc", "--grace", "60", laptop.script(SAVER))
-    wait_until(lambda: "up" in laptop.said(command)[0], PROMPT)
+    wait_until(lambda: "up" in laptop.output_of(command)[0], PROMPT)
     command.send_signal(signal.SIGINT)
-    assert command.wait(PROMPT) == 130, laptop.said(command)
-    assert laptop.said(command)[0] == "up\nsaved\n"
-    nothing_left(PROMPT)
+    assert command.wait(PROMPT) == 130, laptop.output_of(command)
+    assert laptop.output_of(command)[0] == "up\nsaved\n"
+    wait_for_no_processes(PROMPT)
 
 
-def test_run_is_attached_and_leaves_the_job_when_it_is_killed(laptop: Laptop) -> None:
+def test_killed_run_leaves_job_and_ctrl_c_in_run_cancels_job(laptop: Laptop) -> None:
     command = laptop.start("run", "--cluster", "hpc", laptop.script(GUEST))
     laptop.wait_for("up0")
     command.kill()
@@ -132,11 +134,11 @@ def test_run_is_attached_and_leaves_the_job_when_it_is_killed(laptop: Laptop) ->
     command.send_signal(2)
     assert command.wait(PROMPT) == 130
     assert sorted(job["state"] for job in laptop.jobs()) == ["CANCELLED", "SUCCEEDED"]
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_a_rank_that_fails_is_named_with_its_last_words(laptop: Laptop, launcher: str) -> None:
+def test_failed_rank_is_named_with_its_error(laptop: Laptop, launcher: str) -> None:
     text = """
         import os, pathlib, time
         rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
@@ -149,19 +151,19 @@ def test_a_rank_that_fails_is_named_with_its_last_words(laptop: Laptop, launcher
         time.sleep(1000)
     """
     job_id = laptop.submit(text, "--nodes", "2", "--nodelist", "n3,n4", "--launcher", launcher)
-    said = laptop("wait", job_id, code=1).stderr
-    assert re.search(r"FAILED: rank 1 \(node 1, local rank 0, host n4\): ValueError: boom", said), (
-        said
-    )
+    message = laptop("wait", job_id, code=1).stderr
+    assert re.search(
+        r"FAILED: rank 1 \(node 1, local rank 0, host n4\): ValueError: boom", message
+    ), message
     assert "ValueError: boom" in laptop("logs", job_id, "--rank", "1").stderr
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
-def test_names_that_a_shell_would_trip_over(laptop: Laptop) -> None:
+def test_shell_special_characters_arrive_unchanged(laptop: Laptop) -> None:
     laptop.profile(remote_home=str(laptop.login.home / "-a 'b' \"c\" $(d) 100% ☃"))
     hostile = 'it\'s "a" $(b) `c` \\ ☃ -x'
     out = laptop.run(
-        TELL,
+        REPORT,
         "--name",
         hostile,
         "--set",
@@ -170,12 +172,12 @@ def test_names_that_a_shell_would_trip_over(laptop: Laptop) -> None:
         f"X={hostile}",
         args=(hostile, "line\nbreak"),
     ).stdout
-    [rank] = told(out)
+    [rank] = reported(out)
     assert rank["args"] == [hostile, "line\nbreak"]
     assert "☃/jobs/" in str(rank["cwd"])
 
 
-def test_setup_lines_no_sync_and_the_interpreter(laptop: Laptop) -> None:
+def test_no_sync_job_uses_workdir_setup_lines_and_remote_python(laptop: Laptop) -> None:
     laptop.patch.delenv("CLUSTERJOB_PYTHON")
     elsewhere = laptop.login.home / "project"
     elsewhere.mkdir()
@@ -196,7 +198,7 @@ def test_setup_lines_no_sync_and_the_interpreter(laptop: Laptop) -> None:
     assert not (laptop.there(job["id"]) / "code").exists()
 
 
-def test_a_job_that_is_queued_again_finds_its_directory(laptop: Laptop) -> None:
+def test_requeued_job_finds_its_directory(laptop: Laptop) -> None:
     text = """
         import os, pathlib, time
         attempt = os.environ["CLUSTERJOB_ATTEMPT"]
@@ -215,7 +217,7 @@ def test_a_job_that_is_queued_again_finds_its_directory(laptop: Laptop) -> None:
     assert (laptop.there(job_id) / "code" / "here").read_text() == "1"
 
 
-def test_what_slurm_has_forgotten_is_told_by_the_directory_there(laptop: Laptop) -> None:
+def test_end_of_job_forgotten_by_slurm_is_read_from_remote_directory(laptop: Laptop) -> None:
     with laptop.slurm.configured(MinJobAge=2):
         job_id = laptop.submit("raise SystemExit(7)")
         laptop.slurm.wait_for_job(laptop.slurm_id(job_id))
@@ -226,20 +228,21 @@ def test_what_slurm_has_forgotten_is_told_by_the_directory_there(laptop: Laptop)
         assert (job["state"], job["exit_code"]) == ("FAILED", 7)
 
 
-def test_one_that_was_killed_is_told_by_slurm(laptop_of_either: Laptop) -> None:
-    laptop = laptop_of_either
+def test_state_of_killed_job_comes_from_slurm(laptop_of_each_cluster: Laptop) -> None:
+    laptop = laptop_of_each_cluster
     job_id = laptop.submit(GUEST)
     laptop.wait_for("up0")
     laptop.slurm.run("scancel", "--signal=KILL", "--full", laptop.slurm_id(job_id))
     laptop.slurm.wait_for_job(laptop.slurm_id(job_id))
     job = laptop.wait_for_state(job_id, "FAILED", "CANCELLED", "LOST")
     assert job["state"] != "LOST", job
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
-def test_results_come_back(laptop: Laptop) -> None:
+def test_fetch_copies_results_from_login_host(laptop: Laptop) -> None:
     job_id = laptop.submit(
-        "import pathlib\npathlib.Path('runs').mkdir()\npathlib.Path('runs/model.pt').write_text('weights')"
+        "import pathlib\npathlib.Path('runs').mkdir()\n"
+        "pathlib.Path('runs/model.pt').write_text('weights')"
     )
     assert laptop("wait", job_id).returncode == 0
     before = laptop.login.connections
@@ -249,10 +252,10 @@ def test_results_come_back(laptop: Laptop) -> None:
     assert "there is no absent" in laptop("fetch", job_id, "absent", "--to", "back", code=1).stderr
 
 
-# -- arrays, and many jobs ------------------------------------------------------------------------------------------------
+# -- arrays and many jobs ------------------------------------------------------------------------
 
 
-def test_an_array_is_one_sbatch_there_and_each_element_a_job(laptop: Laptop) -> None:
+def test_sweep_runs_as_array_and_each_element_has_own_result(laptop: Laptop) -> None:
     text = """
         import os, sys
         print(os.environ["CLUSTERJOB_ARRAY_INDEX"], *sys.argv[1:])
@@ -269,7 +272,7 @@ def test_an_array_is_one_sbatch_there_and_each_element_a_job(laptop: Laptop) -> 
     assert "2 SUCCEEDED, 1 FAILED" in row
 
 
-def test_elements_that_wait_are_cancelled_and_many_jobs_are_one_question(laptop: Laptop) -> None:
+def test_status_of_many_jobs_takes_one_connection_and_cancel_ends_them(laptop: Laptop) -> None:
     array = laptop.submit(GUEST, "--array", "0-59", "--set", "hold=true")
     others = [laptop.submit(GUEST, "--set", "hold=true") for _ in range(3)]
     before = laptop.login.connections
@@ -288,7 +291,7 @@ def test_elements_that_wait_are_cancelled_and_many_jobs_are_one_question(laptop:
     )
 
 
-def test_an_array_is_cut_where_the_profile_says(laptop: Laptop) -> None:
+def test_array_is_split_at_max_array_size_of_profile(laptop: Laptop) -> None:
     laptop.profile(max_array_size="3")
     text = "import os\nprint('element', os.environ['CLUSTERJOB_ARRAY_INDEX'])"
     job_id = laptop.submit(text, "--array", "1,4-7")
@@ -297,11 +300,23 @@ def test_an_array_is_cut_where_the_profile_says(laptop: Laptop) -> None:
         "element 1\n",
         "element 7\n",
     ]
-    assert "is no number of elements" in laptop("render", "--cluster", "hpc", "--set", "max_array_size=x", "--array", "1,2",
-                                                laptop.script(text), code=2).stderr  # fmt: skip
+    assert (
+        "is no number of elements"
+        in laptop(
+            "render",
+            "--cluster",
+            "hpc",
+            "--set",
+            "max_array_size=x",
+            "--array",
+            "1,2",
+            laptop.script(text),
+            code=2,
+        ).stderr
+    )
 
 
-def test_a_job_waits_for_another_of_the_same_cluster_alone(laptop: Laptop) -> None:
+def test_job_waits_only_for_job_of_same_cluster(laptop: Laptop) -> None:
     first = laptop.submit(GUEST)
     second = laptop.submit("print('second')", "--after", first)
     assert "Dependency" in laptop.job(second)["reason"]
@@ -313,32 +328,32 @@ def test_a_job_waits_for_another_of_the_same_cluster_alone(laptop: Laptop) -> No
     assert laptop("wait", second).returncode == 0
 
 
-# -- bad weather -----------------------------------------------------------------------------------------------------------
+# -- faults --------------------------------------------------------------------------------------
 
 
-def test_sshd_that_restarts_while_a_job_is_followed_is_waited_for(laptop: Laptop) -> None:
+def test_follow_waits_for_restarted_sshd_of_login_host(laptop: Laptop) -> None:
     job_id = laptop.submit(GUEST)
     laptop.wait_for("up0")
     follower = laptop.start("logs", "-f", job_id)
-    wait_until(lambda: "line of 0" in laptop.said(follower)[0], PROMPT)
-    laptop.login.stop(hang_up=True)
+    wait_until(lambda: "line of 0" in laptop.output_of(follower)[0], PROMPT)
+    laptop.login.stop(close_connections=True)
     job = laptop.wait_for_state(job_id, "UNKNOWN", timeout=PROMPT)
     assert "login1: " in job["reason"]
     laptop.leave()
     laptop.login.start()
     assert follower.wait(PROMPT * 3) == 0
-    assert laptop.said(follower)[0] == "line of 0\nleft 0\n"
-    assert "Traceback" not in laptop.said(follower)[1]
+    assert laptop.output_of(follower)[0] == "line of 0\nleft 0\n"
+    assert "Traceback" not in laptop.output_of(follower)[1]
 
 
-def test_a_connection_that_breaks_in_sbatch_leaves_a_job_that_is_found(laptop: Laptop) -> None:
+def test_job_is_found_after_connection_breaks_during_sbatch(laptop: Laptop) -> None:
     bin_ = laptop.login.directory / "bin"
     bin_.mkdir()
-    # The first that submits: sbatch is heard, and the connection is gone before it has said so.
-    # Looks for the job fail, too.
-    asked_only = 'case "$*" in *--test-only*) exec /usr/bin/sbatch "$@";; esac'
+    # The wrapper submits the job, but the connection breaks before it ends.
+    # Queries for the job fail, too.
+    test_only = 'case "$*" in *--test-only*) exec /usr/bin/sbatch "$@";; esac'
     (bin_ / "sbatch").write_text(
-        f'#!/bin/sh\n{asked_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n'
+        f'#!/bin/sh\n{test_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n'
     )
     (bin_ / "sbatch").chmod(0o755)
     laptop.login.stop()
@@ -346,11 +361,11 @@ def test_a_connection_that_breaks_in_sbatch_leaves_a_job_that_is_found(laptop: L
     laptop.login.start()
     command = laptop.start("submit", "--cluster", "hpc", laptop.script(GUEST))
     laptop.wait_for("taken")
-    laptop.login.stop(hang_up=True)
+    laptop.login.stop(close_connections=True)
     assert command.wait(60) == 1
-    said = laptop.said(command)[1]
-    assert "nobody knows whether Slurm has taken the job: login1: the connection broke" in said
-    assert "Traceback" not in said
+    message = laptop.output_of(command)[1]
+    assert "it is unknown whether Slurm accepted the job: login1: the connection broke" in message
+    assert "Traceback" not in message
     laptop.login.start()
     laptop.wait_for("up0")
     [job] = laptop.jobs()
@@ -359,15 +374,15 @@ def test_a_connection_that_breaks_in_sbatch_leaves_a_job_that_is_found(laptop: L
     assert laptop("logs", "-f", job["id"]).stdout == "line of 0\nleft 0\n"
 
 
-def test_each_thing_that_is_wrong_is_one_line_and_leaves_nothing(laptop: Laptop) -> None:
+def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> None:
     def refused(*options: str, code: int = 1) -> str:
-        said = laptop(
+        message = laptop(
             "submit", "--cluster", "hpc", *options, laptop.script("pass"), code=code
         ).stderr
-        assert said.count("clusterjob: error:") == 1
-        assert laptop.left_behind() == []
-        assert laptop.left_there() == []
-        return said
+        assert message.count("clusterjob: error:") == 1
+        assert laptop.remaining_files() == []
+        assert laptop.remaining_remote_jobs() == []
+        return message
 
     assert "Slurm refuses the job: " in refused("--partition", "nowhere")
     assert "invalid partition" in refused("--partition", "nowhere")
@@ -375,21 +390,21 @@ def test_each_thing_that_is_wrong_is_one_line_and_leaves_nothing(laptop: Laptop)
     assert "names 2 hosts" in refused("--login", "a,b", code=2)
     assert "connect_timeout" in refused("--set", "connect_timeout=x", code=2)
     laptop.login.known_hosts.write_text("")
-    assert "login1: its key is unknown" in (said := refused())
-    assert "clusterjob hosts trust login1" in said
+    assert "login1: its key is unknown" in (message := refused())
+    assert "clusterjob hosts trust login1" in message
     laptop.login.trust()
 
     laptop.login.stop()
     conf = laptop.login.environment.pop("SLURM_CONF")
     laptop.login.start()
     assert "SLURM_CONF" in refused()
-    laptop.patch.setenv("SLURM_CONF", "/nonexistent/here")  # is no business of the login host's
-    assert "SLURM_CONF names one" in refused()
+    laptop.patch.setenv("SLURM_CONF", "/nonexistent/here")  # does not matter on the login host
+    assert "set SLURM_CONF to the path of slurm.conf" in refused()
     laptop.login.stop()
     laptop.login.environment["SLURM_CONF"] = "/nonexistent/there"
     laptop.login.start()
     assert (
-        "login1: sbatch cannot be run: Slurm's configuration /nonexistent/there is not there"
+        "login1: sbatch cannot be run: Slurm's configuration /nonexistent/there does not exist"
         in refused()
     )
     laptop.login.stop()
@@ -402,24 +417,24 @@ def test_each_thing_that_is_wrong_is_one_line_and_leaves_nothing(laptop: Laptop)
     laptop.login.start()
     (laptop.login.home / ".bash_profile").write_text(f"PATH={bin_}\n")
     assert "login1: sbatch cannot be run: No such file or directory" in refused()
-    # Where modules put Slurm's commands on the PATH of a login shell, they are found.
+    # Commands that are only on the PATH of a login shell are found.
     (laptop.login.home / ".bash_profile").write_text(
         f"echo hello\nexport PATH={bin_}:/usr/bin:/bin SLURM_CONF={conf}\n"
     )
     assert laptop.run("print('found')").stdout == "found\n"
     assert (
-        "knows no"
+        "does not support"
         not in laptop("render", "--cluster", "hpc", "--no-sync", laptop.script("pass")).stderr
     )
 
 
-def test_other_clusters_have_no_login_host(laptop: Laptop) -> None:
+def test_other_clusters_refuse_login_option(laptop: Laptop) -> None:
     for cluster in ("local", "ssh"):
         hosts = ("--hosts", "a") if cluster == "ssh" else ()
-        said = laptop(
+        message = laptop(
             "render", "--cluster", cluster, *hosts, "--login", "x", laptop.script("pass"), code=2
         ).stderr
-        assert f"the {cluster} cluster has no --login" in said
+        assert f"the {cluster} cluster has no --login" in message
     rendered = laptop("render", "--login", "me@login1", laptop.script("pass")).stdout
     assert "ssh me@login1 'cd ~/.clusterjob/jobs/" in rendered
     assert laptop.login.connections == 0, "a plan contacts nothing"
@@ -438,7 +453,7 @@ def test_other_clusters_have_no_login_host(laptop: Laptop) -> None:
         "cancelled",
     ],
 )
-def test_a_login_host_that_lies_writes_nothing_else(name: str, tmp_path: Path) -> None:
+def test_malicious_login_host_cannot_write_unrequested_files(name: str, tmp_path: Path) -> None:
     record = Record(
         "x-1",
         "x",
@@ -451,7 +466,7 @@ def test_a_login_host_that_lies_writes_nothing_else(name: str, tmp_path: Path) -
     )
     record.job_dir.mkdir()
 
-    def lies(op: str, **asked: Any) -> tuple[Any, bytes]:
+    def forged_answer(op: str, **asked: Any) -> tuple[Any, bytes]:
         return {
             "jobs": [
                 {"known": True, "more": False, "files": [{"path": name, "stamp": "1", "size": 3}]}
@@ -459,5 +474,5 @@ def test_a_login_host_that_lies_writes_nothing_else(name: str, tmp_path: Path) -
         }, b"lie"
 
     with pytest.raises(HostError, match="not asked for"):
-        Mirror("login1").look(lies, [(record, True)])
+        ClusterMirror("login1").poll(forged_answer, [(record, True)])
     assert list(record.job_dir.iterdir()) == []

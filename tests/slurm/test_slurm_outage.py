@@ -1,5 +1,6 @@
-"""The controller is away, or a part of Slurm is killed: what runs goes on, what is cancelled ends,
-and the end is told as it was.
+"""Outages of the controller and killed processes of Slurm.
+
+Running jobs continue, cancelled jobs end, and the true end is reported.
 """
 
 from __future__ import annotations
@@ -13,50 +14,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE, below, nothing_left, wait_until
+from procs import TEST_TIMEOUT, below, wait_for_no_processes, wait_until
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
-from clusterjob.backends.slurm import job_end as slurm_ends
+from clusterjob.backends.slurm import job_end
 from clusterjob.backends.slurm.client import Client
-from clusterjob.backends.slurm.queue import Accounting, Row
+from clusterjob.backends.slurm.queue import Accounting, JobRow
 from clusterjob.node.verdict import JobState, Verdict
 
 
-def ask_anew(user: User) -> None:
+def force_new_query(user: User) -> None:
     for path in user.home.glob("slurm/*.json"):
         path.unlink()
 
 
-def change(user: User, job_id: str, **fields: Any) -> None:
+def change_record(user: User, job_id: str, **fields: Any) -> None:
     path = user.home / "records" / f"{job_id}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def gate(user: User, command: str) -> Path:
-    """Have the first call of a command wait until the test lets it go; return the file that says
-    so.
-    """
+    """Block the first call of a command until the returned file exists."""
     notes = user.command_first_on_path(
         command,
-        '[ -s "$NOTES" ] || { echo waits >> "$NOTES"; while [ ! -e "$NOTES.go" ]; do sleep 0.1; done; }\nexec "$REAL" "$@"\n',
+        '[ -s "$NOTES" ] || { echo waits >> "$NOTES"; '
+        'while [ ! -e "$NOTES.go" ]; do sleep 0.1; done; }\nexec "$REAL" "$@"\n',
     )
     return notes.with_name(f"{notes.name}.go")
 
 
-# -- srun -----------------------------------------------------------------------------------------------------------------
+# -- srun ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_srun_that_could_not_create_the_step_is_run_again(user: User, launcher: str) -> None:
-    """The controller goes between the start of the batch script and srun."""
+def test_srun_that_cannot_create_step_is_retried(user: User, launcher: str) -> None:
+    """The controller stops between the start of the batch script and srun."""
     go = gate(user, "srun")
     job_id = user.submit(GUEST, "--nodes", "2", "--launcher", launcher)
-    wait_until(lambda: go.with_suffix("").read_text(), PATIENCE, "the batch script to call srun")
+    wait_until(
+        lambda: go.with_suffix("").read_text(), TEST_TIMEOUT, "the batch script to call srun"
+    )
     user.slurm.stop_controller()
     go.touch()
     out = user.directory_of(job_id) / "logs" / "slurm.out"
-    wait_until(lambda: "srun is run again" in out.read_text(), PATIENCE, "srun to fail")
+    wait_until(lambda: "srun is run again" in out.read_text(), TEST_TIMEOUT, "srun to fail")
     user.slurm.start_controller()
     user.wait_for("up0", "up1", timeout=PROMPT * 3)
     user.path("leave").touch()
@@ -64,70 +66,72 @@ def test_srun_that_could_not_create_the_step_is_run_again(user: User, launcher: 
 
 
 @pytest.mark.parametrize(
-    "words",
+    "error",
     ["Requested node configuration is not available", "Job/step already completing or completed"],
 )
-def test_srun_that_is_refused_is_not_run_again(user: User, words: str) -> None:
+def test_srun_that_is_refused_is_not_retried(user: User, error: str) -> None:
     notes = user.command_first_on_path(
         "srun",
-        f'echo >> "$NOTES"; echo "srun: error: Unable to create step for job 1: {words}" >&2; exit 1\n',
+        f'echo >> "$NOTES"; echo "srun: error: Unable to create step for job 1: {error}" >&2; '
+        "exit 1\n",
     )
-    said = user.run("pass", code=1).stderr
-    assert words in said
+    message = user.run("pass", code=1).stderr
+    assert error in message
     assert notes.read_text() == "\n"
 
 
-def test_program_that_only_speaks_of_such_an_error_is_not_run_again(user: User) -> None:
+def test_program_that_prints_step_creation_error_is_not_retried(user: User) -> None:
     text = """
         import sys
         open("runs", "a").write("x")
-        sys.exit("srun: error: Unable to create step for job 1: Unable to contact slurm controller (connect failure)")
+        sys.exit("srun: error: Unable to create step for job 1: "
+                 "Unable to contact slurm controller (connect failure)")
     """
     for launcher in ("agent", "srun"):
         user.run(text, "--launcher", launcher, code=1)
     assert user.path("runs").read_text() == "xx"
 
 
-# -- cancel ---------------------------------------------------------------------------------------------------------------
+# -- cancel --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_cancel_stops_the_agents_while_the_controller_is_down(user: User) -> None:
+def test_cancel_stops_agents_while_controller_is_down(user: User) -> None:
     job_id = user.submit(SLEEPER, "--nodes", "2")
     user.wait_for("up0", "up1")
     pending = user.submit(SLEEPER, "--set", "hold=true")
     user.slurm.stop_controller()
-    said = user("cancel", job_id, pending, timeout=180).stderr
-    assert "Slurm does not answer" in said
-    assert "the job's agents stop it" in said
-    nothing_left(PROMPT)
+    message = user("cancel", job_id, pending, timeout=180).stderr
+    assert "Slurm does not answer" in message
+    assert "the job's agents stop it" in message
+    wait_for_no_processes(PROMPT)
     assert user("wait", job_id, code=143).returncode == 143
     user.slurm.start_controller()
     assert user.slurm_job(pending)["JobState"] == "PENDING"
-    ask_anew(user)
+    force_new_query(user)
     user("status", pending)
     assert user.slurm.wait_for_job(user.slurm_id(pending))["JobState"] == "CANCELLED"
     assert user("wait", pending, code=143).returncode == 143
     assert not (user.directory_of(pending) / "scancel.pending").exists()
 
 
-def test_cancel_of_a_job_without_agents_says_that_slurm_has_to_be_told(user: User) -> None:
+def test_cancel_of_job_without_agents_fails_until_slurm_answers(user: User) -> None:
     job_id = user.submit(SLEEPER.replace("RANK", "SLURM_PROCID"), "--launcher", "srun")
     user.wait_for("up0")
     user.command_first_on_path(
         "scancel",
         "echo 'scancel: error: Unable to contact slurm controller (connect failure)' >&2; exit 1\n",
     )
-    said = user("cancel", job_id, code=1).stderr
-    assert f"job {job_id} has no agents that could stop it" in said
+    message = user("cancel", job_id, code=1).stderr
+    assert f"job {job_id} has no agents that could stop it" in message
     (user.directory.parent / "bin" / "scancel").unlink()
-    ask_anew(user)
+    force_new_query(user)
     user("status", job_id)
     assert user("wait", job_id, code=143).returncode == 143
-    nothing_left(PROMPT)
+    wait_for_no_processes(PROMPT)
 
 
-# -- ends -----------------------------------------------------------------------------------------------------------------
+# -- job ends ------------------------------------------------------------------------------------
 
 
 def batch_shell_of(user: User, number: str) -> int:
@@ -139,73 +143,74 @@ def batch_shell_of(user: User, number: str) -> int:
                 if Path(f"/proc/{child}").exists()
                 else []
             )
-            words = Path(f"/proc/{child}/cmdline").read_bytes() if environ else b""
+            command = Path(f"/proc/{child}/cmdline").read_bytes() if environ else b""
             if (
                 f"SLURM_JOB_ID={number}".encode() in environ
-                and b"slurm_script" in words
+                and b"slurm_script" in command
                 and b"SLURM_STEP_ID=0" not in environ
             ):
                 return child
     raise AssertionError(f"no batch shell of job {number}")
 
 
-def test_killed_batch_shell_is_a_failure(user: User) -> None:
-    """Slurm ends the job's steps by SIGTERM then, which nobody had asked for."""
+def test_killed_batch_shell_fails_job(user: User) -> None:
+    """Slurm then ends the steps by SIGTERM, although no user has cancelled the job."""
     job_id = user.submit(SLEEPER, "--nodes", "2")
     user.wait_for("up0", "up1")
     number = user.slurm_id(job_id)
     os.kill(batch_shell_of(user, number), signal.SIGKILL)
     user.slurm.wait_for_job(number)
-    ask_anew(user)
-    said = user("wait", job_id, code=137).stderr
+    force_new_query(user)
+    message = user("wait", job_id, code=137).stderr
     assert re.search(
-        rf"job {job_id} FAILED: the job's batch shell was killed by SIGKILL: Slurm says FAILED",
-        said,
-    ), said
-    nothing_left(PROMPT)
+        rf"job {job_id} FAILED: the job's batch shell was killed by SIGKILL: Slurm reports FAILED",
+        message,
+    ), message
+    wait_for_no_processes(PROMPT)
 
 
-def test_node_of_a_node_fail_is_named(user: User) -> None:
-    """Slurm is told that the node is down, as it would find after SlurmdTimeout."""
+def test_reason_of_node_fail_names_node(user: User) -> None:
+    """The test marks the node as down, as Slurm does after SlurmdTimeout."""
     job_id = user.submit(SLEEPER, "--nodes", "2", "--nodelist", "n2,n3")
     user.wait_for("up0", "up1")
     user.slurm.kill_node(3)
     user.slurm.run("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     user.slurm.wait_for_job(user.slurm_id(job_id), "NODE_FAIL")
-    ask_anew(user)
+    force_new_query(user)
     assert "NODE_FAIL: a node of the job failed: node n3" in user("wait", job_id, code=1).stderr
     notes = user.command_first_on_path("scontrol", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    ask_anew(user)
+    force_new_query(user)
     assert "node n3" in user.job(job_id)["reason"]
-    assert notes.read_text() == ""  # an end on record is not asked for again
+    assert notes.read_text() == ""  # a recorded end is not queried again
 
 
-def test_failed_elements_whose_code_srun_wrote_cost_no_command_each(user: User) -> None:
+def test_failed_elements_with_srun_exit_code_need_no_scontrol(user: User) -> None:
     job_id = user.submit("import sys; sys.exit(4)", "--launcher", "srun", "--array", "0-2")
     for number in range(3):
         user.slurm.wait_for_job(f"{user.slurm_id(job_id)}_{number}", "FAILED")
     notes = user.command_first_on_path("scontrol", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    ask_anew(user)
+    force_new_query(user)
     assert [(job["state"], job["exit_code"]) for job in user.jobs(job_id)] == [("FAILED", 4)] * 3
     assert notes.read_text() == ""
 
 
-def test_node_fail_of_a_slurm_that_names_no_node(tmp_path: Path) -> None:
-    named = slurm_ends.of_slurm(
-        Row("7", "NODE_FAIL", failed_node="one of n[2-3]"), None, job_dir=tmp_path, started_at=None
+def test_node_fail_reason_names_node_only_if_slurm_does(tmp_path: Path) -> None:
+    named = job_end.of_slurm(
+        JobRow("7", "NODE_FAIL", failed_node="one of n[2-3]"),
+        None,
+        job_dir=tmp_path,
+        started_at=None,
     )
-    assert named.reason == "Slurm says NODE_FAIL: a node of the job failed: one of n[2-3]"
-    ended = slurm_ends.of_slurm(Row("7", "NODE_FAIL"), None, job_dir=tmp_path, started_at=None)
+    assert named.reason == "Slurm reports NODE_FAIL: a node of the job failed: one of n[2-3]"
+    ended = job_end.of_slurm(JobRow("7", "NODE_FAIL"), None, job_dir=tmp_path, started_at=None)
     assert (ended.state, ended.reason) == (
         JobState.LOST,
-        "Slurm says NODE_FAIL: a node of the job failed",
+        "Slurm reports NODE_FAIL: a node of the job failed",
     )
 
 
-def test_accounting_tells_the_signal_and_the_nodes_of_forgotten_jobs(user_accounted: User) -> None:
-    """As test_killed_batch_shell_is_a_failure and test_node_of_a_node_fail_is_named, after squeue
-    has forgotten the jobs.
-    """
+def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User) -> None:
+    """A killed batch shell and a failed node, after squeue has forgotten the jobs."""
     user = user_accounted
     killed = user.submit(SLEEPER, "--nodelist", "n1")
     user.wait_for("up0")
@@ -219,28 +224,28 @@ def test_accounting_tells_the_signal_and_the_nodes_of_forgotten_jobs(user_accoun
     user.slurm.run("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     user.slurm.wait_for_job(user.slurm_id(lost), "NODE_FAIL")
     ids = {user.slurm_id(killed): "FAILED", user.slurm_id(lost): "NODE_FAIL"}
-    # with their directories: the first rows of a job have neither these nor all of its nodes
+    # with directories: the first rows of a job lack them and some of its nodes
     wanted = {
         user.slurm_id(job_id): (time.time() - 600, f"/jobs/{job_id}") for job_id in (killed, lost)
     }
 
-    def accounted() -> dict[str, Row]:
+    def accounted() -> dict[str, JobRow]:
         rows = Accounting(Client()).ended(wanted) or {}
         return rows if {key: row.state for key, row in rows.items()} == ids else {}
 
-    rows = wait_until(accounted, PATIENCE, "the rows, which come in stages")
+    rows = wait_until(accounted, TEST_TIMEOUT, "the rows, which come in stages")
     assert rows is not None
     assert [rows[key].signal for key in ids] == [signal.SIGKILL, 0]
     assert [rows[key].failed_node for key in ids] == ["", "one of n[2-3]"]
 
 
-def test_sigterm_without_a_killed_shell_is_what_the_agents_say(tmp_path: Path) -> None:
+def test_verdict_of_agents_explains_sigterm_without_killed_shell(tmp_path: Path) -> None:
     own = Verdict(JobState.CANCELLED, 143, reason="cancelled")
     (tmp_path / "ends").mkdir()
     (tmp_path / "ends" / "srun.0").write_text("143\n")
     assert (
-        slurm_ends.of_slurm(
-            Row("7", "FAILED", reason="RaisedSignal:15(Terminated)", signal=15),
+        job_end.of_slurm(
+            JobRow("7", "FAILED", reason="RaisedSignal:15(Terminated)", signal=15),
             own,
             job_dir=tmp_path,
             started_at=None,
@@ -249,29 +254,35 @@ def test_sigterm_without_a_killed_shell_is_what_the_agents_say(tmp_path: Path) -
     )
 
 
-# -- the lease ------------------------------------------------------------------------------------------------------------
+# -- lease ---------------------------------------------------------------------------------------
 
 
-def test_job_that_slurm_does_not_show_is_unknown_until_its_lease_ends(user: User) -> None:
-    """Whatever hides it: it gives signs of life. One that gave its last a minute ago is LOST, until
-    a verdict is there.
+def test_job_hidden_from_squeue_is_unknown_until_lease_ends(user: User) -> None:
+    """The job still renews its lease; a minute after the last renewal it is LOST.
+
+    A verdict that arrives later replaces LOST.
     """
     job_id = user.submit(GUEST, "--nodes", "2")
     user.wait_for("up0", "up1")
-    user.command_first_on_path("squeue", "exit 0\n")  # which shows nothing
+    user.command_first_on_path("squeue", "exit 0\n")  # squeue lists no jobs
     handle = json.loads((user.home / "records" / f"{job_id}.json").read_text())["handle"]
-    change(user, job_id, handle=handle | {"data": handle["data"] | {"at": time.time() - 100}})
-    ask_anew(user)
+    change_record(
+        user, job_id, handle=handle | {"data": handle["data"] | {"at": time.time() - 100}}
+    )
+    force_new_query(user)
     job = user.job(job_id)
     assert (job["state"], "Slurm does not show it" in job["reason"]) == ("UNKNOWN", True)
     alive = user.directory_of(job_id) / "ends" / "alive"
     begin = alive.stat().st_mtime
-    wait_until(lambda: alive.stat().st_mtime > begin, PROMPT, "another sign of life")
+    wait_until(lambda: alive.stat().st_mtime > begin, PROMPT, "another renewal of the lease")
 
     os.utime(alive, (begin - 100, begin - 100))
-    ask_anew(user)
+    force_new_query(user)
     lost = wait_until(
-        lambda: user.job(job_id)["state"] == "LOST" or (ask_anew(user), os.utime(alive, (1, 1)))[0],
+        lambda: (
+            user.job(job_id)["state"] == "LOST"
+            or (force_new_query(user), os.utime(alive, (1, 1)))[0]
+        ),
         PROMPT,
     )
     assert lost

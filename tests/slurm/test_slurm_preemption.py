@@ -1,4 +1,4 @@
-"""Jobs that give way on a real Slurm: warned, saved, queued again, and gone on as the same job."""
+"""Preemption under a real Slurm: warning, checkpoint, requeue and next attempt of a job."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import clusterjob
 pytestmark = pytest.mark.slow
 
 TRAINING = ROOT / "examples" / "train_resume.py"
-PATIENCE = 240.0
+TEST_TIMEOUT = 240.0
 
-# Says at once that it is there, waits for the warning, and wants to go on; the next attempt has
-# nothing left to do.
+# Prints its attempt, waits for the warning and requests a requeue; the next attempt ends at once.
 WAITING = """
     import sys, time
     from clusterjob import bootstrap
@@ -36,16 +35,16 @@ WAITING = """
     """
 
 
-def weights(said: str) -> str:
-    found = re.search(r"weights (\w+)", said)
-    assert found, said
+def weights(output: str) -> str:
+    found = re.search(r"weights (\w+)", output)
+    assert found, output
     return found[1]
 
 
-def test_however_a_job_is_told_it_ends_with_the_weights_of_a_run_that_nobody_disturbed(
+def test_preempted_jobs_end_with_same_weights_as_undisturbed_job(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CLUSTERJOB_PYTHON")  # this one trains
+    monkeypatch.delenv("CLUSTERJOB_PYTHON")  # training needs torch
     common = [
         "--cluster",
         "slurm",
@@ -63,7 +62,7 @@ def test_however_a_job_is_told_it_ends_with_the_weights_of_a_run_that_nobody_dis
         jobs[how] = user("submit", *common, "--name", how, *training).stdout.strip()
         wait_until(
             lambda how=how: "step 50" in user.output(jobs[how]),
-            PATIENCE,
+            TEST_TIMEOUT,
             f"{how} saving its first checkpoint",
         )
         number = user.slurm_id(jobs[how])
@@ -74,50 +73,53 @@ def test_however_a_job_is_told_it_ends_with_the_weights_of_a_run_that_nobody_dis
         elif how == "requeue":
             user.slurm.run("scontrol", "requeue", number)
     for how, job in jobs.items():
-        user("wait", job, timeout=PATIENCE)
-        said = user.output(job)
-        assert ("attempt 1: from step" in said) == (how != "nobody"), said
-        assert "attempt 1: from step 0" not in said
-        assert "attempt 2" not in said
+        user("wait", job, timeout=TEST_TIMEOUT)
+        output = user.output(job)
+        assert ("attempt 1: from step" in output) == (how != "nobody"), output
+        assert "attempt 1: from step 0" not in output
+        assert "attempt 2" not in output
     assert len({weights(user.output(job)) for job in jobs.values()}) == 1
 
 
-def test_the_time_limit_warns_and_the_job_is_queued_again(
+def test_job_near_time_limit_is_warned_and_requeued(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm counts in minutes and may warn a minute early: a limit of two minutes leaves 10 to 70 s
-    to be warned in.
+    """Slurm counts in minutes and may warn a minute early.
+
+    A limit of two minutes leaves 10 to 70 s for the warning.
     """
     monkeypatch.delenv("CLUSTERJOB_PYTHON")  # bootstrap needs torch
     job = user.submit(
         WAITING, "--nodes", "2", "--requeue", "--signal-before", "50s", "--time", "2m"
     )
-    user("wait", job, timeout=PATIENCE)
-    said = user.output(job).splitlines()
+    user("wait", job, timeout=TEST_TIMEOUT)
+    output = user.output(job).splitlines()
     for rank in (0, 1):
-        own = [line.partition("] ")[2] for line in said if line.startswith((f"[{rank}]", "[0-1]"))]
-        assert own == ["attempt 0", "warned", "attempt 1"], said
+        own = [
+            line.partition("] ")[2] for line in output if line.startswith((f"[{rank}]", "[0-1]"))
+        ]
+        assert own == ["attempt 0", "warned", "attempt 1"], output
     assert user.job(job)["state"] == "SUCCEEDED"
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_a_job_that_is_cancelled_is_not_queued_again(
+def test_cancelled_job_is_not_requeued(
     user: User, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CLUSTERJOB_PYTHON")
     job = user.submit(
         WAITING, "--nodes", "2", "--requeue", "--signal-before", "20s", "--launcher", launcher
     )
-    wait_until(lambda: "attempt 0" in user.output(job), PATIENCE, "the workers")
+    wait_until(lambda: "attempt 0" in user.output(job), TEST_TIMEOUT, "the workers")
     user.slurm.run("scancel", user.slurm_id(job))
     user("wait", job, code=143)
     assert user.job(job)["state"] == "CANCELLED"
-    wait_until(lambda: user.slurm_job(job)["JobState"] == "CANCELLED", PATIENCE, "Slurm")
+    wait_until(lambda: user.slurm_job(job)["JobState"] == "CANCELLED", TEST_TIMEOUT, "Slurm")
     time.sleep(2)
     assert user.slurm_job(job)["JobState"] == "CANCELLED"
 
 
-def test_one_task_for_each_worker_is_warned_and_queued_again_too(
+def test_job_with_srun_launcher_is_warned_and_requeued(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CLUSTERJOB_PYTHON")
@@ -131,9 +133,9 @@ def test_one_task_for_each_worker_is_warned_and_queued_again_too(
         "--launcher",
         "srun",
     )
-    wait_until(lambda: user.output(job).count("attempt 0") > 0, PATIENCE, "the workers")
+    wait_until(lambda: user.output(job).count("attempt 0") > 0, TEST_TIMEOUT, "the workers")
     user.slurm.run("scancel", "--batch", "--signal=USR1", user.slurm_id(job))
-    user("wait", job, timeout=PATIENCE)
+    user("wait", job, timeout=TEST_TIMEOUT)
     assert (
         user.directory_of(job) / "logs" / "node0" / "rank0.attempt1.out"
     ).read_text() == "attempt 1\n"
@@ -146,31 +148,31 @@ def test_one_task_for_each_worker_is_warned_and_queued_again_too(
         ("srun", ("--nproc-per-node", "2"), "$SLURM_PROCID"),
     ],
 )
-def test_those_that_had_not_begun_are_queued_again_with_the_others(
+def test_tasks_still_in_setup_are_requeued_with_started_tasks(
     user: User, launcher: str, shape: tuple[str, ...], late: str
 ) -> None:
-    """srun ends them when the first has left, and its own code is then theirs."""
+    """srun ends them when the first task exits, and then exits with their code."""
     text = WAITING if launcher == "srun" else "pass"
     user.patch.delenv("CLUSTERJOB_PYTHON")
     hold = f'touch "held{late}"; [ "{late}" = 0 ] || [ "$CLUSTERJOB_ATTEMPT" != 0 ] || sleep 1000'
     job = user.submit(
         text, *shape, "--requeue", "--signal-before", "20s", "--launcher", launcher, "--setup", hold
     )
-    user.wait_for("held1", timeout=PATIENCE)
+    user.wait_for("held1", timeout=TEST_TIMEOUT)
     first = (
         (user.directory_of(job) / "events.jsonl").exists
         if launcher == "agent"
         else lambda: "attempt 0" in user.output(job)
     )
-    wait_until(first, PATIENCE, "the first")
+    wait_until(first, TEST_TIMEOUT, "the first")
     user.slurm.run("scancel", "--batch", "--signal=USR1", user.slurm_id(job))
-    user("wait", job, timeout=PATIENCE)
+    user("wait", job, timeout=TEST_TIMEOUT)
     assert user.job(job)["state"] == "SUCCEEDED"
     assert user.slurm_job(job)["Restarts"] == "1"
 
 
 class Count:
-    """Counts until it is told to leave, and goes on from there."""
+    """Counts until preemption; the next attempt resumes from the count."""
 
     def __call__(self, begin: int, end: int) -> list[int]:
         from clusterjob import bootstrap
@@ -188,14 +190,14 @@ class Count:
         return submitit.helpers.DelayedSubmission(Count(), self.reached, end)
 
 
-def test_a_function_that_says_how_goes_on_in_the_next_attempt(
+def test_function_with_checkpoint_method_resumes_in_next_attempt(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CLUSTERJOB_PYTHON")
     job = clusterjob.submit(
         Count(), 0, 10_000, nproc_per_node=2, cluster="slurm", requeue=True, signal_before="20s"
     )
-    wait_until(lambda: "counting" in user.output(job.id), PATIENCE, "the function")
+    wait_until(lambda: "counting" in user.output(job.id), TEST_TIMEOUT, "the function")
     user.slurm.run("scancel", "--signal=USR1", user.slurm_id(job.id))
     begin, end, attempt = job.result()
     assert (end, attempt) == (10_000, 1)

@@ -1,5 +1,6 @@
-"""What Slurm would refuse is refused before anything is queued, in Slurm's own words and with a
-hint; and where there is no Slurm.
+"""Jobs that Slurm would refuse are refused before submission, with its error and a hint.
+
+The same holds where Slurm is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from slurm_user import SLEEPER, User
 
 
 @pytest.mark.parametrize(
-    ("options", "words", "hint"),
+    ("options", "error", "hint"),
     [
         (
             ("--partition", "nowhere"),
@@ -34,23 +35,25 @@ from slurm_user import SLEEPER, User
         (("--array", "0-3", "--partition", "nowhere"), "invalid partition", "`sinfo -s`"),
     ],
 )
-def test_slurm_s_own_words_and_a_hint(
-    user: User, options: tuple[str, ...], words: str, hint: str
+def test_refusal_shows_slurm_error_and_hint(
+    user: User, options: tuple[str, ...], error: str, hint: str
 ) -> None:
-    said = user.refused(*options)
-    first, *rest = said.splitlines()[-2:] if hint else said.splitlines()[-1:]
+    message = user.refused(*options)
+    first, *rest = message.splitlines()[-2:] if hint else message.splitlines()[-1:]
     assert first.startswith("clusterjob: error: Slurm refuses the job: ")
-    assert words in first
+    assert error in first
     if hint:
         assert rest[0].startswith("  hint: ")
         assert hint in rest[0]
 
 
-def test_a_time_limit_above_the_partition_s(user: User) -> None:
-    """Slurm would take the job and never start it."""
-    said = user.refused("--partition", "small", "--time", "61m")
-    assert "the time limit of 0-01:01:00 is above that of the partition small: 0-01:00:00" in said
-    assert "--set qos=NAME" in said
+def test_time_limit_above_limit_of_partition_is_refused(user: User) -> None:
+    """Slurm would accept the job and never start it."""
+    message = user.refused("--partition", "small", "--time", "61m")
+    assert (
+        "the time limit of 0-01:01:00 is above that of the partition small: 0-01:00:00" in message
+    )
+    assert "--set qos=NAME" in message
     for options in (
         ("--partition", "small", "--time", "60m"),
         ("--partition", "small,main", "--time", "2h"),
@@ -60,25 +63,25 @@ def test_a_time_limit_above_the_partition_s(user: User) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "error"),
     [
         (("--set", "partion=main"), "sbatch has no option --partion"),
-        (("--set", "nodes=2"), "does not go through to sbatch"),
+        (("--set", "nodes=2"), "--set nodes is not allowed"),
         (("--signal-before", "90s", "--time", "2m"), "leaves no room for a warning"),
-        (("--set", "comment=a\tb"), "holds a line break"),
+        (("--set", "comment=a\tb"), "contains a line break"),
         (("--array", "3-1"), "is an empty range"),
         (("--container", "pyxis:"), "names no image"),
     ],
 )
-def test_what_makes_no_sense_is_said_without_asking_slurm(
-    user: User, options: tuple[str, ...], words: str
+def test_invalid_options_are_refused_without_calling_sbatch(
+    user: User, options: tuple[str, ...], error: str
 ) -> None:
     notes = user.command_first_on_path("sbatch", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    assert words in user.refused(*options, code=2)
+    assert error in user.refused(*options, code=2)
     assert notes.read_text() == ""
 
 
-def test_a_job_whose_nodes_are_busy_is_taken(user: User) -> None:
+def test_job_for_busy_nodes_is_accepted(user: User) -> None:
     user.slurm.submit("--nodes=4", "--exclusive", "--output=/dev/null", script="sleep 600")
     waiting = user.submit(SLEEPER, "--nodes", "4")
     assert user.job(waiting)["state"] == "PENDING"
@@ -86,12 +89,11 @@ def test_a_job_whose_nodes_are_busy_is_taken(user: User) -> None:
 
 
 @pytest.mark.parametrize("state", ["DRAIN", "DOWN"])
-def test_a_job_whose_nodes_are_away_just_now_is_taken_and_one_without_nodes_is_not(
+def test_job_for_unavailable_nodes_is_accepted_but_for_missing_nodes_refused(
     user: User, state: str
 ) -> None:
-    with user.slurm.configured(
-        ReturnToService=0
-    ):  # else a node that is DOWN comes back when its slurmd registers
+    # otherwise a node that is DOWN returns to service when its slurmd registers
+    with user.slurm.configured(ReturnToService=0):
         user.slurm.run("scontrol", "update", "NodeName=n[2-4]", f"State={state}", "Reason=test")
         assert "node configuration is not available" in user.refused("--nodes", "5")
         named = user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]")
@@ -103,29 +105,30 @@ def test_a_job_whose_nodes_are_away_just_now_is_taken_and_one_without_nodes_is_n
 
 
 @pytest.mark.slow
-def test_no_configuration_no_controller_and_no_slurm(user: User) -> None:
+def test_missing_controller_configuration_and_commands_are_reported(user: User) -> None:
     user.slurm.stop_controller()
-    said = user.refused_by_nobody()
-    assert "Slurm does not answer: Unable to contact slurm controller" in said
-    assert "`scontrol ping`" in said
+    message = user.submit_error_without_slurm()
+    assert "Slurm does not answer: Unable to contact slurm controller" in message
+    assert "`scontrol ping`" in message
     user.slurm.start_controller()
 
     user.patch.setenv("SLURM_CONF", str(user.path("nowhere.conf")))
-    said = user.refused_by_nobody()
-    assert "nowhere.conf" in said
-    assert "SLURM_CONF names one" in said
+    message = user.submit_error_without_slurm()
+    assert "nowhere.conf" in message
+    assert "set SLURM_CONF to the path of slurm.conf" in message
 
     user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
-    with pytest.MonkeyPatch.context() as patch:  # the fixtures need the real one again
+    with pytest.MonkeyPatch.context() as patch:  # the fixtures need the real PATH again
         patch.setenv("PATH", "/nowhere")
-        said = user.refused_by_nobody()
-    assert "sbatch cannot be run: No such file or directory" in said
-    assert "on PATH" in said
+        message = user.submit_error_without_slurm()
+    assert "sbatch cannot be run: No such file or directory" in message
+    assert "on PATH" in message
 
 
-def test_time_limit_of_a_partition_that_others_have_chosen_is_slurm_s_to_judge(user: User) -> None:
-    """The default partition allows 30 minutes; SBATCH_PARTITION, a template's #SBATCH line or a
-    plug-in choose the one with an hour.
+def test_time_limit_is_left_to_slurm_if_template_or_variable_sets_partition(user: User) -> None:
+    """The default partition allows 30 minutes, the partition ``small`` an hour.
+
+    A #SBATCH line of a template or SBATCH_PARTITION chooses ``small``.
     """
     user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=30")
     try:
@@ -146,11 +149,13 @@ def test_time_limit_of_a_partition_that_others_have_chosen_is_slurm_s_to_judge(u
 
 
 @pytest.mark.slow
-def test_time_limit_of_a_partition_that_a_plug_in_chooses_is_slurm_s_to_judge(user: User) -> None:
+def test_time_limit_is_left_to_slurm_if_plugin_sets_partition(user: User) -> None:
     script = user.slurm.conf.parent / "job_submit.lua"
     script.write_text(
-        "function slurm_job_submit(job, parts, uid)\n  job.partition = 'small'\n  return slurm.SUCCESS\nend\n"
-        "function slurm_job_modify(job, record, parts, uid)\n  return slurm.SUCCESS\nend\nreturn slurm.SUCCESS\n"
+        "function slurm_job_submit(job, parts, uid)\n"
+        "  job.partition = 'small'\n  return slurm.SUCCESS\nend\n"
+        "function slurm_job_modify(job, record, parts, uid)\n"
+        "  return slurm.SUCCESS\nend\nreturn slurm.SUCCESS\n"
     )
     with user.slurm.configured(JobSubmitPlugins="lua"):
         user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=30")
@@ -160,18 +165,18 @@ def test_time_limit_of_a_partition_that_a_plug_in_chooses_is_slurm_s_to_judge(us
 
 
 @pytest.mark.slow
-def test_time_limit_that_a_quality_of_service_may_exceed_is_slurm_s_to_judge(
+def test_time_limit_is_left_to_slurm_if_qos_may_exceed_it(
     user_accounted: User,
 ) -> None:
-    """The user's default one, and the one that SBATCH_QOS names."""
+    """The QOS is the default of the user or the one in SBATCH_QOS."""
     user, name = user_accounted, getpass.getuser()
     too_long = ("--partition", "small", "--time", "61m", "--set", "hold=true")
-    for words in (
+    for arguments in (
         ("add", "account", "site"), ("add", "user", name, "account=site"),
         ("add", "qos", "long", "flags=PartitionTimeLimit"),
         ("modify", "user", name, "set", "qos=normal,long"),
     ):  # fmt: skip
-        user.slurm.run("sacctmgr", "--immediate", *words)
+        user.slurm.run("sacctmgr", "--immediate", *arguments)
     with user.slurm.configured(AccountingStorageEnforce="associations,limits,qos"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SBATCH_QOS", "long")
@@ -184,7 +189,7 @@ def test_time_limit_that_a_quality_of_service_may_exceed_is_slurm_s_to_judge(
         )
 
 
-def test_nodes_that_are_away_in_a_partition_that_others_have_chosen(user: User) -> None:
+def test_job_for_drained_partition_from_sbatch_variable_is_accepted(user: User) -> None:
     user.slurm.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
     user.patch.setenv("SBATCH_PARTITION", "small")
     job_id = user.submit(SLEEPER)

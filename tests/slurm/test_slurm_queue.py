@@ -1,5 +1,6 @@
-"""Slurm's queue as clusterjob asks for it: one squeue for all jobs, at most one in 5 s, whoever
-asks, and nobody waits for a dead asker.
+"""Queries of Slurm's queue: one squeue call for all jobs, at most one every 5 s.
+
+A process that stops during its query does not block the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from slurm_user import GUEST, PROMPT, SLEEPER, User
 
 from clusterjob.backends.slurm import queue
 from clusterjob.backends.slurm.client import Client
-from clusterjob.backends.slurm.queue import INTERVAL, Queue, Row, rows_of, split
+from clusterjob.backends.slurm.queue import INTERVAL, JobRow, Queue, rows_of, split
 from clusterjob.node.system import files
 
 COUNT = 'date +%s.%N >> "$NOTES"\nexec "$REAL" "$@"\n'
@@ -28,12 +29,13 @@ def times_of(notes: Path) -> list[float]:
     return [float(line) for line in notes.read_text().splitlines()]
 
 
-# -- what squeue prints -------------------------------------------------------------------------------------------------
+# -- parsing of squeue output --------------------------------------------------------------------
 
 
-def test_rows() -> None:
-    """As squeue prints them: a mark after each field, a line break after each row, and anything
-    within a name or a comment.
+def test_squeue_output_is_parsed_into_rows() -> None:
+    """squeue prints a mark after each field and a line break after each row.
+
+    A name or a comment may contain any other text.
     """
     printed = [
         (
@@ -69,7 +71,7 @@ def test_rows() -> None:
     snapshot = queue._snapshot({"rows": split(text, "<mark>")})
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(0))
     assert snapshot.rows == {
-        "7": Row(
+        "7": JobRow(
             "7",
             "RUNNING",
             reason="",
@@ -79,7 +81,7 @@ def test_rows() -> None:
             directory="/h/jobs/a-222222",
             submitted=1795325346.0,
         ),
-        "8_3": Row(
+        "8_3": JobRow(
             "8_3",
             "PENDING",
             reason="JobHeldUser",
@@ -89,7 +91,7 @@ def test_rows() -> None:
             directory="/h/jobs/b-222222",
             submitted=1795325346.0,
         ),
-        "8": Row(
+        "8": JobRow(
             "8",
             "PENDING",
             reason="Resources",
@@ -122,22 +124,22 @@ def test_rows() -> None:
         "DEADLINE",
     ],
 )
-def test_a_state_that_is_an_end(state: str) -> None:
-    assert not Row("1", state).active
+def test_row_with_final_state_is_not_active(state: str) -> None:
+    assert not JobRow("1", state).active
 
 
-# -- one snapshot for all -----------------------------------------------------------------------------------------------
+# -- shared snapshot -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no time pass for a queue, however long Slurm's commands take."""
+    """Freeze the clock of a queue, however long Slurm's commands take."""
     moment = time.time()
     monkeypatch.setattr(queue, "time", SimpleNamespace(**vars(time) | {"time": lambda: moment}))
 
 
-class Watched:
-    """A queue whose snapshot can be made older, so that no test has to wait for time to pass."""
+class AgingQueue:
+    """A queue whose snapshot can be made older, so that tests need not wait."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -161,55 +163,57 @@ class Watched:
             },
         )
 
-    def asks(self) -> bool:
-        """Look once more, and return whether Slurm was asked."""
+    def asks_slurm(self) -> bool:
+        """Poll once more, and return whether Slurm was asked."""
         before = self.stored["asked_at"]
-        self.queue.look()
+        self.queue.poll()
         asked: bool = self.stored["asked_at"] != before
         while self.queue._asking is not None:
-            self.queue.look()
+            self.queue.poll()
         return asked
 
 
 @pytest.mark.usefixtures("clock")
-def test_calls_become_rare_where_nothing_changes_and_quick_again_where_something_does(
+def test_query_interval_grows_while_nothing_changes_and_resets_after_change(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    watched = Watched(tmp_path)
-    assert watched.queue.look().taken_at > 0
-    assert not watched.asks()
+    aging = AgingQueue(tmp_path)
+    assert aging.queue.poll().taken_at > 0
+    assert not aging.asks_slurm()
     pauses = []
     for _ in range(8):
         pause = 0.0
-        while not watched.asks():
-            watched.age(1)
+        while not aging.asks_slurm():
+            aging.age(1)
             pause += 1
         pauses.append(pause)
     assert pauses[0] == INTERVAL
     assert pauses == sorted(pauses)
     assert pauses[-1] == 30
     slurm.submit("--hold", "--output=/dev/null", script="true")
-    watched.age(31)
-    assert watched.asks()
-    watched.age(INTERVAL + 1)
-    assert watched.asks()
-    watched.age(INTERVAL + 1)  # nothing new, once
-    assert not watched.asks()
-    assert watched.stored["quiet"] == 1
+    aging.age(31)
+    assert aging.asks_slurm()
+    aging.age(INTERVAL + 1)
+    assert aging.asks_slurm()
+    aging.age(INTERVAL + 1)  # one query without changes
+    assert not aging.asks_slurm()
+    assert aging.stored["quiet"] == 1
 
 
 @pytest.mark.usefixtures("clock")
-def test_an_answer_is_there_for_whoever_comes_next(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_next_process_reads_recent_snapshot_without_query(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
     job = slurm.submit("--hold", "--output=/dev/null", "--comment=clusterjob:x", script="true")
-    assert Queue(Client(), tmp_path).look().rows[str(job)].comment == "clusterjob:x"
+    assert Queue(Client(), tmp_path).poll().rows[str(job)].comment == "clusterjob:x"
     slurm.stop_controller()
     begin = time.monotonic()
-    assert str(job) in Queue(Client(), tmp_path).look().rows  # of a moment ago: nobody is asked
+    assert str(job) in Queue(Client(), tmp_path).poll().rows  # still recent: no query
     assert time.monotonic() - begin < 2
 
 
 @pytest.mark.slow
-def test_what_squeue_complains_of_is_told_and_what_was_known_is_kept(user: User) -> None:
+def test_squeue_error_is_shown_with_last_known_state(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     assert "JobHeldUser" in user.job(job_id)["reason"]
     user.slurm.stop_controller()
@@ -223,8 +227,8 @@ def test_what_squeue_complains_of_is_told_and_what_was_known_is_kept(user: User)
 
 
 @pytest.mark.slow
-def test_one_that_stops_while_it_asks_keeps_nobody_from_asking(user: User) -> None:
-    """Ctrl-Z at the wrong moment."""
+def test_process_stopped_during_its_query_does_not_block_others(user: User) -> None:
+    """The process is stopped by Ctrl-Z while its squeue runs."""
     job_id = user.submit(GUEST)
     user.wait_for("up0")
     notes = user.command_first_on_path("squeue", 'echo >> "$NOTES"\nsleep 1\nexec "$REAL" "$@"\n')
@@ -239,9 +243,9 @@ def test_one_that_stops_while_it_asks_keeps_nobody_from_asking(user: User) -> No
     assert follower.wait(PROMPT * 3) == 143
 
 
-def test_a_broken_snapshot_is_made_anew(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_broken_snapshot_file_is_replaced(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = slurm.submit("--hold", "--output=/dev/null", script="true")
-    Queue(Client(), tmp_path).look()
+    Queue(Client(), tmp_path).poll()
     [path] = tmp_path.glob("queue-*.json")
     for text in (
         "",
@@ -251,10 +255,12 @@ def test_a_broken_snapshot_is_made_anew(slurm: SlurmCluster, tmp_path: Path) -> 
         '{"asked_at": 99999999999, "taken_at": 99999999999}',
     ):
         path.write_text(text)
-        assert str(job) in Queue(Client(), tmp_path).look().rows, text
+        assert str(job) in Queue(Client(), tmp_path).poll().rows, text
 
 
-def test_another_job_s_name_and_comment_forge_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_name_and_comment_of_other_job_cannot_forge_rows(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
     forged = "|".join(
         [
             "x\n999999",
@@ -277,17 +283,17 @@ def test_another_job_s_name_and_comment_forge_nothing(slurm: SlurmCluster, tmp_p
         "--comment=\udcff | \udcfe",
         script="true",
     )
-    rows = Queue(Client(), tmp_path).look().rows
+    rows = Queue(Client(), tmp_path).poll().rows
     assert str(job) in rows
     assert "999999" not in rows
-    assert rows_of(Queue(Client(), tmp_path).look(), "mine") == []
-    assert Queue(Client(), tmp_path).look().rows == rows
+    assert rows_of(Queue(Client(), tmp_path).poll(), "mine") == []
+    assert Queue(Client(), tmp_path).poll().rows == rows
 
 
-# -- from the command line ----------------------------------------------------------------------------------------------
+# -- commands ------------------------------------------------------------------------------------
 
 
-def test_defaults_of_the_user_s_change_no_answer(user: User) -> None:
+def test_squeue_and_scancel_variables_of_user_are_ignored(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     defaults = {
         "SQUEUE_PARTITION": "small",
@@ -305,7 +311,7 @@ def test_defaults_of_the_user_s_change_no_answer(user: User) -> None:
     assert user.slurm_job(job_id)["JobState"] == "CANCELLED"
 
 
-def test_defaults_of_the_user_s_make_no_other_job(user: User) -> None:
+def test_sbatch_variables_of_user_are_ignored_except_partition(user: User) -> None:
     for name, value in {
         "ARRAY_INX": "0-1",
         "WAIT": "1",
@@ -315,7 +321,7 @@ def test_defaults_of_the_user_s_make_no_other_job(user: User) -> None:
         "REQUEUE": "1",
     }.items():
         user.patch.setenv(f"SBATCH_{name}", value)
-    user.patch.setenv("SBATCH_PARTITION", "small")  # which the user may well mean
+    user.patch.setenv("SBATCH_PARTITION", "small")  # this variable is respected
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     job = user.slurm_job(job_id)
     assert (job["JobName"], job["Partition"], job["Requeue"], "ArrayJobId" in job) == (
@@ -327,7 +333,7 @@ def test_defaults_of_the_user_s_make_no_other_job(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_however_many_watch_slurm_is_asked_once_in_five_seconds(user: User) -> None:
+def test_many_watching_commands_share_one_squeue_call_every_5_s(user: User) -> None:
     job_id = user.submit(GUEST, "--nodes", "2")
     held = user.submit(SLEEPER, "--set", "hold=true")
     user.wait_for("up0", "up1")
@@ -342,14 +348,14 @@ def test_however_many_watch_slurm_is_asked_once_in_five_seconds(user: User) -> N
     while time.time() - begin < 12:
         assert {job["state"] for job in user.jobs()} == {"RUNNING", "PENDING"}
         time.sleep(0.5)
-    calls = times_of(notes)  # each a little after it was decided on
+    calls = times_of(notes)  # each a little later than its decision
     assert 2 <= len(calls) <= 1 + (time.time() - begin) / INTERVAL, calls
     user("cancel", held)
     user.path("leave").touch()
     assert [process.wait(PROMPT) for process in watching] == [0, 0, 143, 143]
 
 
-def test_three_hundred_jobs_are_one_question(user: User) -> None:
+def test_status_and_cancel_of_300_jobs_take_one_call_each(user: User) -> None:
     array = user.submit(SLEEPER, "--array", "0-289", "--set", "hold=true")
     others = [user.submit(SLEEPER, "--set", "hold=true") for _ in range(10)]
     notes = user.command_first_on_path("squeue", COUNT)

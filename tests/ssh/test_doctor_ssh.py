@@ -1,6 +1,4 @@
-"""`clusterjob doctor` on real hosts over real sshd servers: fit ones, and each of what makes one
-unfit.
-"""
+"""`clusterjob doctor` with real hosts and sshd servers: usable hosts and each problem."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from typing import Any
 
 import pytest
 from doctoring import CLUSTERJOB, Diagnosis, doctor, light_torch
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 from sshsite import Site
-from sshworld import HostOfWorld
+from sshworld import SshHost
 
 
-class Clinic:
-    """Hosts whose interpreter finds a torch that is imported at once."""
+class HostDoctor:
+    """Runs doctor for hosts whose interpreter finds a fast stand-in for torch."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -33,25 +31,25 @@ class Clinic:
         subprocess.run(["rm", "-rf", library], check=True)
         return light_torch(library, version)
 
-    def __call__(self, *words: str, **flags: Any) -> Diagnosis:
+    def __call__(self, *arguments: str, **flags: Any) -> Diagnosis:
         flags = {
             "setup": ['export PYTHONPATH="$HOME/lib"'],
             **flags,
             "set": {"need_torch": "true", **flags.get("set", {})},
         }
-        return doctor(*self.site.options(**flags), *words, cwd=self.site.directory)
+        return doctor(*self.site.options(**flags), *arguments, cwd=self.site.directory)
 
 
 @pytest.fixture
-def clinic(site: Site) -> Iterator[Clinic]:
-    made = Clinic(site)
+def diagnose(site: Site) -> Iterator[HostDoctor]:
+    made = HostDoctor(site)
     yield made
     for name in ("gpu1", "gpu2", "gpu3"):
         subprocess.run(["rm", "-rf", site.world.hosts[name].home / "lib"], check=True)
 
 
-def test_hosts_that_are_fit(clinic: Clinic) -> None:
-    found = clinic(hosts="gpu[1-3]", nproc_per_node=2)
+def test_usable_hosts_pass_all_checks(diagnose: HostDoctor) -> None:
+    found = diagnose(hosts="gpu[1-3]", nproc_per_node=2)
     assert found.fit
     assert [check["state"] for check in found.checks] == ["ok"] * len(found.checks), found
     assert found.words("job") == "3 nodes with 2 workers each"
@@ -60,16 +58,16 @@ def test_hosts_that_are_fit(clinic: Clinic) -> None:
         == "gpu1 (root@10.77.0.1:22), gpu2 (root@10.77.0.2:22), gpu3 (root@10.77.0.3:22)"
     )
     assert found.words("machines") == "gpu1 is gpu1, gpu2 is gpu2, gpu3 is gpu3"
-    assert found.words("torch") == "2.9.0 for the CPU alone, with gloo, on all 3 hosts"
+    assert found.words("torch") == "2.9.0 for the CPU only, with gloo, on all 3 hosts"
     assert found.words("rendezvous") == "gpu1 is reached at 10.77.0.1 by gpu2, gpu3"
     assert found.words("versions") == "the same on all hosts"
-    for host in clinic.site.world.hosts.values():
+    for host in diagnose.site.world.hosts.values():
         kept = host.home / ".clusterjob" / "jobs"
         assert not kept.is_dir() or not list(kept.iterdir()), "no job was begun"
 
 
-def test_one_host_and_torch_itself(site: Site) -> None:
-    """The torch of these tests, imported on a host."""
+def test_single_host_with_real_torch_passes(site: Site) -> None:
+    """The host imports the torch of the test environment."""
     found = doctor(
         *site.options(hosts="gpu1", python=sys.executable, set={"need_torch": "true"}),
         cwd=site.directory,
@@ -77,20 +75,21 @@ def test_one_host_and_torch_itself(site: Site) -> None:
     assert found.fit
     assert found.words("torch").startswith("gpu1: 2.")
     assert found.words("start") == "gpu1: forked from one process that has imported torch"
-    assert found.words("rendezvous") == "one host needs none"
+    assert found.words("rendezvous") == "one host needs no rendezvous"
 
 
-def test_hosts_behind_a_bastion(site: Site) -> None:
+def test_hosts_behind_bastion_pass(site: Site) -> None:
     found = doctor(*site.options(hosts="inner[1-2]"), cwd=site.directory)
     assert found.fit
-    assert found.state("torch") == "warning", "need_torch=false: jobs that are no Python's"
+    assert found.state("torch") == "warning", "need_torch=false: the job may be no Python program"
     assert found.words("rendezvous") == "inner1 is reached at 10.78.0.1 by inner2"
 
 
-def test_hosts_that_are_not_reached_or_not_trusted(clinic: Clinic) -> None:
-    world = clinic.site.world
+def test_unreachable_and_untrusted_hosts_fail_check_reached(diagnose: HostDoctor) -> None:
+    world = diagnose.site.world
     world.write_config(
-        "Host closed\n  HostName 10.77.0.1\n  Port 9\nHost strange\n  HostName 10.77.0.3\n  User nobody\n"
+        "Host closed\n  HostName 10.77.0.1\n  Port 9\n"
+        "Host strange\n  HostName 10.77.0.3\n  User nobody\n"
     )
     keys = [
         line
@@ -100,13 +99,13 @@ def test_hosts_that_are_not_reached_or_not_trusted(clinic: Clinic) -> None:
     world.known_hosts.write_text(
         "\n".join([*keys, f"10.77.0.2 {world.hosts['gpu3'].public_key}"]) + "\n"
     )
-    found = clinic(hosts="gpu1,closed,no-such-host.invalid,gpu2,strange,gpu3")
+    found = diagnose(hosts="gpu1,closed,no-such-host.invalid,gpu2,strange,gpu3")
     assert found.failed == ["reached"]
     closed, absent, changed, strange, fit = found.words("reached").splitlines()
     assert closed.startswith("closed: connection refused")
     assert absent.startswith("no-such-host.invalid: unknown host")
     assert changed.startswith("gpu2: its key has changed: it shows ssh-ed25519 SHA256:")
-    assert strange.startswith("strange: it lets nobody in with none of these keys")
+    assert strange.startswith("strange: it accepts none of the keys of nobody")
     assert fit == "gpu1 (root@10.77.0.1:22), gpu3 (root@10.77.0.3:22)"
     assert "hosts trust" in found.hints("reached")
     away = "closed, no-such-host.invalid, gpu2, strange: not checked: it needs 'reached'"
@@ -115,13 +114,14 @@ def test_hosts_that_are_not_reached_or_not_trusted(clinic: Clinic) -> None:
     assert found.words("rendezvous").splitlines() == ["gpu1 is reached at 10.77.0.1 by gpu3", away]
 
 
-def test_a_key_that_is_unknown_and_no_host_at_all(clinic: Clinic) -> None:
-    clinic.site.world.known_hosts.write_text("")
+def test_all_other_checks_are_unknown_when_no_host_is_reached(diagnose: HostDoctor) -> None:
+    diagnose.site.world.known_hosts.write_text("")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        clinic.site.world.write_config(
-            f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n  ConnectTimeout 3\n"
+        diagnose.site.world.write_config(
+            f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n"
+            "  ConnectTimeout 3\n"
         )
-        found = clinic(hosts="gpu1,hole")
+        found = diagnose(hosts="gpu1,hole")
     assert found.failed == ["reached"]
     unknown, hole = found.words("reached").splitlines()
     assert unknown.startswith("gpu1: its key is unknown")
@@ -143,40 +143,40 @@ def test_a_key_that_is_unknown_and_no_host_at_all(clinic: Clinic) -> None:
     assert states == {"unknown"}
 
 
-def test_a_job_without_hosts_is_wrong_use(site: Site) -> None:
+def test_doctor_without_hosts_is_usage_error(site: Site) -> None:
     argv = [*CLUSTERJOB, "doctor", "--cluster", "ssh"]
     done = subprocess.run(
-        argv, capture_output=True, text=True, check=False, timeout=PATIENCE, cwd=site.directory
+        argv, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT, cwd=site.directory
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "the ssh cluster needs hosts" in done.stderr
 
 
-# -- what a host has -------------------------------------------------------------------------------------------------------
+# -- checks on a host ----------------------------------------------------------------------------
 
 
-def test_no_interpreter_and_no_torch(clinic: Clinic) -> None:
-    found = clinic(python="/nowhere/python")
+def test_missing_interpreter_and_missing_torch_fail(diagnose: HostDoctor) -> None:
+    found = diagnose(python="/nowhere/python")
     assert found.failed == ["interpreter"]
     assert found.words("interpreter") == "gpu1, gpu2: there is no interpreter /nowhere/python"
     assert found.state("torch") == "unknown"
-    assert found.state("rendezvous") == "ok", "which needs none of the job's"
-    bare = clinic(setup=None)
+    assert found.state("rendezvous") == "ok", "it does not need the job's interpreter"
+    bare = diagnose(setup=None)
     assert bare.failed == ["torch"]
     assert bare.words("torch") == f"gpu1, gpu2: no torch: {sys.executable} does not find it"
     assert bare.state("start") == "unknown"
 
 
-def test_a_host_without_any_python(clinic: Clinic) -> None:
-    """Nobody there can be asked anything."""
-    host = clinic.site.world.hosts["gpu2"]
+def test_host_without_any_python_fails_check_reached(diagnose: HostDoctor) -> None:
+    """Without Python, no check can run on the host."""
+    host = diagnose.site.world.hosts["gpu2"]
     bin_ = host.directory / "bin"
     bin_.mkdir()
     (bin_ / "bash").symlink_to("/bin/bash")
     host.stop()
     host.start(SetEnv=f"HOME={host.home} PATH={bin_}")
     try:
-        found = clinic(python="python3", setup=None)
+        found = diagnose(python="python3", setup=None)
     finally:
         host.stop()
         host.start()
@@ -184,37 +184,37 @@ def test_a_host_without_any_python(clinic: Clinic) -> None:
     assert found.words("disks").splitlines()[-1] == "gpu2: not checked: it needs 'reached'"
 
 
-def test_setup_lines_that_fail(clinic: Clinic) -> None:
-    """They may need the code, which only a job brings; without it, it is there already."""
-    found = clinic(setup=["source code/env.sh"])
+def test_failed_setup_line_is_error_only_without_sync(diagnose: HostDoctor) -> None:
+    """A setup line may need the code, which doctor does not send. Without sync it is there."""
+    found = diagnose(setup=["source code/env.sh"])
     assert found.state("interpreter") == "unknown"
     assert "a setup line failed: source code/env.sh" in found.words("interpreter")
-    assert "its code, which is not there yet" in found.words("interpreter")
-    assert clinic("--no-sync", setup=["source code/env.sh"]).failed == ["interpreter"]
+    assert "code, which is not sent yet" in found.words("interpreter")
+    assert diagnose("--no-sync", setup=["source code/env.sh"]).failed == ["interpreter"]
 
 
-def test_versions_that_differ(clinic: Clinic) -> None:
-    clinic.torch("gpu2", "2.8.1")
-    found = clinic(hosts="gpu[1-3]")
+def test_different_torch_versions_fail_and_builds_warn(diagnose: HostDoctor) -> None:
+    diagnose.torch("gpu2", "2.8.1")
+    found = diagnose(hosts="gpu[1-3]")
     assert found.failed == ["versions"]
     assert found.words("versions") == "torch differs: 2.9.0 on gpu1, gpu3; 2.8.1 on gpu2"
-    clinic.torch("gpu2", "2.9.0+cpu")
-    builds = clinic(hosts="gpu[1-3]")
+    diagnose.torch("gpu2", "2.9.0+cpu")
+    builds = diagnose(hosts="gpu[1-3]")
     assert builds.fit
     assert builds.state("versions") == "warning"
 
 
-def test_one_machine_under_two_names(clinic: Clinic) -> None:
-    clinic.site.world.write_config("Host other\n  HostName 10.77.0.1\n  HostKeyAlias 10.77.0.1\n")
-    found = clinic(hosts="gpu1,gpu2,other")
+def test_two_hosts_that_are_same_machine_fail(diagnose: HostDoctor) -> None:
+    diagnose.site.world.write_config("Host other\n  HostName 10.77.0.1\n  HostKeyAlias 10.77.0.1\n")
+    found = diagnose(hosts="gpu1,gpu2,other")
     assert found.failed == ["machines"]
     assert found.words("machines").splitlines()[0] == "other: it is the same machine as gpu1"
     assert found.words("rendezvous") == "gpu1 is reached at 10.77.0.1 by gpu2"
 
 
-def test_a_disk_that_is_full(clinic: Clinic, full_disk: HostOfWorld) -> None:
+def test_full_disk_fails_check_disks(diagnose: HostDoctor, full_disk: SshHost) -> None:
     light_torch(full_disk.home / "lib")
-    found = clinic()
+    found = diagnose()
     assert found.failed == ["disks"]
     assert [line.partition(": ")[0] for line in found.words("disks").splitlines()] == [
         "gpu1",
@@ -223,27 +223,28 @@ def test_a_disk_that_is_full(clinic: Clinic, full_disk: HostOfWorld) -> None:
     assert "gpu2: disk full: " in found.words("disks")
 
 
-def test_a_clock_that_is_wrong(clinic: Clinic, tmp_path: Path) -> None:
-    """Namespaces share the kernel's clock: the host's interpreter reads it an hour late."""
+def test_wrong_clock_is_warning(diagnose: HostDoctor, tmp_path: Path) -> None:
+    """Namespaces share the kernel's clock, so the interpreter subtracts an hour."""
     late = tmp_path / "late-python"
     shift = (
         "import sys, time; real = time.time; time.time = lambda: real() - 3600; exec(sys.argv[1])"
     )
     late.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} -S "$@"\nshift; exec {sys.executable} -S -c {shlex.quote(shift)} "$@"\n'
+        f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} -S "$@"\n'
+        f'shift; exec {sys.executable} -S -c {shlex.quote(shift)} "$@"\n'
     )
     late.chmod(0o755)
-    found = clinic(python=str(late))
+    found = diagnose(python=str(late))
     assert found.fit
     assert found.state("clock") == "warning"
     assert found.words("clock") == "gpu1, gpu2: about 60 min behind this machine's"
 
 
-def test_hosts_that_do_not_reach_each_other(clinic: Clinic) -> None:
-    gpu2 = clinic.site.world.hosts["gpu2"]
+def test_host_that_cannot_reach_first_host_fails_rendezvous(diagnose: HostDoctor) -> None:
+    gpu2 = diagnose.site.world.hosts["gpu2"]
     gpu2.run("ip", "route", "add", "prohibit", "10.77.0.1")
     try:
-        found = clinic(hosts="gpu[1-3]")
+        found = diagnose(hosts="gpu[1-3]")
     finally:
         gpu2.run("ip", "route", "del", "prohibit", "10.77.0.1")
     assert found.failed == ["rendezvous"]
@@ -251,9 +252,9 @@ def test_hosts_that_do_not_reach_each_other(clinic: Clinic) -> None:
     assert "have to be open between the hosts" in found.hints("rendezvous")
 
 
-def test_fewer_gpus_than_asked_for(clinic: Clinic) -> None:
-    assert clinic("--gpus-per-node", "64").state("GPUs") == "warning"
-    found = clinic("--gpus-per-node", "64", "--require-gpus")
+def test_missing_gpus_warn_and_fail_with_require_gpus(diagnose: HostDoctor) -> None:
+    assert diagnose("--gpus-per-node", "64").state("GPUs") == "warning"
+    found = diagnose("--gpus-per-node", "64", "--require-gpus")
     assert found.failed == ["GPUs"]
-    assert found.words("GPUs").endswith("where 64 are asked for")
+    assert found.words("GPUs").endswith("but the job needs 64")
     assert "gpu1, gpu2: " in found.words("GPUs") or os.path.exists("/dev/nvidia0")

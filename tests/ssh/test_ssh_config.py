@@ -1,5 +1,6 @@
-"""Where a host is, as ssh itself finds it; a real `ssh -G` is asked, and where there is none,
-paramiko's reader.
+"""Resolution of a host's SSH settings by a real `ssh -G`.
+
+Without an ssh binary, paramiko reads the configuration.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def write(directory: Path, text: str, name: str = "config") -> Path:
     return path
 
 
-def test_an_alias_with_all_that_can_be_said_of_it(tmp_path: Path) -> None:
+def test_all_supported_options_of_alias_are_resolved(tmp_path: Path) -> None:
     write(tmp_path, "Host gpu1\n  HostName 10.0.0.1\n  Port 2222\n", "more")
     config = write(
         tmp_path,
@@ -72,14 +73,16 @@ def test_an_alias_with_all_that_can_be_said_of_it(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_written_at_the_host_wins(tmp_path: Path) -> None:
+def test_user_and_port_of_host_override_configuration(tmp_path: Path) -> None:
     target = resolve(
         Host("gpu1", "other", port=99), write(tmp_path, "Host gpu1\n User trainer\n Port 2222\n")
     )
     assert (str(target.label), target.user, target.port) == ("other@gpu1:99", "other", 99)
 
 
-def test_a_host_of_which_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconfigured_host_gets_ssh_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SSH_AUTH_SOCK", "/nowhere/agent")
     target = resolve(Host("gpu1"), write(tmp_path, ""))
     assert (target.hostname, target.port, target.user) == (
@@ -99,21 +102,25 @@ def test_a_host_of_which_nothing_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("written", "expected"),
     [("no", "no"), ("off", "no"), ("yes", "yes"), ("ask", "ask"), ("accept-new", "accept-new")],
 )
-def test_strictness(tmp_path: Path, written: str, meant: str) -> None:
-    assert resolve(Host("a"), write(tmp_path, f"StrictHostKeyChecking {written}\n")).strict == meant
+def test_strict_host_key_checking_value_is_normalized(
+    tmp_path: Path, written: str, expected: str
+) -> None:
+    assert (
+        resolve(Host("a"), write(tmp_path, f"StrictHostKeyChecking {written}\n")).strict == expected
+    )
 
 
-def test_nothing_is_nothing(tmp_path: Path) -> None:
+def test_none_values_disable_options(tmp_path: Path) -> None:
     target = resolve(
         Host("a"), write(tmp_path, "ProxyJump none\nIdentityAgent none\nProxyCommand none\n")
     )
     assert (target.jumps, target.agent, target.proxy_command) == ((), "", "")
 
 
-def test_a_proxy_command_gets_its_words(tmp_path: Path) -> None:
+def test_proxy_command_tokens_are_expanded(tmp_path: Path) -> None:
     target = resolve(
         Host("a", "me", port=7),
         write(tmp_path, "Host a\n HostName a.lab\n ProxyCommand nc %h %p %% %r\n"),
@@ -121,14 +128,14 @@ def test_a_proxy_command_gets_its_words(tmp_path: Path) -> None:
     assert target.proxy_command == "nc a.lab 7 % me"
 
 
-def test_a_broken_configuration_is_one_line(tmp_path: Path) -> None:
+def test_invalid_configuration_is_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(HostError, match="gpu1: ssh refuses its configuration") as caught:
         resolve(Host("gpu1"), write(tmp_path, "Nonsense yes\n"))
     assert "\n" not in caught.value.message
     assert caught.value.hint
 
 
-def test_without_ssh_the_configuration_is_read_all_the_same(
+def test_configuration_is_read_without_ssh_binary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

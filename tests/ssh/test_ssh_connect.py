@@ -1,6 +1,4 @@
-"""Connections to real sshd servers: who is reached, who is trusted, who is let in, and what is said
-of those who are not.
-"""
+"""Connections to real sshd servers: reaching hosts, host keys, logins and their errors."""
 
 from __future__ import annotations
 
@@ -16,18 +14,18 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from procs import kill_one_by_one, wait_until
+from procs import kill_all, wait_until
 from sshworld import World, sh
 
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.errors import HostError
 from clusterjob.remote import connect, ssh_config
 from clusterjob.remote.connect import ConnectOptions
-from clusterjob.remote.pool import Outcome, Pool, complaint, for_each
+from clusterjob.remote.pool import Pool, TaskOutcome, complaint, for_each
 from clusterjob.remote.session import Session
 
-SHORT = 3.0  # seconds for a phase, where a test waits for its end
-BOUND = 15.0  # seconds within which a phase of SHORT has ended, on a busy machine
+SHORT = 3.0  # seconds; timeout of a phase in tests that wait for it
+BOUND = 15.0  # seconds; a phase of SHORT ends within this even on a busy machine
 
 
 @pytest.fixture
@@ -62,7 +60,7 @@ def attempts(world: World, name: str) -> int:
     return text.count("Accepted ") + text.count("Failed ") + text.count("userauth")
 
 
-# -- those who are reached -------------------------------------------------------------------------------------------------
+# -- hosts that can be reached -------------------------------------------------------------------
 
 
 def test_hosts_are_reached_directly_and_through_one_bastion_connection(
@@ -83,34 +81,34 @@ def test_hosts_are_reached_directly_and_through_one_bastion_connection(
     assert after - before == 1, "one connection to the bastion serves all"
 
 
-def test_a_chain_of_jumps(world: World, pool: Pool) -> None:
+def test_host_behind_chain_of_jump_hosts_is_reached(world: World, pool: Pool) -> None:
     world.write_config("Host far\n  HostName 10.78.0.2\n  ProxyJump bastion,inner1\n")
     assert hostname(pool, "far") == "inner2"
 
 
-def test_a_proxy_command(world: World, pool: Pool) -> None:
+def test_host_behind_proxy_command_is_reached(world: World, pool: Pool) -> None:
     world.write_config(
         f"Host piped\n  HostName 10.77.0.1\n  ProxyCommand ssh -F {world.config} -W %h:%p gpu2\n"
     )
     assert hostname(pool, "piped") == "gpu1"
 
 
-def test_exit_codes_and_both_streams(pool: Pool) -> None:
+def test_run_returns_exit_code_stdout_and_stderr(pool: Pool) -> None:
     code, out, err = pool.connection(Host("gpu1")).run("echo out; echo err >&2; exit 3")
     assert (code, out, err) == (3, b"out\n", b"err\n")
 
 
-def test_an_ipv4_address_and_a_port(world: World, pool: Pool) -> None:
+def test_host_given_as_address_and_port_is_reached(world: World, pool: Pool) -> None:
     assert hostname(pool, "root@10.77.0.2:22") == "gpu2"
 
 
-def test_sixteen_at_once_are_let_in_where_the_server_takes_four(world: World, pool: Pool) -> None:
+def test_16_parallel_logins_succeed_although_max_startups_is_4(world: World, pool: Pool) -> None:
     gpu1 = world.hosts["gpu1"]
     gpu1.stop()
     gpu1.start(MaxStartups="4:100:4")
     try:
         world.write_config("".join(f"Host same{n}\n  HostName 10.77.0.1\n" for n in range(16)))
-        outcome: Outcome[Host, str] = for_each(
+        outcome: TaskOutcome[Host, str] = for_each(
             [Host(f"same{n}") for n in range(16)], lambda host: hostname(pool, host.name)
         )
         assert not outcome.errors
@@ -120,19 +118,19 @@ def test_sixteen_at_once_are_let_in_where_the_server_takes_four(world: World, po
         gpu1.start()
 
 
-# -- those who are not -----------------------------------------------------------------------------------------------------
+# -- hosts that cannot be reached ----------------------------------------------------------------
 
 
-def test_an_unknown_host(world: World, pool: Pool) -> None:
+def test_unknown_host_name_is_reported(world: World, pool: Pool) -> None:
     assert "unknown host no-such-host.invalid" in refusal(pool, "no-such-host.invalid").message
 
 
-def test_refused(world: World, pool: Pool) -> None:
+def test_refused_connection_is_reported(world: World, pool: Pool) -> None:
     world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
     assert "connection refused (10.77.0.1:9)" in refusal(pool, "closed").message
 
 
-def test_timed_out(world: World) -> None:
+def test_connection_timeout_is_reported_in_time(world: World) -> None:
     world.hosts["gpu1"].run("ip", "route", "add", "blackhole", "10.77.0.100")
     pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
     begin = time.monotonic()
@@ -144,8 +142,8 @@ def test_timed_out(world: World) -> None:
 
 
 @contextlib.contextmanager
-def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
-    """Serve TCP that says some words, then nothing, or hangs up."""
+def listener(greeting: bytes = b"", *, close_connections: bool = False) -> Iterator[int]:
+    """Serve TCP that sends a greeting, then stays silent or closes the connection."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         held: list[socket.socket] = []
 
@@ -153,8 +151,8 @@ def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 while True:
                     peer, _ = server.accept()
-                    peer.sendall(words)
-                    if hang_up:
+                    peer.sendall(greeting)
+                    if close_connections:
                         peer.close()
                     else:
                         held.append(peer)
@@ -171,37 +169,35 @@ def listener(words: bytes = b"", *, hang_up: bool = False) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("greeting", "why"),
     [
         (b"", "it accepts TCP and sends nothing for 3 s"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "does not complete the SSH handshake within 6 s"),
         (b"HTTP/1.1 400 Bad Request\r\n", ""),
     ],
-    ids=["black hole", "a banner and then nothing", "another protocol"],
+    ids=["silent", "banner only", "other protocol"],
 )
-def test_hosts_that_accept_and_say_nothing_are_given_up(
-    world: World, words: bytes, why: str
+def test_silent_or_non_ssh_server_is_given_up_within_timeout(
+    world: World, greeting: bytes, why: str
 ) -> None:
     pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
-    with listener(words) as port:
+    with listener(greeting) as port:
         world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
         begin = time.monotonic()
         assert why in refusal(pool, "hole").message
         assert time.monotonic() - begin < BOUND * 2
 
 
-def test_a_host_that_hangs_up_is_tried_again_and_then_given_up(world: World, pool: Pool) -> None:
-    with listener(hang_up=True) as port:
+def test_server_that_closes_connections_is_retried_then_given_up(world: World, pool: Pool) -> None:
+    with listener(close_connections=True) as port:
         world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
         error = refusal(pool, "hole")
     assert "it closed the connection 6 times before it sent anything" in error.message
     assert "MaxStartups" in error.hint
 
 
-def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
-    """A server that is stopped between the handshake and the login: its kernel still takes what is
-    sent.
-    """
+def test_login_without_answer_is_given_up(world: World) -> None:
+    """The server is stopped after the handshake; its kernel still accepts data."""
     pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
     target = pool.resolve(Host("gpu1"))
     original = connect._verify
@@ -223,19 +219,17 @@ def test_a_login_that_is_never_answered_is_given_up(world: World) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
-def test_a_command_that_says_nothing_is_given_up(world: World) -> None:
+def test_command_without_output_is_given_up(world: World) -> None:
     pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
     with pytest.raises(HostError, match="gpu1: a command prints nothing for 3 s"):
         pool.connection(Host("gpu1")).run("sleep 9")
     pool.close()
-    kill_one_by_one(world.hosts["gpu1"].pids())  # a command without a terminal outlives its client
+    kill_all(world.hosts["gpu1"].pids())  # a command without a terminal outlives its client
 
 
-def test_a_bastion_that_cannot_be_used_is_named(world: World, pool: Pool) -> None:
+def test_unusable_bastion_is_named(world: World, pool: Pool) -> None:
     world.write_config("Host lost\n  HostName 10.78.0.1\n  ProxyJump nobody@bastion\n")
-    with pytest.raises(
-        HostError, match=r"^nobody@bastion: it lets nobody in with none of these keys"
-    ):
+    with pytest.raises(HostError, match=r"^nobody@bastion: it accepts none of the keys of nobody"):
         pool.connection(Host("lost"))
     world.write_config(
         "Host beyond\n  HostName 10.78.0.9\n  Port 1\n  ProxyJump bastion\n  ConnectTimeout 8\n"
@@ -243,7 +237,7 @@ def test_a_bastion_that_cannot_be_used_is_named(world: World, pool: Pool) -> Non
     assert "not reached through bastion" in refusal(pool, "beyond").message
 
 
-def test_all_hosts_are_complained_of_at_once(world: World, pool: Pool) -> None:
+def test_all_unusable_hosts_are_reported_together(world: World, pool: Pool) -> None:
     world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
     outcome = for_each(parse_hosts("gpu1,closed,no-such-host.invalid"), pool.connection)
     message, _ = complaint(outcome.errors, 3)
@@ -252,21 +246,21 @@ def test_all_hosts_are_complained_of_at_once(world: World, pool: Pool) -> None:
     assert [line.split(":")[0].strip() for line in rest] == ["closed", "no-such-host.invalid"]
 
 
-# -- host keys -------------------------------------------------------------------------------------------------------------
+# -- host keys -----------------------------------------------------------------------------------
 
 
-def test_an_unknown_key_stops_before_anything_is_sent(world: World, pool: Pool) -> None:
+def test_unknown_host_key_is_refused_before_login(world: World, pool: Pool) -> None:
     world.known_hosts.write_text("")
     before = attempts(world, "gpu1")
     error = refusal(pool, "gpu1")
     assert f"its key is unknown: ssh-ed25519 {world.hosts['gpu1'].fingerprint}" in error.message
     assert "clusterjob hosts trust gpu1" in error.hint
     time.sleep(0.2)
-    assert attempts(world, "gpu1") == before, "nobody tried to log in"
+    assert attempts(world, "gpu1") == before, "no login was tried"
     assert world.known_hosts.read_text() == ""
 
 
-def test_a_changed_key_stops_and_is_shown(world: World, pool: Pool) -> None:
+def test_changed_host_key_is_refused_and_shown(world: World, pool: Pool) -> None:
     world.known_hosts.write_text(f"10.77.0.1 {world.hosts['gpu2'].public_key}\n")
     error = refusal(pool, "gpu1")
     assert (
@@ -277,7 +271,7 @@ def test_a_changed_key_stops_and_is_shown(world: World, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("strict", ["ask", "yes", "accept-new", "no"])
-def test_a_revoked_key_stops_whatever_the_configuration_says(
+def test_revoked_host_key_is_refused_with_every_strict_setting(
     world: World, pool: Pool, strict: str
 ) -> None:
     key = world.hosts["gpu1"].public_key
@@ -286,13 +280,16 @@ def test_a_revoked_key_stops_whatever_the_configuration_says(
     assert "is revoked" in refusal(pool, "gpu1").message
 
 
-def test_lines_of_authorities_and_of_nonsense_are_no_obstacle(world: World, pool: Pool) -> None:
-    lines = f"@cert-authority *.lab {world.hosts['gpu3'].public_key}\n@revoked * {world.hosts['gpu2'].public_key}\nnonsense\n"
+def test_unrelated_and_malformed_known_hosts_lines_are_ignored(world: World, pool: Pool) -> None:
+    lines = (
+        f"@cert-authority *.lab {world.hosts['gpu3'].public_key}\n"
+        f"@revoked * {world.hosts['gpu2'].public_key}\nnonsense\n"
+    )
     world.known_hosts.write_text(lines + f"10.77.0.1 {world.hosts['gpu1'].public_key}\n")
     assert hostname(pool, "gpu1") == "gpu1"
 
 
-def test_the_systems_keys_count_too(world: World, pool: Pool) -> None:
+def test_host_key_in_system_known_hosts_is_accepted(world: World, pool: Pool) -> None:
     system = world.directory / "system_known_hosts"
     system.write_text(world.known_hosts.read_text())
     world.known_hosts.write_text("")
@@ -300,7 +297,9 @@ def test_the_systems_keys_count_too(world: World, pool: Pool) -> None:
     assert hostname(pool, "gpu1") == "gpu1"
 
 
-def test_accept_new_records_and_then_insists(world: World, pool: Pool, warnings: list[str]) -> None:
+def test_accept_new_records_unknown_key_and_refuses_changed_key(
+    world: World, pool: Pool, warnings: list[str]
+) -> None:
     world.known_hosts.write_text("")
     world.write_config(StrictHostKeyChecking="accept-new")
     assert hostname(pool, "gpu1") == "gpu1"
@@ -310,7 +309,9 @@ def test_accept_new_records_and_then_insists(world: World, pool: Pool, warnings:
     assert "its key has changed" in refusal(pool, "gpu2").message
 
 
-def test_no_checking_warns_once(world: World, pool: Pool, warnings: list[str]) -> None:
+def test_disabled_host_key_checking_warns_once(
+    world: World, pool: Pool, warnings: list[str]
+) -> None:
     world.known_hosts.write_text(f"10.77.0.1 {world.hosts['gpu2'].public_key}\n")
     world.write_config(StrictHostKeyChecking="no", UserKnownHostsFile=f"{world.known_hosts}")
     outcome = for_each(parse_hosts("gpu[1-3]"), pool.connection)
@@ -320,7 +321,7 @@ def test_no_checking_warns_once(world: World, pool: Pool, warnings: list[str]) -
 
 
 class Authority:
-    """A certificate authority, and certificates of it."""
+    """A certificate authority that signs host keys."""
 
     def __init__(self, world: World, directory: Path) -> None:
         self.key = directory / "authority"
@@ -328,7 +329,7 @@ class Authority:
         self.public = " ".join(Path(f"{self.key}.pub").read_text().split()[:2])
         self.world = world
 
-    def vouch(
+    def certify(
         self, name: str, *, principal: str, validity: str = "-1h:+1h", user: bool = False
     ) -> None:
         host = self.world.hosts[name]
@@ -350,7 +351,7 @@ class Authority:
         host.stop()
         host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
 
-    def withdraw(self, name: str) -> None:
+    def remove_certificate(self, name: str) -> None:
         host = self.world.hosts[name]
         (host.directory / "host_key-cert.pub").unlink(missing_ok=True)
         host.stop()
@@ -361,13 +362,13 @@ class Authority:
 def authority(world: World, tmp_path: Path) -> Iterator[Authority]:
     made = Authority(world, tmp_path)
     yield made
-    made.withdraw("gpu1")
+    made.remove_certificate("gpu1")
 
 
-def test_a_certificate_of_a_trusted_authority(
+def test_certificate_of_trusted_authority_is_accepted(
     world: World, pool: Pool, authority: Authority
 ) -> None:
-    authority.vouch("gpu1", principal="10.77.0.1")
+    authority.certify("gpu1", principal="10.77.0.1")
     world.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
     assert hostname(pool, "gpu1") == "gpu1"
 
@@ -376,32 +377,34 @@ def test_a_certificate_of_a_trusted_authority(
     ("principal", "validity", "why"),
     [("gpu9", "-1h:+1h", "it is valid for gpu9"), ("10.77.0.1", "-2h:-1h", "it is not valid now")],
 )
-def test_a_certificate_that_does_not_hold(
+def test_certificate_with_wrong_principal_or_validity_is_refused(
     world: World, pool: Pool, authority: Authority, principal: str, validity: str, why: str
 ) -> None:
-    authority.vouch("gpu1", principal=principal, validity=validity)
+    authority.certify("gpu1", principal=principal, validity=validity)
     world.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
     assert why in refusal(pool, "gpu1").message
 
 
-def test_an_authority_that_is_revoked(world: World, pool: Pool, authority: Authority) -> None:
-    authority.vouch("gpu1", principal="10.77.0.1")
+def test_certificate_of_revoked_authority_is_refused(
+    world: World, pool: Pool, authority: Authority
+) -> None:
+    authority.certify("gpu1", principal="10.77.0.1")
     world.known_hosts.write_text(
         f"@cert-authority * {authority.public}\n@revoked * {authority.public}\n"
     )
     assert "the authority that signed its key is revoked" in refusal(pool, "gpu1").message
 
 
-def test_another_authority_vouches_for_nothing(
+def test_certificate_of_untrusted_authority_is_refused(
     world: World, pool: Pool, authority: Authority
 ) -> None:
-    authority.vouch("gpu1", principal="10.77.0.1")
+    authority.certify("gpu1", principal="10.77.0.1")
     world.known_hosts.write_text(f"@cert-authority * {world.hosts['gpu2'].public_key}\n")
     assert "its key is unknown" in refusal(pool, "gpu1").message
 
 
-def test_a_forged_certificate(world: World) -> None:
-    """What an authority signed is not what is shown: a byte of the signed part differs."""
+def test_forged_and_truncated_certificates_are_refused(world: World) -> None:
+    """The principal of the forged certificate is not the one that was signed."""
     from clusterjob.remote import host_certificates
 
     authority = Authority(world, world.directory / "gpu2")
@@ -436,27 +439,29 @@ def test_a_forged_certificate(world: World) -> None:
             host_certificates.parse(blob[:size])
 
 
-# -- logging in ------------------------------------------------------------------------------------------------------------
+# -- login ---------------------------------------------------------------------------------------
 
 
-def test_a_wrong_user(world: World, pool: Pool) -> None:
+def test_login_as_wrong_user_is_refused(world: World, pool: Pool) -> None:
     error = refusal(pool, "nobody@gpu1")
-    assert f"it lets nobody in with none of these keys: {world.key}" in error.message
+    assert f"it accepts none of the keys of nobody: {world.key}" in error.message
 
 
-def test_no_key_at_all(world: World, pool: Pool) -> None:
+def test_login_without_any_key_is_refused(world: World, pool: Pool) -> None:
     world.write_config(IdentityFile="/nonexistent/key")
     assert "there is no key to log in with as root" in refusal(pool, "gpu1").message
 
 
-def test_a_key_with_a_passphrase_says_so(world: World, pool: Pool, tmp_path: Path) -> None:
+def test_key_with_passphrase_but_no_agent_is_reported(
+    world: World, pool: Pool, tmp_path: Path
+) -> None:
     sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", tmp_path / "locked")
     world.write_config(IdentityFile=str(tmp_path / "locked"))
     assert "has a passphrase and no agent holds it (ssh-add)" in refusal(pool, "gpu1").message
 
 
 def listens(path: Path) -> bool:
-    """Return whether somebody does: the file is there a moment before."""
+    """Return whether a process listens; the socket file appears a moment earlier."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 
@@ -469,8 +474,13 @@ def agent_with(key: Path, directory: Path) -> Iterator[Path]:
     )
     try:
         wait_until(lambda: listens(path), 10, "the agent")
-        subprocess.run(["ssh-add", "-q", key], env={**os.environ, "SSH_AUTH_SOCK": str(path)}, check=True, stdin=subprocess.DEVNULL,
-                       capture_output=True)  # fmt: skip
+        subprocess.run(
+            ["ssh-add", "-q", key],
+            env={**os.environ, "SSH_AUTH_SOCK": str(path)},
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )
         yield path
     finally:
         agent.kill()
@@ -478,7 +488,7 @@ def agent_with(key: Path, directory: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("configured", [True, False])
-def test_a_key_that_only_the_agent_holds(
+def test_key_that_only_ssh_agent_holds_logs_in(
     world: World, pool: Pool, tmp_path: Path, configured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with agent_with(world.key, tmp_path) as path:
@@ -494,7 +504,7 @@ def test_a_key_that_only_the_agent_holds(
         assert hostname(pool, "gpu1") == "gpu1"
 
 
-def test_identities_only_leaves_the_agents_other_keys_alone(
+def test_identities_only_ignores_other_keys_of_ssh_agent(
     world: World, pool: Pool, tmp_path: Path
 ) -> None:
     with agent_with(world.key, tmp_path) as path:
@@ -504,8 +514,8 @@ def test_identities_only_leaves_the_agents_other_keys_alone(
         assert "there is no key to log in with" in refusal(pool, "gpu1").message
 
 
-def test_a_users_certificate(world: World, pool: Pool, tmp_path: Path) -> None:
-    """The host trusts an authority alone; the key itself is in no authorized_keys."""
+def test_user_certificate_logs_in(world: World, pool: Pool, tmp_path: Path) -> None:
+    """The host trusts only an authority; the key itself is not in authorized_keys."""
     authority = tmp_path / "authority"
     sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", authority)
     sh("ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", tmp_path / "mine")
@@ -516,7 +526,7 @@ def test_a_users_certificate(world: World, pool: Pool, tmp_path: Path) -> None:
     gpu1.start(TrustedUserCAKeys=f"{authority}.pub")
     try:
         world.write_config(IdentityFile=str(tmp_path / "mine"))
-        assert "with none of these keys" in refusal(pool, "gpu1").message
+        assert "it accepts none of the keys" in refusal(pool, "gpu1").message
         world.write_config(IdentityFile=str(tmp_path / "mine"), CertificateFile=str(certificate))
         assert hostname(pool, "gpu1") == "gpu1"
     finally:
@@ -524,7 +534,7 @@ def test_a_users_certificate(world: World, pool: Pool, tmp_path: Path) -> None:
         gpu1.start()
 
 
-def test_every_type_of_key_logs_in(world: World, pool: Pool, tmp_path: Path) -> None:
+def test_rsa_and_ecdsa_keys_log_in(world: World, pool: Pool, tmp_path: Path) -> None:
     for kind in ("rsa", "ecdsa"):
         sh("ssh-keygen", "-q", "-t", kind, "-N", "", "-f", tmp_path / kind)
         gpu1 = world.hosts["gpu1"]
@@ -542,14 +552,12 @@ def test_every_type_of_key_logs_in(world: World, pool: Pool, tmp_path: Path) -> 
             gpu1.start()
 
 
-def test_a_host_that_goes_no_further_is_heard_out(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have ended before it was told all."""
+def test_error_of_host_that_ends_early_is_read(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bash of the host may exit before the client has sent everything."""
     send = paramiko.Channel.sendall
 
     def late(channel: paramiko.Channel, data: bytes) -> None:
-        if not data.startswith(b"{ exec"):  # what its bash reads
+        if not data.startswith(b"{ exec"):  # input of the bash there
             wait_until(lambda: channel.closed, BOUND, "the end of bash")
         send(channel, data)
 
@@ -563,4 +571,4 @@ def test_a_host_that_goes_no_further_is_heard_out(
         timeout=10.0,
     )
     with pytest.raises(HostError, match="no Python: there is no interpreter no-such-python"):
-        session.ask("look")
+        session.ask("poll_node")

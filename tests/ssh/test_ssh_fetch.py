@@ -1,4 +1,4 @@
-"""Results brought back from real hosts, and the commands about hosts."""
+"""`clusterjob fetch` and `clusterjob hosts` with real hosts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE
-from sshsite import Site, end_of, hang_up
+from procs import TEST_TIMEOUT
+from sshsite import Site, close_connections, wait_for_verdict
 from sshworld import World
 
 from clusterjob.core import jobs
@@ -35,7 +35,7 @@ WRITER = """
 @pytest.fixture
 def record(site: Site) -> Record:
     record = site.submit(WRITER)
-    assert end_of(record).state is JobState.SUCCEEDED
+    assert wait_for_verdict(record).state is JobState.SUCCEEDED
     return record
 
 
@@ -56,7 +56,7 @@ def fetch(
     )
 
 
-def test_results_of_rank_0s_host(record: Record, target: Path) -> None:
+def test_fetch_copies_results_from_host_of_rank_0(record: Record, target: Path) -> None:
     (done,) = fetch(record, target)
     assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*")) == [
         "runs",
@@ -69,20 +69,20 @@ def test_results_of_rank_0s_host(record: Record, target: Path) -> None:
     assert done.passed_over == ["runs/outside: a link to /etc/passwd, which is outside"]
 
 
-def test_of_every_host(record: Record, target: Path) -> None:
+def test_fetch_from_all_nodes_writes_one_directory_per_node(record: Record, target: Path) -> None:
     fetch(record, target, "runs/", nodes=None)
     assert (target / "node0" / "runs" / "rank0.txt").read_text() == "0"
     assert (target / "node1" / "runs" / "rank1.txt").read_text() == "1"
 
 
-def test_only_what_has_changed_is_written_again(site: Site, record: Record, target: Path) -> None:
+def test_second_fetch_writes_only_changed_files(site: Site, record: Record, target: Path) -> None:
     fetch(record, target)
     before = {path: path.stat().st_ino for path in target.rglob("*")}
     (done,) = fetch(record, target)
     assert (done.written, done.unchanged) == ([], 3)
     assert {path: path.stat().st_ino for path in target.rglob("*")} == before
     remote = site.remote_dir(record, "gpu1") / "code" / "runs"
-    os.utime(remote / "large.bin")  # a new time, the same content
+    os.utime(remote / "large.bin")  # new mtime, same content
     time.sleep(0.01)
     (remote / "rank0.txt").write_text("more")
     (done,) = fetch(record, target)
@@ -90,7 +90,7 @@ def test_only_what_has_changed_is_written_again(site: Site, record: Record, targ
     assert (target / "runs" / "rank0.txt").read_text() == "more"
 
 
-def test_what_is_newer_here_is_left_unless_one_agrees(
+def test_locally_changed_file_is_replaced_only_with_consent(
     site: Site, record: Record, target: Path
 ) -> None:
     fetch(record, target)
@@ -105,13 +105,15 @@ def test_what_is_newer_here_is_left_unless_one_agrees(
 
 
 @pytest.mark.parametrize("path", ["nothing", "../agents", "/etc/passwd", "runs/../../token"])
-def test_what_is_not_in_the_working_directory(record: Record, target: Path, path: str) -> None:
+def test_fetch_refuses_missing_path_and_path_outside_workdir(
+    record: Record, target: Path, path: str
+) -> None:
     with pytest.raises(ClusterJobError, match="gpu1: there is no "):
         fetch(record, target, path)
     assert not target.exists() or not list(target.iterdir())
 
 
-def test_a_link_here_does_not_lead_a_host_astray(
+def test_fetch_does_not_write_through_local_symlink(
     site: Site, record: Record, target: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -122,34 +124,36 @@ def test_a_link_here_does_not_lead_a_host_astray(
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_the_command(site: Site, record: Record, target: Path) -> None:
-    hang_up()
+def test_fetch_command_reports_written_and_kept_files(
+    site: Site, record: Record, target: Path
+) -> None:
+    close_connections()
     for expected, text in ((0, "3 written, 0 unchanged"), (0, "0 written, 3 unchanged")):
         process = site.command(
             "fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL
         )
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=TEST_TIMEOUT)
         assert (process.returncode, out) == (expected, "")
         assert text in err
     (target / "runs" / "rank0.txt").write_text("mine")
     process = site.command(
         "fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL
     )
-    _, err = process.communicate(timeout=PATIENCE)
+    _, err = process.communicate(timeout=TEST_TIMEOUT)
     assert process.returncode == 1
-    assert "runs/rank0.txt has changed here" in err
+    assert "runs/rank0.txt not replaced: it has changed here" in err
 
 
-def test_a_node_that_is_not_there(record: Record, target: Path) -> None:
+def test_fetch_from_missing_node_is_refused(record: Record, target: Path) -> None:
     with pytest.raises(UsageError, match="has no node 2"):
         fetch(record, target, nodes=(2,))
 
 
-def test_git_s_revision_and_the_changes_are_kept(site: Site) -> None:
+def test_submit_records_git_revision_and_uncommitted_changes(site: Site) -> None:
     git = ["git", "-C", str(site.directory), "-c", "user.name=x", "-c", "user.email=x@x"]
     site.script("old = 1\n")
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], check=True)
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
     record = site.submit("new = 2\n")
     revision = subprocess.run(
         [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
@@ -157,7 +161,7 @@ def test_git_s_revision_and_the_changes_are_kept(site: Site) -> None:
     assert record.handle is not None
     assert record.handle.data["code"]["git"]["revision"] == revision
     assert "+new = 2" in (record.job_dir / "code.diff").read_text()
-    end_of(record)
+    wait_for_verdict(record)
 
 
 def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,16 +177,16 @@ def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Session, "ask", note)
     for expected in (True, False):
         asked.clear()
-        end_of(site.submit("print(1)"))
+        wait_for_verdict(site.submit("print(1)"))
         assert ("blobs" in asked) is expected
 
 
-# -- hosts -----------------------------------------------------------------------------------------------------------------
+# -- hosts ---------------------------------------------------------------------------------------
 
 
-def run(site: Site, *words: str) -> tuple[int, str, str]:
-    process = site.command(*words, stdin=subprocess.DEVNULL)
-    out, err = process.communicate(timeout=PATIENCE)
+def run(site: Site, *arguments: str) -> tuple[int, str, str]:
+    process = site.command(*arguments, stdin=subprocess.DEVNULL)
+    out, err = process.communicate(timeout=TEST_TIMEOUT)
     return process.returncode, out, err
 
 
@@ -200,7 +204,7 @@ def trust(site: Site, host: str, *more: str) -> tuple[int, str, str]:
     )
 
 
-def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:
+def test_hosts_command_shows_hosts_with_their_errors(site: Site) -> None:
     option = ("--set", f"ssh_config={site.world.config}")
     code, out, err = run(
         site, "hosts", "--hosts", "gpu1,nowhere.invalid", *option, "--python", site.python, "--json"
@@ -218,7 +222,7 @@ def test_hosts_are_shown_with_what_is_wrong(site: Site) -> None:
     assert (code, "there are no hosts" in err) == (2, True)
 
 
-def test_a_host_is_trusted_and_then_used(site: Site) -> None:
+def test_trusted_host_key_is_recorded_and_host_is_usable(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("# mine\n")
     option = ("--set", f"ssh_config={world.config}")
@@ -227,11 +231,11 @@ def test_a_host_is_trusted_and_then_used(site: Site) -> None:
     assert world.hosts["gpu1"].fingerprint in err
     assert world.known_hosts.read_text() == f"# mine\n10.77.0.1 {world.hosts['gpu1'].public_key}\n"
     code, _, err = run(site, "hosts", "trust", "gpu1", *option)
-    assert (code, "known already" in err) == (0, True)
-    assert end_of(site.submit("", hosts="gpu1")).state is JobState.SUCCEEDED
+    assert (code, "already recorded" in err) == (0, True)
+    assert wait_for_verdict(site.submit("", hosts="gpu1")).state is JobState.SUCCEEDED
 
 
-def test_a_host_behind_a_bastion_is_trusted_one_after_the_other(site: Site) -> None:
+def test_host_behind_bastion_is_trusted_after_bastion(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("")
     code, _, err = trust(site, "inner1")
@@ -242,7 +246,7 @@ def test_a_host_behind_a_bastion_is_trusted_one_after_the_other(site: Site) -> N
     assert f"10.78.0.1 {world.hosts['inner1'].public_key}" in world.known_hosts.read_text()
 
 
-def test_a_key_that_is_not_the_expected_one_is_not_trusted(site: Site) -> None:
+def test_host_key_with_other_fingerprint_is_not_trusted(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text("")
     option = ("--set", f"ssh_config={world.config}")
@@ -265,7 +269,7 @@ def test_a_key_that_is_not_the_expected_one_is_not_trusted(site: Site) -> None:
     )
 
 
-def test_a_changed_key_is_replaced_only_when_that_is_said(site: Site) -> None:
+def test_changed_host_key_is_replaced_only_with_replace_option(site: Site) -> None:
     world: World = site.world
     other = f"10.77.0.1 {world.hosts['gpu2'].public_key}\n"
     world.known_hosts.write_text(other)
@@ -276,9 +280,9 @@ def test_a_changed_key_is_replaced_only_when_that_is_said(site: Site) -> None:
     assert world.known_hosts.read_text() == f"10.77.0.1 {world.hosts['gpu1'].public_key}\n"
 
 
-def test_a_revoked_key_is_never_trusted(site: Site) -> None:
+def test_revoked_host_key_is_not_trusted_even_with_replace(site: Site) -> None:
     world: World = site.world
     world.known_hosts.write_text(f"@revoked * {world.hosts['gpu1'].public_key}\n")
-    for words in ([], ["--replace"]):
-        code, _, err = trust(site, "gpu1", *words)
+    for arguments in ([], ["--replace"]):
+        code, _, err = trust(site, "gpu1", *arguments)
         assert (code, "is revoked" in err) == (1, True)

@@ -1,4 +1,4 @@
-"""What known_hosts files say: compared with what OpenSSH's own ssh-keygen finds in the same files."""
+"""Lookup in known_hosts files, compared with the results of OpenSSH's ssh-keygen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from sshworld import require, sh
 
 from clusterjob.remote import known_hosts
-from clusterjob.remote.known_hosts import KnownHosts, Standing
+from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,13 @@ def known(directory: Path, *lines: str) -> KnownHosts:
     return KnownHosts([directory / "known_hosts", directory / "absent"])
 
 
-def test_fingerprints_are_ssh_keygens(key: Key) -> None:
+def test_fingerprint_equals_output_of_ssh_keygen(key: Key) -> None:
     assert known_hosts.fingerprint(key.blob) == key.fingerprint
 
 
-def test_the_standing_of_a_key(tmp_path: Path, key: Key, other: Key) -> None:
+def test_status_of_known_changed_unknown_and_revoked_keys(
+    tmp_path: Path, key: Key, other: Key
+) -> None:
     files = known(
         tmp_path,
         "# comment",
@@ -60,26 +62,33 @@ def test_the_standing_of_a_key(tmp_path: Path, key: Key, other: Key) -> None:
         f"@revoked * {other}",
         "gpu3 nonsense",
     )
-    assert files.standing(["gpu1"], key.blob) == (Standing.KNOWN, f"{tmp_path}/known_hosts:3")
-    assert files.standing(["10.0.0.1"], key.blob)[0] is Standing.KNOWN
-    assert files.standing(["[gpu2]:2222", "gpu2"], key.blob)[0] is Standing.KNOWN
-    assert files.standing(["gpu3"], key.blob)[0] is Standing.UNKNOWN
-    assert files.standing(["gpu1"], other.blob)[0] is Standing.REVOKED, "revoked comes before all"
+    assert files.status(["gpu1"], key.blob) == (HostKeyStatus.KNOWN, f"{tmp_path}/known_hosts:3")
+    assert files.status(["10.0.0.1"], key.blob)[0] is HostKeyStatus.KNOWN
+    assert files.status(["[gpu2]:2222", "gpu2"], key.blob)[0] is HostKeyStatus.KNOWN
+    assert files.status(["gpu3"], key.blob)[0] is HostKeyStatus.UNKNOWN
+    assert files.status(["gpu1"], other.blob)[0] is HostKeyStatus.REVOKED, (
+        "revoked comes before all"
+    )
     third = Key(tmp_path, "third", "ecdsa")
-    assert files.standing(["gpu1"], third.blob) == (Standing.CHANGED, f"{tmp_path}/known_hosts:3")
+    assert files.status(["gpu1"], third.blob) == (
+        HostKeyStatus.CHANGED,
+        f"{tmp_path}/known_hosts:3",
+    )
 
 
-def test_a_key_that_is_revoked_is_so_although_it_is_known(tmp_path: Path, key: Key) -> None:
+def test_revoked_key_is_revoked_although_it_is_known(tmp_path: Path, key: Key) -> None:
     files = known(tmp_path, f"gpu1 {key}", f"@revoked gpu1 {key}")
-    assert files.standing(["gpu1"], key.blob)[0] is Standing.REVOKED
+    assert files.status(["gpu1"], key.blob)[0] is HostKeyStatus.REVOKED
 
 
-def test_a_host_that_is_known_without_its_port(tmp_path: Path, key: Key, other: Key) -> None:
+def test_key_recorded_without_port_is_known_on_other_port(
+    tmp_path: Path, key: Key, other: Key
+) -> None:
     files = known(tmp_path, f"gpu1 {key}")
     names = known_hosts.lookup_names("GPU1", 2222, alias="")
     assert names == ["[gpu1]:2222", "gpu1"]
-    assert files.standing(names, key.blob)[0] is Standing.KNOWN
-    assert files.standing(names, other.blob)[0] is Standing.UNKNOWN, (
+    assert files.status(names, key.blob)[0] is HostKeyStatus.KNOWN
+    assert files.status(names, other.blob)[0] is HostKeyStatus.UNKNOWN, (
         "another server on that machine may have another key"
     )
 
@@ -97,50 +106,53 @@ def test_a_host_that_is_known_without_its_port(tmp_path: Path, key: Key, other: 
         ("!gpu1", "gpu2", False),
     ],
 )
-def test_patterns(tmp_path: Path, key: Key, patterns: str, host: str, found: bool) -> None:
+def test_host_patterns_match_like_openssh(
+    tmp_path: Path, key: Key, patterns: str, host: str, found: bool
+) -> None:
     assert bool(known(tmp_path, f"{patterns} {key}").kinds([host])) is found
 
 
-def test_recorded_keys_are_found_by_ssh_keygen_and_by_us(
+def test_recorded_keys_are_found_by_ssh_keygen_and_clusterjob(
     tmp_path: Path, key: Key, other: Key
 ) -> None:
     path = tmp_path / "ssh" / "known_hosts"
     known_hosts.record(path, "gpu1", kind=key.kind, blob=key.blob, hashed=False)
     with path.open("a") as stream:
-        stream.write(f"gpu0 {other}")  # a last line without an end
+        stream.write(f"gpu0 {other}")  # a last line without a newline
     known_hosts.record(path, "[gpu2]:2222", kind=other.kind, blob=other.blob, hashed=True)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     for name, wanted in (("gpu1", key), ("gpu0", other), ("[gpu2]:2222", other)):
         assert wanted.text in sh("ssh-keygen", "-F", name, "-f", path)
-        assert KnownHosts([path]).standing([name], wanted.blob)[0] is Standing.KNOWN
+        assert KnownHosts([path]).status([name], wanted.blob)[0] is HostKeyStatus.KNOWN
     assert "gpu2" not in path.read_text()
 
 
-def test_what_openssh_has_hashed_is_found(tmp_path: Path, key: Key) -> None:
+def test_host_name_hashed_by_openssh_is_found(tmp_path: Path, key: Key) -> None:
     known(tmp_path, f"gpu1 {key}")
     sh("ssh-keygen", "-H", "-f", tmp_path / "known_hosts")
     files = KnownHosts([tmp_path / "known_hosts"])
     assert "gpu1" not in (tmp_path / "known_hosts").read_text()
-    assert files.standing(["gpu1"], key.blob)[0] is Standing.KNOWN
-    assert files.standing(["gpu2"], key.blob)[0] is Standing.UNKNOWN
+    assert files.status(["gpu1"], key.blob)[0] is HostKeyStatus.KNOWN
+    assert files.status(["gpu2"], key.blob)[0] is HostKeyStatus.UNKNOWN
 
 
-def test_a_file_that_has_changed_is_read_again(tmp_path: Path, key: Key, other: Key) -> None:
-    assert known(tmp_path, f"gpu1 {key}").standing(["gpu1"], key.blob)[0] is Standing.KNOWN
-    assert known(tmp_path, f"gpu1 {other}").standing(["gpu1"], key.blob)[0] is Standing.CHANGED
+def test_changed_known_hosts_file_is_read_again(tmp_path: Path, key: Key, other: Key) -> None:
+    assert known(tmp_path, f"gpu1 {key}").status(["gpu1"], key.blob)[0] is HostKeyStatus.KNOWN
+    assert known(tmp_path, f"gpu1 {other}").status(["gpu1"], key.blob)[0] is HostKeyStatus.CHANGED
     (tmp_path / "known_hosts").unlink()
     assert (
-        KnownHosts([tmp_path / "known_hosts"]).standing(["gpu1"], key.blob)[0] is Standing.UNKNOWN
+        KnownHosts([tmp_path / "known_hosts"]).status(["gpu1"], key.blob)[0]
+        is HostKeyStatus.UNKNOWN
     )
 
 
-def test_nothing_is_remembered_in_dev_null(key: Key) -> None:
+def test_key_recorded_in_dev_null_is_not_stored(key: Key) -> None:
     known_hosts.record(Path("/dev/null"), "gpu1", kind=key.kind, blob=key.blob, hashed=False)
     assert not KnownHosts([Path("/dev/null")]).kinds(["gpu1"])
 
 
-def test_a_host_is_forgotten_and_nothing_else(tmp_path: Path, key: Key, other: Key) -> None:
+def test_forget_removes_only_plain_lines_of_host(tmp_path: Path, key: Key, other: Key) -> None:
     files = known(
         tmp_path,
         "# mine",

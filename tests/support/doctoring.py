@@ -1,4 +1,4 @@
-"""`clusterjob doctor` as the tests run it: its checks by name."""
+"""Run `clusterjob doctor` and return its checks by name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 import clusterjob
 from clusterjob.core import node_zip
 
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 PACKAGE = str(Path(clusterjob.__file__).parent)
-# Where setup lines and the like find it: a torch that says how it is built, and has no native code
-# that takes a second to load.
+# A torch for tests of the environment: it reports its build and has no native code, which takes a
+# second to load.
 LIGHT_TORCH = """
 __version__ = {version!r}
 class version:
@@ -34,17 +34,17 @@ is_nccl_available = lambda: False
 
 
 class Diagnosis:
-    """What `doctor --json` has said."""
+    """The output of `doctor --json`."""
 
     def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
         assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
         assert done.returncode in (0, 1), (
             f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
-        said: dict[str, Any] = json.loads(done.stdout)
-        assert said["schema"] == 1
-        self.checks: list[dict[str, str]] = said["checks"]
-        self.fit: bool = said["fit"]
+        output: dict[str, Any] = json.loads(done.stdout)
+        assert output["schema"] == 1
+        self.checks: list[dict[str, str]] = output["checks"]
+        self.fit: bool = output["fit"]
         failed = [check for check in self.checks if check["state"] == "failed"]
         assert self.fit == (done.returncode == 0) == (not failed), self
         for check in self.checks:
@@ -64,7 +64,7 @@ class Diagnosis:
         return found
 
     def state(self, name: str) -> str:
-        """Return a check's state: the worst of its lines."""
+        """Return the worst state of all results of a check."""
         states = {check["state"] for check in self.named(name)}
         return next(state for state in ("failed", "warning", "unknown", "ok") if state in states)
 
@@ -82,13 +82,17 @@ class Diagnosis:
 
 
 def doctor(*words: str, prefix: Sequence[str] = (), first: bool = False, **more: Any) -> Diagnosis:
-    """Run it with these options, behind a command such as unshare if one is given; as somebody's
-    first command, or after others.
+    """Run `doctor` with these options and return its output.
+
+    Args:
+        words: options of `doctor`.
+        prefix: a command that runs it, such as unshare.
+        first: run it as a user's first command. Otherwise put the node zip into the cache before,
+            as a job does: packing it takes longer than all checks.
+        more: arguments of `subprocess.run`.
     """
     if not first:
-        node_zip.keep(
-            node_zip.node_zip(node_zip.cache_directory()), node_zip.cache_directory()
-        )  # as a job leaves it: packing takes longer than all of the checks
+        node_zip.keep(node_zip.node_zip(node_zip.cache_directory()), node_zip.cache_directory())
     argv = [*prefix, *CLUSTERJOB, "doctor", "--json", *words]
     return Diagnosis(
         subprocess.run(
@@ -97,14 +101,14 @@ def doctor(*words: str, prefix: Sequence[str] = (), first: bool = False, **more:
             text=True,
             check=False,
             stdin=subprocess.DEVNULL,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             **more,
         )
     )
 
 
 def light_torch(directory: Path, version: str = "2.9.0") -> Path:
-    """Write a torch of this version that is imported at once; return what has to be on PYTHONPATH."""
+    """Write a torch of this version that imports fast; return its directory for PYTHONPATH."""
     package = directory / "torch"
     (package / "distributed" / "nn").mkdir(parents=True)
     (package / "__init__.py").write_text(LIGHT_TORCH.format(version=version))

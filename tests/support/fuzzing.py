@@ -1,4 +1,4 @@
-"""How many examples a fuzz test takes: some in the normal run, 10,000 in the slow one."""
+"""Fuzz tests: `QUICK` examples in the normal run, `THOROUGH` in the slow run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 QUICK, THOROUGH = 100, 10_000
 
-# Any JSON, with the numbers, names and depths that careless readers trip over.
+# Any JSON value, with numbers, names and depths that often cause errors in parsers.
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -34,17 +34,17 @@ JSON = st.recursive(
 def fuzz(
     **strategies: st.SearchStrategy[Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make two tests of a function: of `QUICK` examples, and a slow one of `THOROUGH`.
+    """Make two tests of a function: one with `QUICK` examples, a slow one with `THOROUGH`.
 
     Args:
-        strategies: the function's arguments that hypothesis makes; all others are fixtures, the
-            same ones for each example.
+        strategies: the function's arguments that hypothesis creates. All others are fixtures, which
+            are the same for all examples.
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(check, eval_str=True)
+        signature = inspect.signature(check, eval_str=True)
         fixtures = [
-            parameter for name, parameter in own.parameters.items() if name not in strategies
+            parameter for name, parameter in signature.parameters.items() if name not in strategies
         ]
 
         def test(**given_by_pytest: Any) -> None:
@@ -63,7 +63,7 @@ def fuzz(
             run()
 
         functools.update_wrapper(test, check)
-        del test.__wrapped__  # pytest would take the signature from there
+        del test.__wrapped__  # otherwise pytest uses its signature
         examples = inspect.Parameter("examples", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([*fixtures, examples])  # type: ignore[attr-defined]
         return pytest.mark.parametrize(
@@ -74,8 +74,9 @@ def fuzz(
 
 
 def emptied(directory: Path) -> Path:
-    """Return a directory for one example, with nothing in it: a numbered one for each of thousands
-    takes minutes to make and to remove.
+    """Empty a directory for the next example and return it.
+
+    Thousands of numbered directories, one per example, take minutes to create and to remove.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
@@ -84,19 +85,21 @@ def emptied(directory: Path) -> Path:
 
 @st.composite
 def changed(draw: st.DrawFn, value: Any) -> Any:
-    """Return a JSON value of which up to three inner values are taken away, or are any JSON."""
+    """Return a JSON value in which one to three inner values are removed or replaced."""
     result = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 3))):
-        inside = result
-        while isinstance(inside, (dict, list)) and inside:
+        container = result
+        while isinstance(container, (dict, list)) and container:
             key = draw(
-                st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside)))
+                st.sampled_from(
+                    sorted(container) if isinstance(container, dict) else range(len(container))
+                )
             )
-            if not isinstance(inside[key], (dict, list)) or draw(st.booleans()):
+            if not isinstance(container[key], (dict, list)) or draw(st.booleans()):
                 if draw(st.booleans()):
-                    inside[key] = draw(JSON)
+                    container[key] = draw(JSON)
                 else:
-                    del inside[key]
+                    del container[key]
                 break
-            inside = inside[key]
+            container = container[key]
     return result

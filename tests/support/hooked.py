@@ -1,6 +1,4 @@
-"""How the tests of the hook start Python processes as workers do, and read what several ranks have
-printed.
-"""
+"""Start Python processes with the worker hook, and read the output of several ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +13,8 @@ from clusterjob.node.workers import hook_directory
 MODES = ["fork", "exec"]
 
 
-def unfolded(text: str) -> list[str]:
-    """Return the lines of output with one rank each, in the order of ranks: alike ones may be
-    folded or not.
-    """
+def lines_by_rank(text: str) -> list[str]:
+    """Return sorted output lines with one rank each; folded lines become one line per rank."""
     found = []
     for line in text.splitlines():
         ranks, _, rest = line.removeprefix("[").partition("] ")
@@ -29,9 +25,7 @@ def unfolded(text: str) -> list[str]:
 
 
 def hooked_path(directory: Path) -> str:
-    """Return a PYTHONPATH as workers have it, with a sitecustomize and a usercustomize of the
-    user's.
-    """
+    """Return a worker's PYTHONPATH, with a sitecustomize and a usercustomize of the user."""
     own = directory / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import sys; sys.from_site = True\n")

@@ -1,6 +1,4 @@
-"""A host that answers with anything, or slowly: a real sshd whose ForceCommand plays, or slows, the
-other end of the conversation.
-"""
+"""Make a host hostile or slow: its sshd runs a fake or a slow host server as ForceCommand."""
 
 from __future__ import annotations
 
@@ -10,13 +8,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 
-from procs import PATIENCE
-from sshsite import Site, hang_up
-from sshworld import HostOfWorld
+from procs import TEST_TIMEOUT
+from sshsite import Site, close_connections
+from sshworld import SshHost
 
-# Reads the submitter's script up to the line with the zip's digest, then answers. A play defines
-# `answer(request)`, which returns an object and bytes, or writes to `out` itself and returns None.
-_PLAYER = """
+# Reads the submitter's script up to the line with the zip's digest, then answers requests. `play`
+# defines `answer(request)`: it returns an object and bytes, or writes to `out` and returns None.
+_FAKE_SERVER = """
 import json, re, sys, time
 source, out = sys.stdin.buffer, sys.stdout.buffer
 {play}
@@ -33,34 +31,34 @@ while line := source.readline():
     source.read(request["size"])
     found = answer(request)
     if found is not None:
-        told, data = found
-        say(json.dumps({{"size": len(data), **told}}).encode() + b"\\n" + data)
+        header, data = found
+        say(json.dumps({{"size": len(data), **header}}).encode() + b"\\n" + data)
 """
 
-# Runs what the submitter asks for, and passes on what it says as a slow link would.
-_SLOWER = """
+# Runs the submitter's command and limits the rate of its output, like a slow link.
+_RATE_LIMITER = """
 import os, subprocess, time
-asked = subprocess.Popen(["sh", "-c", os.environ["SSH_ORIGINAL_COMMAND"]], stdout=subprocess.PIPE)
-while data := os.read(asked.stdout.fileno(), {rate} // 10):
+command = subprocess.Popen(["sh", "-c", os.environ["SSH_ORIGINAL_COMMAND"]], stdout=subprocess.PIPE)
+while data := os.read(command.stdout.fileno(), {rate} // 10):
     os.write(1, data)
     time.sleep(0.1)
 """
 
 
 @contextlib.contextmanager
-def hostile(host: HostOfWorld, play: str = "") -> Iterator[Callable[[str], None]]:
-    """Let a host be hostile for a while; yields a function that has it play something else.
+def hostile(host: SshHost, play: str = "") -> Iterator[Callable[[str], None]]:
+    """Make a host hostile inside the context; yield a function that changes its code.
 
     Args:
         host: the host.
-        play: Python code with a function `answer`, and perhaps `introduction`, which comes before
-            the conversation.
+        play: Python code with a function `answer`, and optionally a function `introduction`, which
+            runs at the start of a session.
     """
     script = host.directory / "hostile.py"
 
     def change(play: str) -> None:
-        hang_up()
-        script.write_text(_PLAYER.format(play=textwrap.dedent(play)))
+        close_connections()
+        script.write_text(_FAKE_SERVER.format(play=textwrap.dedent(play)))
 
     change(play)
     host.stop()
@@ -68,34 +66,32 @@ def hostile(host: HostOfWorld, play: str = "") -> Iterator[Callable[[str], None]
     try:
         yield change
     finally:
-        hang_up()
+        close_connections()
         host.stop()
         host.start()
 
 
 @contextlib.contextmanager
-def slow(host: HostOfWorld, rate: int) -> Iterator[None]:
-    """Let an honest host answer at some bytes a second for a while."""
+def slow(host: SshHost, rate: int) -> Iterator[None]:
+    """Limit a host's output to ``rate`` bytes per second inside the context."""
     script = host.directory / "slower.py"
-    script.write_text(_SLOWER.format(rate=rate))
-    hang_up()
+    script.write_text(_RATE_LIMITER.format(rate=rate))
+    close_connections()
     host.stop()
     host.start(ForceCommand=f"{sys.executable} -S {script}")
     try:
         yield
     finally:
-        hang_up()
+        close_connections()
         host.stop()
         host.start()
 
 
 def run(site: Site, *words: str) -> tuple[int, str, str]:
-    """Run a command of clusterjob to its end; return its exit code and what it has written to
-    stdout and stderr.
-    """
+    """Run a clusterjob command to its end; return exit code, stdout and stderr."""
     process = site.command(*words, stdin=subprocess.DEVNULL)
     try:
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=TEST_TIMEOUT)
     finally:
         process.kill()
         process.wait()

@@ -1,6 +1,4 @@
-"""How the tests of the worker side start real workers: under our launcher, under torchrun, plainly,
-or by hand.
-"""
+"""Start real workers: with clusterjob, with torchrun, or without a launcher."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = socket.gethostname()
-PATIENCE = 120.0  # seconds; many times what any of these runs needs
+TEST_TIMEOUT = 120.0  # seconds; all of these runs need much less
 
 LAUNCHERS: dict[str, tuple[str, ...]] = {
     "fork": (sys.executable, "-m", "clusterjob.node", "--start", "fork", "--nproc-per-node"),
@@ -44,7 +42,7 @@ _FOREIGN = (
     "MLP_",
     "PADDLE_",
 )
-_SHARES = 4  # at most so many processes of pytest choose ports side by side
+_SHARES = 4  # the largest number of pytest processes that choose ports at the same time
 _given: set[int] = set()
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -59,16 +57,14 @@ class Run:
 
 
 def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment that names no job, whose temporary files lie in the test's own
-    directory.
-    """
+    """Return an environment without variables of a job, with TMPDIR in the test's directory."""
     keep = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
     }
     own = {
-        "TMPDIR": _shorter(directory),
+        "TMPDIR": _short_link(directory),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "RES_OPTIONS": "timeout:1 attempts:1",
@@ -77,17 +73,18 @@ def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict
 
 
 @functools.cache
-def _shorter(directory: Path) -> str:
-    """Return a short path of a directory: a socket's has at most 107 bytes, and multiprocessing
-    makes sockets below TMPDIR.
+def _short_link(directory: Path) -> str:
+    """Return a short symbolic link to a directory.
+
+    A socket's path has at most 107 bytes, and multiprocessing creates sockets in TMPDIR.
     """
-    link = _links() / secrets.token_hex(3)
+    link = _link_directory() / secrets.token_hex(3)
     link.symlink_to(directory)
     return str(link)
 
 
 @functools.cache
-def _links() -> Path:
+def _link_directory() -> Path:
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     atexit.register(shutil.rmtree, folder)
     return folder
@@ -96,7 +93,7 @@ def _links() -> Path:
 def start(
     argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start a command in a directory; whoever starts it waits for it."""
+    """Start a command in a directory; the caller waits for its end."""
     return subprocess.Popen(
         [str(word) for word in argv],
         cwd=directory,
@@ -105,20 +102,18 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that whatever it leaves behind can be stopped with it
+        start_new_session=True,  # so that the whole process group can be killed
     )
 
 
-def finish(process: subprocess.Popen[str], patience: float = PATIENCE) -> Run:
-    """Wait for a command; one that takes too long is stopped and fails the test with what it had to
-    say.
-    """
+def finish(process: subprocess.Popen[str], timeout: float = TEST_TIMEOUT) -> Run:
+    """Wait for a command; after the timeout, stop it and fail the test with its output."""
     try:
-        out, err = process.communicate(timeout=patience)
+        out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         out, err = _stop(process)
         raise AssertionError(
-            f"{process.args} did not end within {patience:g} s\n{out}\n{err}"
+            f"{process.args} did not end within {timeout:g} s\n{out}\n{err}"
         ) from None
     except BaseException:
         _stop(process)
@@ -127,7 +122,7 @@ def finish(process: subprocess.Popen[str], patience: float = PATIENCE) -> Run:
 
 
 def _stop(process: subprocess.Popen[str]) -> tuple[str, str]:
-    process.terminate()  # a launcher stops its workers then
+    process.terminate()  # at SIGTERM, a launcher stops its workers
     try:
         return process.communicate(timeout=10)
     except subprocess.TimeoutExpired:
@@ -146,49 +141,45 @@ def launch(
     directory: Path,
     extra: Mapping[str, str] | None = None,
 ) -> Run:
-    """Run a program on some workers of this machine."""
+    """Run a program as workers of a launcher on this machine."""
     return run([*LAUNCHERS[launcher], nproc, *argv], directory, extra)
 
 
-def by_hand(
+def start_manually(
     nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None
 ) -> list[subprocess.Popen[str]]:
-    """Start workers as no launcher does: with nobody who would stop the others when one fails."""
+    """Start workers without a launcher, so the others keep running when one fails."""
     common = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    places = [
+    rank_environments = [
         common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(extra or {})
         for rank in range(nproc)
     ]
-    return [start([sys.executable, *argv], directory, place) for place in places]
+    return [start([sys.executable, *argv], directory, ranks) for ranks in rank_environments]
 
 
-MARGIN = 15  # seconds by which what a process tells may be late on a busy machine
+MARGIN = 15  # seconds by which a process's message may be late on a busy machine
 
 
-def gave_up_after(line: str) -> int:
-    """Return the seconds after which a process says that it gave up: its time-out, and up to
-    `MARGIN` more.
-    """
+def timeout_seconds(line: str) -> int:
+    """Return the seconds in a message "gave up after N s": the timeout plus up to `MARGIN`."""
     return int(line.rpartition("gave up after ")[2].split()[0])
 
 
-def so_far(line: str) -> int:
-    """Return the seconds for which a process says that it has waited: 4 at its first notice, and up
-    to `MARGIN` more.
-    """
+def waited_seconds(line: str) -> int:
+    """Return the seconds in a message "N s so far"; the first one has 4 plus up to `MARGIN`."""
     return int(line.partition(" s so far")[0].split()[-1])
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on and no other call returns, in this process of pytest
-    or in another.
+    """Return a free TCP port that no other call returns, in this or another pytest process.
 
-    None of those that the kernel deals out, which are another's a moment later.
+    The port is outside of the kernel's ephemeral range: another program could get such a port at
+    any moment.
     """
     share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _SHARES
     while True:
@@ -207,8 +198,8 @@ def script(directory: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
-def told(directory: Path, nproc: int) -> list[dict[str, Any]]:
-    """Return what each rank has written to rank<N>.json."""
+def rank_reports(directory: Path, nproc: int) -> list[dict[str, Any]]:
+    """Return the contents of rank<N>.json of each rank."""
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(nproc)]
 
 

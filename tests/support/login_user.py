@@ -1,5 +1,6 @@
-"""Somebody with a laptop and a login on a cluster: a real sshd on the loopback, whose sessions
-alone know where Slurm is.
+"""A user with a laptop and an account on a cluster's login host.
+
+The login host is a real sshd on the loopback interface. Only its sessions have SLURM_CONF set.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from sshworld import sh
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
-# Names itself by a file, in a directory that is none of the job's, then waits until the file
-# `leave` is there.
+# Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
+# file `leave` there.
 GUEST = """
     import os, pathlib, time
-    there = pathlib.Path(os.environ["MEET"])
+    meet = pathlib.Path(os.environ["MEET"])
     print("line of", os.environ["RANK"], flush=True)
-    (there / f"up{os.environ['RANK']}").touch()
-    while not (there / "leave").exists():
+    (meet / f"up{os.environ['RANK']}").touch()
+    while not (meet / "leave").exists():
         time.sleep(0.02)
     print("left", os.environ["RANK"], flush=True)
 """
 
 
 class LoginHost:
-    """The login host: a server, and the home directory of its user."""
+    """The login host: an sshd, and the home directory of its user."""
 
     def __init__(self, directory: Path, slurm: SlurmCluster) -> None:
         self.directory = directory
@@ -56,18 +57,21 @@ class LoginHost:
         shutil.copy(directory / "id_ed25519.pub", directory / "authorized_keys")
         self.trust()
         self.config.write_text(
-            f"Host login1\n  HostName 127.0.0.1\n  Port {self.port}\n  IdentityFile {directory}/id_ed25519\n  IdentitiesOnly yes\n"
-            f"  IdentityAgent none\n  UserKnownHostsFile {self.known_hosts}\n  GlobalKnownHostsFile /dev/null\n"
+            f"Host login1\n  HostName 127.0.0.1\n  Port {self.port}\n"
+            f"  IdentityFile {directory}/id_ed25519\n  IdentitiesOnly yes\n"
+            f"  IdentityAgent none\n  UserKnownHostsFile {self.known_hosts}\n"
+            "  GlobalKnownHostsFile /dev/null\n"
         )
 
     def trust(self) -> None:
-        """Have the client know the host's key."""
+        """Write the host's key to the client's known_hosts."""
         self.known_hosts.write_text(
-            f"[127.0.0.1]:{self.port} {' '.join((self.directory / 'host_key.pub').read_text().split()[:2])}\n"
+            f"[127.0.0.1]:{self.port} "
+            f"{' '.join((self.directory / 'host_key.pub').read_text().split()[:2])}\n"
         )
 
     def start(self) -> None:
-        """Start the server."""
+        """Start the sshd."""
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(exist_ok=True)
         pid_file = self.directory / "sshd.pid"
@@ -84,14 +88,14 @@ class LoginHost:
             "".join(f"{key} {value}\n" for key, value in settings.items())
         )
         pid_file.unlink(missing_ok=True)
-        server = shutil.which("sshd", path=_PATH) or "sshd"  # it insists on an absolute path
+        server = shutil.which("sshd", path=_PATH) or "sshd"  # sshd requires an absolute path
         clean = {
             name: value
             for name, value in os.environ.items()
             if name != MARKER and not name.startswith(("CLUSTERJOB", "SLURM"))
         }
-        words = [server, "-f", str(self.directory / "sshd_config"), "-E", str(self.log)]
-        subprocess.run(words, check=True, env=clean, stdin=subprocess.DEVNULL, timeout=20)
+        command = [server, "-f", str(self.directory / "sshd_config"), "-E", str(self.log)]
+        subprocess.run(command, check=True, env=clean, stdin=subprocess.DEVNULL, timeout=20)
         wait_until(
             lambda: pid_file.exists() and pid_file.read_text().strip(),
             10,
@@ -99,14 +103,15 @@ class LoginHost:
         )
         self._pid = int(pid_file.read_text())
 
-    def stop(self, *, hang_up: bool = False) -> None:
-        """Stop the server that listens; sessions live on, unless they are ended too, as a restart
-        of the host would.
+    def stop(self, *, close_connections: bool = False) -> None:
+        """Stop the listening sshd; its sessions continue.
+
+        With ``close_connections``, end the sessions too, like a restart of the host.
         """
         pid, self._pid = self._pid, 0
         sessions = (
             [child for child in below(pid) if command_line(child).startswith("sshd")]
-            if pid and hang_up
+            if pid and close_connections
             else []
         )
         for one in (pid, *sessions) if pid else ():
@@ -116,7 +121,7 @@ class LoginHost:
 
     @property
     def connections(self) -> int:
-        """How often somebody has logged in."""
+        """The number of logins so far."""
         return (
             self.log.read_text(errors="replace").count("Accepted publickey")
             if self.log.exists()
@@ -125,7 +130,7 @@ class LoginHost:
 
 
 class Laptop(User):
-    """A user whose own machine has no Slurm to ask: nothing there says where the controller is."""
+    """A user whose machine has no SLURM_CONF; clusterjob reaches Slurm through the login host."""
 
     def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
         super().__init__(slurm, directory, patch)
@@ -137,7 +142,7 @@ class Laptop(User):
         self.login.start()
 
     def profile(self, **options: str) -> None:
-        """Write the profile `hpc` into the user's own configuration, which needs no trust."""
+        """Write the profile `hpc` to the user's configuration file, which needs no trust."""
         given = {"ssh_config": str(self.login.config), "connect_timeout": "5", **options}
         pairs = "".join(f'"{key}" = {_toml(value)}\n' for key, value in given.items())
         common = (
@@ -163,7 +168,7 @@ class Laptop(User):
         )
 
     def leave(self) -> None:
-        """Let the guests go."""
+        """Create the file `leave`, which ends the workers of `GUEST`."""
         (self.meeting / "leave").touch()
 
     def there(self, job_id: str) -> Path:
@@ -177,7 +182,7 @@ class Laptop(User):
             / (f"elements/{index}" if index else "")
         )
 
-    def left_there(self) -> list[Path]:
+    def remaining_remote_jobs(self) -> list[Path]:
         jobs = self.login.home / ".clusterjob" / "jobs"
         return list(jobs.iterdir()) if jobs.is_dir() else []
 
@@ -206,20 +211,20 @@ def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -
         try:
             yield made
         finally:
-            made.login.stop(hang_up=True)
+            made.login.stop(close_connections=True)
 
 
 @pytest.fixture
 def laptop(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Laptop]:
-    """Return a user with a laptop; the cluster has no accounting."""
+    """Return a user with a laptop and a cluster without accounting."""
     yield from _laptop_of(slurm, tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def laptop_of_either(
+def laptop_of_each_cluster(
     slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Laptop]:
-    """Return a user with a laptop, of a cluster without accounting and then of one with it."""
+    """Run the test twice: with a cluster without accounting and with one that has it."""
     yield from _laptop_of(slurm_cluster, tmp_path, monkeypatch)

@@ -1,6 +1,4 @@
-"""Machines of their own on this one: network namespaces that are joined by a bridge, as hosts by a
-switch.
-"""
+"""Simulated machines: network namespaces connected by a bridge, like hosts by a switch."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """One namespace.
+    """One network namespace.
 
     Attributes:
-        name: the namespace's, unique on this machine.
+        name: the namespace's name, unique on this machine.
         address: its IPv4 address on the common network.
-        address6: its IPv6 address there.
+        address6: its IPv6 address on that network.
     """
 
     name: str
@@ -28,12 +26,12 @@ class Machine:
     address6: str
 
     def command(self, *argv: object) -> list[str]:
-        """Return the command that runs another one there."""
+        """Return a command that runs ``argv`` in the namespace."""
         return ["ip", "netns", "exec", self.name, *map(str, argv)]
 
 
-def why_not() -> str:
-    """Return why there can be no namespaces here; empty where there can."""
+def skip_reason() -> str:
+    """Return why network namespaces cannot be created here; empty if they can."""
     if shutil.which("ip") is None:
         return "ip is not installed: tools/mpi.sh does that"
     name = f"cj{secrets.token_hex(4)}"
@@ -46,7 +44,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
-    """Make machines, and remove them with all of their interfaces at the end."""
+    """Create machines; remove them and their interfaces at the end."""
     run = f"cj{os.getpid() % 100000:05d}{secrets.token_hex(2)}"
     made = [
         Machine(f"{run}n{index}", f"10.77.0.{index + 1}", f"fd77::{index + 1}")
@@ -63,7 +61,8 @@ def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
             _ip(f"netns add {machine.name}")
             _ip(f"-n {machine.name} link set lo up")
             _ip(
-                f"-n {switch} link add p{index} type veth peer name {interface} netns {machine.name}"
+                f"-n {switch} link add p{index} type veth"
+                f" peer name {interface} netns {machine.name}"
             )
             _ip(f"-n {switch} link set p{index} master br0 up")
             _ip(f"-n {machine.name} address add {machine.address}/24 dev {interface}")
@@ -75,6 +74,6 @@ def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _ip(words: str) -> None:
-    done = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {words}: {done.stderr}"
+def _ip(arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {arguments}: {done.stderr}"

@@ -1,6 +1,4 @@
-"""Processes as the tests see them: who is alive, who belongs to a test, what listens; and how the
-tests start a job's agents.
-"""
+"""Find processes and their sockets for tests, and start the agents of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend keeps those from its agents
+MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend does not pass those to agents
 T = TypeVar("T")
 SAVER = """
     import time
@@ -32,7 +30,7 @@ SAVER = """
 
 
 def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the condition") -> T:
-    """Return the predicate's first true value; fail the test when there is none in time (seconds)."""
+    """Return the predicate's first true value; fail the test after ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while True:
         value = predicate()
@@ -43,12 +41,13 @@ def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the cond
         time.sleep(0.02)
 
 
-# -- /proc, read here once more: what the package knows of it is what is being tested -----------------------------------
+# -- processes in /proc; independent of the package's own reader, which is under test --------------
 
 
-def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; an empty list for a process that is
-    gone.
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat, beginning with the state.
+
+    The list is empty if the process is gone.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -58,12 +57,12 @@ def stat_of(pid: int) -> list[str]:
 
 def alive(pid: int) -> bool:
     """Return whether the process runs; a zombie is dead."""
-    fields = stat_of(pid)
+    fields = stat_fields(pid)
     return bool(fields) and fields[0] not in "ZX"
 
 
-def heeds(pid: int, number: int) -> bool:
-    """Return whether the process has a handler of its own for a signal."""
+def handles_signal(pid: int, number: int) -> bool:
+    """Return whether the process has installed a handler for a signal."""
     try:
         caught = re.search(
             r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
@@ -74,8 +73,8 @@ def heeds(pid: int, number: int) -> bool:
 
 
 def identity(pid: int) -> tuple[int, str]:
-    """Return what tells a process from a later one with the same pid."""
-    fields = stat_of(pid)
+    """Return pid and start time, which a later process with the same pid does not share."""
+    fields = stat_fields(pid)
     return pid, fields[19] if fields else ""
 
 
@@ -100,7 +99,7 @@ def below(pid: int) -> list[int]:
     """Return the live descendants of a process."""
     children: dict[int, list[int]] = {}
     for candidate in all_pids():
-        fields = stat_of(candidate)
+        fields = stat_fields(candidate)
         if fields:
             children.setdefault(int(fields[1]), []).append(candidate)
     found: list[int] = []
@@ -112,11 +111,11 @@ def below(pid: int) -> list[int]:
 
 
 def marked(marker: str, among: Iterable[int] | None = None) -> list[int]:
-    """Return every live process that was started with this marker in its environment.
+    """Return all live processes with this marker in their initial environment.
 
     Args:
         marker: the value of `MARKER`.
-        among: the processes to look at; default: all of this machine.
+        among: the processes to check (default: all of this machine).
     """
     wanted = f"{MARKER}={marker}".encode()
     found = []
@@ -130,33 +129,35 @@ def marked(marker: str, among: Iterable[int] | None = None) -> list[int]:
     return found
 
 
-def own_marked() -> list[int]:
-    """Return the live processes that the running test has started."""
+def own_processes() -> list[int]:
+    """Return the live processes that the current test has started."""
     return marked(os.environ[MARKER])
 
 
-def nothing_left(timeout: float) -> float:
-    """Fail the test unless every process that it has started is gone in time; return how long that
-    took (seconds).
+def wait_for_no_processes(timeout: float) -> float:
+    """Wait until all processes that the test has started are gone; return the seconds it took.
+
+    Fail the test after ``timeout`` seconds.
     """
     begin = time.monotonic()
     try:
-        wait_until(lambda: not own_marked(), timeout)
+        wait_until(lambda: not own_processes(), timeout)
     except AssertionError:
-        left = [f"{pid} {command_line(pid)}" for pid in own_marked()]
+        left = [f"{pid} {command_line(pid)}" for pid in own_processes()]
         raise AssertionError(f"still alive after {timeout:g} s: {left}") from None
     return time.monotonic() - begin
 
 
-def kill_one_by_one(pids: list[int]) -> None:
+def kill_all(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def listening_sockets(pid: int) -> set[str]:
-    """Return ``address:port`` (as the kernel writes it) of the TCP sockets on which the process
-    listens.
+    """Return ``address:port`` of the process's listening TCP sockets.
+
+    The address is in hexadecimal, as in /proc/net/tcp.
     """
     owned = set()
     try:
@@ -167,7 +168,7 @@ def listening_sockets(pid: int) -> set[str]:
         with contextlib.suppress(OSError):
             owned.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
     if not any(link.startswith("socket:") for link in owned):
-        return set()  # the kernel takes milliseconds to write its tables
+        return set()  # without sockets, skip the tables: the kernel needs milliseconds for them
     found = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -179,23 +180,23 @@ def listening_sockets(pid: int) -> set[str]:
     return found
 
 
-# -- a job of one or several agents on this machine ----------------------------------------------------------------------
+# -- a job of one or several agents on this machine ------------------------------------------------
 
-# Without site-packages there is no torch to be found: the same code, started in a tenth of the
-# time.
+# Without site-packages, torch cannot be imported: the same code starts ten times faster.
 PLAIN = (sys.executable, "-S")
 WITH_TORCH = (sys.executable,)
-# torch's own: a process of a DataLoader dies of the signal that its worker outlives, and the worker
-# hears of it while it ends.
+# A message of torch: the signal kills a process of a DataLoader, and the worker, which survives the
+# signal, reports that process during its own exit.
 _LOADER_AT_EXIT = re.compile(
-    r"^\[\d+\] Exception ignored in atexit callback:.*\n(?:\[\d+\] .*\n)*?\[\d+\] RuntimeError: DataLoader worker .*\n",
+    r"^\[\d+\] Exception ignored in atexit callback:.*\n(?:\[\d+\] .*\n)*?"
+    r"\[\d+\] RuntimeError: DataLoader worker .*\n",
     re.MULTILINE,
 )
-PATIENCE = 60.0  # for a job that is about to end; many times what it needs
+TEST_TIMEOUT = 60.0  # seconds, for a job that is about to end; it needs much less
 
 
 class Job:
-    """One job: its directory, its secret and the agents that were started for it."""
+    """One job: its directory, its token and its agents."""
 
     def __init__(self, directory: Path, nnodes: int = 1) -> None:
         self.directory = directory
@@ -214,7 +215,7 @@ class Job:
         return str(path)
 
     def path(self, name: str) -> Path:
-        """Return the path of a file by which workers tell the test something."""
+        """Return the path of a file that workers and the test share."""
         return self.directory / name
 
     def start(
@@ -227,7 +228,7 @@ class Job:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start one node's agent; its output goes to files unless it is told otherwise."""
+        """Start one node's agent; its output goes to files unless stdout or stderr is given."""
         variables = {
             "CLUSTERJOB_NNODES": str(self.nnodes),
             "CLUSTERJOB_NODE_RANK": str(node_rank),
@@ -257,17 +258,17 @@ class Job:
         for node_rank in range(self.nnodes):
             self.start(node_rank, *arguments, python=python, env=env)
 
-    def wait(self, timeout: float = PATIENCE) -> list[int]:
-        """Wait for all agents; return their exit codes in the order in which they were started."""
+    def wait(self, timeout: float = TEST_TIMEOUT) -> list[int]:
+        """Wait for all agents; return their exit codes in start order."""
         end = time.monotonic() + timeout
         try:
             return [agent.wait(max(0.1, end - time.monotonic())) for agent in self.agents]
         except subprocess.TimeoutExpired:
-            said = "\n".join(
+            errors = "\n".join(
                 f"-- agent {agent.pid} (exit code {agent.poll()}):\n{self.stderr(agent)}"
                 for agent in self.agents
             )
-            raise AssertionError(f"the job did not end within {timeout:g} s\n{said}") from None
+            raise AssertionError(f"the job did not end within {timeout:g} s\n{errors}") from None
 
     def stdout(self, agent: subprocess.Popen[bytes]) -> str:
         return self._outputs[agent.pid][0].read_text(errors="replace")
@@ -275,11 +276,9 @@ class Job:
     def stderr(self, agent: subprocess.Popen[bytes]) -> str:
         return self._outputs[agent.pid][1].read_text(errors="replace")
 
-    def starter_of(self, agent: subprocess.Popen[bytes]) -> int:
-        """Return the pid of an agent's starter: its one child that is its own process group's
-        leader.
-        """
-        children = [pid for pid in below(agent.pid) if stat_of(pid)[1:2] == [str(agent.pid)]]
+    def forkserver_of(self, agent: subprocess.Popen[bytes]) -> int:
+        """Return the pid of an agent's forkserver, the agent's only child process."""
+        children = [pid for pid in below(agent.pid) if stat_fields(pid)[1:2] == [str(agent.pid)]]
         assert len(children) == 1, children
         return children[0]
 
@@ -307,33 +306,32 @@ class Job:
             if path.name not in ("timeline", "store.log")
         ]
 
-    def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
-        """Wait until workers have made these files; an agent that ends meanwhile makes waiting
-        pointless.
-        """
+    def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
+        """Wait until workers have created these files; fail if an agent ends before."""
 
-        def there() -> bool:
+        def all_exist() -> bool:
             return all(self.path(name).exists() for name in names)
 
         try:
             wait_until(
-                lambda: there() or any(agent.poll() is not None for agent in self.agents), timeout
+                lambda: all_exist() or any(agent.poll() is not None for agent in self.agents),
+                timeout,
             )
-            assert there()
+            assert all_exist()
         except AssertionError:
-            said = "\n".join(self.stderr(agent) for agent in self.agents)
-            raise AssertionError(f"not all of {names} came to be\n{said}") from None
+            errors = "\n".join(self.stderr(agent) for agent in self.agents)
+            raise AssertionError(f"not all of {names} came to be\n{errors}") from None
 
 
 @contextlib.contextmanager
-def jobs_in(directory: Path) -> Iterator[Callable[..., Job]]:
-    """Give a maker of jobs; agents that outlive the test are killed one by one, and fail it."""
+def job_factory(directory: Path) -> Iterator[Callable[..., Job]]:
+    """Yield a function that creates jobs; agents that outlive the test are killed and fail it."""
     made: list[Job] = []
 
     def make(nnodes: int = 1) -> Job:
-        place = directory / f"job{len(made)}"
-        place.mkdir()
-        made.append(Job(place, nnodes))
+        job_directory = directory / f"job{len(made)}"
+        job_directory.mkdir()
+        made.append(Job(job_directory, nnodes))
         return made[-1]
 
     try:
@@ -353,10 +351,11 @@ def jobs_in(directory: Path) -> Iterator[Callable[..., Job]]:
     assert not running, f"agents that the test left running: {[agent.args for agent in running]}"
     for job in made:
         for agent in job.agents:
-            said = _LOADER_AT_EXIT.sub("", job.stderr(agent))
-            # What asyncio and the interpreter say of a callback, a task or a finalizer that nobody
-            # thought of.
+            errors = _LOADER_AT_EXIT.sub("", job.stderr(agent))
+            # Messages of asyncio and the interpreter about unhandled errors in callbacks, tasks and
+            # finalizers.
             assert not re.search(
-                "Exception in callback|was never retrieved|Exception ignored|never awaited|was destroyed but",
-                said,
-            ), said
+                "Exception in callback|was never retrieved|Exception ignored|never awaited"
+                "|was destroyed but",
+                errors,
+            ), errors

@@ -1,15 +1,16 @@
-"""A real Slurm of four nodes with eight GPUs each on this machine, for the tests and, from the
-command line, for development.
+"""A real Slurm on this machine: four nodes with eight GPUs each.
+
+Tests use it, and developers start it from the command line:
 
     python tests/support/slurm_cluster.py --dir D [--accounting]
 
-starts one, prints what a client has to export and stops it at the end of its standard input, at
-SIGTERM or at SIGINT.
+This starts a cluster and prints the variables that a client has to export. The cluster stops when
+standard input ends, at SIGTERM or at SIGINT.
 
-All of it is the cluster's own: directory, ports, munge key, database. So clusters live side by
-side, and beside a Slurm of the machine. Its daemons put themselves into the background as init's
-children, with an environment that no test has touched; they are found again by their pid files, and
-signalled only while they are still this cluster's.
+Each cluster has its own directory, ports, munge key and database. Several clusters can therefore
+run at the same time, next to a Slurm that is installed on the machine. The daemons fork into the
+background, are children of init and have an environment that no test changes. The pid files name
+them; before a signal is sent, the process's environment must show that it belongs to this cluster.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ from typing import TypeVar
 
 NODES = 4
 GPUS = 8
-PORTS = range(
-    10_000, 19_990, 10
-)  # below what the kernel gives to anybody (32768 and up) and below what the agents use (20000 and up)
-PATIENCE = 60.0  # seconds for a step that takes one or two
+# Below the kernel's ephemeral ports (32768 and up) and below the agents' ports (20000 and up).
+PORTS = range(10_000, 19_990, 10)
+TEST_TIMEOUT = 60.0  # seconds, for a step that takes 1 s or 2 s
 PACKAGES = {
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
@@ -48,7 +48,6 @@ ACCOUNTING = {
     "mariadb-install-db": "mariadb-server-core",
     "my_print_defaults": "mariadb-client-core",
 }
-# A background daemon's environment: Debian has them in sbin, which is not on everybody's PATH.
 ENDED = (
     "COMPLETED",
     "FAILED",
@@ -63,22 +62,24 @@ ENDED = (
 )
 DAEMON = "TEST_SLURM_DAEMON_OF"  # a variable of the daemons' environment: the cluster's directory
 T = TypeVar("T")
+# Debian installs the daemons in sbin, which is not on every user's PATH.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not do what it was told; the message ends with what its logs say."""
+    """A command or a daemon of the cluster failed; most messages end with the log tails."""
 
 
 class SlurmCluster:
-    """Four nodes n1 to n4 with 8 CPUs and 8 GPUs each; partition ``main`` has all of them,
-    partition ``small`` only n1.
+    """A cluster of the four nodes n1 to n4 with 8 CPUs and 8 GPUs each.
+
+    Partition ``main`` has all nodes, partition ``small`` has only n1.
 
     Args:
-        directory: made by ``start``, and to be removed by whoever named it; short, since a socket's
-            path has 107 bytes.
-        accounting: with slurmdbd and MariaDB, or accounting_storage/none.
-        settings: lines of slurm.conf, in place of those of ``_settings``.
+        directory: the cluster's directory. ``start`` creates it, the caller removes it. Its path
+            must be short: a socket's path has at most 107 bytes.
+        accounting: run slurmdbd and MariaDB; otherwise accounting_storage/none.
+        settings: lines of slurm.conf that replace those of ``_settings``.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class SlurmCluster:
         self._claim: socket.socket | None = None
         self._port = 0
 
-    # -- what a client needs --------------------------------------------------------------------------------------------
+    # -- clients and jobs --------------------------------------------------------------------------
 
     @property
     def conf(self) -> Path:
@@ -99,13 +100,13 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables by which a client finds this cluster."""
+        """Return the variables that a client needs to find this cluster."""
         return {"SLURM_CONF": str(self.conf)}
 
     def run(
-        self, *argv: str, check: bool = True, timeout: float = PATIENCE, **options: object
+        self, *argv: str, check: bool = True, timeout: float = TEST_TIMEOUT, **options: object
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as a client of this cluster; text in and out."""
+        """Run a command as a client of this cluster, with text output."""
         done: subprocess.CompletedProcess[str] = subprocess.run(
             argv, env=os.environ | self.environment, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, errors="replace", timeout=timeout, check=False, **options,
@@ -117,8 +118,9 @@ class SlurmCluster:
         return done
 
     def submit(self, *arguments: str, script: str | None = None, **options: object) -> int:
-        """Submit by sbatch and return the job's id; ``script`` is the command of a script that is
-        made up.
+        """Submit with sbatch and return the job's id.
+
+        ``script`` is a shell command for ``sbatch --wrap``.
         """
         wrapped = () if script is None else (f"--wrap={script}",)
         return int(
@@ -126,16 +128,16 @@ class SlurmCluster:
         )
 
     def job(self, job_id: int | str) -> dict[str, str]:
-        """Return what slurmctld knows of a job; empty once it was forgotten."""
+        """Return the fields of a job from slurmctld; empty if slurmctld does not know the job."""
         done = self.run("scontrol", "--oneliner", "show", "job", str(job_id), check=False)
         return dict(re.findall(r"(\S+?)=(\S*)", done.stdout)) if done.returncode == 0 else {}
 
     def wait_for_job(
-        self, job_id: int | str, *states: str, timeout: float = PATIENCE
+        self, job_id: int | str, *states: str, timeout: float = TEST_TIMEOUT
     ) -> dict[str, str]:
-        """Wait until a job is in one of these states; without any, until it has ended."""
+        """Wait until a job is in one of these states; without states, until it has ended."""
 
-        def there() -> dict[str, str] | None:
+        def job_in_state() -> dict[str, str] | None:
             job = self.job(job_id)
             return (
                 job
@@ -144,19 +146,17 @@ class SlurmCluster:
             )
 
         return self._wait(
-            there, timeout, f"job {job_id} to be {' or '.join(states) or 'at its end'}"
+            job_in_state, timeout, f"job {job_id} to be {' or '.join(states) or 'at its end'}"
         )
 
     def cancel_all(self) -> None:
-        """Cancel every job, of whatever state."""
+        """Cancel all jobs."""
         jobs = self.run("squeue", "--noheader", "--format=%A").stdout.split()
         if jobs:
             self.run("scancel", *sorted(set(jobs)), check=False)
 
-    def wait_idle(self, timeout: float = PATIENCE) -> None:
-        """Wait until all nodes are up and idle, no job is left in the queue and no process of a
-        step on this machine.
-        """
+    def wait_idle(self, timeout: float = TEST_TIMEOUT) -> None:
+        """Wait until all nodes are idle, the queue is empty and no slurmstepd runs."""
 
         def idle() -> bool:
             nodes = self.run(
@@ -172,16 +172,16 @@ class SlurmCluster:
 
         self._wait(idle, timeout, "the nodes to be idle")
 
-    # -- its life -------------------------------------------------------------------------------------------------------
+    # -- start, stop and restore -------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all of it and wait until four nodes are idle; an error leaves nothing running."""
+        """Start the cluster and wait until its nodes are idle; after an error, nothing runs."""
         missing = missing_packages(accounting=self.accounting)
         if missing:
             raise ClusterError(f"there is no {', '.join(missing)}: tools/slurm.sh installs them")
         try:
             self._claim_ports()
-            self._lay_out()
+            self._write_files()
             self._start_munged()
             if self.accounting:
                 self._start_accounting()
@@ -195,26 +195,24 @@ class SlurmCluster:
 
     @classmethod
     def attached(cls, directory: str | Path) -> SlurmCluster:
-        """Return a cluster that another process has started, and will stop."""
+        """Return a cluster that another process has started and will stop."""
         cluster = cls(directory)
-        told = dict(
+        conf_lines = dict(
             line.split("=", 1)
             for line in cluster.conf.read_text().splitlines()
             if not line.startswith(("NodeName", "PartitionName"))
         )
-        cluster._port = int(told["SlurmctldPort"])
-        cluster.accounting = told["AccountingStorageType"] != "accounting_storage/none"
+        cluster._port = int(conf_lines["SlurmctldPort"])
+        cluster.accounting = conf_lines["AccountingStorageType"] != "accounting_storage/none"
         cluster.settings = {
             name: value
-            for name, value in told.items()
+            for name, value in conf_lines.items()
             if str(cluster._settings().get(name)) != value
         }
         return cluster
 
     def restore(self) -> None:
-        """Make the cluster as good as new for the next test: what was killed or frozen runs again,
-        and no job is left.
-        """
+        """Restart killed daemons, resume frozen ones, cancel all jobs and resume all nodes."""
         if (pid := self._pid("slurmctld")) is None:
             self.start_controller()
         else:
@@ -232,7 +230,7 @@ class SlurmCluster:
         self.wait_idle()
 
     def stop(self) -> None:
-        """Stop all daemons and end all that their jobs have left; the directory stays."""
+        """Stop all daemons and kill what jobs have left running; keep the directory."""
         for name in (
             "slurmctld",
             *(f"slurmd.n{number}" for number in range(1, NODES + 1)),
@@ -241,23 +239,22 @@ class SlurmCluster:
             "munged",
         ):
             self._end(name, signal.SIGTERM)
-        for pid in (
-            self.processes()
-        ):  # slurmstepds, what the jobs have started, and what had not put its pid into a file yet
+        # The rest: slurmstepds, processes of jobs, daemons without a pid file yet.
+        for pid in self.processes():
             _signal(pid, signal.SIGKILL)
         if self._claim is not None:
             self._claim.close()
             self._claim = None
 
     def kill_node(self, number: int, number_of_signal: int = signal.SIGKILL) -> None:
-        """Kill the slurmd of node n<number>; what runs there runs on."""
+        """Kill the slurmd of node n<number>; job steps on the node keep running."""
         self._end(f"slurmd.n{number}", number_of_signal)
 
     def start_node(self, number: int) -> None:
-        """Start the slurmd of a node again and wait until Slurm has the node back."""
+        """Start the slurmd of a node again and wait until the node is up."""
         self._daemon(["slurmd", "-N", f"n{number}"])
 
-        def back() -> bool:
+        def node_is_up() -> bool:
             state = self.run(
                 "sinfo",
                 "--noheader",
@@ -268,10 +265,10 @@ class SlurmCluster:
             ).stdout.strip()
             return state in ("idle", "mixed", "allocated")
 
-        self._wait(back, PATIENCE, f"node n{number} to be back")
+        self._wait(node_is_up, TEST_TIMEOUT, f"node n{number} to be back")
 
     def stop_controller(self, number_of_signal: int = signal.SIGTERM) -> None:
-        """End slurmctld: by SIGTERM it saves its state, by SIGKILL it does not."""
+        """End slurmctld; it saves its state at SIGTERM, not at SIGKILL."""
         self._end("slurmctld", number_of_signal)
 
     def start_controller(self) -> None:
@@ -279,7 +276,7 @@ class SlurmCluster:
         self._daemon(["slurmctld"])
         self._wait(
             lambda: self.run("scontrol", "ping", check=False).returncode == 0,
-            PATIENCE,
+            TEST_TIMEOUT,
             "slurmctld to answer",
         )
 
@@ -288,7 +285,7 @@ class SlurmCluster:
         self.start_controller()
 
     def freeze_controller(self) -> None:
-        """Stop slurmctld as it stands: it takes connections and never answers."""
+        """Send SIGSTOP to slurmctld: the kernel accepts connections, but nothing answers."""
         _signal(self._running("slurmctld"), signal.SIGSTOP)
 
     def thaw_controller(self) -> None:
@@ -296,7 +293,7 @@ class SlurmCluster:
 
     @contextlib.contextmanager
     def configured(self, **settings: object) -> Iterator[None]:
-        """Have these lines of slurm.conf for a while; slurmctld is restarted before and after."""
+        """Use these lines of slurm.conf inside the context; restart slurmctld before and after."""
         before = self.settings
         try:
             self._reconfigure(before | settings)
@@ -305,8 +302,9 @@ class SlurmCluster:
             self._reconfigure(before)
 
     def processes(self) -> list[int]:
-        """Return the live processes of this cluster: its daemons, and what runs in its jobs; not a
-        client that only knows of it.
+        """Return the live processes of this cluster: its daemons and the processes of its jobs.
+
+        A client that only has SLURM_CONF set does not count.
         """
         conf, daemon = f"SLURM_CONF={self.conf}".encode(), f"{DAEMON}={self.directory}".encode()
         found = []
@@ -320,18 +318,19 @@ class SlurmCluster:
         return found
 
     def stepd_pids(self) -> list[int]:
-        """Return the live slurmstepds of this cluster: one for each step of each job on each node."""
+        """Return the live slurmstepds of this cluster: one per job step and node."""
         return [
             pid
             for pid in self.processes()
             if _read(pid, "cmdline").startswith((b"slurmstepd", b"/usr/sbin/slurmstepd"))
         ]
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- configuration and daemons -----------------------------------------------------------------
 
     def _claim_ports(self) -> None:
-        """Find ten ports in a row that nobody has; a socket without a file keeps other clusters of
-        this machine from them.
+        """Find ten consecutive free ports and reserve them.
+
+        An abstract Unix socket keeps other test clusters from the same ports.
         """
         for first in PORTS:
             claim = socket.socket(socket.AF_UNIX)
@@ -346,20 +345,16 @@ class SlurmCluster:
             claim.close()
         raise ClusterError(f"no ten free ports in a row between {PORTS.start} and {PORTS.stop}")
 
-    def _lay_out(self) -> None:
+    def _write_files(self) -> None:
         for name in ("etc", "run", "log", "state", "spool", "devices", "munge", "tmp"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         for number in range(GPUS):
             device = self.directory / "devices" / f"gpu{number}"
             try:
-                os.mknod(
-                    device, stat.S_IFCHR | 0o666, os.makedev(1, 3)
-                )  # /dev/null by another name
+                os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # the device of /dev/null
             except FileExistsError:
                 pass
-            except (
-                PermissionError
-            ):  # not root, or a container that may not: any character device does
+            except PermissionError:  # not root, or a container without CAP_MKNOD
                 device.symlink_to("/dev/null")
         files = f"{self.directory}/devices/gpu[0-{GPUS - 1}]"
         (self.directory / "etc" / "gres.conf").write_text(
@@ -371,8 +366,8 @@ class SlurmCluster:
         self._write_conf()
 
     def _settings(self) -> dict[str, object]:
-        """Return what slurm.conf says of the cluster as a whole; see slurm.conf(5)."""
-        there = self.directory
+        """Return the cluster-wide lines of slurm.conf; see slurm.conf(5)."""
+        directory = self.directory
         return {
             "ClusterName": "test",
             "SlurmctldHost": f"{socket.gethostname().split('.')[0]}(127.0.0.1)",
@@ -380,24 +375,25 @@ class SlurmCluster:
             "SlurmUser": self.user,
             "SlurmdUser": self.user,
             "AuthType": "auth/munge",
-            # A requeued job waits until its credential has expired.
-            "AuthInfo": f"socket={there}/munge/socket,cred_expire=10",
-            "StateSaveLocation": there / "state",
-            "SlurmdSpoolDir": there / "spool" / "%n",
-            "SlurmctldPidFile": there / "run" / "slurmctld.pid",
-            "SlurmdPidFile": there / "run" / "slurmd.%n.pid",
-            "SlurmctldLogFile": there / "log" / "slurmctld",
-            "SlurmdLogFile": there / "log" / "slurmd.%n",
-            # The machine is what slurm.conf says, needs no cgroups, and binds nothing to a core.
+            # A requeued job starts again only after its credential has expired.
+            "AuthInfo": f"socket={directory}/munge/socket,cred_expire=10",
+            "StateSaveLocation": directory / "state",
+            "SlurmdSpoolDir": directory / "spool" / "%n",
+            "SlurmctldPidFile": directory / "run" / "slurmctld.pid",
+            "SlurmdPidFile": directory / "run" / "slurmd.%n.pid",
+            "SlurmctldLogFile": directory / "log" / "slurmctld",
+            "SlurmdLogFile": directory / "log" / "slurmd.%n",
+            # Take CPUs and memory from slurm.conf; use no cgroups and no core binding.
             "SlurmdParameters": "config_overrides",
             "ProctrackType": "proctrack/linuxproc",
             "TaskPlugin": "task/none",
             "JobAcctGatherType": "jobacct_gather/none",
             "MpiDefault": "none",
             "SwitchType": "switch/none",
-            # At once, where a site would have it batch its work.
+            # Schedule at once; a production site batches this work.
             "SchedulerType": "sched/backfill",
-            "SchedulerParameters": "sched_min_interval=0,sched_interval=2,batch_sched_delay=0,bf_interval=1,bf_min_age_reserve=0",
+            "SchedulerParameters": "sched_min_interval=0,sched_interval=2,batch_sched_delay=0,"
+            "bf_interval=1,bf_min_age_reserve=0",
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core",
             "KillWait": 3,
@@ -408,7 +404,7 @@ class SlurmCluster:
             "TCPTimeout": 2,
             "MinJobAge": 300,
             "MaxArraySize": 1001,
-            # Each element of an array is one, until MinJobAge after its end.
+            # Each element of an array counts as a job until MinJobAge after its end.
             "MaxJobCount": 100_000,
             "ReturnToService": 2,
             "JobRequeue": 1,
@@ -420,7 +416,7 @@ class SlurmCluster:
                 "AccountingStorageType": "accounting_storage/slurmdbd",
                 "AccountingStorageHost": "127.0.0.1",
                 "AccountingStoragePort": self._port + 9,
-                "AccountingStoragePass": there / "munge" / "socket",
+                "AccountingStoragePass": directory / "munge" / "socket",
                 "AccountingStorageTRES": "gres/gpu",
             }
             if self.accounting
@@ -436,28 +432,31 @@ class SlurmCluster:
     def _write_conf(self) -> None:
         lines = [f"{name}={value}" for name, value in (self._settings() | self.settings).items()]
         for number in range(1, NODES + 1):
-            node = f"NodeName=n{number} NodeHostname=localhost NodeAddr=127.0.0.{number} Port={self._port + number}"
+            node = (
+                f"NodeName=n{number} NodeHostname=localhost NodeAddr=127.0.0.{number}"
+                f" Port={self._port + number}"
+            )
             lines.append(f"{node} CPUs=8 RealMemory=64000 Gres=gpu:a100:{GPUS}")
         lines.append(f"PartitionName=main Nodes=n[1-{NODES}] Default=YES MaxTime=INFINITE State=UP")
         lines.append("PartitionName=small Nodes=n1 MaxTime=1:00:00 State=UP")
         self.conf.write_text("\n".join(lines) + "\n")
 
     def _start_munged(self) -> None:
-        there = self.directory / "munge"
-        (there / "key").touch(0o600)
-        (there / "key").write_bytes(os.urandom(128))
+        folder = self.directory / "munge"
+        (folder / "key").touch(0o600)
+        (folder / "key").write_bytes(os.urandom(128))
         files = [
-            f"--{name}={there}/{name.partition('-')[0]}"
+            f"--{name}={folder}/{name.partition('-')[0]}"
             for name in ("key-file", "log-file", "pid-file", "seed-file", "socket")
         ]
         self._daemon(["munged", "--force", "--num-threads=10", *files])
-        (self.directory / "run" / "munged.pid").symlink_to(there / "pid")
+        (self.directory / "run" / "munged.pid").symlink_to(folder / "pid")
 
     def _start_accounting(self) -> None:
-        there = self.directory / "database"
-        quietly = [
+        database = self.directory / "database"
+        server_options = [
             "--no-defaults",
-            f"--datadir={there}",
+            f"--datadir={database}",
             f"--user={self.user}",
             "--innodb-log-file-size=8M",
             "--innodb-buffer-pool-size=16M",
@@ -465,14 +464,14 @@ class SlurmCluster:
         self._call(
             [
                 "mariadb-install-db",
-                *quietly,
+                *server_options,
                 f"--auth-root-socket-user={self.user}",
                 "--skip-test-db",
             ]
         )
         run = self.directory / "run"
         with (self.directory / "log" / "mariadb").open("wb") as log:
-            # setsid and a shell that ends: mariadbd cannot put itself into the background.
+            # mariadbd cannot put itself into the background: use setsid and a shell that exits.
             self._call(
                 [
                     "sh",
@@ -480,7 +479,7 @@ class SlurmCluster:
                     'setsid "$@" & :',
                     "sh",
                     "mariadbd",
-                    *quietly,
+                    *server_options,
                     "--skip-networking",
                     f"--socket={run}/mariadb.socket",
                     f"--pid-file={run}/mariadb.pid",
@@ -506,13 +505,15 @@ class SlurmCluster:
             "CommitDelay": 0,
         }
         path = self.directory / "etc" / "slurmdbd.conf"
-        path.touch(0o600)  # slurmdbd takes no other
+        path.touch(0o600)  # slurmdbd accepts no other mode
         path.write_text("".join(f"{name}={value}\n" for name, value in conf.items()))
-        self._wait((run / "mariadb.socket").exists, PATIENCE, "MariaDB to listen")
+        self._wait((run / "mariadb.socket").exists, TEST_TIMEOUT, "MariaDB to listen")
         self._daemon(["slurmdbd"])
-        cluster = ["sacctmgr", "--immediate", "--readonly", "show", "cluster"]
+        show_cluster = ["sacctmgr", "--immediate", "--readonly", "show", "cluster"]
         self._wait(
-            lambda: self.run(*cluster, check=False).returncode == 0, PATIENCE, "slurmdbd to answer"
+            lambda: self.run(*show_cluster, check=False).returncode == 0,
+            TEST_TIMEOUT,
+            "slurmdbd to answer",
         )
         self.run("sacctmgr", "--immediate", "add", "cluster", "test")
 
@@ -522,9 +523,9 @@ class SlurmCluster:
             DAEMON: str(self.directory),
             "PATH": _PATH,
             "LANG": "C.UTF-8",
-            # A MariaDB that starts removes the others' temporary tables.
+            # At its start, MariaDB removes temporary tables in TMPDIR, also those of other servers.
             "TMPDIR": f"{self.directory}/tmp",
-            # Where slurmdbd's library looks.
+            # The MySQL client library in slurmdbd connects to this socket.
             "MYSQL_UNIX_PORT": f"{self.directory}/run/mariadb.socket",
         }
 
@@ -538,16 +539,18 @@ class SlurmCluster:
         done = subprocess.run(
             argv, env=self._daemons_environment, cwd=self.directory, stdin=subprocess.DEVNULL,
             stdout=output, stderr=output, executable=shutil.which(argv[0], path=_PATH),
-            timeout=PATIENCE, check=False,
+            timeout=TEST_TIMEOUT, check=False,
         )  # fmt: skip
         if done.returncode:
-            said = "" if log is not None else (done.stdout + done.stderr).decode(errors="replace")
+            output_text = (
+                "" if log is not None else (done.stdout + done.stderr).decode(errors="replace")
+            )
             raise ClusterError(
-                f"{argv[0]} ended with exit code {done.returncode}\n{said}{self.tails()}"
+                f"{argv[0]} ended with exit code {done.returncode}\n{output_text}{self.tails()}"
             )
 
     def _pid(self, name: str) -> int | None:
-        """Return a daemon's pid, while it runs and is this cluster's."""
+        """Return a daemon's pid; None if it does not run or belongs to another cluster."""
         try:
             pid = int((self.directory / "run" / f"{name}.pid").read_text())
         except (OSError, ValueError):
@@ -562,7 +565,7 @@ class SlurmCluster:
         return pid
 
     def _end(self, name: str, number: int) -> None:
-        """Signal a daemon and wait for its end; SIGKILL ends what would not."""
+        """Signal a daemon and wait for its end; send SIGKILL if it still runs after 10 s."""
         pid = self._pid(name)
         if pid is None:
             return
@@ -592,7 +595,7 @@ class SlurmCluster:
 
 
 def missing_packages(*, accounting: bool) -> list[str]:
-    """Return the Debian packages that would have to be installed."""
+    """Return the Debian packages that are missing on this machine."""
     wanted = PACKAGES | (ACCOUNTING if accounting else {})
     return sorted(
         {

@@ -1,9 +1,9 @@
-"""Fixtures that give a test a real Slurm: one cluster without accounting, one with, each started
-once, when the first test wants it.
+"""Fixtures for a real Slurm: one cluster without accounting and one with it.
 
-A test takes ``slurm``, ``slurm_accounted``, or ``slurm_cluster``, which runs it in both worlds. It
-finds the cluster's variables in its environment; when it ends, its jobs are cancelled and whatever
-it has killed or frozen runs again.
+Each cluster starts once, for the first test that needs it. A test uses ``slurm``,
+``slurm_accounted``, or ``slurm_cluster``, which runs the test with both. The fixtures set the
+cluster's environment variables. After the test, they cancel its jobs, restart daemons that it has
+killed and resume those that it has frozen.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ COMMAND = Path(__file__).with_name("slurm_cluster.py")
 STOPPING = 60.0  # seconds
 
 
-def _started(*options: str) -> Iterator[SlurmCluster]:
-    """Have a process start a cluster, which stops it when this one is gone, however it ends."""
-    # Under /tmp, for the sake of short paths: a socket's has 107 bytes at most.
+def _run_cluster(*options: str) -> Iterator[SlurmCluster]:
+    """Start a cluster in a child process, which stops it even if this process is killed."""
+    # In /tmp for short paths: a socket's path has at most 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     keeper = subprocess.Popen(
         [sys.executable, str(COMMAND), "--dir", str(directory / "cluster"), *options],
@@ -38,13 +38,13 @@ def _started(*options: str) -> Iterator[SlurmCluster]:
             pytest.fail(f"no Slurm: {keeper.communicate()[1]}", pytrace=False)
         yield SlurmCluster.attached(directory / "cluster")
     finally:
-        keeper.communicate(timeout=STOPPING)  # the end of its standard input is what it waits for
-        SlurmCluster(directory / "cluster").stop()  # nothing is left, unless the keeper was killed
+        keeper.communicate(timeout=STOPPING)  # the end of its stdin stops it
+        SlurmCluster(directory / "cluster").stop()  # in case the keeper was killed
         shutil.rmtree(directory)
     assert keeper.returncode == 0
 
 
-def _lent(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+def _with_environment(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
     for name, value in cluster.environment.items():
         patch.setenv(name, value)
     try:
@@ -55,12 +55,12 @@ def _lent(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> Iterator[SlurmClu
 
 @pytest.fixture(scope="session")
 def _slurm_none() -> Iterator[SlurmCluster]:
-    yield from _started()
+    yield from _run_cluster()
 
 
 @pytest.fixture(scope="session")
 def _slurm_dbd() -> Iterator[SlurmCluster]:
-    yield from _started("--accounting")
+    yield from _run_cluster("--accounting")
 
 
 @pytest.fixture(scope="session", params=["none", "slurmdbd"])
@@ -73,21 +73,21 @@ def _slurm_either(request: pytest.FixtureRequest) -> SlurmCluster:
 
 @pytest.fixture
 def slurm(_slurm_none: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """Lend the test the cluster that has no accounting."""
-    yield from _lent(_slurm_none, monkeypatch)
+    """Return the cluster without accounting."""
+    yield from _with_environment(_slurm_none, monkeypatch)
 
 
 @pytest.fixture
 def slurm_accounted(
     _slurm_dbd: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SlurmCluster]:
-    """Lend the test the cluster that has slurmdbd and MariaDB."""
-    yield from _lent(_slurm_dbd, monkeypatch)
+    """Return the cluster with slurmdbd and MariaDB."""
+    yield from _with_environment(_slurm_dbd, monkeypatch)
 
 
 @pytest.fixture
 def slurm_cluster(
     _slurm_either: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SlurmCluster]:
-    """Lend the test one cluster and then, in another run of it, the other."""
-    yield from _lent(_slurm_either, monkeypatch)
+    """Run the test twice: with the cluster without accounting and with the other."""
+    yield from _with_environment(_slurm_either, monkeypatch)

@@ -1,6 +1,4 @@
-"""A user of a real Slurm in the tests: a directory, an interpreter that starts at once, and
-clusterjob as a command.
-"""
+"""Run clusterjob as a user of a real Slurm, with a work directory and a fast interpreter."""
 
 from __future__ import annotations
 
@@ -17,24 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE, kill_one_by_one, nothing_left, own_marked, wait_until
+from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 from slurm_cluster import SlurmCluster
 
 import clusterjob
 
 PACKAGE = str(Path(clusterjob.__file__).parent)
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
-# Seconds; several times what needs two of clusterjob's questions to Slurm, which come every 5 s.
+# Seconds; several times as long as two polls of Slurm by clusterjob, which polls every 5 s.
 PROMPT = 30.0
 
-# Names itself by a file, then waits for ever.
+# Creates the file up<RANK>, then sleeps.
 SLEEPER = """
     import os, pathlib, time
     print("line of", os.environ["RANK"], flush=True)
     pathlib.Path(f"up{os.environ['RANK']}").touch()
     time.sleep(1000)
 """
-# The same, until the file `leave` is there.
+# Creates the file up<RANK>, then waits for the file `leave`.
 GUEST = """
     import os, pathlib, time
     print("line of", os.environ["RANK"], flush=True)
@@ -46,8 +44,9 @@ GUEST = """
 
 
 class User:
-    """Somebody on a login node. The interpreter of the jobs finds no torch to import, and so starts
-    in a tenth of the time.
+    """A user on a login node.
+
+    The jobs use an interpreter that cannot import torch and therefore starts ten times faster.
     """
 
     def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
@@ -61,27 +60,28 @@ class User:
         self.home = Path(os.environ["CLUSTERJOB_HOME"])
         self.running: list[subprocess.Popen[str]] = []
 
-    # -- files ----------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def path(self, name: str) -> Path:
         return self.directory / name
 
     def script(self, text: str, name: str = "script.py") -> str:
-        """Write a program and return its name: another one's stays, for it may be about to start."""
+        """Write a program and return its name; keep other programs, which a job may still start."""
         text = textwrap.dedent(text)
         while self.path(name).exists() and self.path(name).read_text() != text:
             name = f"another_{name}"
         self.path(name).write_text(text)
         return name
 
-    def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
+    def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
         wait_until(
             lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}"
         )
 
     def command_first_on_path(self, name: str, text: str) -> Path:
-        """Put a shell script of this name before the real command, which it finds as $REAL; return
-        a file for its notes, $NOTES.
+        """Put a shell script on PATH before a command of the same name; return its notes file.
+
+        In the script, $REAL is the path of the real command and $NOTES the path of the notes file.
         """
         bin_, notes = self.directory.parent / "bin", self.directory.parent / f"notes-{name}"
         bin_.mkdir(exist_ok=True)
@@ -90,23 +90,24 @@ class User:
             ["which", name], capture_output=True, text=True, check=False
         ).stdout.strip()
         (bin_ / name).write_text(
-            f"#!/bin/sh\nREAL={shlex.quote(real)} NOTES={shlex.quote(str(notes))}\n{textwrap.dedent(text)}"
+            f"#!/bin/sh\nREAL={shlex.quote(real)} NOTES={shlex.quote(str(notes))}\n"
+            f"{textwrap.dedent(text)}"
         )
         (bin_ / name).chmod(0o755)
         if not os.environ["PATH"].startswith(f"{bin_}:"):
             self.patch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
         return notes
 
-    # -- commands -------------------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def __call__(
         self, *args: str, code: int = 0, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run clusterjob to its end; fail the test unless it ends with this code."""
+        """Run clusterjob to its end; fail the test if its exit code is not ``code``."""
         options = {
             "cwd": self.directory,
             "stdin": subprocess.DEVNULL,
-            "timeout": PATIENCE,
+            "timeout": TEST_TIMEOUT,
             **options,
         }
         done = subprocess.run(
@@ -124,7 +125,7 @@ class User:
         return done
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        """Start clusterjob; its output goes to files, which `said` returns."""
+        """Start clusterjob; `said` returns its output."""
         number = len(self.running)
         with (
             self._output(number, "out").open("w") as out,
@@ -140,8 +141,8 @@ class User:
             self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
         return self.running[-1]
 
-    def said(self, process: subprocess.Popen[str]) -> tuple[str, str]:
-        """Return what a started command has written to stdout and to stderr so far."""
+    def output_of(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+        """Return the current stdout and stderr of a command from `start`."""
         number = self.running.index(process)
         return self._output(number, "out").read_text(), self._output(number, "err").read_text()
 
@@ -159,25 +160,27 @@ class User:
         ).stdout.strip()
 
     def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
-        """Return what is said of a job that is refused, of which nothing may be left."""
+        """Return the error message for a refused job; fail if files or a job in Slurm remain."""
         before = self._queued()
-        said = self(command, "--cluster", "slurm", *options, self.script("pass"), code=code).stderr
-        assert self._queued() <= before  # Slurm forgets jobs that ended a while ago
-        assert self.left_behind() == []
-        return said
+        message = self(
+            command, "--cluster", "slurm", *options, self.script("pass"), code=code
+        ).stderr
+        assert self._queued() <= before  # Slurm may have removed ended jobs meanwhile
+        assert self.remaining_files() == []
+        return message
 
     def _queued(self) -> set[str]:
         return set(
             self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout.split()
         )
 
-    def refused_by_nobody(self) -> str:
-        """Return what is said of a job where no Slurm answers."""
-        said = self("submit", "--cluster", "slurm", self.script("pass"), code=1).stderr
-        assert self.left_behind() == []
-        return said
+    def submit_error_without_slurm(self) -> str:
+        """Return the error message for a job when Slurm does not answer."""
+        message = self("submit", "--cluster", "slurm", self.script("pass"), code=1).stderr
+        assert self.remaining_files() == []
+        return message
 
-    # -- jobs -----------------------------------------------------------------------------------------------------------
+    # -- jobs --------------------------------------------------------------------------------------
 
     def jobs(self, *ids: str) -> list[dict[str, Any]]:
         jobs: list[dict[str, Any]] = json.loads(
@@ -190,14 +193,14 @@ class User:
         return job
 
     def wait_for_state(
-        self, job_id: str, *states: str, timeout: float = PATIENCE
+        self, job_id: str, *states: str, timeout: float = TEST_TIMEOUT
     ) -> dict[str, Any]:
-        def there() -> dict[str, Any] | None:
+        def job_in_state() -> dict[str, Any] | None:
             job = self.job(job_id)
             return job if job["state"] in states else None
 
         found = wait_until(
-            there, timeout, f"{job_id} to be {' or '.join(states)}: {self.job(job_id)}"
+            job_in_state, timeout, f"{job_id} to be {' or '.join(states)}: {self.job(job_id)}"
         )
         assert found is not None
         return found
@@ -207,7 +210,7 @@ class User:
         return self.home / "jobs" / whole / (f"elements/{index}" if index else "")
 
     def slurm_id(self, job_id: str) -> str:
-        """Return Slurm's id of a job, as its record has it."""
+        """Return Slurm's id of a job from the job's record."""
         return str(
             json.loads((self.home / "records" / f"{job_id}.json").read_text())["handle"]["id"]
         )
@@ -218,13 +221,13 @@ class User:
     def output(self, job_id: str, *options: str) -> str:
         return self("logs", job_id, *options).stdout
 
-    def left_behind(self) -> list[str]:
-        """Return the files of jobs and the records that are there."""
-        places = (self.home / "jobs", self.home / "records")
-        return [str(path) for place in places for path in place.rglob("*") if not path.is_dir()]
+    def remaining_files(self) -> list[str]:
+        """Return all files of jobs and all records."""
+        folders = (self.home / "jobs", self.home / "records")
+        return [str(path) for folder in folders for path in folder.rglob("*") if not path.is_dir()]
 
     def logs(self) -> str:
-        """Return the ends of what jobs have written where nobody looks while all is well."""
+        """Return the ends of slurm*.out and agent.log, for messages of failed tests."""
         found = sorted(
             [*self.home.glob("jobs/**/slurm*.out"), *self.home.glob("jobs/**/agent.log")]
         )
@@ -237,7 +240,7 @@ class User:
 def user_of(
     slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch, kind: type[User] = User
 ) -> Iterator[User]:
-    """Lend a user of a Slurm; what they have left is taken away."""
+    """Yield a user; afterwards restore the cluster and kill the user's processes."""
     directory = tmp_path / "work"
     directory.mkdir()
     user = kind(slurm, directory, patch)
@@ -251,26 +254,24 @@ def user_of(
             process.wait()
         slurm.restore()
         with contextlib.suppress(AssertionError):
-            nothing_left(PROMPT)
-        left = own_marked()
-        kill_one_by_one(left)
+            wait_for_no_processes(PROMPT)
+        left = own_processes()
+        kill_all(left)
     assert not still, f"commands that the test left running: {[process.args for process in still]}"
 
 
 @pytest.fixture
 def user(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
-    """Return a user of the Slurm that has no accounting."""
+    """Return a user of the cluster without accounting."""
     with user_of(slurm, tmp_path, monkeypatch) as made:
         yield made
 
 
 @pytest.fixture
-def user_of_either(
+def user_of_each_cluster(
     slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[User]:
-    """Return a user of a Slurm without accounting and then, in another run of the test, of one with
-    it.
-    """
+    """Run the test twice: as a user of a cluster without accounting and of one with it."""
     with user_of(slurm_cluster, tmp_path, monkeypatch) as made:
         yield made
 
@@ -279,6 +280,6 @@ def user_of_either(
 def user_accounted(
     slurm_accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[User]:
-    """Return a user of the Slurm that has accounting."""
+    """Return a user of the cluster with accounting."""
     with user_of(slurm_accounted, tmp_path, monkeypatch) as made:
         yield made

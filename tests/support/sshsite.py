@@ -1,6 +1,4 @@
-"""Jobs on the hosts of `sshworld`: a directory that they are submitted from, and what tests ask of
-them.
-"""
+"""Submit jobs from a directory to the hosts of `sshworld`, and check them."""
 
 from __future__ import annotations
 
@@ -14,20 +12,20 @@ from typing import Any
 
 import pytest
 from procs import wait_until
-from sshworld import HostOfWorld, World, python_without_torch, sh
+from sshworld import SshHost, World, python_without_torch, sh
 
 from clusterjob.core import jobs
 from clusterjob.core.config import Settings
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import SubmitError
-from clusterjob.node.logs.log_files import Line
+from clusterjob.node.logs.log_files import LogLine
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import Verdict
 
-PATIENCE = 90.0  # seconds; many times what any of these jobs needs
+TEST_TIMEOUT = 90.0  # seconds; all of these jobs need much less
 
-# Names itself by a line, then waits for ever.
+# Prints a line with its rank, then sleeps.
 SLEEPER = """
     import os, time
     print("up", os.environ["RANK"], flush=True)
@@ -36,7 +34,7 @@ SLEEPER = """
 
 
 class Site:
-    """A directory that jobs are submitted from, and the hosts."""
+    """The directory from which jobs are submitted, and the hosts."""
 
     def __init__(self, world: World, directory: Path) -> None:
         self.world = world
@@ -66,7 +64,9 @@ class Site:
         return {key: value for key, value in given.items() if value is not None}
 
     def plan(self, program: Program, **flags: Any) -> Plan:
-        settings: Settings = jobs.settle(self.flags(**flags), None, directory=self.directory)
+        settings: Settings = jobs.resolve_settings(
+            self.flags(**flags), None, directory=self.directory
+        )
         assert settings.backend == "ssh"
         return jobs.plan(jobs.make_spec(program, settings, directory=self.directory), settings)
 
@@ -75,15 +75,15 @@ class Site:
         return jobs.submit(plan, "ssh", detach=True)
 
     def refused(self, **flags: Any) -> SubmitError:
-        """Submit a job that cannot start; nothing of it may be left, here or there."""
+        """Submit a job that cannot start; fail if files, records or processes remain."""
         with pytest.raises(SubmitError) as caught:
             self.submit(SLEEPER, **flags)
         assert caught.value.exit_code == 1
         assert not Records().all()
         assert not self.running(), "nothing keeps running on the others"
         for host in self.world.hosts.values():
-            kept = host.home / ".clusterjob" / "jobs"
-            assert not kept.is_dir() or not list(kept.iterdir())
+            jobs_dir = host.home / ".clusterjob" / "jobs"
+            assert not jobs_dir.is_dir() or not list(jobs_dir.iterdir())
         return caught.value
 
     def command(self, *words: str, **more: Any) -> subprocess.Popen[str]:
@@ -98,11 +98,11 @@ class Site:
         )
 
     def options(self, **flags: Any) -> list[str]:
-        words: list[str] = []
+        arguments: list[str] = []
         for key, value in self.flags(**flags).items():
             for item in value if isinstance(value, list) else [value]:
-                words += [f"--{key.replace('_', '-')}", str(item)]
-        return words
+                arguments += [f"--{key.replace('_', '-')}", str(item)]
+        return arguments
 
     def running(self) -> list[int]:
         """Return the processes of jobs on all hosts."""
@@ -119,18 +119,18 @@ def site(world: World, tmp_path: Path) -> Iterator[Site]:
     for host in world.hosts.values():
         subprocess.run(["rm", "-rf", host.home / ".clusterjob"], check=True)
     yield Site(world, directory)
-    hang_up()
+    close_connections()
 
 
-def hang_up() -> None:
-    """Forget all connections, as a new process has none."""
+def close_connections() -> None:
+    """Close all connections to hosts, so that the next command opens new ones."""
     backend: Any = jobs._loaded.pop("ssh", None)
     if backend is not None:
         backend.close()
 
 
-def lines_of(record: Record) -> list[str]:
-    shown: list[Line] = []
+def output_lines(record: Record) -> list[str]:
+    shown: list[LogLine] = []
     verdict = jobs.follow(
         record, lambda batches: shown.extend(chain.from_iterable(batches)), progress=lambda _: None
     )
@@ -138,7 +138,7 @@ def lines_of(record: Record) -> list[str]:
     return [f"{line.rank} {line.stream} {line.text}" for line in shown]
 
 
-def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
+def wait_for_verdict(record: Record, timeout: float = TEST_TIMEOUT) -> Verdict:
     verdict = wait_until(
         lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}"
     )
@@ -147,39 +147,39 @@ def end_of(record: Record, timeout: float = PATIENCE) -> Verdict:
 
 
 def wait_for_lines(record: Record, *wanted: str) -> None:
-    """Wait until workers have written lines that begin so."""
+    """Wait until the workers' stdout contains these texts."""
 
-    def there() -> bool:
+    def lines_exist() -> bool:
         jobs.status(record)
         jobs.collect(record)
         text = "\n".join(path.read_text() for path in (record.job_dir / "logs").rglob("rank*.out"))
         return all(line in text for line in wanted)
 
-    wait_until(there, PATIENCE, f"the lines {wanted}")
+    wait_until(lines_exist, TEST_TIMEOUT, f"the lines {wanted}")
 
 
-def workers_on(host: HostOfWorld) -> list[int]:
+def workers_on(host: SshHost) -> list[int]:
     """Return the processes of jobs on a host, agents included."""
     found = []
     for pid in host.pids():
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"clusterjob-node.pyz" in words or b"script.py" in words:
+        if b"clusterjob-node.pyz" in command or b"script.py" in command:
             found.append(pid)
     return found
 
 
 @pytest.fixture
-def full_disk(site: Site) -> Iterator[HostOfWorld]:
-    """A host whose home directory lies on a disk of 8 MB."""
+def full_disk(site: Site) -> Iterator[SshHost]:
+    """Yield a host whose home directory is a file system of 8 MB."""
     host = site.world.hosts["gpu2"]
     sh("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", host.home)
     host.stop()
-    host.start()  # in a mount namespace that has seen the small disk
+    host.start()  # in a new mount namespace, which contains the small file system
     yield host
-    hang_up()
+    close_connections()
     host.stop()
     sh("umount", host.home)
     host.start()

@@ -1,13 +1,12 @@
-"""A world of real hosts for the tests: each a network namespace with an address, a host name and an
-sshd of its own.
+"""Real hosts for tests: network namespaces, each with an address, a host name and an sshd.
 
     client (10.77.0.100) --- gpu1 gpu2 gpu3 ... (10.77.0.1, .2, .3) --- bastion (10.77.0.50)
                                                                            |
-                                                  inner1 inner2 (10.78.0.1, .2), reached through the
-                                                  bastion alone
+                                                  inner1 inner2 (10.78.0.1, .2), reached only
+                                                  through the bastion
 
-No traffic leaves the namespaces. All names carry the pid of the test run, so that two runs do not
-meet, and what a run that was killed has left is taken down by the next one.
+No traffic leaves the namespaces. Their names contain the pid of the test run, so two runs do not
+collide. A run removes the namespaces of earlier runs that were killed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def sh(*argv: object, **more: object) -> str:
 
 
 def missing() -> str:
-    """Return why there can be no such world here; empty if there can."""
+    """Return why the hosts cannot be created on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [
@@ -59,8 +58,8 @@ def missing() -> str:
 
 
 @dataclass
-class HostOfWorld:
-    """One host: its namespace and its server."""
+class SshHost:
+    """One host: its namespace and its sshd."""
 
     world: World
     name: str
@@ -82,7 +81,7 @@ class HostOfWorld:
 
     @property
     def public_key(self) -> str:
-        """The host's own key: type and base64."""
+        """The host key: type and base64."""
         return " ".join((self.directory / "host_key.pub").read_text().split()[:2])
 
     @property
@@ -90,7 +89,7 @@ class HostOfWorld:
         return sh("ssh-keygen", "-lf", self.directory / "host_key.pub").split()[1]
 
     def start(self, **options: str) -> None:
-        """Start the server; options replace lines of its configuration."""
+        """Start the sshd; options replace lines of its configuration."""
         settings = {
             "ListenAddress": "0.0.0.0", "Port": str(self.port),
             "HostKey": str(self.directory / "host_key"), "UsePAM": "no",
@@ -103,8 +102,8 @@ class HostOfWorld:
         text = "".join(f"{key} {value}\n" for key, value in settings.items() if value)
         (self.directory / "sshd_config").write_text(text)
         (self.directory / "sshd.pid").unlink(missing_ok=True)
-        server = shutil.which("sshd", path=_PATH) or "sshd"  # it insists on an absolute path
-        named = (
+        server = shutil.which("sshd", path=_PATH) or "sshd"  # sshd requires an absolute path
+        with_hostname = (
             "unshare",
             "--uts",
             "--mount",
@@ -115,7 +114,12 @@ class HostOfWorld:
             self.name,
         )
         self.run(
-            *named, server, "-f", self.directory / "sshd_config", "-E", self.directory / "sshd.log"
+            *with_hostname,
+            server,
+            "-f",
+            self.directory / "sshd_config",
+            "-E",
+            self.directory / "sshd.log",
         )
         pid_file = self.directory / "sshd.pid"
         wait_until(
@@ -126,21 +130,21 @@ class HostOfWorld:
         self.sshd = int(pid_file.read_text())
 
     def run(self, *argv: object) -> str:
-        """Run a command in the host's network."""
+        """Run a command in the host's network namespace."""
         clean = {
             name: value
             for name, value in os.environ.items()
             if name != MARKER and not name.startswith("CLUSTERJOB")
         }
-        words = ["nsenter", f"--net={_NETNS / self.namespace}", *map(str, argv)]
+        command = ["nsenter", f"--net={_NETNS / self.namespace}", *map(str, argv)]
         done = subprocess.run(
-            words, capture_output=True, text=True, env={**clean, "PATH": _PATH}, check=False
+            command, capture_output=True, text=True, env={**clean, "PATH": _PATH}, check=False
         )
         assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
         return done.stdout
 
     def stop(self) -> None:
-        """Stop the server that listens; sessions live on, as they do under `systemctl restart ssh`."""
+        """Stop the listening sshd; its sessions continue, as with `systemctl restart ssh`."""
         if self.sshd:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.sshd, signal.SIGTERM)
@@ -149,7 +153,7 @@ class HostOfWorld:
             self.sshd = 0
 
     def pids(self) -> list[int]:
-        """Return all processes of the host but the server that listens."""
+        """Return all processes of the host except the listening sshd."""
         text = (
             sh("ip", "netns", "pids", self.namespace) if (_NETNS / self.namespace).exists() else ""
         )
@@ -160,17 +164,17 @@ class HostOfWorld:
         ]
 
     def link(self, state: str) -> None:
-        """Cut the host off, or join it again: "down" or "up"."""
+        """Set the host's network interface "down" or "up"."""
         self.run("ip", "link", "set", "eth0", state)
 
 
 class World:
-    """All hosts, and the ssh configuration and keys by which a client reaches them."""
+    """All hosts, and the ssh configuration and keys of a client."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.prefix = f"cjt{os.getpid()}-"
-        self.hosts: dict[str, HostOfWorld] = {}
+        self.hosts: dict[str, SshHost] = {}
         self.config = directory / "ssh_config"
         self.known_hosts = directory / "known_hosts"
         self.key = directory / "id_ed25519"
@@ -194,16 +198,14 @@ class World:
             host.start()
 
     def reset(self) -> None:
-        """Write the client's configuration and keys as they are at the beginning: all hosts are
-        known.
-        """
+        """Write the client's initial ssh configuration and known_hosts with all host keys."""
         self.known_hosts.write_text(
             "".join(f"{host.address} {host.public_key}\n" for host in self.hosts.values())
         )
         self.write_config()
 
     def write_config(self, more: str = "", **options: str) -> None:
-        """Write the client's ssh configuration: lines of `more` come first, and win."""
+        """Write the client's ssh configuration; the lines of `more` come first and take effect."""
         common = {
             "User": "root",
             "IdentityFile": self.key,
@@ -252,7 +254,7 @@ class World:
         sh("ip", "-n", end, "link", "set", interface, "up")
 
     def _add(self, name: str, network: str, address: str) -> None:
-        host = HostOfWorld(self, name, address)
+        host = SshHost(self, name, address)
         host.home.mkdir(parents=True)
         sh(
             "ssh-keygen",
@@ -269,8 +271,8 @@ class World:
         self._join(name, network, address, "eth0")
         self.hosts[name] = host
 
-    def add(self, name: str, address: str, **options: str) -> HostOfWorld:
-        """Add a host to the outer network and start its server; it is known to the client."""
+    def add(self, name: str, address: str, **options: str) -> SshHost:
+        """Add a host to the outer network and to known_hosts, and start its sshd."""
         self._add(name, "outer", address)
         self.reset()
         self.hosts[name].start(**options)
@@ -278,20 +280,20 @@ class World:
 
     @contextlib.contextmanager
     def client(self) -> Iterator[None]:
-        """Let this thread, and all that it starts, live in the client's network."""
+        """Move this thread and its child processes into the client's network namespace."""
         libc = ctypes.CDLL(None, use_errno=True)
         with (
             open("/proc/thread-self/ns/net") as own,
-            open(_NETNS / f"{self.prefix}client") as there,
+            open(_NETNS / f"{self.prefix}client") as clients,
         ):
-            assert libc.setns(there.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            assert libc.setns(clients.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
             try:
                 yield
             finally:
                 assert libc.setns(own.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 
     def left(self) -> dict[int, list[str]]:
-        """Return what runs on the hosts beside their servers."""
+        """Return pid and command line of the processes on all hosts, except their sshds."""
         return {
             pid: command_line(pid)
             for host in self.hosts.values()
@@ -300,9 +302,7 @@ class World:
         }
 
     def clean(self) -> dict[int, list[str]]:
-        """Wait until nothing runs on the hosts any more; kill, one by one, and return what does not
-        end.
-        """
+        """Wait up to 5 s until all processes on the hosts end; kill and return the others."""
         end = time.monotonic() + 5
         while (left := self.left()) and time.monotonic() < end:
             time.sleep(0.02)
@@ -315,13 +315,11 @@ class World:
         for host in self.hosts.values():
             host.stop()
         self.clean()
-        _take_down(self.prefix)
+        _remove_namespaces(self.prefix)
 
     @staticmethod
     def remove_stale() -> None:
-        """Take down what a run that was killed has left: its pid is in the names, and is nobody's
-        any more.
-        """
+        """Remove the namespaces of test runs that no longer exist."""
         for path in _NETNS.glob("cjt*-*") if _NETNS.is_dir() else []:
             match = re.match(r"cjt(\d+)-", path.name)
             if match and not Path(f"/proc/{match[1]}").exists():
@@ -331,7 +329,7 @@ class World:
                 sh("ip", "netns", "del", path.name)
 
 
-def _take_down(prefix: str) -> None:
+def _remove_namespaces(prefix: str) -> None:
     for path in _NETNS.glob(f"{prefix}*"):
         sh("ip", "netns", "del", path.name)
 
@@ -353,7 +351,7 @@ def require() -> None:
 
 
 def python_without_torch(directory: Path) -> Path:
-    """Write an interpreter that starts at once: it finds no installed package."""
+    """Write a Python interpreter that starts fast because it sees no installed packages."""
     path = directory / "plain-python"
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A command on a real terminal (a pty): what it would show there, byte by byte."""
+"""Run a command on a real terminal (a pty) and record its output byte by byte."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 
 class Terminal:
-    """A command whose stdout and stderr, and on request stdin, are a terminal of its own; a context
-    manager.
+    """A command whose stdout and stderr are a terminal; a context manager.
+
+    Its stdin is /dev/null unless ``options``, which go to `subprocess.Popen`, contain stdin.
     """
 
     def __init__(
@@ -47,25 +48,25 @@ class Terminal:
         self.process.wait()
         os.close(self._master)
 
-    def read_until(self, wanted: bytes, patience: float = PATIENCE) -> None:
-        """Read what is shown until these bytes have been; fail the test when they do not come."""
-        end = time.monotonic() + patience
+    def read_until(self, wanted: bytes, timeout: float = TEST_TIMEOUT) -> None:
+        """Read the output until it contains these bytes; fail the test after the timeout."""
+        end = time.monotonic() + timeout
         while wanted not in self.shown:
             assert self._read(end - time.monotonic()), (
                 f"{wanted!r} was not shown, but {self.shown!r}"
             )
 
-    def finish(self, patience: float = PATIENCE) -> int:
-        """Read to the end of the command; return its exit code."""
-        end = time.monotonic() + patience
+    def finish(self, timeout: float = TEST_TIMEOUT) -> int:
+        """Read the output to the end of the command; return its exit code."""
+        end = time.monotonic() + timeout
         while self._read(end - time.monotonic()):
             pass
         return self.process.wait(max(0.1, end - time.monotonic()))
 
-    def _read(self, patience: float) -> bool:
-        if not select.select([self._master], [], [], max(0.0, patience))[0]:
+    def _read(self, timeout: float) -> bool:
+        if not select.select([self._master], [], [], max(0.0, timeout))[0]:
             return False
-        with contextlib.suppress(OSError):  # EIO: the last process that had it open is gone
+        with contextlib.suppress(OSError):  # EIO: no process has the terminal open any more
             data = os.read(self._master, 65536)
             self.shown += data
             return bool(data)
@@ -73,9 +74,7 @@ class Terminal:
 
 
 def show(argv: Sequence[str], **options: Any) -> tuple[int, str]:
-    """Run a command on a terminal; return its exit code and what it has shown, line breaks as
-    ``\\n``.
-    """
+    """Run a command on a terminal; return its exit code and output, with ``\\n`` line breaks."""
     with Terminal(argv, **options) as terminal:
         code = terminal.finish()
         return code, terminal.shown.decode(errors="replace").replace("\r\n", "\n")

@@ -1,9 +1,8 @@
-"""The stand-in platform's command, `volc`: what the documentation says of its command line, and of
-who may use it.
+"""The command `volc` of the simulated platform: its flags and credentials, as documented.
 
-Run as a program with the service's directory before the user's words; the standard library alone,
-for it is started often. Flags and their short forms are of the documentation, page "命令行工具" (the
-command line tool), unless said otherwise.
+The first argument is the service's directory; the user's arguments follow. Only the standard
+library is imported, because tests start this program often. Facts without another source are from
+the documentation page "命令行工具" (command line tool).
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from pathlib import Path
 VERSION = "volc/1.2.57"
 ON, TEXT, LIST = "a switch", "takes a value", "may be given several times"
 _OUTPUT = {"output": (TEXT,), "format": (TEXT,), "helpformat": (ON,), "profile": (TEXT, "p")}
-# Long names with their kinds and short forms. Go's flag library takes one hyphen or two before any
-# of them.
+# Long names with their kinds and short forms. Go's flag library accepts one hyphen or two.
 FLAGS = {
     "submit": {
         "conf": (TEXT, "c"),
@@ -44,7 +42,8 @@ FLAGS = {
         "output": (TEXT,),
         "set": (LIST,),
     },
-    # --limit and --offset: users' notes of `list --help`; with --output json there are 10 rows without them.
+    # --limit and --offset are from users' notes of `list --help`. Without them, --output json
+    # prints 10 rows.
     "list": {
         "status": (TEXT, "s"),
         "name": (TEXT, "n"),
@@ -70,35 +69,32 @@ REQUIRED = {
     "submit": ["conf"], "get": ["id"], "instance_list": ["id"], "cancel": ["id"],
     "logs": ["task", "instance"], "export": ["task"],
 }  # fmt: skip
-WITH_TERMINAL = (
-    "list",
-    "get",
-    "instance_list",
-)  # "with --output the answer is no longer interactive"
+# "with --output the answer is no longer interactive"
+WITH_TERMINAL = ("list", "get", "instance_list")
 
 
 class Usage(Exception):
-    """The command line is not one."""
+    """The command line is invalid, or the command cannot reach the service."""
 
 
-def main(directory: Path, words: list[str]) -> int:
-    _note(directory, words)
+def main(directory: Path, args: list[str]) -> int:
+    _record_call(directory, args)
     try:
-        return _run(directory, words)
-    except Usage as wrong:
-        print(wrong, file=sys.stderr)
+        return _run(directory, args)
+    except Usage as error:
+        print(error, file=sys.stderr)
         return 1
 
 
-def _run(directory: Path, words: list[str]) -> int:
-    if words == ["version"]:
+def _run(directory: Path, args: list[str]) -> int:
+    if args == ["version"]:
         print(VERSION)
         return 0
-    if words == ["configure"]:
+    if args == ["configure"]:
         return _configure()
-    if not words or words[0] != "ml_task":
-        raise Usage(f"No help topic for '{words[0] if words else ''}'")
-    operation, rest = (words[1] if len(words) > 1 else ""), words[2:]
+    if not args or args[0] != "ml_task":
+        raise Usage(f"No help topic for '{args[0] if args else ''}'")
+    operation, rest = (args[1] if len(args) > 1 else ""), args[2:]
     if operation == "instance":
         operation, rest = f"instance_{rest[0] if rest else ''}", rest[1:]
     if operation not in FLAGS:
@@ -130,35 +126,33 @@ def _run(directory: Path, words: list[str]) -> int:
                 f"load config file failed: open {flags['conf']}: {error.strerror.lower()}"
             ) from None
     if operation in WITH_TERMINAL and "output" not in flags:
-        print(
-            "open /dev/tty: no such device or address", file=sys.stderr
-        )  # users' notes: without a terminal its exit status is 255
-        return 255
+        print("open /dev/tty: no such device or address", file=sys.stderr)
+        return 255  # the exit code without a terminal, from users' notes
     return _ask(directory, request)
 
 
 def _help(operation: str) -> int:
-    """List the flags, as Go's command line library does that the usage errors are of."""
+    """List the flags in the format of Go's command line library, which `volc` uses."""
     print(f"NAME:\n   volc ml_task {operation.replace('_', ' ')}\n\nOPTIONS:")
     for name, (kind, *shorts) in FLAGS[operation].items():
-        words = ", ".join(f"-{word}" if len(word) == 1 else f"--{word}" for word in (name, *shorts))
-        print(f"   {words}{'' if kind == ON else ' value'}")
+        flags = ", ".join(f"-{flag}" if len(flag) == 1 else f"--{flag}" for flag in (name, *shorts))
+        print(f"   {flags}{'' if kind == ON else ' value'}")
     print("   --help, -h  show help")
     return 0
 
 
-def _parse(known: dict, words: list[str]) -> dict:
-    """Return the flags by their long names."""
+def _parse(known: dict, args: list[str]) -> dict:
+    """Return the values of the flags by their long names."""
     names = {short: name for name, (_, *shorts) in known.items() for short in shorts} | {
         name: name for name in known
     }
     flags: dict = {}
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("-") or word in ("-", "--"):
-            raise Usage(f"unexpected argument {word!r}")
-        name, equals, value = word.removeprefix("-").removeprefix("-").partition("=")
+    args = list(args)
+    while args:
+        arg = args.pop(0)
+        if not arg.startswith("-") or arg in ("-", "--"):
+            raise Usage(f"unexpected argument {arg!r}")
+        name, equals, value = arg.removeprefix("-").removeprefix("-").partition("=")
         if name not in names:
             raise Usage(f"Incorrect Usage: flag provided but not defined: -{name}")
         kind = known[names[name]][0]
@@ -168,9 +162,9 @@ def _parse(known: dict, words: list[str]) -> dict:
             flags[names[name]] = value != "false"
             continue
         if not equals:
-            if not words:
+            if not args:
                 raise Usage(f"Incorrect Usage: flag needs an argument: -{name}")
-            value = words.pop(0)
+            value = args.pop(0)
         if kind == LIST:
             flags.setdefault(names[name], []).append(value)
         else:
@@ -179,8 +173,10 @@ def _parse(known: dict, words: list[str]) -> dict:
 
 
 def _identity(profile: str | None) -> dict[str, str]:
-    """Return keys and region: of VOLC_AK, VOLC_SK, VOLC_REGION, else of a section of
-    ~/.volc/credentials and ~/.volc/config.
+    """Return keys and region.
+
+    The sources are VOLC_AK, VOLC_SK and VOLC_REGION, then a section of ~/.volc/credentials and
+    ~/.volc/config.
     """
     section = profile or os.environ.get("VOLC_PROFILE") or "default"
     home = Path(os.environ.get("HOME", "/")) / ".volc"
@@ -198,7 +194,7 @@ def _identity(profile: str | None) -> dict[str, str]:
 
 
 def _configure() -> int:
-    """Ask for keys and region, and write them where the others look."""
+    """Ask for keys and region, and write them to ~/.volc."""
     answers = []
     for prompt in (
         "volc access key []: ",
@@ -213,7 +209,8 @@ def _configure() -> int:
     home = Path(os.environ["HOME"]) / ".volc"
     home.mkdir(exist_ok=True)
     texts = {
-        "credentials": f"[default]\naccess_key_id = {answers[0]}\nsecret_access_key = {answers[1]}\n",
+        "credentials": f"[default]\naccess_key_id = {answers[0]}\n"
+        f"secret_access_key = {answers[1]}\n",
         "config": f"[default]\nregion = {answers[2] or 'cn-beijing'}\n",
     }
     for name, text in texts.items():
@@ -223,9 +220,8 @@ def _configure() -> int:
 
 
 def _ask(directory: Path, request: dict) -> int:
-    folder = os.open(
-        directory, os.O_RDONLY
-    )  # the socket's whole path may be longer than the kernel takes
+    # By a descriptor: the socket's absolute path can exceed the kernel's limit.
+    folder = os.open(directory, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(f"/proc/self/fd/{folder}/socket")
@@ -242,9 +238,9 @@ def _ask(directory: Path, request: dict) -> int:
     raise Usage("unexpected EOF")
 
 
-def _note(directory: Path, words: list[str]) -> None:
-    """Keep what was called, for the tests."""
-    line = json.dumps({"argv": words, "at": time.time()}) + "\n"
+def _record_call(directory: Path, args: list[str]) -> None:
+    """Append the arguments to calls.jsonl, which tests read."""
+    line = json.dumps({"argv": args, "at": time.time()}) + "\n"
     file = os.open(directory / "calls.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(file, line.encode())
     os.close(file)

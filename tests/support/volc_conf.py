@@ -1,7 +1,7 @@
-"""What the stand-in platform takes as a task: its YAML, and the code that goes along.
+"""Checks of a task's YAML and the upload of its code, in the simulated platform.
 
-Where no other source is named, the fact is of the platform's documentation, page "命令行工具" (the
-command line tool).
+Facts without another source are from the platform's documentation page "命令行工具" (command line
+tool).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import pathspec
 import yaml
 
-# The page's sample of a conf file, and CacheType, which exported tasks carry. Of
-# DelayExitTimeSeconds and a few more nothing comes here.
+# The fields of the page's sample file, and CacheType, which exported tasks have. The simulation
+# ignores DelayExitTimeSeconds and some other fields.
 FIELDS = {
     "TaskName", "Description", "Entrypoint", "Args", "Tags", "UserCodePath", "RemoteMountCodePath",
     "Envs", "ImageUrl", "ImageCredential", "ResourceGroupID", "ResourceQueueID",
@@ -40,8 +40,8 @@ RETRY_FIELDS = {
     "IntervalSeconds",
     "PolicySets",
 }
-POLICIES = ("Failed", "InstanceReclaimed", "MachineFailure")  # the last one in users' conf files
-# A flag overrides the field; --set is weaker than they are.
+POLICIES = ("Failed", "InstanceReclaimed", "MachineFailure")  # the last is from users' conf files
+# A flag overrides the field in the file and in --set.
 FLAGS = {
     "task_name": "TaskName", "description": "Description", "user_code_path": "UserCodePath",
     "entrypoint": "Entrypoint", "args": "Args", "image": "ImageUrl",
@@ -52,13 +52,18 @@ FLAGS = {
 
 
 class Refused(Exception):
-    """The service does not take it; the text is what it says."""
+    """The service refuses the request; the text is the service's error message."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What there is to ask for: queues (id to name), flavors (name to GPUs), priorities that may be
-    chosen.
+    """Resources of the platform.
+
+    Attributes:
+        queues: id to name.
+        flavors: name to number of GPUs.
+        priorities: the allowed priorities.
+        refuse_args: refuse tasks with Args, like one build of the command.
     """
 
     queues: dict[str, str]
@@ -68,7 +73,7 @@ class Site:
 
 
 def load(text: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the conf file's fields with those that flags override."""
+    """Return the conf file's fields, with the changes by flags."""
     try:
         conf = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -97,18 +102,18 @@ def _override(conf: dict[str, Any], pair: str) -> None:
     if not equals:
         raise Refused(f"--set {pair}: not of the form key=value")
     *parents, last = path.split(".")
-    place = conf
+    section = conf
     for parent in parents:
-        place = place.get(parent) if isinstance(place, dict) else None
-    # "--set only overrides config items already defined in the config file"; elements of lists are
-    # reported not to work.
-    if not isinstance(place, dict) or last not in place:
+        section = section.get(parent) if isinstance(section, dict) else None
+    # "--set only overrides config items already defined in the config file". Users report that it
+    # does not work for elements of lists.
+    if not isinstance(section, dict) or last not in section:
         raise Refused(f"--set {path}: no such item in the config file")
-    place[last] = yaml.safe_load(value)
+    section[last] = yaml.safe_load(value)
 
 
 def check(conf: dict[str, Any], site: Site) -> None:
-    """Refuse a task that the service would not take."""
+    """Raise Refused if the service would refuse the task."""
     for name in conf:
         if name not in FIELDS:
             raise Refused(f"load config file failed: field {name} not found in type TaskConfig")
@@ -118,15 +123,17 @@ def check(conf: dict[str, Any], site: Site) -> None:
     for name in ("TaskName", "Entrypoint", "ImageUrl"):
         if not conf.get(name):
             raise Refused(f"InvalidParameter: {name} is required")
-    if site.refuse_args and "Args" in conf:  # seen with one build of the command
+    if site.refuse_args and "Args" in conf:  # seen in one build of the command
         raise Refused("please remove Args from config and write it into Entrypoint")
     if conf.get("UserCodePath") and not str(conf.get("RemoteMountCodePath", "")).startswith("/"):
         raise Refused(
-            "InvalidParameter: RemoteMountCodePath must be an absolute path when UserCodePath is set"
+            "InvalidParameter: RemoteMountCodePath must be an absolute path"
+            " when UserCodePath is set"
         )
     if conf.get("Framework") not in FRAMEWORKS:
         raise Refused(
-            f"InvalidParameter: Framework {conf.get('Framework')!r} is not supported, expected one of {'/'.join(FRAMEWORKS)}"
+            f"InvalidParameter: Framework {conf.get('Framework')!r} is not supported,"
+            f" expected one of {'/'.join(FRAMEWORKS)}"
         )
     if conf.get("AccessType", "Queue") not in ACCESS:
         raise Refused(f"InvalidParameter: AccessType must be one of {'/'.join(ACCESS)}")
@@ -143,12 +150,12 @@ def check(conf: dict[str, Any], site: Site) -> None:
 
 
 def queue_of(conf: dict[str, Any], site: Site) -> str:
-    """Return the queue's id; its name is stronger than its id."""
+    """Return the queue's id; ResourceQueueName overrides ResourceQueueID."""
     name, queue = conf.get("ResourceQueueName"), conf.get("ResourceQueueID")
     if name:
-        for known, its_name in site.queues.items():
-            if its_name == name:
-                return known
+        for queue_id, queue_name in site.queues.items():
+            if queue_name == name:
+                return queue_id
         raise Refused(f"ResourceNotFound.ResourceQueue: resource queue {name} not found")
     if not queue:
         raise Refused(
@@ -167,7 +174,8 @@ def _check_roles(roles: Any, site: Site) -> None:
             raise Refused(f"load config file failed: field not found in type TaskRoleSpec: {role}")
         if role.get("RoleName") != "worker":
             raise Refused(
-                f"InvalidParameter: RoleName {role.get('RoleName')!r} is not a role of this framework"
+                f"InvalidParameter: RoleName {role.get('RoleName')!r}"
+                " is not a role of this framework"
             )
         if _whole("RoleReplicas", role.get("RoleReplicas")) < 1:
             raise Refused("InvalidParameter: RoleReplicas must be at least 1")
@@ -185,11 +193,13 @@ def _check_envs(envs: Any) -> None:
             raise Refused("InvalidParameter: Envs Name is required")
         if not isinstance(env.get("Value"), str) or "\0" in env["Value"]:
             raise Refused(
-                f"load config file failed: cannot unmarshal the Value of Envs {env['Name']} into string"
+                f"load config file failed: cannot unmarshal the Value of Envs {env['Name']}"
+                " into string"
             )
         if not isinstance(env.get("IsPrivate", False), bool):
             raise Refused(
-                f"load config file failed: cannot unmarshal the IsPrivate of Envs {env['Name']} into bool"
+                f"load config file failed: cannot unmarshal the IsPrivate of Envs {env['Name']}"
+                " into bool"
             )
 
 
@@ -201,11 +211,12 @@ def _check_numbers(conf: dict[str, Any], site: Site) -> None:
         priority = _whole("Priority", conf["Priority"])
         if not 1 <= priority <= 9:
             raise Refused(f"InvalidParameter: Priority {priority} is out of range [1, 9]")
-        if (
-            priority not in site.priorities
-        ):  # "only some may be chosen (2, 4, 6 unless set otherwise)", the others are the queue's keepers'
+        # "only some may be chosen (2, 4, 6 unless set otherwise)"; the queue's administrators use
+        # the others.
+        if priority not in site.priorities:
             raise Refused(
-                f"InvalidParameter: Priority {priority} is not allowed in this queue, expected one of {site.priorities}"
+                f"InvalidParameter: Priority {priority} is not allowed in this queue,"
+                f" expected one of {site.priorities}"
             )
     if not isinstance(conf.get("Preemptible", False), bool):
         raise Refused("load config file failed: cannot unmarshal Preemptible into bool")
@@ -233,15 +244,15 @@ def _whole(name: str, value: Any) -> int:
     return value
 
 
-# -- the code --------------------------------------------------------------------------------------------------------------
+# -- upload of code --------------------------------------------------------------------------------
 
 
 def upload(code_path: str, cwd: Path, target: Path, *, links: str, keep_modes: bool) -> None:
-    """Copy what lies at UserCodePath as the command uploads it.
+    """Copy the files at UserCodePath like the command's upload.
 
-    "dir/" sends what the directory holds, "dir" the directory itself. Symbolic links are left out,
-    unless --copy-links (``copy``) has what they point at sent, or --links (``keep``) the links. A
-    .gitignore in there leaves files out.
+    "dir/" uploads the contents of the directory, "dir" the directory itself. Symbolic links are
+    left out; --copy-links (``copy``) uploads their targets, --links (``keep``) uploads the links.
+    Files that a .gitignore names are left out.
     """
     source = cwd / code_path
     if not source.exists():
@@ -253,7 +264,7 @@ def upload(code_path: str, cwd: Path, target: Path, *, links: str, keep_modes: b
         inside = target if code_path.endswith("/") else target / source.resolve().name
         inside.mkdir(exist_ok=True)
         _copy(source, inside, [], links)
-    if not keep_modes:  # as an object store has none
+    if not keep_modes:  # an object store has no modes
         for folder, _, names in os.walk(target):
             for name in names:
                 if not os.path.islink(os.path.join(folder, name)):
@@ -268,25 +279,25 @@ def _copy(
         spec = pathspec.GitIgnoreSpec.from_lines(ignore.read_text(errors="replace").splitlines())
         rules = [*rules, (source, spec)]
     for entry in sorted(os.scandir(source), key=lambda each: each.name):
-        path, goal = Path(entry.path), target / entry.name
+        path, copy = Path(entry.path), target / entry.name
         link = entry.is_symlink() and links != "copy"
         folder = entry.is_dir(follow_symlinks=links == "copy")
         if _ignored(path, rules, folder=folder) or (link and links != "keep"):
             continue
         if link:
-            goal.symlink_to(os.readlink(path))
+            copy.symlink_to(os.readlink(path))
         elif folder:
-            goal.mkdir()
-            _copy(path, goal, rules, links)
+            copy.mkdir()
+            _copy(path, copy, rules, links)
         elif entry.is_file():
-            shutil.copy2(path, goal)
+            shutil.copy2(path, copy)
 
 
 def _ignored(path: Path, rules: list[tuple[Path, pathspec.GitIgnoreSpec]], *, folder: bool) -> bool:
-    verdict = False
-    for base, spec in rules:  # the deeper one decides
-        said = spec.check_file(
+    ignored = False
+    for base, spec in rules:  # the .gitignore in the deepest folder decides
+        match = spec.check_file(
             f"{path.relative_to(base).as_posix()}{'/' if folder else ''}"
         ).include
-        verdict = verdict if said is None else said
-    return verdict
+        ignored = ignored if match is None else match
+    return ignored

@@ -1,14 +1,15 @@
-"""A stand-in of Volcengine's ML Platform: tests submit tasks to it with its command, `volc`, and
-cause its faults.
+"""A simulation of Volcengine's ML Platform, which tests use through its command `volc`.
 
-It is a platform and not a mock: it knows its documentation, and nothing of who uses it. A task gets
-machines (`namespaces.machines`), each worker of it a container of its own on one of them, with the
-code that was uploaded, an empty /tmp and /root, and the documented variables.
+It follows the platform's documentation and does not depend on clusterjob. Tests can inject faults.
+A task gets machines (`namespaces.machines`). Each worker runs in its own container on one machine,
+with the uploaded code, an empty /tmp and /root, and the documented variables.
 
-    volc_platform.py   what tests hold in their hands volc_command.py    the command `volc`
-    volc_service.py    the service behind it, a process of its own volc_tasks.py      tasks, from
-    state to state volc_conf.py       what is taken as a task, and what is uploaded volc_worker.py
-    a worker's container
+    volc_platform.py   the interface for tests
+    volc_command.py    the command `volc`
+    volc_service.py    the service, a separate process
+    volc_tasks.py      tasks and their states
+    volc_conf.py       checks of a task's configuration, and the upload of code
+    volc_worker.py     a worker's container
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ FLAVORS = {
     "ml.pni3ln.4xlarge": 1,
     "ml.pni3ln.8xlarge": 2,
     "ml.hpcpni2l": 8,
-}  # with their GPUs
+}  # name to number of GPUs
 QUEUES = {"q-20260101000000-train": "train", "q-20260101000000-other": "other"}
-PATIENCE = 60.0  # seconds; many times what a state needs
+TEST_TIMEOUT = 60.0  # seconds; a change of state takes much less
 
 
-def why_not() -> str:
-    """Return why there can be no platform here; empty where there can."""
-    why = namespaces.why_not()
+def skip_reason() -> str:
+    """Return why the platform cannot run on this machine; empty if it can."""
+    why = namespaces.skip_reason()
     if why:
         return why
     missing = [name for name in ("setpriv", "unshare", "bash") if shutil.which(name) is None]
@@ -67,17 +68,17 @@ def why_not() -> str:
 
 
 class Platform:
-    """One platform, with an account that may use it.
+    """One platform, and an account with access to it.
 
     Attributes:
-        bin: the folder of the command; it has to be on PATH.
+        bin: the folder of the command, to be put on PATH.
         home: a home directory with the account's credentials.
     """
 
     ak, sk, region = "AKLTstandin0access0key", "c3RhbmRpbi1zZWNyZXQta2V5", "cn-beijing"
 
     def __init__(self, directory: Path, machines: Sequence[Machine], **settings: Any) -> None:
-        """Start the service; ``settings`` are those of `set`."""
+        """Start the service; `set` describes ``settings``."""
         self.directory = directory / "volc"
         self.bin, self.home, self._state = (
             self.directory / "bin",
@@ -109,41 +110,43 @@ class Platform:
         assert self._service.stdout.readline() == "ready\n"
 
     def _write_commands(self) -> None:
-        """Write `volc`, which calls its sibling by its name alone, and that sibling, `mlp`."""
-        words = shlex.join(
+        """Write the commands `volc` and `mlp`; `volc` finds `mlp` on PATH and runs it."""
+        command = shlex.join(
             [sys.executable, "-I", "-S", str(HERE / "volc_command.py"), str(self._state)]
         )
-        look = """command -v mlp > /dev/null || { echo 'exec: "mlp": executable file not found in $PATH' >&2; exit 1; }"""
-        for name, text in (("volc", f'{look}\nexec mlp "$@"\n'), ("mlp", f'exec {words} "$@"\n')):
+        find_mlp = (
+            "command -v mlp > /dev/null || "
+            """{ echo 'exec: "mlp": executable file not found in $PATH' >&2; exit 1; }"""
+        )
+        for name, text in (
+            ("volc", f'{find_mlp}\nexec mlp "$@"\n'),
+            ("mlp", f'exec {command} "$@"\n'),
+        ):
             (self.bin / name).write_text(f"#!/bin/sh\n{text}")
             (self.bin / name).chmod(0o755)
 
     def close(self) -> None:
-        """End the service and with it all workers; remove what they wrote."""
+        """Stop the service and all workers, and remove their files."""
         assert self._service.stdin is not None
         assert self._service.stdout is not None
         self._service.stdin.close()
         try:
-            self._service.wait(timeout=PATIENCE)
+            self._service.wait(timeout=TEST_TIMEOUT)
         finally:
             self._service.kill()
             self._service.wait()
             self._service.stdout.close()
             shutil.rmtree(self.directory)
 
-    # -- the account -------------------------------------------------------------------------------------------------------------
+    # -- account and command -----------------------------------------------------------------------
 
     @property
     def variables(self) -> dict[str, str]:
-        """What to set in an environment so that `volc` is found there, and finds the account's
-        credentials.
-        """
+        """Environment variables that `volc` needs: PATH, and HOME with the credentials."""
         return {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", "HOME": str(self.home)}
 
     def login(self, **more: str) -> None:
-        """Write the credentials, as `volc configure` does; ``ak=...`` and ``sk=...`` may be wrong
-        ones.
-        """
+        """Write the credentials like `volc configure`; ``ak=...`` and ``sk=...`` replace them."""
         folder = self.home / ".volc"
         folder.mkdir(exist_ok=True)
         ak, sk = more.get("ak", self.ak), more.get("sk", self.sk)
@@ -158,7 +161,7 @@ class Platform:
     def volc(
         self, *words: str, env: Mapping[str, str] | None = None, **more: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command in an environment of nothing but `variables`."""
+        """Run the command; its environment has only `variables` and ``env``."""
         environ = self.variables | dict(env or {})
         return subprocess.run(
             ["volc", *words],
@@ -166,18 +169,18 @@ class Platform:
             capture_output=True,
             text=True,
             check=False,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             **more,
         )
 
     def rows(self, *words: str) -> list[dict[str, Any]]:
-        """Return what `volc ml_task list`, `get` or `instance list` answers."""
+        """Return the rows that `volc ml_task list`, `get` or `instance list` prints."""
         done = self.volc("ml_task", *words, "--output", "json")
         assert done.returncode == 0, done.stderr
         return parsed(done.stdout)
 
     def submit(self, directory: Path, entrypoint: str, *flags: str, **fields: Any) -> str:
-        """Submit the task of `conf` from a directory; return its id."""
+        """Submit a task with the fields of `conf` from a directory; return its id."""
         (directory / "task.yaml").write_text(yaml.safe_dump(conf(entrypoint, **fields)))
         done = self.volc(
             "ml_task", "submit", "--conf", "task.yaml", "--output", "json", *flags, cwd=directory
@@ -186,41 +189,37 @@ class Platform:
         return parsed(done.stdout)["Id"]
 
     def calls(self, *begin: str) -> list[list[str]]:
-        """Return the words of all calls of the command so far, of those that begin with these
-        words.
-        """
+        """Return the arguments of all calls of the command that begin with ``begin``."""
         path = self._state / "calls.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         found = [json.loads(line)["argv"] for line in lines]
         return [words for words in found if words[: len(begin)] == list(begin)]
 
-    # -- what there is ---------------------------------------------------------------------------------------------------------------
+    # -- tasks and their output --------------------------------------------------------------------
 
     def tasks(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return all tasks, the oldest first, as the service knows them: id, name, status, conf,
-        instances with their lines, ...
-        """
+        """Return the service's tasks, oldest first: id, name, status, conf, instances, ..."""
         return [task for task in self._ask("tasks") if name in (None, task["name"])]
 
     def task(self, task_id: str) -> dict[str, Any]:
         return next(task for task in self.tasks() if task["id"] == task_id)
 
-    def wait(self, task_id: str, *statuses: str, timeout: float = PATIENCE) -> dict[str, Any]:
+    def wait(self, task_id: str, *statuses: str, timeout: float = TEST_TIMEOUT) -> dict[str, Any]:
         """Wait until a task has one of these statuses; return it."""
         seen: list[dict[str, Any]] = []
 
-        def there() -> bool:
+        def task_has_status() -> bool:
             seen[:] = [self.task(task_id)]
             return seen[0]["status"] in statuses
 
         try:
-            wait_until(there, timeout, f"{task_id}: {' or '.join(statuses)}")
+            wait_until(task_has_status, timeout, f"{task_id}: {' or '.join(statuses)}")
         except AssertionError as error:
             raise AssertionError(f"{error}; it is {seen[0]}") from None
         return seen[0]
 
     def wait_for_line(
-        self, task_id: str, text: str, worker: int = 0, timeout: float = PATIENCE
+        self, task_id: str, text: str, worker: int = 0, timeout: float = TEST_TIMEOUT
     ) -> None:
         """Wait until a worker has printed a line that holds this text."""
         wait_until(
@@ -230,36 +229,37 @@ class Platform:
         )
 
     def lines(self, task_id: str, worker: int = 0) -> list[str]:
-        """Return all that a worker has printed, whatever the log service gives of it."""
+        """Return all lines that a worker has printed, also those that the log service hides."""
         return list(self.task(task_id)["instances"][worker]["lines"])
 
     def code(self, task_id: str, worker: int = 0) -> Path:
-        """Return where a worker's own copy of the code lies."""
+        """Return the path of a worker's copy of the code."""
         return Path(self.task(task_id)["directory"]) / f"worker_{worker}" / "code"
 
-    # -- faults, and builds of the command that differ ----------------------------------------------------------------------------------
+    # -- faults and variants of the command --------------------------------------------------------
 
     def set(self, **settings: Any) -> None:
         """Change settings of the service.
 
-        failure_grace (seconds that the others have after a worker failed), kill_grace (seconds
-        between SIGTERM and SIGKILL), deadline_status (Killed or Failed), quoted_hosts, racks
-        (MLP_WORKER_RACK_RANK_INDEX by worker), keep_modes (of uploaded files), refuse_args,
-        spelling (JobId or Id), long_names (t-...-worker-0 for worker_0), banner, queues (id to
-        name), flavors (name to GPUs), priorities.
+        failure_grace (seconds from a worker's failure until the other workers are killed),
+        kill_grace (seconds between SIGTERM and SIGKILL), deadline_status (Killed or Failed),
+        quoted_hosts, racks (MLP_WORKER_RACK_RANK_INDEX by worker), keep_modes (of uploaded files),
+        refuse_args, spelling (JobId or Id), long_names (t-...-worker-0 for worker_0), banner,
+        queues (id to name), flavors (name to GPUs), priorities.
         """
         self._ask("set", **settings)
 
     def hold(self, status: str, diag: str = "") -> None:
-        """Let no task leave Initialized, Queue or Staging; their instances say why."""
+        """Keep tasks in a status (Initialized, Queue or Staging); ``diag`` is their DiagInfo."""
         self.set(held={status: diag})
 
     def release(self) -> None:
         self.set(held={})
 
     def deny(self, *actions: str) -> None:
-        """Let the account lack permission: for all, or CreateJob, ListJobs, GetJob, StopJob,
-        GetJobLog, ListJobInstances.
+        """Deny the account some actions, or all actions without an argument.
+
+        The actions are CreateJob, ListJobs, GetJob, StopJob, GetJobLog and ListJobInstances.
         """
         self.set(denied=list(actions) or ["*"])
 
@@ -267,32 +267,33 @@ class Platform:
         self.set(denied=[])
 
     def break_submit(self, how: str = "after", times: int = 1) -> None:
-        """Let the network fail at the next submits: ``before`` or ``after`` the task is made, or
-        ``hangs`` after that.
+        """Break the network in the next submits.
+
+        ``how``: ``before`` the task is created, ``after`` it, or ``hangs``: submit never returns.
         """
         self.set(breaks={f"submit {how}": times})
 
     def break_calls(self, operation: str, times: int = 1) -> None:
-        """Let the network fail at the next calls: list, instance list, cancel, logs."""
+        """Break the network in the next calls of list, instance list, cancel or logs."""
         self.set(breaks={operation: times})
 
     def lag_logs(self, seconds: float) -> None:
         self.set(log_lag=seconds)
 
     def lose_lines(self, *ranges: tuple[int, int]) -> None:
-        """Let the log service lose lines, from one number to another, counted from 1."""
+        """Hide ranges of log lines: first and last line number, counted from 1."""
         self.set(lost_lines=[list(each) for each in ranges])
 
     def cut_logs(self, count: int | None) -> None:
-        """Let an answer of `logs` never have more than the last so many lines of a log."""
+        """Limit the output of `logs` to the last ``count`` lines; None removes the limit."""
         self.set(log_cap=count)
 
     def vanish(self, task_id: str, worker: int) -> None:
-        """Let the machine of a worker be gone, in silence."""
+        """Cut the machine of a worker off the network; no connection is closed."""
         self._ask("vanish", task=task_id, worker=worker)
 
     def reclaim(self, task_id: str) -> None:
-        """Take a preemptible task's machines back."""
+        """Preempt a task."""
         self._ask("reclaim", task=task_id)
 
     def _ask(self, name: str, **arguments: Any) -> Any:
@@ -314,7 +315,7 @@ class Platform:
 def conf(
     entrypoint: str, *, workers: int = 1, flavor: str = "ml.pni3ln.8xlarge", **fields: Any
 ) -> dict[str, Any]:
-    """Return the fields of a task."""
+    """Return the configuration of a task; ``fields`` replace or extend it."""
     basis = {
         "TaskName": "a task", "Entrypoint": entrypoint,
         "ImageUrl": "vemlp-cn-beijing.cr.volces.com/preset-images/pytorch:2.0.0",
@@ -325,14 +326,14 @@ def conf(
 
 
 def parsed(text: str) -> Any:
-    """Return the JSON behind the banner."""
+    """Return the JSON value that follows the banner."""
     begin = min(index for index in (text.find("["), text.find("{")) if index >= 0)
     return json.loads(text[begin:])
 
 
 @contextlib.contextmanager
 def platform(directory: Path, machines: Sequence[Machine], **settings: Any) -> Iterator[Platform]:
-    """Run a platform; nothing of it is left afterwards."""
+    """Run a platform; stop it and remove its files at the end."""
     made = Platform(directory, machines, **settings)
     try:
         yield made
@@ -341,7 +342,7 @@ def platform(directory: Path, machines: Sequence[Machine], **settings: Any) -> I
 
 
 def _main() -> None:
-    """Run a platform to play with, until Ctrl-D."""
+    """Run a platform for manual use until Ctrl-D."""
     directory = Path(tempfile.mkdtemp(prefix="volc"))
     with namespaces.machines(4) as made, platform(directory, made) as running:
         print(
@@ -355,8 +356,8 @@ def _main() -> None:
 
 @pytest.fixture(scope="session")
 def volc_machines() -> Iterator[list[Machine]]:
-    """The machines of all platforms, one after the other."""
-    why = why_not()
+    """Return the machines; the platforms of all tests use them, one at a time."""
+    why = skip_reason()
     if why:
         pytest.skip(why)
     with namespaces.machines(4) as made:
@@ -365,9 +366,9 @@ def volc_machines() -> Iterator[list[Machine]]:
 
 @pytest.fixture
 def volc(
-    tmp_path: Path, volc_machines: list[Machine], _world_of_its_own: None
+    tmp_path: Path, volc_machines: list[Machine], _isolated_environment: None
 ) -> Iterator[Platform]:
-    """A platform of the test's own."""
+    """Run a platform for one test."""
     with platform(tmp_path, volc_machines, kill_grace=2.0) as made:
         yield made
 

@@ -1,8 +1,7 @@
-"""The service behind the stand-in platform's command: a process of its own, which answers on a Unix
-socket until its stdin is closed.
+"""Service of the simulated platform: a process that the command `volc` calls.
 
-A request is one line of JSON, an answer is several: ``{"out": text}`` and ``{"err": text}`` as they
-come, ``{"code": n}`` at the end.
+It serves requests on a Unix socket until its stdin is closed. A request is one line of JSON. An
+answer has several lines: ``{"out": text}`` and ``{"err": text}`` for output, then ``{"code": n}``.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ import yaml
 from volc_conf import Refused, Site
 from volc_tasks import STATUSES, Scheduler, Task, when
 
-# What `--format` may name; users' notes of `--helpformat`.
+# The fields that `--format` accepts, from users' notes of `--helpformat`.
 TASK_FIELDS = (
     "Id", "JobId", "Name", "JobName", "CreateTime", "LaunchTime", "Start", "FinishTime", "End",
     "Tags", "EntrypointPath", "Framework", "ResourceQueueId", "ExitCode", "Status", "Description",
     "Elapsed", "NNode", "Creator", "Image", "Preemptible", "Priority", "TaskRoleSpecs",
 )  # fmt: skip
-# Without --format: two builds of the command, as users saw their answers.
+# The fields without --format, in two builds of the command, from users' outputs.
 SHOWN = {
     "JobId": (
         "JobId",
@@ -66,16 +65,19 @@ INSTANCE_FIELDS = (
     "FinishTime",
     "DiagInfo",
 )
-NETWORK_ERROR = 'Post "https://open.volcengineapi.com/?Action={}&Version=2021-07-01": net/http: request canceled (Client.Timeout exceeded)'
-STEP = 0.02  # seconds between two looks at the tasks
+NETWORK_ERROR = (
+    'Post "https://open.volcengineapi.com/?Action={}&Version=2021-07-01": '
+    "net/http: request canceled (Client.Timeout exceeded)"
+)
+STEP = 0.02  # seconds between two steps of the scheduler
 
 
 class Gone(Exception):
-    """The network between the command and the service broke."""
+    """The network between the command and the service fails."""
 
 
 class Service:
-    """The operations: a method for each, which yields the pieces of its answer."""
+    """The operations; each has a method that yields the parts of its answer."""
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
         self.directory = directory
@@ -97,7 +99,7 @@ class Service:
             with self.scheduler.lock:
                 yield {"answer": getattr(self, name)(**request["with"])}
             return
-        # Actions of the service's API; what the command calls with them is not documented.
+        # Actions of the service's API. Which action a command calls is not documented.
         action = {
             "submit": "CreateJob",
             "list": "ListJobs",
@@ -120,14 +122,15 @@ class Service:
     def _authenticate(self, request: dict[str, Any], action: str) -> None:
         if (request["ak"], request["sk"]) != (self.settings["ak"], self.settings["sk"]):
             raise Refused(
-                "SignatureDoesNotMatch: The request signature we calculated does not match the signature you provided. "
-                "Check your Secret Access Key and signing method."
+                "SignatureDoesNotMatch: The request signature we calculated does not match "
+                "the signature you provided. Check your Secret Access Key and signing method."
             )
         if request["region"] != self.settings["region"]:
             raise Refused(f"InvalidParameter: region {request['region']} is not supported")
         if action in self.settings["denied"] or "*" in self.settings["denied"]:
             raise Refused(
-                f"AccessDenied: User is not authorized to perform: ml_platform:{action} on resource: trn:ml_platform:::*"
+                f"AccessDenied: User is not authorized to perform: ml_platform:{action}"
+                " on resource: trn:ml_platform:::*"
             )
 
     def _banner(self) -> str:
@@ -139,7 +142,7 @@ class Service:
         self.settings["breaks"][name] -= 1
         return True
 
-    # -- the command's ---------------------------------------------------------------------------------------------------------
+    # -- operations of the command -----------------------------------------------------------------
 
     def submit(self, flags: dict[str, Any], request: dict[str, Any]) -> Any:
         with self.scheduler.lock:
@@ -167,9 +170,7 @@ class Service:
                 raise Gone
             hangs = self._breaks("submit hangs")
         while hangs:
-            time.sleep(
-                0.1
-            )  # until the command is ended, and with it this thread by the pipe that breaks
+            time.sleep(0.1)  # until the command ends; then a broken pipe ends this thread
             yield {"out": ""}
         text = (
             json.dumps({"Id": task_id}) + "\n"
@@ -183,7 +184,8 @@ class Service:
             if self._breaks("list"):
                 raise Gone
             _columns(flags, TASK_FIELDS)
-            # "lists tasks that are Queue, Staging, Running, Killing unless asked otherwise"
+            # The documentation: "lists tasks that are Queue, Staging, Running, Killing unless asked
+            # otherwise".
             wanted = flags.get("status", "Queue,Staging,Running,Killing").split(",")
             for status in wanted:
                 if status not in STATUSES:
@@ -252,7 +254,8 @@ class Service:
             found = [each for each in task.instances if each.name == flags["instance"]]
             if not found:
                 raise Refused(
-                    f"ResourceNotFound.Instance: instance {flags['instance']} of task {task.id} not found"
+                    f"ResourceNotFound.Instance: instance {flags['instance']} of task {task.id}"
+                    " not found"
                 )
             instance = found[0]
         lines, seen = self._lines(instance, flags.get("content"))
@@ -268,19 +271,20 @@ class Service:
         with self.scheduler.lock:
             task = self._task(flags["task"])
             text = yaml.safe_dump(task.conf, allow_unicode=True, sort_keys=False)
-        # Private variables with it: "only who created the task sees them", and there is only one
-        # here.
+        # With private variables: "only who created the task sees them", and here all tasks have the
+        # same creator.
         (Path(request["cwd"]) / f"{task.id}.yaml").write_text(text)
         yield {"out": f"export config to {task.id}.yaml\n"}
 
     def _lines(self, instance: Any, content: str | None, begin: int = 0) -> tuple[list[str], int]:
-        """Return the lines from one on that the log service has and gives, and up to where it has
-        them.
+        """Return the visible log lines after line ``begin``, and the number of the last line.
+
+        The settings log_lag, lost_lines and log_cap hide lines.
         """
         settings = self.settings
-        ripe = time.time() - settings["log_lag"]
+        newest = time.time() - settings["log_lag"]
         end = begin
-        while end < len(instance.lines) and instance.lines[end][0] <= ripe:
+        while end < len(instance.lines) and instance.lines[end][0] <= newest:
             end += 1
         numbered = list(enumerate((line for _, line in instance.lines[begin:end]), begin + 1))
         given = [
@@ -322,7 +326,7 @@ class Service:
             dict(zip(TASK_FIELDS, values, strict=True)), flags, SHOWN[self.settings["spelling"]]
         )
 
-    # -- the tests' --------------------------------------------------------------------------------------------------------------
+    # -- operations for tests ----------------------------------------------------------------------
 
     def test_set(self, **settings: Any) -> None:
         for name, value in settings.items():
@@ -371,8 +375,9 @@ class Service:
 
 
 def _chosen(row: dict[str, Any], flags: dict[str, Any], shown: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that `--format` names: FieldName or FieldName=outputFieldName, several with
-    commas.
+    """Return the fields that `--format` names.
+
+    The format is FieldName or FieldName=outputFieldName, separated by commas.
     """
     return {
         other: row[name]
@@ -381,9 +386,7 @@ def _chosen(row: dict[str, Any], flags: dict[str, Any], shown: tuple[str, ...]) 
 
 
 def _columns(flags: dict[str, Any], known: Iterable[str]) -> list[tuple[str, str]]:
-    """Return what `--format` names, each with what it is to be called; nothing where it is not
-    given.
-    """
+    """Return the field names in `--format`, each with its output name; empty without `--format`."""
     pairs = (
         [word.partition("=") for word in flags["format"].split(",")] if flags.get("format") else []
     )
@@ -394,7 +397,10 @@ def _columns(flags: dict[str, Any], known: Iterable[str]) -> list[tuple[str, str
 
 
 def _matches(content: str, line: str) -> bool:
-    """Of Lucene's syntax words and phrases, OR between them unless all are joined by AND."""
+    """Return whether a line matches a query.
+
+    Of Lucene's syntax, this supports words and phrases, joined by OR or all of them by AND.
+    """
     parts = (
         content.split(" AND ")
         if " AND " in content
@@ -407,9 +413,8 @@ def _matches(content: str, line: str) -> bool:
 
 
 def _json(rows: list[dict[str, Any]]) -> str:
-    return (
-        json.dumps(rows, ensure_ascii=False, separators=(",", ":")) + "\n"
-    )  # compact, as users' patterns have it
+    # Compact: users' scripts match this form.
+    return json.dumps(rows, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -428,7 +433,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 
 def main(directory: Path) -> None:
     settings = json.loads((directory / "settings.json").read_text())
-    os.chdir(directory)  # the socket's whole path may be longer than the kernel takes
+    os.chdir(directory)  # the socket's absolute path can exceed the kernel's limit
     service = Service(directory, settings)
     with _Server("socket", _Handler) as server:
         server.service = service

@@ -1,9 +1,7 @@
-"""The tasks of the stand-in platform: from Queue over Staging and Running to their ends, their
-workers and retries.
+"""Tasks of the simulated platform: their states, workers and retries.
 
-States, RetryOptions and what preemption does are those of the documentation, page "命令行工具" (the
-command line tool); the variables of a worker are those of "环境变量列表" (the list of environment
-variables).
+The states, RetryOptions and preemption follow the documentation page "命令行工具" (command line
+tool). The variables of a worker follow the page "环境变量列表" (list of environment variables).
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ ENDED = ("Success", "Failed", "Killed", "Exception")
 STATUSES = ACTIVE + ENDED
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 HOME = "/root"
-CPUS, MEMORY = 4, 16  # of any flavor here
+CPUS, MEMORY = 4, 16  # the same for all flavors
 HERE = Path(__file__).resolve().parent
 
 
 def when(moment: float | None) -> str:
-    """Return a time as the command prints it, to the second (`2026-09-17T08:13:43Z` in users'
-    notes); empty for none.
+    """Return a time as the command prints it, such as `2026-09-17T08:13:43Z`; empty for None.
+
+    The format is from users' notes.
     """
     return (
         dt.datetime.fromtimestamp(moment, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -46,7 +45,7 @@ def when(moment: float | None) -> str:
 
 @dataclass
 class Instance:
-    """One worker: its state, and what it printed, stdout and stderr in one."""
+    """One worker: its state and its output, stdout and stderr together."""
 
     index: int
     state: str = "Initialized"
@@ -66,7 +65,7 @@ class Instance:
 
 @dataclass
 class Task:
-    """One task, which is one attempt: a retry is another one of the same name."""
+    """One attempt to run a task; a retry is another Task with the same name."""
 
     id: str
     conf: dict[str, Any]
@@ -81,11 +80,11 @@ class Task:
     created: float = field(default_factory=time.time)
     launched: float | None = None
     finished: float | None = None
-    ends_as: str = ""  # the status that it will have once its workers are gone
-    policy: str = ""  # that of RetryOptions which its end falls under
+    ends_as: str = ""  # the status after all workers have ended
+    policy: str = ""  # the policy of RetryOptions that matches the end
     exit_code: int | None = None
-    kill_at: float | None = None  # SIGKILL then
-    again_at: float | None = None  # the next attempt is submitted then
+    kill_at: float | None = None  # when to send the next signal of the kill sequence
+    again_at: float | None = None  # when to submit the next attempt
 
     @property
     def name(self) -> str:
@@ -103,8 +102,10 @@ class Task:
 
 
 class Scheduler:
-    """Takes tasks from state to state; `step` is called again and again, from the thread that
-    outlives all workers, under `lock`.
+    """Moves tasks from state to state.
+
+    The service calls `step` in a loop, with `lock` held, from its main thread: workers die with the
+    thread that started them.
     """
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
@@ -115,7 +116,7 @@ class Scheduler:
         self.free: list[dict[str, str]] = list(settings["machines"])
         self.cut: list[dict[str, str]] = []
 
-    # -- what is asked of it -------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def new_id(self) -> str:
         tail = "".join(random.choices(string.ascii_lowercase + string.digits, k=5))
@@ -143,17 +144,16 @@ class Scheduler:
         self._kill(task, "Killed")
 
     def reclaim(self, task: Task) -> None:
-        """Take the machines of a preemptible task away: "may be stopped, and is copied and queued
-        again".
+        """Preempt a task: stop it and queue a copy of it.
+
+        The documentation: "may be stopped, and is copied and queued again".
         """
         for instance in task.instances:
             instance.diag = "InstanceReclaimed: the idle resources of this queue were reclaimed"
         self._kill(task, "Killed", "InstanceReclaimed")
 
     def vanish(self, task: Task, index: int) -> None:
-        """Let a worker's machine be gone: nothing comes from it any more, no end of a connection
-        either.
-        """
+        """Cut a worker's machine off the network; its connections stay open but carry no data."""
         instance = task.instances[index]
         assert instance.process is not None
         assert instance.machine is not None
@@ -167,13 +167,13 @@ class Scheduler:
         instance.process.wait()
         self._fail(task, "Exception", "MachineFailure")
 
-    # -- from state to state -------------------------------------------------------------------------------------------------
+    # -- state changes -----------------------------------------------------------------------------
 
     def step(self) -> None:
         for task in list(self.tasks.values()):
             if task.again_at is not None and time.time() >= task.again_at:
                 task.again_at = None
-                self._again(task)
+                self._submit_again(task)
             if task.ended:
                 continue
             if task.status == "Initialized" and not self._held(task):
@@ -183,7 +183,7 @@ class Scheduler:
             elif task.status == "Staging" and not self._held(task):
                 self._start(task)
             elif task.status in ("Running", "Killing"):
-                self._look(task)
+                self._check_workers(task)
 
     def _held(self, task: Task) -> bool:
         held = self.settings["held"].get(task.status)
@@ -194,35 +194,38 @@ class Scheduler:
     def _take_machines(self, task: Task) -> None:
         if len(task.instances) > len(self.free):
             for instance in task.instances:
-                instance.diag = f"Insufficient resources: {len(task.instances)} instances wanted, {len(self.free)} available"
+                instance.diag = (
+                    f"Insufficient resources: {len(task.instances)} instances wanted,"
+                    f" {len(self.free)} available"
+                )
             return
         for instance in task.instances:
             instance.machine = self.free.pop(0)
-        self._mend()
+        self._reconnect_machines()
         task.enter("Staging")
 
     def _start(self, task: Task) -> None:
         task.launched = time.time()
-        port = random.randint(20000, 30000)  # no one else is in that network
+        port = random.randint(20000, 30000)  # the machines' network has no other users
         for instance in task.instances:
             instance.launched = task.launched
             if task.conf["Framework"] == "MPI" and instance.index > 0:
-                continue  # "only worker 0 runs the entry command": the others wait for its ssh
+                continue  # "only worker 0 runs the entry command"; it reaches the others by ssh
             self._launch(task, instance, port)
         task.enter("Running")
 
     def _launch(self, task: Task, instance: Instance, port: int) -> None:
-        place = task.directory / instance.name
-        root = place / "root"
+        folder = task.directory / instance.name
+        root = folder / "root"
         root.mkdir(parents=True)
         hostname = f"{task.id}-worker-{instance.index}"
-        hosts = place / "hosts"
+        hosts = folder / "hosts"
         hosts.write_text(
             f"127.0.0.1 localhost\n::1 localhost\n{instance.machine['address']} {hostname}\n"
         )
         mounts = []
         if task.code is not None:
-            code = place / "code"
+            code = folder / "code"
             shutil.copytree(task.code, code, symlinks=True)
             mounts.append((str(code), task.conf["RemoteMountCodePath"].rstrip("/")))
         for storage in task.conf.get("Storages") or []:
@@ -241,25 +244,25 @@ class Scheduler:
             mounts.append((str(shared), storage["MountPath"].rstrip("/")))
         conf = task.conf
         environ = self._environ(task, instance, port, hostname)
-        if (place / "mpi").exists():
-            mounts.append((str(place / "mpi"), f"{HOME}/mpi"))
-        what = {
+        if (folder / "mpi").exists():
+            mounts.append((str(folder / "mpi"), f"{HOME}/mpi"))
+        container = {
             "network": instance.machine["name"],
             "hostname": hostname,
             "hosts": str(hosts),
             "root": str(root),
-            "error": str(place / "error"),
+            "error": str(folder / "error"),
             "visible": self.settings["visible"],
             "mounts": mounts,
-            # "Args is put behind Entrypoint, with a space between them, and run as the container's
-            # entry point"
+            # The documentation: "Args is put behind Entrypoint, with a space between them, and run
+            # as the container's entry point".
             "command": " ".join(filter(None, [conf["Entrypoint"], conf.get("Args")])),
             "environ": environ,
         }
-        start = place / "start.json"
+        start = folder / "start.json"
         with open(os.open(start, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            json.dump(what, file)
-        # Dies with the service: Popen is called from the service's main thread.
+            json.dump(container, file)
+        # --pdeathsig follows the thread that calls Popen: here the service's main thread.
         argv = [
             "setpriv",
             "--pdeathsig",
@@ -314,7 +317,7 @@ class Scheduler:
                 f"MLP_WORKER_{index}_PRIMARY_HOST": f"{quote}{address}{quote}",
                 f"MLP_WORKER_{index}_PORT": port + index,
             }
-        racks = self.settings["racks"]  # worker 0 is always the first of the order by racks
+        racks = self.settings["racks"]  # in the order by racks, worker 0 is always first
         if racks:
             variables["MLP_WORKER_RACK_RANK_INDEX"] = racks[instance.index]
         if task.conf["Framework"] == "MPI":
@@ -330,8 +333,8 @@ class Scheduler:
                 "MLP_MPI_HOSTFILE": hostfile,
                 "MLP_MPI_NP": len(addresses) * slots,
             }
-        own_ones = {env["Name"]: env["Value"] for env in task.conf.get("Envs") or []}
-        return {name: str(value) for name, value in variables.items()} | own_ones
+        user_variables = {env["Name"]: env["Value"] for env in task.conf.get("Envs") or []}
+        return {name: str(value) for name, value in variables.items()} | user_variables
 
     def _read(self, instance: Instance) -> None:
         assert instance.process is not None
@@ -342,14 +345,14 @@ class Scheduler:
                     (time.time(), line.decode(errors="replace").removesuffix("\n"))
                 )
 
-    def _look(self, task: Task) -> None:
+    def _check_workers(self, task: Task) -> None:
         for instance in task.instances:
             if (
                 instance.process is not None
                 and instance.finished is None
                 and instance.process.poll() is not None
             ):
-                self._settle(task, instance)
+                self._record_end(task, instance)
         now = time.time()
         limit = task.conf.get("ActiveDeadlineSeconds")
         if task.status == "Running" and limit and now > task.launched + limit and not task.ends_as:
@@ -372,13 +375,13 @@ class Scheduler:
         ):
             self._end(task, task.ends_as or "Success")
 
-    def _settle(self, task: Task, instance: Instance) -> None:
-        """Take note of a worker's end."""
+    def _record_end(self, task: Task, instance: Instance) -> None:
+        """Set the state of a worker that has ended."""
         instance.reader.join()
         instance.finished = time.time()
         error = task.directory / instance.name / "error"
         if instance.state == "Exception":
-            return  # its machine is gone
+            return  # set by `vanish`
         if error.exists():
             instance.state, instance.diag = "Exception", f"ContainerCannotRun: {error.read_text()}"
             self._fail(task, "Exception", "MachineFailure")
@@ -396,7 +399,7 @@ class Scheduler:
             self._fail(task, "Failed", "Failed")
 
     def _fail(self, task: Task, status: str, policy: str) -> None:
-        """Let the others end on their own for a while, then end them."""
+        """Set the task's final status; kill the other workers after `failure_grace` seconds."""
         if not task.ends_as:
             task.ends_as, task.policy = status, policy
             task.kill_at = time.time() + self.settings["failure_grace"]
@@ -427,20 +430,20 @@ class Scheduler:
         retry = task.conf.get("RetryOptions") or {}
         wanted = retry.get("EnableRetry") and task.policy in (retry.get("PolicySets") or [])
         if wanted and task.retries < retry.get("MaxRetryTimes", 0):
-            # "interval = the moment when the new task is submitted - the moment when the last one
-            # ended"
+            # The documentation: "interval = the moment when the new task is submitted - the moment
+            # when the last one ended".
             task.again_at = task.finished + retry.get("IntervalSeconds", 0)
         elif task.policy == "InstanceReclaimed" and task.conf.get("Preemptible") and not wanted:
             task.again_at = task.finished
 
-    def _again(self, task: Task) -> None:
+    def _submit_again(self, task: Task) -> None:
         retries = task.retries + (
             task.policy in ((task.conf.get("RetryOptions") or {}).get("PolicySets") or [])
         )
         self.submit(self.new_id(), task.conf, task.queue, task.creator, task.code, retries)
 
     def close(self) -> None:
-        """End every worker at once."""
+        """Kill all workers."""
         running = [
             each
             for task in self.tasks.values()
@@ -457,20 +460,20 @@ class Scheduler:
                 instance.process.kill()
                 instance.process.wait()
             instance.reader.join(timeout=10)
-        self._mend()
+        self._reconnect_machines()
 
-    def _mend(self) -> None:
+    def _reconnect_machines(self) -> None:
         while self.cut:
             _link(self.cut.pop(), up=True)
 
 
 def _link(machine: dict[str, str], *, up: bool) -> None:
-    """Join a machine to the network, or cut it off."""
+    """Set a machine's network interface up or down."""
     words = ["ip", "-n", machine["name"]]
     subprocess.run(
         [*words, "link", "set", "eth0", "up" if up else "down"], check=True, capture_output=True
     )
-    if up:  # the kernel drops addresses of IPv6 with the link
+    if up:  # the kernel removes IPv6 addresses when the link goes down
         argv = [
             *words,
             "-6",

@@ -1,6 +1,4 @@
-"""Arrays and sweeps as they are written: pure, with what must hold for every list of indices and
-every cut.
-"""
+"""Parsing and splitting of arrays and sweeps."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from clusterjob.node.program import Program
 INDICES = st.sets(st.integers(0, 5000), min_size=1, max_size=60).map(sorted)
 
 
-def expanded(text: str) -> list[int]:
-    """Read a list of ranges as sbatch(1) describes it."""
+def expand_ranges(text: str) -> list[int]:
+    """Expand a list of ranges as sbatch(1) describes it."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -40,42 +38,44 @@ def expanded(text: str) -> list[int]:
         ("1,2%1", (1, 2), 1),
     ],
 )
-def test_an_array(text: str, wanted: tuple[int, ...], at_once: int | None) -> None:
+def test_array_text_gives_sorted_indices_and_limit(
+    text: str, wanted: tuple[int, ...], at_once: int | None
+) -> None:
     assert arrays.parse(text, ()) == Array(wanted, at_once)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
-        ("x", "'x' is no index"),
-        ("-1", "'-1' is no index"),
-        ("1-", "'1-' is no index"),
+        ("x", "'x' is not an index"),
+        ("-1", "'-1' is not an index"),
+        ("1-", "'1-' is not an index"),
         ("3-1", "'3-1' is an empty range"),
         ("1-5:0", "empty range"),
-        ("1,,2", "'' is no index"),
-        ("0-3%", "'' is no number"),
-        ("0-3%0", "'0' is no number"),
-        ("0-3%x", "'x' is no number"),
-        ("0-100000", "100001 elements are more than"),
+        ("1,,2", "'' is not an index"),
+        ("0-3%", "'' is not a number"),
+        ("0-3%0", "'0' is not a number"),
+        ("0-3%x", "'x' is not a number"),
+        ("0-100000", "100001 elements: one job may have at most 100000"),
         ("0-999999999", "1000000000 elements"),
-        ("0-60000,70000-130000", "elements are more than"),
-        ("٣", "is no index"),
-        ("%8", "'' is no index"),
-        ("1;2", "'1;2' is no index"),
+        ("0-60000,70000-130000", "elements: one job may have at most"),
+        ("٣", "is not an index"),
+        ("%8", "'' is not an index"),
+        ("1;2", "'1;2' is not an index"),
     ],
 )
-def test_what_is_no_array(text: str, says: str) -> None:
+def test_wrong_array_text_is_refused(text: str, error: str) -> None:
     with pytest.raises(SpecError) as caught:
         arrays.parse(text, ())
-    assert says in caught.value.message
+    assert error in caught.value.message
     assert "\n" not in caught.value.message
 
 
-def test_neither_is_none() -> None:
+def test_no_array_and_no_sweep_give_none() -> None:
     assert arrays.parse("", ()) is None
 
 
-def test_a_sweep_is_every_combination_the_last_name_varying_fastest() -> None:
+def test_sweep_is_every_combination_with_last_name_fastest() -> None:
     array = arrays.parse("%3", ["lr=0.1,0.01", "seed=0-2"])
     assert array is not None
     assert (array.indices, array.at_once) == (tuple(range(6)), 3)
@@ -102,14 +102,14 @@ def test_a_sweep_is_every_combination_the_last_name_varying_fastest() -> None:
         ("a=2024-01-01", ["2024-01-01"]),
     ],
 )
-def test_the_values_of_a_sweep(item: str, values: list[str]) -> None:
+def test_sweep_values_are_split_like_csv_and_ranges(item: str, values: list[str]) -> None:
     array = arrays.parse("", [item])
     assert array is not None
     assert [value for ((_, value),) in array.values] == values
 
 
 @pytest.mark.parametrize(
-    ("sweep", "says"),
+    ("sweep", "error"),
     [
         (["lr"], "is not NAME=VALUES"),
         (["=1"], "is not NAME=VALUES"),
@@ -123,22 +123,22 @@ def test_the_values_of_a_sweep(item: str, values: list[str]) -> None:
         (["lr=0.1,"], "a value is empty"),
         (["lr=,0.1"], "a value is empty"),
         (["lr=1,,2"], "a value is empty"),
-        (["seed=0..9"], "'0..9' is no range"),
-        (["seed=1,3...5"], "'3...5' is no range"),
+        (["seed=0..9"], "'0..9' is not a range"),
+        (["seed=1,3...5"], "'3...5' is not a range"),
     ],
 )
-def test_what_is_no_sweep(sweep: list[str], says: str) -> None:
+def test_wrong_sweep_is_refused(sweep: list[str], error: str) -> None:
     with pytest.raises(SpecError) as caught:
         arrays.parse("", sweep)
-    assert says in caught.value.message
+    assert error in caught.value.message
 
 
-def test_array_and_sweep_do_not_both_say_which_elements_there_are() -> None:
-    with pytest.raises(SpecError, match="each say which elements"):
+def test_array_together_with_sweep_is_refused() -> None:
+    with pytest.raises(SpecError, match="both define the elements"):
         arrays.parse("0-3", ["a=1"])
 
 
-def test_a_value_stands_where_its_name_is_marked_else_at_the_end() -> None:
+def test_sweep_value_replaces_placeholder_or_is_appended() -> None:
     program = Program("script", "train.py", args=("--lr", "{lr}", "{name}{lr}", "{other}"))
     assert arrays.program_of(program, (("lr", "0.1"), ("seed", "7"))).args == (
         "--lr",
@@ -150,8 +150,8 @@ def test_a_value_stands_where_its_name_is_marked_else_at_the_end() -> None:
     assert arrays.program_of(Program("script", "train.py"), ()).args == ()
 
 
-def test_a_value_that_looks_like_a_name_s_mark_is_no_mark() -> None:
-    """What one value brings in is not looked at again."""
+def test_sweep_value_that_looks_like_placeholder_is_not_replaced() -> None:
+    """Replaced text is not scanned again."""
     program = Program("script", "train.py", args=("{a}", "{b}"))
     assert arrays.program_of(program, (("a", "{b}"), ("b", "1"))).args == ("{b}", "1")
     assert arrays.program_of(
@@ -160,7 +160,7 @@ def test_a_value_that_looks_like_a_name_s_mark_is_no_mark() -> None:
 
 
 @given(INDICES, st.integers(1, 300), st.none() | st.integers(1, 50))
-def test_pieces_are_the_array_and_each_fits(
+def test_pieces_cover_array_and_respect_limits(
     indices: list[int], largest: int, at_once: int | None
 ) -> None:
     pieces = arrays.pieces(Array(tuple(indices), at_once), largest)
@@ -173,11 +173,11 @@ def test_pieces_are_the_array_and_each_fits(
         shares = [piece.at_once for piece in pieces if piece.at_once is not None]
         assert len(shares) == len(pieces)
         assert min(shares) >= 1
-        assert sum(shares) == max(at_once, len(pieces))  # each piece has one at least
+        assert sum(shares) == max(at_once, len(pieces))  # each piece gets at least one
         assert max(shares) - min(shares) <= 1
 
 
 @given(INDICES)
-def test_ranges_name_the_same_indices(indices: list[int]) -> None:
-    assert expanded(arrays.ranges_text(indices)) == indices
+def test_ranges_text_expands_to_same_indices(indices: list[int]) -> None:
+    assert expand_ranges(arrays.ranges_text(indices)) == indices
     assert arrays.indices(arrays.ranges_text(indices), "here") == tuple(indices)

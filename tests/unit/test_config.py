@@ -1,6 +1,4 @@
-"""Settings: which layer wins, where each value was written, and what is said of a file that is
-wrong.
-"""
+"""Settings: precedence of layers, origin of each value, and errors for wrong files."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ BACKENDS = ("local", "slurm", "ssh")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project's directory, below which commands are run."""
+    """Return a project directory with subdirectories."""
     directory = tmp_path / "project"
     (directory / "src" / "deep").mkdir(parents=True)
     return directory
@@ -49,20 +47,22 @@ def settings(
     )
 
 
-# -- layers ---------------------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 
-def test_without_files_the_first_backend_serves(project: Path) -> None:
+def test_settings_without_files_use_first_backend(project: Path) -> None:
     assert settings(project) == Settings("local", "local", values={}, origins={})
 
 
-def test_the_stronger_layer_wins_and_is_named(project: Path) -> None:
+def test_higher_layer_wins_and_is_recorded_as_origin(project: Path) -> None:
     user = user_file(
-        "[defaults]\nnodes = 1\nmax_restarts = 1\ngrace = 1\ntime = '1m'\nmem = '1G'\nname = 'u'\n[clusters.lab]\ngrace = 2\n"
+        "[defaults]\nnodes = 1\nmax_restarts = 1\ngrace = 1\ntime = '1m'\nmem = '1G'\nname = 'u'\n"
+        "[clusters.lab]\ngrace = 2\n"
     )
     own = write(
         project / "clusterjob.toml",
-        "[defaults]\nmax_restarts = 2\ngrace = 3\ntime = '2m'\nmem = '2G'\n[clusters.lab]\nbackend = 'ssh'\ntime = '3m'\nmem = '3G'\n",
+        "[defaults]\nmax_restarts = 2\ngrace = 3\ntime = '2m'\nmem = '2G'\n"
+        "[clusters.lab]\nbackend = 'ssh'\ntime = '3m'\nmem = '3G'\n",
     )
     found = settings(
         project,
@@ -82,20 +82,22 @@ def test_the_stronger_layer_wins_and_is_named(project: Path) -> None:
     }
 
 
-def test_another_cluster_s_profile_does_not_hold(project: Path) -> None:
+def test_profile_of_another_cluster_is_ignored(project: Path) -> None:
     write(
         project / "clusterjob.toml",
-        "[clusters.lab]\nbackend = 'local'\nnodes = 2\n[clusters.other]\nbackend = 'local'\nnodes = 3\n",
+        "[clusters.lab]\nbackend = 'local'\nnodes = 2\n"
+        "[clusters.other]\nbackend = 'local'\nnodes = 3\n",
     )
     assert settings(project).values == {}
     assert settings(project, "other").values == {"nodes": 3}
 
 
-def test_tables_and_lists_add_up_from_the_weakest_on(project: Path) -> None:
+def test_tables_and_lists_are_merged_from_lowest_layer_up(project: Path) -> None:
     user = user_file("[defaults]\nenv = {A = 'user', B = 'user'}\nsetup = 'first'\n")
     own = write(
         project / "clusterjob.toml",
-        "[clusters.local]\nenv = {B = 'own', C = 3, D = true, E = 0.5}\nsetup = ['second', 'third']\nset = {x = 1}\n",
+        "[clusters.local]\nenv = {B = 'own', C = 3, D = true, E = 0.5}\n"
+        "setup = ['second', 'third']\nset = {x = 1}\n",
     )
     found = settings(
         project, flags={"env": ["C=flag", "F=a=b", "G="], "setup": ["fourth"], "set": ["y=2"]}
@@ -112,7 +114,7 @@ def test_tables_and_lists_add_up_from_the_weakest_on(project: Path) -> None:
     )
 
 
-def test_variables_of_the_environment_that_are_empty_or_add_up_are_not_settings(
+def test_empty_or_mergeable_environment_variables_are_ignored(
     project: Path,
 ) -> None:
     environ = {
@@ -126,7 +128,7 @@ def test_variables_of_the_environment_that_are_empty_or_add_up_are_not_settings(
     assert settings(project, environ=environ).values == {}
 
 
-def test_every_scalar_setting_can_be_a_variable(project: Path) -> None:
+def test_every_scalar_setting_is_read_from_environment_variable(project: Path) -> None:
     environ = {
         "CLUSTERJOB_NODES": "2", "CLUSTERJOB_GPUS_PER_NODE": "4", "CLUSTERJOB_CPUS_PER_TASK": "3",
         "CLUSTERJOB_TIME": "90s", "CLUSTERJOB_NAME": "n", "CLUSTERJOB_WORKDIR": "~/x",
@@ -143,10 +145,11 @@ def test_every_scalar_setting_can_be_a_variable(project: Path) -> None:
     }  # fmt: skip
 
 
-def test_values_of_a_file_have_the_types_of_toml(project: Path) -> None:
+def test_file_accepts_native_toml_types(project: Path) -> None:
     write(
         project / "clusterjob.toml",
-        "[defaults]\nnodes = 2\nmem = 64\ntime = 01:30:00\nrequire_gpus = false\ngrace = 2\nsetup = []\nenv = {}\nworkdir = '~'\n",
+        "[defaults]\nnodes = 2\nmem = 64\ntime = 01:30:00\nrequire_gpus = false\ngrace = 2\n"
+        "setup = []\nenv = {}\nworkdir = '~'\n",
     )
     assert settings(project).values == {
         "nodes": 2, "mem": 64 * 1024**2, "time": 5400, "require_gpus": False, "grace": 2.0,
@@ -154,10 +157,10 @@ def test_values_of_a_file_have_the_types_of_toml(project: Path) -> None:
     }  # fmt: skip
 
 
-# -- which cluster ---------------------------------------------------------------------------------------------------------
+# -- selection of the cluster ----------------------------------------------------------------------
 
 
-def test_the_cluster_is_named_by_the_strongest_that_names_one(project: Path) -> None:
+def test_cluster_is_chosen_by_highest_layer_that_names_one(project: Path) -> None:
     assert settings(project).cluster == "local"
     user_file("cluster = 'slurm'\n")
     assert settings(project).cluster == "slurm"
@@ -168,19 +171,19 @@ def test_the_cluster_is_named_by_the_strongest_that_names_one(project: Path) -> 
     assert settings(project, "ssh", {"CLUSTERJOB_CLUSTER": "slurm"}).cluster == "ssh"
 
 
-def test_a_profile_of_a_backend_s_name_needs_no_backend(project: Path) -> None:
+def test_profile_named_like_a_backend_needs_no_backend_key(project: Path) -> None:
     write(project / "clusterjob.toml", "[clusters.slurm]\nnodes = 2\n")
     found = settings(project, "slurm")
     assert (found.backend, found.values) == ("slurm", {"nodes": 2})
 
 
-def test_a_backend_s_name_may_be_a_profile_of_another_backend(project: Path) -> None:
+def test_profile_named_like_a_backend_may_use_another_backend(project: Path) -> None:
     write(project / "clusterjob.toml", "[clusters.slurm]\nbackend = 'local'\n")
     assert settings(project, "slurm").backend == "local"
 
 
-def test_the_two_files_may_share_a_profile(project: Path) -> None:
-    """The user's file says how the cluster is reached, the project's what it needs there."""
+def test_profile_in_user_and_project_file_is_merged(project: Path) -> None:
+    """The user's file holds the backend; the project's file holds the number of nodes."""
     user_file("[clusters.lab]\nbackend = 'ssh'\nnodes = 1\n")
     write(project / "clusterjob.toml", "[clusters.lab]\nnodes = 2\n")
     found = settings(project, "lab")
@@ -195,7 +198,7 @@ def test_the_two_files_may_share_a_profile(project: Path) -> None:
         (None, {}, "toml"),
     ],
 )
-def test_an_unknown_cluster_is_named_with_who_named_it_and_the_nearest(
+def test_unknown_cluster_error_names_origin_and_nearest_name(
     project: Path, cluster: str | None, environ: dict[str, str], chosen_at: str
 ) -> None:
     path = write(
@@ -213,13 +216,13 @@ def test_an_unknown_cluster_is_named_with_who_named_it_and_the_nearest(
     assert caught.value.exit_code == 2
 
 
-def test_an_unknown_cluster_that_resembles_none_gets_all_names(project: Path) -> None:
+def test_unknown_cluster_without_similar_name_lists_all_backends(project: Path) -> None:
     with pytest.raises(UnknownCluster) as caught:
         settings(project, "zzz")
     assert all(name in caught.value.hint for name in BACKENDS)
 
 
-def test_an_unknown_backend_is_named_with_its_file_and_the_nearest(project: Path) -> None:
+def test_unknown_backend_error_names_file_and_nearest_name(project: Path) -> None:
     path = write(project / "clusterjob.toml", "[clusters.lab]\nbackend = 'slrum'\n")
     with pytest.raises(ConfigError) as caught:
         settings(project, "lab")
@@ -228,10 +231,10 @@ def test_an_unknown_backend_is_named_with_its_file_and_the_nearest(project: Path
     assert caught.value.hint == "did you mean slurm?"
 
 
-# -- which files -----------------------------------------------------------------------------------------------------------
+# -- search for files ------------------------------------------------------------------------------
 
 
-def test_the_project_s_file_is_looked_for_upwards(project: Path) -> None:
+def test_project_file_is_searched_in_parent_directories(project: Path) -> None:
     far = write(project / "clusterjob.toml", "[defaults]\nnodes = 1\nname = 'far'\n")
     assert [file.path for file in find_files(project / "src" / "deep")] == [far]
     near = write(project / "src" / "clusterjob.toml", "[defaults]\nnodes = 2\n")
@@ -239,7 +242,7 @@ def test_the_project_s_file_is_looked_for_upwards(project: Path) -> None:
     assert settings(project / "src" / "deep").origins == {"nodes": f"{near}: [defaults] nodes"}
 
 
-def test_pyproject_holds_the_same_below_its_table(project: Path) -> None:
+def test_pyproject_table_holds_cluster_and_profile(project: Path) -> None:
     path = write(
         project / "pyproject.toml",
         """
@@ -257,7 +260,7 @@ def test_pyproject_holds_the_same_below_its_table(project: Path) -> None:
     assert found.origins == {"nodes": f"{path}: [clusters.lab] nodes"}
 
 
-def test_pyproject_with_a_subtable_alone_counts(project: Path) -> None:
+def test_pyproject_with_only_a_subtable_is_used(project: Path) -> None:
     write(project / "pyproject.toml", "[tool.clusterjob.defaults]\nnodes = 2\n")
     assert settings(project).values == {"nodes": 2}
 
@@ -271,7 +274,7 @@ def test_pyproject_with_a_subtable_alone_counts(project: Path) -> None:
         "[tool.other]\ntext = '''\n[tool.clusterjob]\n'''\n",
     ],
 )
-def test_a_pyproject_without_our_table_is_passed_over(project: Path, text: str) -> None:
+def test_pyproject_without_clusterjob_table_is_skipped(project: Path, text: str) -> None:
     write(project / "src" / "pyproject.toml", text)
     write(project / "clusterjob.toml", "[defaults]\nnodes = 2\n")
     assert settings(project / "src").values == {"nodes": 2}
@@ -286,47 +289,47 @@ def test_a_pyproject_without_our_table_is_passed_over(project: Path, text: str) 
         "[tool.'clusterjob'.defaults]\nnodes=2\n",
     ],
 )
-def test_pyproject_may_spell_its_table_in_any_way_of_toml(project: Path, text: str) -> None:
+def test_pyproject_table_is_found_in_any_toml_spelling(project: Path, text: str) -> None:
     write(project / "pyproject.toml", text)
     assert settings(project).values == {"nodes": 2}
 
 
-def test_a_broken_pyproject_of_others_is_no_concern_of_ours(project: Path) -> None:
+def test_broken_pyproject_without_clusterjob_table_is_skipped(project: Path) -> None:
     write(project / "src" / "pyproject.toml", "[project\n")
     write(project / "clusterjob.toml", "[defaults]\nnodes = 2\n")
     assert settings(project / "src").values == {"nodes": 2}
 
 
-def test_clusterjob_toml_comes_before_pyproject_in_one_directory(project: Path) -> None:
+def test_clusterjob_toml_takes_precedence_over_pyproject(project: Path) -> None:
     write(project / "pyproject.toml", "[tool.clusterjob.defaults]\nnodes = 1\n")
     write(project / "clusterjob.toml", "[defaults]\nnodes = 2\n")
     assert settings(project).values == {"nodes": 2}
 
 
-def test_a_directory_is_no_file(project: Path) -> None:
+def test_directory_named_clusterjob_toml_is_ignored(project: Path) -> None:
     (project / "clusterjob.toml").mkdir()
     assert settings(project).values == {}
 
 
-# -- what is wrong with a file ---------------------------------------------------------------------------------------------
+# -- errors in files -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("default = 1\n", "default means nothing here", "did you mean defaults?"),
-        ("zzz = 1\n", "zzz means nothing here", "cluster"),
-        ("[defaults]\nnodse = 1\n", "[defaults] nodse means nothing here", "did you mean nodes?"),
-        ("[defaults]\nbackend = 'local'\n", "[defaults] backend means nothing here", ""),
+        ("default = 1\n", "default is not a known key", "did you mean defaults?"),
+        ("zzz = 1\n", "zzz is not a known key", "cluster"),
+        ("[defaults]\nnodse = 1\n", "[defaults] nodse is not a known key", "did you mean nodes?"),
+        ("[defaults]\nbackend = 'local'\n", "[defaults] backend is not a known key", ""),
         (
             "[clusters.lab]\nbackned = 'local'\n",
-            "[clusters.lab] backned means nothing here",
+            "[clusters.lab] backned is not a known key",
             "did you mean backend?",
         ),
         ("cluster = 3\n", "cluster is not a name", ""),
         (
             "[cluster.hpc]\nbackend = 'slurm'\n",
-            "[cluster.hpc] is no table of a profile",
+            "[cluster.hpc] is not a profile",
             "write it as [clusters.hpc]",
         ),
         ("defaults = 3\n", "defaults is not a table", "[defaults]"),
@@ -362,7 +365,7 @@ def test_a_directory_is_no_file(project: Path) -> None:
         ("[clusters.local]\nbackend = 3\n", "[clusters.local]", ""),
     ],
 )
-def test_what_is_wrong_is_named_with_its_file_and_key(
+def test_wrong_key_or_value_error_names_file_and_key(
     project: Path, text: str, message: str, hint: str
 ) -> None:
     path = write(project / "clusterjob.toml", text)
@@ -385,7 +388,7 @@ def test_what_is_wrong_is_named_with_its_file_and_key(
         ("x = [\n1,\n", 3),
     ],
 )
-def test_a_broken_file_is_named_with_its_line(project: Path, text: str, line: int) -> None:
+def test_invalid_toml_error_names_file_and_line(project: Path, text: str, line: int) -> None:
     path = write(project / "clusterjob.toml", text)
     with pytest.raises(ConfigError) as caught:
         settings(project)
@@ -394,14 +397,14 @@ def test_a_broken_file_is_named_with_its_line(project: Path, text: str, line: in
     assert "\n" not in caught.value.message
 
 
-def test_a_broken_user_file_is_named(project: Path) -> None:
+def test_unknown_key_in_user_file_error_names_file(project: Path) -> None:
     path = user_file("[defaults]\nnodez = 2\n")
     with pytest.raises(ConfigError, match="nodez") as caught:
         settings(project)
     assert caught.value.message.startswith(f"{path}: ")
 
 
-def test_a_file_that_is_no_text_is_named(project: Path) -> None:
+def test_file_that_is_not_utf8_error_names_file(project: Path) -> None:
     path = project / "clusterjob.toml"
     path.write_bytes(b"name = '\xff\xfe'\n")
     with pytest.raises(ConfigError, match="cannot be read") as caught:
@@ -409,7 +412,7 @@ def test_a_file_that_is_no_text_is_named(project: Path) -> None:
     assert str(path) in caught.value.message
 
 
-def test_wrong_flags_and_variables_are_named_by_their_own_names(project: Path) -> None:
+def test_wrong_value_error_names_flag_or_variable(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--cpus-per-task: 'x' is not a whole number"):
         settings(project, flags={"cpus_per_task": "x"})
     with pytest.raises(ConfigError, match=r"^CLUSTERJOB_CPUS_PER_TASK: 'x' is not a whole number"):
@@ -419,7 +422,7 @@ def test_wrong_flags_and_variables_are_named_by_their_own_names(project: Path) -
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_file_or_an_error(
+def test_any_file_content_is_accepted_or_gives_config_error(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any" / "clusterjob.toml"
@@ -434,10 +437,8 @@ def test_any_bytes_are_a_file_or_an_error(
     assert str(path) in message
 
 
-def test_paths_in_a_file_are_relative_to_the_file(project: Path) -> None:
-    """The same job from any directory below it; a path on the command line is relative to where one
-    stands.
-    """
+def test_paths_in_file_are_relative_to_file(project: Path) -> None:
+    """A path on the command line is relative to the current directory."""
     write(
         project / "clusterjob.toml",
         "[defaults]\ntemplate = 'mine.j2'\n[clusters.local]\nworkdir = 'runs'\n",

@@ -1,4 +1,4 @@
-"""The documentation names everything that there is, and its links lead somewhere."""
+"""The documentation covers all options, variables and modules, and its links work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PAGES = sorted(
     ]
 )
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands
-WITH_JOB_OPTIONS = ("submit", "run", "render", "doctor")
+JOB_COMMANDS = ("submit", "run", "render", "doctor")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -51,15 +51,16 @@ def read(page: str) -> str:
 
 
 def section(text: str, title: str) -> str:
-    """Return what stands below a heading, down to the next one of its level or above; empty where
-    there is no such heading.
+    """Return the text below a heading, or "" without such a heading.
+
+    The text ends at the next heading of the same or a higher level.
     """
     match = re.search(rf"^(#+) {re.escape(title)}$(.*?)(?=^\1 |\Z)", text, re.MULTILINE | re.DOTALL)
     return match[2] if match else ""
 
 
 def flags_in(text: str) -> set[str]:
-    """Return the options that are written as code, with or without a value: `--name NAME`."""
+    """Return the options in inline code, with or without a value: `--name NAME`."""
     return set(re.findall(r"`(--?[a-z][a-z-]*)[^`\n]*`", text))
 
 
@@ -72,33 +73,37 @@ def options_of(command: Any) -> set[str]:
     }
 
 
-def test_reference_is_what_the_options_and_docstrings_generate() -> None:
+def test_reference_page_equals_generated_text() -> None:
     page = read("reference.md")
-    assert reference.filled(page) == page, "`.venv/bin/python tools/reference.py` writes it"
+    assert reference.filled(page) == page, "run `.venv/bin/python tools/reference.py`"
     for name in COMMANDS:
-        assert section(page, f"`clusterjob {name}`"), f"there is no section for {name}"
+        assert section(page, f"`clusterjob {name}`"), f"no section for {name}"
 
 
-def test_reference_has_every_option_key_and_variable() -> None:
+def test_reference_page_lists_every_option_key_and_variable() -> None:
     page = read("reference.md")
-    offered = {flag for command in COMMANDS.values() for flag in options_of(command)}
-    assert offered - {"-h", "--help"} <= flags_in(page)
-    assert len(offered) > 50
+    option_names = {flag for command in COMMANDS.values() for flag in options_of(command)}
+    assert option_names - {"-h", "--help"} <= flags_in(page)
+    assert len(option_names) > 50
     rows = section(page, "Options of a job").splitlines()
     for key, setting in SETTINGS.items():
         row = next((row for row in rows if f"| `{key}` |" in row), "")
         assert (f"CLUSTERJOB_{key.upper()}" in row) == (not setting.merge), key
 
 
-def test_every_option_of_launch_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reference_page_lists_every_launch_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
-    offered = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    assert len(offered) > 10
-    assert offered <= flags_in(section(read("reference.md"), "`clusterjob launch`")) | {"--help"}
+    option_names = set(
+        re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    )
+    assert len(option_names) > 10
+    assert option_names <= flags_in(section(read("reference.md"), "`clusterjob launch`")) | {
+        "--help"
+    }
 
 
-def test_every_variable_of_ours_is_described() -> None:
+def test_reference_page_lists_every_clusterjob_variable() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "clusterjob").rglob("*.py"))
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "templates").iterdir())
     named = {
@@ -110,13 +115,13 @@ def test_every_variable_of_ours_is_described() -> None:
     )
 
 
-def test_every_variable_of_a_template_is_described(
+def test_backends_page_lists_every_template_variable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {}
+    template_values: dict[str, Any] = {}
 
-    def note(_template: object, values: dict[str, Any]) -> str:
-        given.update(values)
+    def record_values(_template: object, values: dict[str, Any]) -> str:
+        template_values.update(values)
         return ""
 
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
@@ -125,54 +130,54 @@ def test_every_variable_of_a_template_is_described(
         (slurm_planning, slurm.SlurmBackend()),
         (mlp, mlp.MlpBackend()),
     ):
-        monkeypatch.setattr(module, "render", note)
-        before = len(given)
+        monkeypatch.setattr(module, "render", record_values)
+        before = len(template_values)
         backend.plan(spec)
-        assert len(given) > before
-    monkeypatch.setattr(ssh_planning, "render", note)
-    before = len(given)
+        assert len(template_values) > before
+    monkeypatch.setattr(ssh_planning, "render", record_values)
+    before = len(template_values)
     ssh.SshBackend().plan(replace(spec, hosts=(Host("gpu1"),)))
-    assert len(given) == before, "it gives what all backends do"
+    assert len(template_values) == before, "the ssh backend must add no variable"
     rows = re.findall(r"^\| `(\w+)` \|", section(read("backends.md"), "Variables"), re.MULTILINE)
-    assert sorted(rows) == sorted(given)
+    assert sorted(rows) == sorted(template_values)
 
 
-def test_every_argument_of_init_and_all_of_a_context_is_described() -> None:
+def test_scripts_page_lists_init_arguments_and_context_members() -> None:
     for_bootstrap_alone = {"join_group", "holds_group", "close", "leave"}
     members = {name for name in vars(Context) if not name.startswith("_")} | {
         *inspect.signature(Context).parameters,
         "backend",
     }
-    wanted = {*inspect.signature(bootstrap.init).parameters} | members - for_bootstrap_alone
-    assert wanted <= set(re.findall(r"`(\w+)[`(]", read("scripts.md")))
+    required = {*inspect.signature(bootstrap.init).parameters} | members - for_bootstrap_alone
+    assert required <= set(re.findall(r"`(\w+)[`(]", read("scripts.md")))
 
 
-def test_the_tree_is_that_of_the_package() -> None:
+def test_architecture_page_tree_equals_package_folders() -> None:
     tree = section(read("architecture.md"), "The tree")
     block = re.search(r"^```\n(.*?)^```$", tree, re.MULTILINE | re.DOTALL)
     assert block is not None
-    above: list[str] = []
+    ancestors: list[str] = []
     folders = set()
     for line in block[1].splitlines():
         name, *description = line.split()
-        above[(len(line) - len(line.lstrip())) // 2 :] = [name]
+        ancestors[(len(line) - len(line.lstrip())) // 2 :] = [name]
         assert description, f"{name} has no description"
-        folders.add("".join(above))
+        folders.add("".join(ancestors))
     assert folders == {
         f"{path.parent.relative_to(ROOT).as_posix()}/"
         for path in (ROOT / "clusterjob").rglob("*.py")
     }
 
 
-def test_texts_of_the_package_name_no_file_that_a_wheel_lacks() -> None:
+def test_messages_name_no_file_that_is_missing_in_wheel() -> None:
     named = []
     for path in (ROOT / "clusterjob").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        documented_nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         docstrings = {
             ast.get_docstring(node, clean=False)
             for node in ast.walk(tree)
-            if isinstance(node, described)
+            if isinstance(node, documented_nodes)
         }
         for node in ast.walk(tree):
             text = node.value if isinstance(node, ast.Constant) else None
@@ -185,28 +190,28 @@ def test_texts_of_the_package_name_no_file_that_a_wheel_lacks() -> None:
     assert not named
 
 
-def test_links_from_page_to_page_lead_somewhere() -> None:
+def test_links_between_pages_resolve() -> None:
     broken = []
     for page in PAGES:
-        for target in _LINK.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
-            if re.match(r"[a-z]+:", target):
+        for link in _LINK.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
+            if re.match(r"[a-z]+:", link):
                 continue
-            path, _, anchor = target.partition("#")
+            path, _, anchor = link.partition("#")
             file = (page.parent / path).resolve() if path else page
             if not file.exists() or (anchor and anchor not in anchors(file)):
-                broken.append(f"{page.relative_to(ROOT)}: {target}")
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert not broken
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub creates for the headings of a page."""
     headings = re.findall(
         r"^#+ (.*)$", _FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
     )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_commands_of_the_page_of_the_mlp_cluster_are_whole_with_the_profile_there(
+def test_mlp_page_commands_render_with_its_profile(
     tmp_path: Path,
 ) -> None:
     page = read("mlp.md")
@@ -221,5 +226,5 @@ def test_the_commands_of_the_page_of_the_mlp_cluster_are_whole_with_the_profile_
     (tmp_path / "clusterjob.toml").write_text(profile[1])
     (tmp_path / "train.py").write_text("")
     for line in lines:
-        ran = run([sys.executable, "-m", "clusterjob", "render", *line.split()], tmp_path)
-        assert (ran.code, ran.err) == (0, ""), line
+        result = run([sys.executable, "-m", "clusterjob", "render", *line.split()], tmp_path)
+        assert (result.code, result.err) == (0, ""), line

@@ -1,6 +1,4 @@
-"""What help and documentation claim holds in the code: choices, defaults, states, exit codes, keys,
-and every command that they show.
-"""
+"""Claims of help and documentation match the code: choices, states, exit codes, commands."""
 
 from __future__ import annotations
 
@@ -41,22 +39,22 @@ def test_help_names_every_choice(name: str) -> None:
             assert re.search(rf"\b{choice}\b", help_of(name, option)), f"{name} {option}: {choice}"
 
 
-def test_every_backend_is_named_where_backends_are_listed() -> None:
-    exists = section((ROOT / "README.md").read_text(encoding="utf-8"), "Documentation")
+def test_readme_names_every_backend() -> None:
+    backend_section = section((ROOT / "README.md").read_text(encoding="utf-8"), "Documentation")
     for name in BUILTIN:
-        assert f"`{name}`" in exists
+        assert f"`{name}`" in backend_section
 
 
-def test_only_a_local_job_ends_with_the_command_that_runs_it(tmp_path: Path) -> None:
-    """As the help of run says: the lifeline is what ends it."""
+def test_only_local_job_has_lifeline_option(tmp_path: Path) -> None:
+    """The help of `run` makes this claim; the option --lifeline ends the job."""
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
     for name in BUILTIN:
         plan = base.load(name).plan(replace(spec, hosts=(Host("gpu1"),)) if name == "ssh" else spec)
         assert ("--lifeline" in plan.text()) == (name == "local"), name
-    assert "a job of the local cluster ends too; any other goes on" in str(COMMANDS["run"].help)
+    assert "a job of the local cluster ends too; other jobs continue" in str(COMMANDS["run"].help)
 
 
-def test_states_exit_codes_and_keys_are_those_of_the_code() -> None:
+def test_reference_page_lists_states_exit_codes_and_result_keys_of_code() -> None:
     page = read("reference.md")
     assert set(re.findall(r"^\| ([A-Z]+) \|", section(page, "States"), re.MULTILINE)) == {
         str(state) for state in JobState
@@ -79,7 +77,7 @@ def test_states_exit_codes_and_keys_are_those_of_the_code() -> None:
     assert set(Failure.__dataclass_fields__) <= set(re.findall(r"`(\w+)`", described))
 
 
-def test_settings_that_need_trust_are_those_that_the_page_names() -> None:
+def test_reference_page_names_settings_that_need_trust() -> None:
     sentence = re.search(
         r"need no trust: all settings but (.*?),\s+and a `cluster`",
         read("reference.md"),
@@ -90,12 +88,10 @@ def test_settings_that_need_trust_are_those_that_the_page_names() -> None:
 
 
 def shown_commands() -> list[tuple[str, str]]:
-    """Return every command line of ours that a page shows, in a block or in a sentence, with its
-    page.
-    """
+    """Return (page, command line) of each clusterjob command in a block or a sentence."""
     found = []
     for page in PAGES:
-        if page.name == "CHANGELOG.md":  # what was
+        if page.name == "CHANGELOG.md":  # shows commands of older versions
             continue
         text = page.read_text(encoding="utf-8")
         lines = re.findall(
@@ -109,14 +105,12 @@ def shown_commands() -> list[tuple[str, str]]:
     return found
 
 
-def wrong_option(line: str) -> str:
-    """Return the first option before the program that the command does not have; empty where all
-    are there.
-    """
+def find_unknown_option(line: str) -> str:
+    """Return the first option before the program that the command lacks, or ""."""
     try:
         words = shlex.split(line.replace("...", ""))
     except ValueError:
-        return ""  # a sentence, or half a line
+        return ""  # a sentence, or an incomplete line
     command: Any = COMMANDS.get(words[0])
     if command is None:
         return words[0]
@@ -144,23 +138,23 @@ def wrong_option(line: str) -> str:
     )
 
 
-def test_every_command_that_a_page_shows_has_the_options_that_it_is_shown_with() -> None:
+def test_commands_in_pages_have_only_known_options() -> None:
     shown = shown_commands()
     assert len(shown) > 60
     assert [
-        f"{page}: clusterjob {line}: {wrong}"
+        f"{page}: clusterjob {line}: {unknown_option}"
         for page, line in shown
-        if (wrong := wrong_option(line))
+        if (unknown_option := find_unknown_option(line))
     ] == []
-    assert wrong_option("run --nodez 2 train.py") == "--nodez"
+    assert find_unknown_option("run --nodez 2 train.py") == "--nodez"
 
 
-@pytest.mark.parametrize(("page", "most"), [("README.md", 160), ("docs/architecture.md", 350)])
-def test_page_that_everybody_reads_stays_short(page: str, most: int) -> None:
-    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
+@pytest.mark.parametrize(("page", "max_lines"), [("README.md", 160), ("docs/architecture.md", 350)])
+def test_main_pages_stay_below_line_limit(page: str, max_lines: int) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= max_lines
 
 
-def test_picture_of_the_readme_shows_the_failing_rank_and_loads_nothing() -> None:
+def test_readme_pictures_show_failing_rank_and_load_nothing() -> None:
     pictures = re.findall(
         r"docs/images/[\w-]+\.svg", (ROOT / "README.md").read_text(encoding="utf-8")
     )
@@ -172,18 +166,18 @@ def test_picture_of_the_readme_shows_the_failing_rank_and_loads_nothing() -> Non
 
 
 def commands_of(page: str) -> list[str]:
-    """Return the lines of a page that are commands, without their comments."""
+    """Return the command lines of a page, without comments."""
     text = (ROOT / page).read_text(encoding="utf-8")
     lines = re.findall(r"^(?:    |\$ )((?:clusterjob|make|pip|git) .*)$", text, re.MULTILINE)
     return [line.partition("  #")[0].strip() for line in lines]
 
 
-def test_chinese_readme_shows_the_commands_of_the_english_one() -> None:
+def test_chinese_readme_shows_same_commands_as_english_readme() -> None:
     assert len(commands_of("README.md")) > 8
     assert commands_of("README.zh-CN.md") == commands_of("README.md")
 
 
-def test_chinese_quick_start_shows_commands_of_the_english_page() -> None:
+def test_chinese_quick_start_shows_commands_of_english_page() -> None:
     shown = commands_of("docs/mlp.zh-CN.md")
     english = (ROOT / "docs" / "mlp.md").read_text(encoding="utf-8")
     assert len(shown) > 1
@@ -193,7 +187,7 @@ def test_chinese_quick_start_shows_commands_of_the_english_page() -> None:
     assert all(block in chinese for block in blocks)
 
 
-def test_pages_hold_fifteen_thousand_words_at_most() -> None:
+def test_pages_have_at_most_15000_words() -> None:
     words = [
         word
         for page in (ROOT / "docs").glob("*.md")

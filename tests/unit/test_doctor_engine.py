@@ -1,6 +1,4 @@
-"""The machinery of `doctor`: which check needs which, how findings are judged, and how hosts of
-which the same is said stand together.
-"""
+"""The check engine of `doctor`: dependencies, findings, and grouping of hosts."""
 
 from __future__ import annotations
 
@@ -15,38 +13,40 @@ from hypothesis import strategies as st
 from clusterjob.doctor import fitness, this_machine
 from clusterjob.doctor.engine import (
     Check,
+    CheckFinding,
     CheckState,
-    Finding,
-    Look,
-    examine,
+    CheckStep,
     failed,
     of_hosts,
     ok,
     one_line,
+    run_checks,
     unknown,
     warning,
 )
 from clusterjob.errors import SubmitError
 
 
-def test_what_needs_a_check_that_failed_is_not_looked_at() -> None:
-    looked = []
+def test_check_after_failed_dependency_is_unknown_and_not_run() -> None:
+    executed = []
 
-    def find(name: str, finding: Finding) -> Look:
-        def look() -> Iterator[Finding]:
-            looked.append(name)
+    def step(name: str, finding: CheckFinding) -> CheckStep:
+        def check_function() -> Iterator[CheckFinding]:
+            executed.append(name)
             yield finding
 
-        return Look(name, look, needs={"b": ("a",), "c": ("b",), "e": ("d",)}.get(name, ()))
+        return CheckStep(
+            name, check_function, needs={"b": ("a",), "c": ("b",), "e": ("d",)}.get(name, ())
+        )
 
-    looks = [
-        find("a", failed("no", "do")),
-        find("b", ok("b")),
-        find("c", ok("c")),
-        find("d", warning("hm", "do")),
-        find("e", ok("e")),
+    steps = [
+        step("a", failed("no", "do")),
+        step("b", ok("b")),
+        step("c", ok("c")),
+        step("d", warning("hm", "do")),
+        step("e", ok("e")),
     ]
-    states = [(check.name, str(check.state)) for check in examine(looks)]
+    states = [(check.name, str(check.state)) for check in run_checks(steps)]
     assert states == [
         ("a", "failed"),
         ("b", "unknown"),
@@ -54,22 +54,22 @@ def test_what_needs_a_check_that_failed_is_not_looked_at() -> None:
         ("d", "warning"),
         ("e", "ok"),
     ]
-    assert looked == ["a", "d", "e"]
+    assert executed == ["a", "d", "e"]
 
 
-def test_errors_are_failures_in_their_own_words() -> None:
-    def refuse() -> list[Finding]:
+def test_exception_in_check_is_failure_with_its_message() -> None:
+    def raise_submit_error() -> list[CheckFinding]:
         raise SubmitError("2 of 3 hosts cannot be used:\n  a: x\n  b: y", "look there")
 
-    def full() -> list[Finding]:
+    def raise_os_error() -> list[CheckFinding]:
         raise OSError(28, "No space left on device", "/tmp/x")
 
     checks = list(
-        examine(
+        run_checks(
             [
-                Look("one", refuse),
-                Look("two", full, hint="make room"),
-                Look("three", lambda: [ok("yes")], needs=("two",)),
+                CheckStep("one", raise_submit_error),
+                CheckStep("two", raise_os_error, hint="make room"),
+                CheckStep("three", lambda: [ok("yes")], needs=("two",)),
             ]
         )
     )
@@ -82,26 +82,26 @@ def test_errors_are_failures_in_their_own_words() -> None:
     assert checks[2].state is CheckState.UNKNOWN
 
 
-def test_checks_appear_as_they_are_done() -> None:
-    begun = []
+def test_check_result_is_yielded_before_next_check_runs() -> None:
+    started = []
 
-    def second() -> list[Finding]:
-        begun.append("second")
+    def run_second() -> list[CheckFinding]:
+        started.append("second")
         return [ok("2")]
 
-    checks = examine([Look("first", lambda: [ok("1")]), Look("second", second)])
+    checks = run_checks([CheckStep("first", lambda: [ok("1")]), CheckStep("second", run_second)])
     assert next(checks).words == "1"
-    assert not begun
+    assert not started
 
 
-def test_hosts_of_which_the_same_is_said_stand_together() -> None:
-    same = {name: ok("3.11") for name in "abc"}
-    assert list(of_hosts(same)) == [ok("3.11, on all 3 hosts")]
-    assert list(of_hosts({**same, "d": failed("old", "new")})) == [
+def test_hosts_with_equal_findings_are_grouped() -> None:
+    equal_findings = {name: ok("3.11") for name in "abc"}
+    assert list(of_hosts(equal_findings)) == [ok("3.11, on all 3 hosts")]
+    assert list(of_hosts({**equal_findings, "d": failed("old", "new")})) == [
         ok("a, b, c: 3.11"),
         failed("d: old", "new"),
     ]
-    assert list(of_hosts(same, 5)) == [ok("a, b, c: 3.11")]
+    assert list(of_hosts(equal_findings, 5)) == [ok("a, b, c: 3.11")]
     assert list(of_hosts({"a": ok("x")})) == [ok("a: x")]
     assert list(of_hosts({f"h{n}": unknown("?") for n in range(9)})) == [
         unknown("h0, h1, h2, h3 and 5 more: ?")
@@ -115,7 +115,7 @@ def test_hosts_of_which_the_same_is_said_stand_together() -> None:
         max_size=4,
     )
 )
-def test_every_host_is_said_something_of(found: dict[str, Finding]) -> None:
+def test_grouped_findings_mention_every_host(found: dict[str, CheckFinding]) -> None:
     lines = list(of_hosts(found))
     assert {line.state for line in lines} == {finding.state for finding in found.values()}
     for name, finding in found.items():
@@ -127,7 +127,7 @@ def test_every_host_is_said_something_of(found: dict[str, Finding]) -> None:
 
 
 @given(st.text())
-def test_one_line_is_one(text: str) -> None:
+def test_one_line_has_no_line_break(text: str) -> None:
     assert len(one_line(text).splitlines()) <= 1
 
 
@@ -165,7 +165,7 @@ def answer(**facts: Any) -> dict[str, Any]:
             False,
             "ok",
             "4 GPUs, and torch sees all of them",
-        ),  # AMD's, of which no NVIDIA driver knows
+        ),  # AMD GPUs: the NVIDIA driver does not count them
         (8, {"gpus": 0}, 0, False, "ok", "8 GPUs, hidden from the job"),
         (
             2,
@@ -173,16 +173,16 @@ def answer(**facts: Any) -> dict[str, Any]:
             8,
             False,
             "warning",
-            "2 GPUs where 8 are asked for: the job would be a rehearsal on the CPU",
+            "2 GPUs, but the job needs 8: the job would be a rehearsal on the CPU",
         ),
-        (2, {"gpus": 2}, 8, True, "failed", "2 GPUs where 8 are asked for"),
+        (2, {"gpus": 2}, 8, True, "failed", "2 GPUs, but the job needs 8"),
         (
             8,
             {"gpus": 0, "cuda": ""},
             None,
             False,
             "warning",
-            "8 GPUs, of which torch sees 0: it is built for the CPU alone",
+            "8 GPUs, of which torch sees 0: torch is built for the CPU only",
         ),
         (
             8,
@@ -190,7 +190,7 @@ def answer(**facts: Any) -> dict[str, Any]:
             8,
             False,
             "failed",
-            "8 GPUs, of which torch sees 0: it is built for the CPU alone",
+            "8 GPUs, of which torch sees 0: torch is built for the CPU only",
         ),
         (
             8,
@@ -206,11 +206,11 @@ def answer(**facts: Any) -> dict[str, Any]:
             None,
             False,
             "warning",
-            "8 GPUs, of which torch sees 7: it gives no reason",
+            "8 GPUs, of which torch sees 7: torch gives no reason",
         ),
     ],
 )
-def test_gpus_of_the_driver_and_of_torch(
+def test_gpu_check_compares_driver_torch_and_job(
     installed: int, seen: dict[str, Any], wanted: int | None, required: bool, state: str, words: str
 ) -> None:
     finding = fitness.gpus(installed, answer(**seen), wanted=wanted, required=required)
@@ -218,7 +218,7 @@ def test_gpus_of_the_driver_and_of_torch(
     assert bool(finding.hint) == (state != "ok")
 
 
-def test_an_import_of_torch_that_takes_long_and_a_torch_without_processes() -> None:
+def test_torch_check_reports_slow_import_and_missing_backends() -> None:
     slow = fitness.torch(answer(seconds=40.0))
     assert (slow.state, slow.words) == (
         CheckState.WARNING,
@@ -228,16 +228,16 @@ def test_an_import_of_torch_that_takes_long_and_a_torch_without_processes() -> N
     assert fitness.torch(answer()).state is CheckState.OK
 
 
-def test_space() -> None:
+def test_disk_space_check_warns_and_fails_below_limits() -> None:
     states = [fitness.space(free, "/x").state for free in (0, 49_000_000, 60_000_000, 1 << 30)]
     assert states == [CheckState.FAILED, CheckState.FAILED, CheckState.WARNING, CheckState.OK]
 
 
-def test_a_directory_that_others_may_write_or_own(tmp_path: Path) -> None:
-    place = tmp_path / "home"
-    assert this_machine.directory(place) == ok(f"{place} will be made with the first job")
-    assert not place.exists()
-    place.mkdir()
+def test_directory_check_reports_permissions_and_creates_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    assert this_machine.directory(home) == ok(f"{home} will be created with the first job")
+    assert not home.exists()
+    home.mkdir()
     for mode, state in (
         (0o755, "ok"),
         (0o700, "ok"),
@@ -245,8 +245,8 @@ def test_a_directory_that_others_may_write_or_own(tmp_path: Path) -> None:
         (0o777, "failed"),
         (0o1777, "ok"),
     ):
-        place.chmod(mode)
-        found = this_machine.directory(place)
+        home.chmod(mode)
+        found = this_machine.directory(home)
         assert str(found.state) == state, found
-        assert state == "ok" or found.hint == f"chmod go-w {place}"
-    assert not list(place.iterdir()), "the try leaves nothing"
+        assert state == "ok" or found.hint == f"chmod go-w {home}"
+    assert not list(home.iterdir()), "the check must leave no file"

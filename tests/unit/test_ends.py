@@ -1,4 +1,4 @@
-"""How nodes ended, and what the submitting side wishes, as files of the job's directory."""
+"""Files in the job directory: ends of nodes, refusals, and requests of the submitter."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def job_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ends_come_back_in_the_order_of_their_nodes(job_dir: Path) -> None:
+def test_ends_are_read_in_node_order(job_dir: Path) -> None:
     for node_rank in (10, 2, 0):
         ends.write(job_dir, node_rank, end={"state": "FAILED"})
     (job_dir / "ends" / "node3.json").write_text("[1, 2")
     (job_dir / "ends" / "node4.json").write_text(
         '{"node_rank": 0, "state": "SUCCEEDED"}'
-    )  # by a host that speaks for another
+    )  # written by a host for another node
     assert [(end["node_rank"], end["state"]) for end in ends.written(job_dir)] == [
         (0, "FAILED"),
         (2, "FAILED"),
@@ -32,17 +32,22 @@ def test_ends_come_back_in_the_order_of_their_nodes(job_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "host", "why"),
+    ("text", "code", "host", "message"),
     [
         ("3\ngpu7: a setup line failed: x\n", 3, "gpu7", "a setup line failed: x"),
-        ("0\nh: ended early", 1, "h", "ended early"),  # a refusal is never a success
+        (
+            "0\nh: ended early",
+            1,
+            "h",
+            "ended early",
+        ),  # exit code 0 becomes 1: a refusal is a failure
         ("x\nh: y", 1, "h", "y"),
         ("7\nh: a: b: c", 7, "h", "a: b: c"),
         ("", 1, "", ""),
     ],
 )
-def test_a_refusal_is_a_failure_of_its_node(
-    job_dir: Path, text: str, code: int, host: str, why: str
+def test_refusal_file_is_read_as_failure_of_its_node(
+    job_dir: Path, text: str, code: int, host: str, message: str
 ) -> None:
     (job_dir / "ends" / "node4.refused").write_text(text)
     (job_dir / "ends" / "nodex.refused").write_text("1\nh: no node's name")
@@ -56,12 +61,12 @@ def test_a_refusal_is_a_failure_of_its_node(
         4,
         code,
         host,
-        why,
+        message,
     )
     assert failure.last_lines == ("module: not found",)
 
 
-def test_texts_of_ends_that_hosts_wrote_are_cut(job_dir: Path) -> None:
+def test_long_texts_in_ends_and_refusals_are_truncated(job_dir: Path) -> None:
     ends.write(job_dir, 0, end={"state": "LOST"})
     (job_dir / "ends" / "node1.json").write_text(
         json.dumps({"node_rank": 1, "state": "LOST", "reason": "x" * 1_000_000})
@@ -72,7 +77,7 @@ def test_texts_of_ends_that_hosts_wrote_are_cut(job_dir: Path) -> None:
     assert (len(refusal.host), len(refusal.message)) == (4000, 4000)
 
 
-def test_wishes_are_there_once_they_were_made(job_dir: Path) -> None:
+def test_detach_and_cancel_requests_are_read_back(job_dir: Path) -> None:
     assert not ends.detached(job_dir)
     assert not ends.cancelled(job_dir)
     ends.detach(job_dir)
@@ -81,7 +86,7 @@ def test_wishes_are_there_once_they_were_made(job_dir: Path) -> None:
     assert ends.cancelled(job_dir)
 
 
-def test_a_directory_that_is_gone_takes_no_wish_and_has_no_ends(tmp_path: Path) -> None:
+def test_missing_job_directory_has_no_ends_and_refuses_detach(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     ends.cancel(gone)
     with pytest.raises(OSError, match="gone"):
@@ -89,10 +94,12 @@ def test_a_directory_that_is_gone_takes_no_wish_and_has_no_ends(tmp_path: Path) 
     assert ends.written(gone) == ends.refusals(gone) == []
 
 
-def test_an_older_start_s_ends_do_not_count_for_a_later_one(job_dir: Path) -> None:
+def test_ends_of_older_start_are_ignored(job_dir: Path) -> None:
     ends.write(job_dir, 0, end={"state": "FAILED"})
     ends.write(job_dir, 1, end={"state": "FAILED", "attempt": 2})
-    ends.write(job_dir, 1, end={"state": "LOST", "attempt": 1})  # by an agent that lived on
+    ends.write(
+        job_dir, 1, end={"state": "LOST", "attempt": 1}
+    )  # from an agent of the first start that still runs
     assert [end["node_rank"] for end in ends.written(job_dir)] == [0]
     assert [end["state"] for end in ends.written(job_dir, 2)] == ["FAILED"]
     assert ends.written(job_dir, 1) == []
@@ -103,7 +110,7 @@ def test_an_older_start_s_ends_do_not_count_for_a_later_one(job_dir: Path) -> No
     assert ends.refusals(job_dir, 2) == []
 
 
-def test_an_older_start_s_verdict_is_put_aside(job_dir: Path) -> None:
+def test_verdict_of_older_start_is_put_aside(job_dir: Path) -> None:
     assert not ends.has_result(job_dir, 0)
     ends.put_aside_result(job_dir, 1)
     ends.write_result(job_dir, Verdict(JobState.PREEMPTED, 75, attempt=1))
@@ -118,7 +125,7 @@ def test_an_older_start_s_verdict_is_put_aside(job_dir: Path) -> None:
     assert '"PREEMPTED"' in (job_dir / "ends" / "result.attempt1.json").read_text()
 
 
-def test_a_warning_is_for_one_start(job_dir: Path) -> None:
+def test_preemption_warning_is_valid_for_one_start(job_dir: Path) -> None:
     ends.warn(job_dir, 1)
     ends.warn(job_dir, 1)
     assert [ends.warned(job_dir, attempt) for attempt in (0, 1, 2, 11)] == [

@@ -1,4 +1,4 @@
-"""From variables to a place: pure, total, and honest about what contradicts itself."""
+"""Detection of the rank assignment from environment variables, and its conflicts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node import contract
 from clusterjob.node.contract import World
 from clusterjob.node.environments import detect
@@ -30,7 +30,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-# -- nothing -----------------------------------------------------------------------------------------------------------------
+# -- no job ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,9 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         {"WORLD_SIZE": "1", "MASTER_ADDR": "h"},
     ],
 )
-def test_an_environment_that_names_no_job_is_sound(environ: dict[str, str]) -> None:
+def test_environment_without_job_gives_no_placement_and_no_conflict(
+    environ: dict[str, str],
+) -> None:
     finding = detect(environ)
     assert (finding.source, finding.place, finding.level, finding.sound) == (
         "none",
@@ -53,10 +55,10 @@ def test_an_environment_that_names_no_job_is_sound(environ: dict[str, str]) -> N
     assert finding.check() is finding
 
 
-# -- the torch family --------------------------------------------------------------------------------------------------------
+# -- torch variables -------------------------------------------------------------------------------
 
 
-def test_a_process_of_torchrun() -> None:
+def test_torchrun_worker_is_detected_with_evidence() -> None:
     finding = detect(TORCHRUN)
     assert finding.place == Worker(
         Topology(
@@ -75,12 +77,12 @@ def test_a_process_of_torchrun() -> None:
     }  # fmt: skip
 
 
-def test_a_process_whose_launcher_is_unknown() -> None:
+def test_worker_of_unknown_launcher_has_source_env() -> None:
     assert detect(without(TORCHRUN, "TORCHELASTIC_RUN_ID")).source == "env"
 
 
 @pytest.mark.parametrize(("local_rank", "nproc", "first"), [(0, 4, 0), (3, 4, 4), (0, 1, 4)])
-def test_our_own_agent_s_variables_give_the_worker_that_it_meant(
+def test_variables_set_by_agent_give_the_same_worker(
     local_rank: int, nproc: int, first: int
 ) -> None:
     world = World(
@@ -117,17 +119,15 @@ def test_our_own_agent_s_variables_give_the_worker_that_it_meant(
 @pytest.mark.parametrize(
     "missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
 )
-def test_a_half_set_process_is_refused_and_the_missing_variable_named(missing: str) -> None:
+def test_incomplete_worker_variables_are_refused_with_missing_name(missing: str) -> None:
     for environ in (without(TORCHRUN, missing), TORCHRUN | {missing: "  "}):
         finding = detect(environ)
         assert (finding.place, finding.level, finding.sound) == (None, "none", False)
-        with pytest.raises(PlaceError, match=f"{missing} is not set"):
+        with pytest.raises(PlacementError, match=f"{missing} is not set"):
             finding.check()
 
 
-def test_rank_without_local_rank_counts_nodes_unless_something_else_says_that_it_is_a_process_s() -> (
-    None
-):
+def test_rank_without_local_rank_is_node_rank_unless_worker_variables_exist() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     assert detect(alone).level == "node"
     for variable in ("LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
@@ -147,14 +147,14 @@ def test_rank_without_local_rank_counts_nodes_unless_something_else_says_that_it
     ],
 )
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "1_0", "²", "٣", "4 4", "+1"])
-def test_what_is_no_number_is_named(name: str, value: str) -> None:
+def test_non_numeric_value_is_refused_with_variable_name(name: str, value: str) -> None:
     finding = detect(TORCHRUN | {name: value})
     assert finding.place is None
     assert f"{name}={value!r} is not a whole number" in "; ".join(finding.conflicts)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"RANK": "8"}, "rank is 8"),
         ({"LOCAL_RANK": "4"}, "local_rank is 4"),
@@ -164,31 +164,33 @@ def test_what_is_no_number_is_named(name: str, value: str) -> None:
         ({"WORLD_SIZE": "0"}, "0"),
     ],
 )
-def test_what_is_impossible_together_is_named(change: dict[str, str], words: str) -> None:
+def test_value_out_of_range_is_refused_with_field_name(
+    change: dict[str, str], message: str
+) -> None:
     finding = detect(TORCHRUN | change)
     assert finding.place is None
-    assert words in "; ".join(finding.conflicts)
+    assert message in "; ".join(finding.conflicts)
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:29500", "h\x1b[31m", "\udcff", "a b", "[]"])
 @pytest.mark.parametrize(
     ("environ", "name"), [(TORCHRUN, "MASTER_ADDR"), (OURS, "CLUSTERJOB_MASTER_ADDR")]
 )
-def test_a_master_that_is_no_host_is_refused(
+def test_master_address_that_is_not_a_host_is_refused(
     environ: dict[str, str], name: str, address: str
 ) -> None:
-    assert f"{name}={address!r} is no host" in "; ".join(
+    assert f"{name}={address!r} is not a host" in "; ".join(
         detect(environ | {name: address}).conflicts
     )
 
 
-def test_a_master_s_ipv6_address_may_have_brackets() -> None:
+def test_ipv6_master_address_in_brackets_is_accepted() -> None:
     place = detect(TORCHRUN | {"MASTER_ADDR": "[fd00::1]"}).place
     assert isinstance(place, Worker)
     assert place.topology.master_addr == "fd00::1"
 
 
-def test_the_node_is_worked_out_where_no_variable_gives_it() -> None:
+def test_node_rank_without_group_variables_is_computed_from_rank() -> None:
     finding = detect(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
     assert finding.place == Worker(
         Topology(
@@ -202,7 +204,7 @@ def test_the_node_is_worked_out_where_no_variable_gives_it() -> None:
     assert "node_rank" not in finding.evidence
 
 
-def test_one_node_where_nothing_speaks_of_more() -> None:
+def test_worker_without_node_variables_is_on_single_node() -> None:
     finding = detect(
         without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
         | {"LOCAL_RANK": "5"}
@@ -218,17 +220,17 @@ def test_one_node_where_nothing_speaks_of_more() -> None:
     )
 
 
-def test_white_space_around_a_value_is_no_part_of_it() -> None:
+def test_white_space_around_value_is_stripped() -> None:
     assert (
         detect({name: f" {value}\n" for name, value in TORCHRUN.items()}).place
         == detect(TORCHRUN).place
     )
 
 
-# -- our own family ----------------------------------------------------------------------------------------------------------
+# -- clusterjob variables --------------------------------------------------------------------------
 
 
-def test_a_node_of_ours() -> None:
+def test_clusterjob_node_is_detected_with_evidence() -> None:
     finding = detect(OURS)
     assert finding.place == Topology(
         3, 2, nproc_per_node=8, master_addr="n0", master_port=2222, source="clusterjob"
@@ -241,7 +243,7 @@ def test_a_node_of_ours() -> None:
     }  # fmt: skip
 
 
-def test_a_node_of_ours_may_leave_open_what_the_agent_decides() -> None:
+def test_clusterjob_node_without_nproc_and_port_is_accepted() -> None:
     assert detect(
         without(OURS, "CLUSTERJOB_NPROC_PER_NODE", "CLUSTERJOB_MASTER_PORT")
     ).place == Topology(
@@ -249,34 +251,34 @@ def test_a_node_of_ours_may_leave_open_what_the_agent_decides() -> None:
     )
 
 
-def test_several_nodes_never_meet_at_a_default() -> None:
+def test_several_nodes_without_master_address_are_refused() -> None:
     finding = detect(without(OURS, "CLUSTERJOB_MASTER_ADDR"))
     assert finding.place is None
     assert "CLUSTERJOB_MASTER_ADDR is not set" in "; ".join(finding.conflicts)
 
 
-def test_a_single_node_needs_no_address() -> None:
+def test_single_node_needs_no_address() -> None:
     assert detect({"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).place == Topology(
         1, 0, nproc_per_node=None, master_addr="127.0.0.1", master_port=None, source="clusterjob"
     )
 
 
 @pytest.mark.parametrize("missing", ["CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK"])
-def test_a_half_set_node_is_refused(missing: str) -> None:
-    with pytest.raises(PlaceError, match=f"{missing} is not set"):
+def test_incomplete_node_variables_are_refused(missing: str) -> None:
+    with pytest.raises(PlacementError, match=f"{missing} is not set"):
         detect(without(OURS, missing)).check()
 
 
-def test_an_impossible_node_is_named() -> None:
+def test_node_rank_out_of_range_is_refused() -> None:
     assert "node_rank is 3, outside 0..2" in "; ".join(
         detect(OURS | {"CLUSTERJOB_NODE_RANK": "3"}).conflicts
     )
 
 
-# -- both --------------------------------------------------------------------------------------------------------------------
+# -- torch and clusterjob variables together -------------------------------------------------------
 
 
-def test_a_worker_s_own_variables_come_before_its_node_s() -> None:
+def test_worker_variables_take_precedence_over_node_variables() -> None:
     finding = detect(OURS | TORCHRUN)
     assert finding.level == "worker"
     assert {item.variable for item in finding.ignored} == {
@@ -289,11 +291,11 @@ def test_a_worker_s_own_variables_come_before_its_node_s() -> None:
     assert all(item.why for item in finding.ignored)
 
 
-def test_a_half_set_worker_does_not_fall_back_to_its_node() -> None:
+def test_incomplete_worker_variables_do_not_fall_back_to_node_variables() -> None:
     assert not detect(OURS | without(TORCHRUN, "WORLD_SIZE")).sound
 
 
-# -- whatever the variables hold -------------------------------------------------------------------------------------------
+# -- arbitrary values ------------------------------------------------------------------------------
 
 NAMES = [
     *TORCHRUN,
@@ -310,8 +312,8 @@ values = (
 environs = st.dictionaries(st.sampled_from(NAMES), values)
 
 
-def facts(place: Any) -> None:
-    """What is true of every place, whatever it was read from."""
+def assert_consistent(place: Any) -> None:
+    """Assert that ranks, sizes and port are in range."""
     node = place.topology if isinstance(place, Worker) else place
     assert 0 <= node.node_rank < node.nnodes
     assert node.master_addr
@@ -322,7 +324,7 @@ def facts(place: Any) -> None:
 
 
 @given(environs)
-def test_any_mapping_gives_a_sound_place_or_its_conflicts(environ: dict[str, str]) -> None:
+def test_any_mapping_gives_consistent_placement_or_conflicts(environ: dict[str, str]) -> None:
     kept = dict(environ)
     finding = detect(types.MappingProxyType(environ))
     assert environ == kept
@@ -330,10 +332,10 @@ def test_any_mapping_gives_a_sound_place_or_its_conflicts(environ: dict[str, str
     assert not (finding.place is not None and finding.conflicts)
     assert all(environ[variable].strip() for variable in finding.evidence.values())
     if finding.place is not None:
-        facts(finding.place)
+        assert_consistent(finding.place)
         assert finding.check() is finding
     elif finding.source != "none":
-        with pytest.raises(PlaceError):
+        with pytest.raises(PlacementError):
             finding.check()
     assert (
         finding.level
@@ -342,17 +344,17 @@ def test_any_mapping_gives_a_sound_place_or_its_conflicts(environ: dict[str, str
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
-def test_a_number_that_python_refuses_to_read_is_a_conflict(name: str) -> None:
+def test_number_with_too_many_digits_is_a_conflict(name: str) -> None:
     assert not detect(TORCHRUN | {name: "1" * 5000}).sound
 
 
 @given(environs)
-def test_variables_of_others_change_nothing(environ: dict[str, str]) -> None:
+def test_unrelated_variables_do_not_change_result(environ: dict[str, str]) -> None:
     assert detect(environ | {"HOME": "/", "MY_RANK": "7", "LD_PRELOAD": "x"}) == detect(environ)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 9))
-def test_every_rank_of_every_world_is_found_again(sizes: list[int], restart: int) -> None:
+def test_every_rank_is_detected_from_its_worker_variables(sizes: list[int], restart: int) -> None:
     seen = []
     first = 0
     for node_rank, nproc in enumerate(sizes):
@@ -388,8 +390,8 @@ def test_every_rank_of_every_world_is_found_again(sizes: list[int], restart: int
     assert seen == list(range(sum(sizes)))
 
 
-def test_more_than_one_node_of_unknown_size_is_refused() -> None:
-    """RANK=9 with LOCAL_RANK=1 is no world of one node, whatever else is not set."""
+def test_several_nodes_without_local_world_size_are_refused() -> None:
+    """RANK=9 with LOCAL_RANK=1 cannot be a job of one node."""
     environ = {
         "RANK": "9",
         "LOCAL_RANK": "1",

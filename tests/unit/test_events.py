@@ -1,4 +1,4 @@
-"""The job's story, a line an event."""
+"""The event log of a job: one JSON line per event."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_now_is_rfc_3339_in_utc_with_milliseconds() -> None:
     assert abs(datetime.now(timezone.utc) - parsed) < timedelta(minutes=1)
 
 
-def test_events_come_back_in_order_with_both_clocks(tmp_path: Path) -> None:
+def test_events_are_read_in_order_with_both_clocks(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     before = time.monotonic()
     log.add("joined", node_rank=1, host="näme ☃")
@@ -36,12 +36,12 @@ def test_events_come_back_in_order_with_both_clocks(tmp_path: Path) -> None:
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
 
 
-def test_texts_that_nodes_send_are_cut_so_that_their_event_is_read(tmp_path: Path) -> None:
+def test_long_texts_in_events_are_truncated(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.add("exec", node_rank=1, why="x" * 65_536)
     log.add("missing", node_rank=1, workers=["\N{SNOWMAN}" * 65_536] * 256)
-    told, missing = read_events(tmp_path / "events.jsonl")
-    assert (len(told["why"]), told["node_rank"]) == (4000, 1)
+    exec_event, missing = read_events(tmp_path / "events.jsonl")
+    assert (len(exec_event["why"]), exec_event["node_rank"]) == (4000, 1)
     assert {len(text) for text in missing["workers"]} == {1000}
 
 
@@ -52,7 +52,7 @@ def test_texts_that_nodes_send_are_cut_so_that_their_event_is_read(tmp_path: Pat
         st.text(st.characters()) | st.integers() | st.lists(st.text()),
     ),
 )
-def test_any_words_come_back(
+def test_any_event_text_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, event: str, details: dict[str, object]
 ) -> None:
     path = tmp_path_factory.mktemp("events", numbered=True) / "events.jsonl"
@@ -73,14 +73,14 @@ def printable(value: object) -> bool:
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
-def test_what_some_take_for_the_end_of_a_line_is_none(tmp_path: Path, separator: str) -> None:
+def test_unicode_line_separator_does_not_split_event(tmp_path: Path, separator: str) -> None:
     EventLog(tmp_path / "events.jsonl").add("ended", reason=f"one{separator}two")
     assert [event["reason"] for event in read_events(tmp_path / "events.jsonl")] == [
         f"one{separator}two"
     ]
 
 
-def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
+def test_torn_or_invalid_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     EventLog(path).add("joined")
     with path.open("ab") as stream:
@@ -88,11 +88,11 @@ def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
     assert [event["event"] for event in read_events(path)] == ["joined"]
 
 
-def test_a_job_without_events_has_none(tmp_path: Path) -> None:
+def test_missing_event_log_gives_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "nowhere")) == []
 
 
-def test_a_log_that_cannot_be_written_costs_the_line_and_not_the_job(tmp_path: Path) -> None:
+def test_unwritable_event_log_raises_no_error(tmp_path: Path) -> None:
     EventLog(tmp_path / "nowhere" / "events.jsonl").add("joined")
     if os.path.exists("/dev/full"):
         EventLog(Path("/dev/full")).add("joined")

@@ -1,6 +1,4 @@
-"""Each platform's documented variables, the place that they mean, and what is missing when one is
-not there.
-"""
+"""Detection of each platform's documented variables, complete and incomplete."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments import FAMILIES, detect, flux_env, hydra_env, lsf_env, pals_env
 from clusterjob.node.environments.topology import Topology, Worker
 
@@ -40,16 +38,16 @@ def process(
     )
 
 
-# -- processes: the page of each is named in the family's own file ---------------------------------------------------------
+# -- processes; each family's module links the platform's page -------------------------------------
 
-# Open MPI 4.1.4, a dump: OMPI_COMM_WORLD_NODE_RANK is no node's index.
+# Recorded from Open MPI 4.1.4. OMPI_COMM_WORLD_NODE_RANK is not the index of a node.
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1",
     "OMPI_MCA_orte_hnp_uri": "422772736.0;tcp://192.0.2.2,172.17.0.1:45803;tcp6://[fd00::2]:34697",
     "OMPI_MCA_ess_base_jobid": "422772737", "PMIX_RANK": "5",
 }  # fmt: skip
-# MPICH 4.0.2, a dump.
+# Recorded from MPICH 4.0.2.
 HYDRA = {
     "PMI_RANK": "5",
     "PMI_SIZE": "8",
@@ -159,7 +157,7 @@ PROCESSES: dict[str, tuple[dict[str, str], Worker, tuple[str, ...]]] = {
     ),
 }
 
-# -- nodes -----------------------------------------------------------------------------------------------------------------
+# -- nodes -----------------------------------------------------------------------------------------
 
 MLP = {
     "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": "1", "MLP_WORKER_NUM": "2", "MLP_WORKER_GPU": "8",
@@ -327,7 +325,7 @@ EVERY: dict[str, tuple[dict[str, str], Any, tuple[str, ...]]] = {**PROCESSES, **
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_the_documented_variables_give_the_place_that_they_mean(name: str) -> None:
+def test_documented_variables_give_expected_placement(name: str) -> None:
     environ, place, _ = EVERY[name]
     finding = detect(types.MappingProxyType(environ))
     assert finding.conflicts == ()
@@ -341,19 +339,21 @@ def test_the_documented_variables_give_the_place_that_they_mean(name: str) -> No
     ("name", "missing"),
     [(name, missing) for name, (_, _, needed) in EVERY.items() for missing in needed],
 )
-def test_a_half_set_platform_names_what_is_missing(name: str, missing: str) -> None:
+def test_incomplete_platform_variables_are_refused_with_missing_name(
+    name: str, missing: str
+) -> None:
     environ, _, _ = EVERY[name]
     without = {variable: value for variable, value in environ.items() if variable != missing}
     finding = detect(without)
     assert finding.place is None
     assert f"{missing} is not set" in "; ".join(finding.conflicts)
-    with pytest.raises(PlaceError, match=f"{missing} is not set"):
+    with pytest.raises(PlacementError, match=f"{missing} is not set"):
         finding.check()
 
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "٣"])
-def test_what_is_no_number_is_named(name: str, value: str) -> None:
+def test_non_numeric_value_is_refused_with_variable_name(name: str, value: str) -> None:
     environ, _, _ = EVERY[name]
     numbers = [
         variable
@@ -372,7 +372,7 @@ def test_what_is_no_number_is_named(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_a_rank_outside_of_its_world_is_refused(name: str) -> None:
+def test_rank_outside_world_size_is_refused(name: str) -> None:
     environ, _, _ = PROCESSES[name]
     changed = dict(environ)
     for variable in {
@@ -384,7 +384,7 @@ def test_a_rank_outside_of_its_world_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_master_that_every_node_is_itself_is_refused(name: str) -> None:
+def test_loopback_master_address_is_refused(name: str) -> None:
     environ, place, _ = EVERY[name]
     variable = detect(environ).evidence["master_addr"]
     for address in ("localhost", "127.0.1.1", "[::1]"):
@@ -399,20 +399,19 @@ def test_a_master_that_every_node_is_itself_is_refused(name: str) -> None:
             continue
         changed = environ | {hidden: environ[hidden].replace(old, address)}
         conflicts = "; ".join(detect(changed).conflicts)
-        assert "which each of the 2 nodes is itself" in conflicts or "SM_" in conflicts, conflicts
+        assert "a loopback address" in conflicts or "SM_" in conflicts, conflicts
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_one_family_at_a_time_answers_for_its_own_variables(name: str) -> None:
-    """Nothing depends on variables that the platform does not document: strangers change nothing."""
+def test_undocumented_variables_do_not_change_result(name: str) -> None:
     environ, _, _ = EVERY[name]
     assert detect(environ | {"HOME": "/", "MY_RANK": "7", "PATH": "/bin"}) == detect(environ)
 
 
-# -- what each adds ----------------------------------------------------------------------------------------------------------
+# -- special cases of single platforms -------------------------------------------------------------
 
 
-def test_open_mpi_meets_at_its_launcher_where_nobody_says_more() -> None:
+def test_open_mpi_without_master_variables_uses_address_of_mpirun() -> None:
     finding = detect(OPENMPI)
     assert isinstance(finding.place, Worker)
     assert finding.place.topology.master_addr == "192.0.2.2"
@@ -429,7 +428,7 @@ def test_open_mpi_meets_at_its_launcher_where_nobody_says_more() -> None:
     ("environ", "size"),
     [(OPENMPI, "OMPI_COMM_WORLD_SIZE"), (HYDRA | {hydra_env.PROXY: "77"}, "PMI_SIZE")],
 )
-def test_the_processes_of_one_node_meet_at_home(environ: dict[str, str], size: str) -> None:
+def test_single_node_mpi_job_uses_loopback_master(environ: dict[str, str], size: str) -> None:
     alone = {name: value for name, value in environ.items() if name not in MASTER} | {
         size: "4",
         "PMI_RANK": "1",
@@ -442,7 +441,7 @@ def test_the_processes_of_one_node_meet_at_home(environ: dict[str, str], size: s
     assert (found.place.topology.master_addr, found.place.topology.nnodes) == ("127.0.0.1", 1)
 
 
-def test_pmi_of_srun_is_the_step_s() -> None:
+def test_pmi_variables_of_srun_are_detected_as_slurm() -> None:
     step = {
         "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
         "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
@@ -450,7 +449,7 @@ def test_pmi_of_srun_is_the_step_s() -> None:
         "PMI_SIZE": "2",
     }  # fmt: skip
     assert detect(step).source == "slurm"
-    # mpiexec's proxies are tasks of a step, and its processes are mpiexec's.
+    # mpiexec's proxies are the tasks of the step; mpiexec starts the worker processes.
     inside = detect(
         step
         | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
@@ -460,7 +459,7 @@ def test_pmi_of_srun_is_the_step_s() -> None:
     assert "SLURM_NODEID" in {item.variable for item in inside.ignored}
 
 
-def test_lsf_reads_its_hosts_from_the_variable_too() -> None:
+def test_lsf_without_rank_file_reads_hosts_from_variable() -> None:
     hidden = {lsf_env.RANKFILE, "LSB_DJOB_RANKFILE"}
     environ = {name: value for name, value in LSF.items() if name not in hidden} | {
         "LSB_MCPU_HOSTS": "batch1 1 h36n01 42 h36n02 42"
@@ -468,13 +467,13 @@ def test_lsf_reads_its_hosts_from_the_variable_too() -> None:
     assert detect(environ).place == PROCESSES["lsf"][1]
 
 
-def test_flux_that_spreads_unevenly_is_refused() -> None:
-    assert "no multiple of FLUX_JOB_NNODES=2" in "; ".join(
+def test_flux_job_with_uneven_nodes_is_refused() -> None:
+    assert "not a multiple of FLUX_JOB_NNODES=2" in "; ".join(
         detect(FLUX | {"FLUX_JOB_SIZE": "7"}).conflicts
     )
 
 
-def test_paddle_s_endpoints_tell_the_place_on_the_node() -> None:
+def test_paddle_endpoints_give_node_rank_and_local_rank() -> None:
     endpoints = "10.0.0.1:6170,10.0.0.1:6171,10.0.0.2:6170,10.0.0.2:6171"
     for rank, (node, local) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
         own = {
@@ -492,22 +491,22 @@ def test_paddle_s_endpoints_tell_the_place_on_the_node() -> None:
 
 
 @pytest.mark.parametrize("nproc", ["auto", "gpu", "cpu"])
-def test_kubeflow_may_leave_the_number_of_processes_to_the_launcher(nproc: str) -> None:
+def test_kubeflow_nproc_keyword_leaves_worker_count_open(nproc: str) -> None:
     finding = detect(KUBEFLOW | {"PET_NPROC_PER_NODE": nproc})
     assert isinstance(finding.place, Topology)
     assert finding.place.nproc_per_node is None
     assert "PET_NPROC_PER_NODE" in {item.variable for item in finding.ignored}
 
 
-def test_an_elastic_number_of_nodes_is_refused() -> None:
+def test_elastic_number_of_nodes_is_refused() -> None:
     assert "PET_NNODES='1:3' is elastic" in "; ".join(
         detect(KUBEFLOW | {"PET_NNODES": "1:3"}).conflicts
     )
 
 
-def test_volcano_s_index_counts_within_a_task() -> None:
+def test_volcano_job_with_several_tasks_or_wrong_count_is_refused() -> None:
     several = VOLCANO | {"VC_MASTER_HOSTS": "job-master-0.job", "VC_MASTER_NUM": "1"}
-    assert "list several tasks, of which this is VC_WORKER_HOSTS's" in "; ".join(
+    assert "list several tasks; this host is in VC_WORKER_HOSTS; no variable" in "; ".join(
         detect(several).conflicts
     )
     assert "VC_WORKER_NUM=3, but VC_WORKER_HOSTS lists 2" in "; ".join(
@@ -516,17 +515,17 @@ def test_volcano_s_index_counts_within_a_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "conflict"),
     [
         ({"SM_CURRENT_HOST": "algo-3"}, "is not in SM_HOSTS"),
-        ({"SM_HOSTS": "algo-1"}, "is no JSON list of hosts"),
-        ({"SM_HOSTS": "[" * 5000}, "is no JSON list of hosts"),
-        ({"SM_HOSTS": '["a", 1]'}, "is no JSON list of hosts"),
+        ({"SM_HOSTS": "algo-1"}, "is not a JSON list of hosts"),
+        ({"SM_HOSTS": "[" * 5000}, "is not a JSON list of hosts"),
+        ({"SM_HOSTS": '["a", 1]'}, "is not a JSON list of hosts"),
         ({"SM_HOST_COUNT": "3"}, "SM_HOST_COUNT=3, but SM_HOSTS lists 2"),
     ],
 )
-def test_sagemaker_s_list_has_to_hold(change: dict[str, str], words: str) -> None:
-    assert words in "; ".join(detect(SAGEMAKER | change).conflicts)
+def test_inconsistent_sagemaker_host_list_is_refused(change: dict[str, str], conflict: str) -> None:
+    assert conflict in "; ".join(detect(SAGEMAKER | change).conflicts)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +536,7 @@ def test_sagemaker_s_list_has_to_hold(change: dict[str, str], words: str) -> Non
         MLP | {"MLP_WORKER_ALL_HOSTS": "a,b,c"},
     ],
 )
-def test_a_list_of_another_length_than_the_number_of_nodes_is_refused(
+def test_host_list_with_wrong_length_is_refused(
     environ: dict[str, str],
 ) -> None:
     assert "lists" in "; ".join(detect(environ).conflicts)
@@ -554,13 +553,13 @@ def test_a_list_of_another_length_than_the_number_of_nodes_is_refused(
         {"SM_HOSTS": '["localhost"]', "SM_CURRENT_HOST": "localhost"},
     ],
 )
-def test_a_single_node_needs_no_address(alone: dict[str, str]) -> None:
+def test_single_node_needs_no_address(alone: dict[str, str]) -> None:
     found = detect(alone).place
     assert isinstance(found, Topology)
     assert (found.nnodes, found.node_rank, found.nproc_per_node) == (1, 0, None)
 
 
-# -- several at once -----------------------------------------------------------------------------------------------------------
+# -- several platforms at once ---------------------------------------------------------------------
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -569,7 +568,7 @@ TORCHRUN = {
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_launcher_inside_of_any_platform_has_the_last_word(name: str) -> None:
+def test_torchrun_inside_any_platform_takes_precedence(name: str) -> None:
     environ, _, _ = EVERY[name]
     finding = detect(environ | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"})
     assert finding.source == "torchrun"
@@ -578,7 +577,7 @@ def test_a_launcher_inside_of_any_platform_has_the_last_word(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_what_is_set_by_hand_comes_before_any_platform(name: str) -> None:
+def test_clusterjob_variables_take_precedence_over_any_platform(name: str) -> None:
     own = {"CLUSTERJOB_NNODES": "3", "CLUSTERJOB_NODE_RANK": "2", "CLUSTERJOB_MASTER_ADDR": "n0"}
     finding = detect(NODES[name][0] | own)
     assert finding.place == Topology(
@@ -588,7 +587,7 @@ def test_what_is_set_by_hand_comes_before_any_platform(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "conflict"),
     [
         (
             MLP | KUBEFLOW | {"PET_NODE_RANK": "0"},
@@ -613,15 +612,15 @@ def test_what_is_set_by_hand_comes_before_any_platform(name: str) -> None:
         ),
     ],
 )
-def test_two_sources_that_disagree_are_one_clear_error(environ: dict[str, str], words: str) -> None:
+def test_disagreeing_sources_give_one_conflict(environ: dict[str, str], conflict: str) -> None:
     finding = detect(environ)
     assert finding.place is None
     assert len(finding.conflicts) == 1
-    assert words in finding.conflicts[0]
+    assert conflict in finding.conflicts[0]
 
 
 @pytest.mark.parametrize("name", ["mlp", "kubeflow"])
-def test_torch_s_own_variables_beside_a_platform_s_are_shown_as_ignored(name: str) -> None:
+def test_torch_master_variables_beside_platform_are_ignored(name: str) -> None:
     finding = detect(EVERY[name][0] | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"})
     assert finding.place == EVERY[name][1]
     assert {"MASTER_ADDR", "MASTER_PORT"} <= {item.variable for item in finding.ignored}
@@ -635,19 +634,19 @@ def test_torch_s_own_variables_beside_a_platform_s_are_shown_as_ignored(name: st
         ({"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}, "SKYPILOT_NUM_NODES"),
     ],
 )
-def test_an_address_without_a_number_is_a_half_set_platform_and_no_world_of_one(
+def test_address_without_node_count_or_rank_is_refused(
     environ: dict[str, str], missing: str
 ) -> None:
     assert f"{missing} is not set" in "; ".join(detect(environ).conflicts)
 
 
-def test_what_is_left_of_a_step_is_shown_beside_a_count_of_several() -> None:
+def test_variables_without_rank_are_listed_as_ignored() -> None:
     finding = detect({"SLURM_JOB_ID": "3", "WORLD_SIZE": "2"})
     assert [item.variable for item in finding.ignored] == ["SLURM_JOB_ID"]
     assert detect({"MASTER_ADDR": "h"}).ignored[0].variable == "MASTER_ADDR"
 
 
-def test_two_sources_that_agree_are_no_conflict() -> None:
+def test_agreeing_sources_give_no_conflict() -> None:
     assert detect(KUBEFLOW | RANKS).place == NODES["kubeflow"][1]
     assert detect(MLP | RANKS | {"MASTER_ADDR": "10.0.0.1"}).place == NODES["mlp"][1]
     assert detect(OPENMPI | TORCHRUN).source == "env"
@@ -667,7 +666,7 @@ values = (
 
 
 @given(st.dictionaries(st.sampled_from(names), values, max_size=12))
-def test_any_mapping_gives_a_place_or_its_conflicts(environ: dict[str, str]) -> None:
+def test_any_mapping_gives_placement_or_conflicts(environ: dict[str, str]) -> None:
     finding = detect(environ)
     assert finding == detect(dict(environ))
     assert not (finding.place is not None and finding.conflicts)
@@ -675,7 +674,9 @@ def test_any_mapping_gives_a_place_or_its_conflicts(environ: dict[str, str]) -> 
 
 
 @given(st.sampled_from(sorted(EVERY)), st.sampled_from(names), values)
-def test_no_single_value_breaks_a_platform_silently(name: str, variable: str, value: str) -> None:
+def test_platform_with_any_changed_value_gives_placement_or_conflicts(
+    name: str, variable: str, value: str
+) -> None:
     environ, _, _ = EVERY[name]
     finding = detect(environ | {variable: value})
     assert (finding.place is None) == bool(finding.conflicts)
@@ -694,13 +695,13 @@ def test_every_family_has_a_fixture() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_without_any_one_of_its_variables_a_platform_s_place_is_the_same_or_refused(
+def test_platform_without_one_variable_gives_same_rank_or_conflict(
     name: str,
 ) -> None:
-    """Never a silent world of one, whichever variable got lost on the way."""
+    """A lost variable never turns a job of several nodes into a job of one."""
     environ = dict(EVERY[name][0])
 
-    def standing(variables: dict[str, str]) -> object:
+    def rank_and_size(variables: dict[str, str]) -> object:
         place = detect(variables).place
         return (
             (place.rank, place.world_size)
@@ -708,35 +709,33 @@ def test_without_any_one_of_its_variables_a_platform_s_place_is_the_same_or_refu
             else place and (place.node_rank, place.nnodes)
         )
 
-    whole = standing(environ)
+    expected = rank_and_size(environ)
     for lost in environ:
         left = {variable: value for variable, value in environ.items() if variable != lost}
-        assert detect(left).conflicts or standing(left) == whole, lost
+        assert detect(left).conflicts or rank_and_size(left) == expected, lost
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "conflict"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK is not set, and WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, but WORLD_SIZE=2"),
         (
             {"WORLD_SIZE": "'2'", "MASTER_ADDR": "h", "MASTER_PORT": "23456"},
-            "RANK is not set, and WORLD_SIZE=2",
+            "RANK is not set, but WORLD_SIZE=2",
         ),
         ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_RANK is not set"),
         ({"PMI_SIZE": "8"}, "PMI_RANK is not set"),
         ({"PADDLE_TRAINERS_NUM": "2"}, "PADDLE_TRAINER_ID is not set"),
         (
             {"VC_WORKER_HOSTS": "a.job,b.job"},
-            "VC_TASK_INDEX is not set, and VC_WORKER_HOSTS lists 2",
+            "VC_TASK_INDEX is not set, but VC_WORKER_HOSTS lists 2 hosts",
         ),
     ],
 )
-def test_a_count_of_several_that_says_not_which_one_is_refused(
-    environ: dict[str, str], words: str
-) -> None:
+def test_world_size_without_rank_is_refused(environ: dict[str, str], conflict: str) -> None:
     finding = detect(environ)
     assert finding.place is None
-    assert words in finding.conflicts[0]
+    assert conflict in finding.conflicts[0]
 
 
 @pytest.mark.parametrize(
@@ -748,12 +747,12 @@ def test_a_count_of_several_that_says_not_which_one_is_refused(
         {"MASTER_ADDR": "h"},
     ],
 )
-def test_what_counts_nobody_else_is_no_job(environ: dict[str, str]) -> None:
+def test_variables_without_several_members_are_no_job(environ: dict[str, str]) -> None:
     assert detect(environ).sound
     assert detect(environ).place is None
 
 
-def test_a_count_that_is_exported_for_a_step_is_no_conflict_in_it() -> None:
+def test_exported_world_size_is_no_conflict_with_clusterjob_variables() -> None:
     environ = {
         "CLUSTERJOB_NNODES": "1",
         "CLUSTERJOB_NODE_RANK": "0",
@@ -763,7 +762,7 @@ def test_a_count_that_is_exported_for_a_step_is_no_conflict_in_it() -> None:
     assert detect(environ).level == "node"
 
 
-def test_a_rank_beyond_the_world_is_named_with_its_variables() -> None:
+def test_rank_equal_to_world_size_is_refused_with_variable_names() -> None:
     environ = {
         "RANK": "2",
         "WORLD_SIZE": "2",
@@ -774,6 +773,6 @@ def test_a_rank_beyond_the_world_is_named_with_its_variables() -> None:
     assert detect(environ).conflicts == ("RANK: rank is 2, outside 0..1 (WORLD_SIZE=2)",)
 
 
-def test_a_number_that_is_impossible_is_named_with_its_variable() -> None:
+def test_node_rank_out_of_range_is_refused_with_variable_name() -> None:
     environ = dict(EVERY["mlp"][0]) | {"MLP_ROLE_INDEX": "7"}
     assert detect(environ).conflicts[0].startswith("MLP_ROLE_INDEX: node_rank is 7, outside 0..")

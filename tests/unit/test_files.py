@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Atomic writes of files, and reads of JSON files."""
 
 from __future__ import annotations
 
@@ -27,85 +27,87 @@ json_values = st.recursive(
 )
 
 
-def test_a_file_is_written_with_its_mode_and_nothing_beside_it(weird_path: Path) -> None:
-    path = weird_path / "-file 'x'.json"
+def test_atomic_write_sets_content_and_mode_and_leaves_no_other_file(special_path: Path) -> None:
+    path = special_path / "-file 'x'.json"
     files.write_atomic(path, b"content")
     assert path.read_bytes() == b"content"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     files.write_atomic(path, b"new", mode=0o644)
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    assert os.listdir(weird_path) == [path.name]
+    assert os.listdir(special_path) == [path.name]
 
 
-def test_a_failed_write_leaves_the_old_content_and_no_litter(
+def test_failed_write_keeps_old_content_and_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
     files.write_atomic(path, b"old")
 
-    def full(descriptor: int) -> None:
+    def raise_disk_full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
     with pytest.raises(OSError, match="No space"):
         files.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_write_into_missing_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         files.write_json(tmp_path / "nowhere" / "file", {})
 
 
-def test_a_file_that_cannot_take_the_place_of_a_directory_leaves_no_litter(tmp_path: Path) -> None:
+def test_write_over_directory_fails_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="directory"):
         files.write_atomic(tmp_path / "taken", b"x")
     assert os.listdir(tmp_path) == ["taken"]
 
 
-def test_readers_find_the_old_content_or_the_new_and_never_a_part(tmp_path: Path) -> None:
+def test_readers_never_see_partial_content(tmp_path: Path) -> None:
     path = tmp_path / "file"
     contents = [bytes([letter]) * 300_000 for letter in b"abcd"]
     files.write_atomic(path, contents[0])
-    over = threading.Event()
-    torn: list[bytes] = []
+    stop = threading.Event()
+    partial_reads: list[bytes] = []
 
     def read() -> None:
-        while not over.is_set():
+        while not stop.is_set():
             if (seen := path.read_bytes()) not in contents:
-                torn.append(seen)
+                partial_reads.append(seen)
 
     reader = threading.Thread(target=read)
     reader.start()
-    for turn in range(60):
-        files.write_atomic(path, contents[turn % 4])
-    over.set()
+    for round_number in range(60):
+        files.write_atomic(path, contents[round_number % 4])
+    stop.set()
     reader.join()
-    assert not torn
+    assert not partial_reads
 
 
 @given(json_values)
-def test_json_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
+def test_json_value_is_equal_after_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, value: object
+) -> None:
     path = tmp_path_factory.getbasetemp() / "value.json"
     files.write_json(path, value)
     assert files.read_json(path) == value
 
 
-def test_json_is_for_people_too(tmp_path: Path) -> None:
+def test_json_file_is_indented_and_not_escaped(tmp_path: Path) -> None:
     files.write_json(tmp_path / "file", {"näme": "☃"})
     assert (tmp_path / "file").read_text(encoding="utf-8") == '{\n "näme": "☃"\n}\n'
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"{'a': 1}", b"[1, 2", b"[" * 100_000])
-def test_what_is_no_json_is_no_value(tmp_path: Path, content: bytes) -> None:
+def test_invalid_json_is_read_as_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     assert files.read_json(tmp_path / "file") is None
 
 
-def test_what_is_absent_is_no_value(tmp_path: Path) -> None:
+def test_missing_json_file_is_read_as_none(tmp_path: Path) -> None:
     assert files.read_json(tmp_path / "nowhere") is None
     (tmp_path / "file").write_text(json.dumps(1))
     assert files.read_json(tmp_path / "file" / "below") is None

@@ -1,7 +1,6 @@
-"""Scripts, commands and detected environments are the recorded ones; a change shows as a difference
-of these files.
+"""Rendered scripts, commands and detected environments equal the recorded files.
 
-`python tests/unit/test_golden.py` records them anew, in tests/golden/. The inputs stand there too.
+`python tests/unit/test_golden.py` records them again in tests/golden/, which holds the inputs too.
 """
 
 from __future__ import annotations
@@ -127,20 +126,20 @@ CASES = [(backend, shape) for backend in BACKENDS for shape in SHAPES]
 
 def run(argv: tuple[str, ...]) -> tuple[int, str]:
     """Return exit code and stdout of a `clusterjob` command in this process."""
-    shown, said = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    output, errors = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with (
         mock.patch.object(sys, "argv", ["clusterjob", *argv]),
-        contextlib.redirect_stdout(shown),
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
     ):
         code = main()
-    shown.seek(0)
-    return code, shown.read()
+    output.seek(0)
+    return code, output.read()
 
 
 @contextlib.contextmanager
 def project(home: Path) -> Iterator[Path]:
-    """Stand in a project's directory with no variables but those of a bare shell."""
+    """Enter a project directory with the environment of a minimal shell."""
     workdir = home / "project"
     (workdir / "my project").mkdir(parents=True)
     for folder in (workdir, workdir / "my project"):
@@ -164,12 +163,12 @@ def project(home: Path) -> Iterator[Path]:
 
 
 def rendered(backend: str, shape: str, home: Path) -> str:
-    """Return what `clusterjob render --json` shows, with what differs from run to run replaced."""
+    """Return the output of `clusterjob render --json` with placeholders for varying values."""
     with project(home) as workdir:
-        code, shown = run(("render", "--json", *BACKENDS[backend], *SHAPES[shape]))
+        code, output = run(("render", "--json", *BACKENDS[backend], *SHAPES[shape]))
     if code:
         return json.dumps({"exit_code": code}) + "\n"
-    plan = json.loads(shown)
+    plan = json.loads(output)
     job_id = plan["job_id"]
     for file in plan["files"]:
         file["text"] = re.sub(r"\(\d+ bytes, sha256 \w+\)", "(bytes)", file["text"]).split("\n")
@@ -186,14 +185,14 @@ def rendered(backend: str, shape: str, home: Path) -> str:
 
 
 def detected(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return what `clusterjob env --json` shows with these variables, and its exit code."""
+    """Return output and exit code of `clusterjob env --json` with these variables."""
     with mock.patch.dict(os.environ, variables, clear=True):
-        code, shown = run(("env", "--json"))
-    return {"exit_code": code, "shown": json.loads(shown)}
+        code, output = run(("env", "--json"))
+    return {"exit_code": code, "shown": json.loads(output)}
 
 
 def record() -> None:
-    """Write what is shown today over the recorded files."""
+    """Overwrite the recorded files with the current output."""
     cases = json.loads(ENVIRONMENTS.read_text())
     for case in cases.values():
         case.update(detected(case["variables"]))
@@ -208,14 +207,14 @@ def record() -> None:
 
 
 @pytest.mark.parametrize(("backend", "shape"), CASES)
-def test_a_job_is_rendered_as_recorded(backend: str, shape: str, tmp_path: Path) -> None:
+def test_rendered_job_equals_recorded_file(backend: str, shape: str, tmp_path: Path) -> None:
     assert rendered(backend, shape, tmp_path) == (RENDERED / f"{backend}_{shape}.json").read_text()
 
 
 @pytest.mark.parametrize(
     "name", json.loads(ENVIRONMENTS.read_text()) if ENVIRONMENTS.exists() else []
 )
-def test_an_environment_is_detected_as_recorded(name: str) -> None:
+def test_detected_environment_equals_recorded_result(name: str) -> None:
     case = json.loads(ENVIRONMENTS.read_text())[name]
     assert detected(case["variables"]) == {"exit_code": case["exit_code"], "shown": case["shown"]}
 

@@ -1,4 +1,4 @@
-"""Which GPUs a job on this machine may use, and how nodes that share the machine divide them."""
+"""GPUs of a local job, and their division between nodes on one machine."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"
         ("9" * 5000, 8, []),
     ],
 )
-def test_what_is_listed_and_there_holds_up_to_the_first_that_is_not(
+def test_gpu_list_ends_at_first_invalid_or_missing_gpu(
     listed: str | None, installed: int, found: list[str]
 ) -> None:
     assert listed_gpus(listed, installed) == found
 
 
 @given(st.text(), st.integers(0, 8))
-def test_any_text_is_a_list_of_gpus(listed: str, installed: int) -> None:
+def test_any_text_gives_a_gpu_list(listed: str, installed: int) -> None:
     assert len(listed_gpus(listed, installed)) <= len(listed)
 
 
-def test_without_the_variable_all_installed_gpus_are_visible() -> None:
+def test_unset_variable_makes_all_installed_gpus_visible() -> None:
     found = visible_gpus({})
     assert found == [str(index) for index in range(len(found))]
     if not list(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
@@ -74,16 +74,21 @@ def test_shares_are_disjoint_and_in_order(installed: int, nodes: int, per_node: 
 
 
 def devices(tmp_path: Path, **fields: object) -> tuple[list[str | None], tuple[str, ...]]:
-    """Return what a plan sets CUDA_VISIBLE_DEVICES to on each node, and its notes."""
+    """Return CUDA_VISIBLE_DEVICES of each node in a plan, and the notes of the plan."""
     resources = {key: fields.pop(key) for key in ("nodes", "gpus_per_node", "mem") if key in fields}
-    spec = JobSpec(Program("command", "true"), tmp_path, resources=Resources(**resources), **fields)  # type: ignore[arg-type]
+    spec = JobSpec(
+        Program("command", "true"),
+        tmp_path,
+        resources=Resources(**resources),  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
+    )
     plan = LocalBackend().plan(spec)
     return [command.env.get("CUDA_VISIBLE_DEVICES") for command in plan.commands], plan.notes
 
 
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the one thing that most machines that run these tests do not have."""
+    """Pretend that 8 GPUs are installed."""
     monkeypatch.setattr("clusterjob.core.gpus._installed", lambda: 8)
 
 
@@ -95,7 +100,7 @@ def test_each_node_gets_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert devices(tmp_path, nodes=1, gpus_per_node=5) == ([f"3,1,{UUID},0,7"], ())
 
 
-def test_a_job_that_asks_for_no_gpus_is_left_as_it_is_or_gets_none(
+def test_variable_is_unchanged_without_gpu_option_and_empty_for_zero_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -105,7 +110,7 @@ def test_a_job_that_asks_for_no_gpus_is_left_as_it_is_or_gets_none(
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_too_few_gpus_are_a_rehearsal_for_all_nodes_and_one_line(
+def test_too_few_gpus_give_cpu_rehearsal_with_one_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
@@ -118,10 +123,10 @@ def test_too_few_gpus_are_a_rehearsal_for_all_nodes_and_one_line(
         devices(tmp_path, nodes=2, gpus_per_node=2, require_gpus=True)
 
 
-def test_gpus_that_the_variable_lists_and_the_machine_has_not_do_not_count(
+def test_listed_gpus_that_are_not_installed_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A variable that a shell's profile sets, on a machine that has fewer."""
+    """A shell profile may list more GPUs than the machine has."""
     installed = len(visible_gpus({}))
     monkeypatch.setenv(
         "CUDA_VISIBLE_DEVICES", ",".join(str(index) for index in range(installed + 2))
@@ -132,7 +137,7 @@ def test_gpus_that_the_variable_lists_and_the_machine_has_not_do_not_count(
     assert f"{installed} of the {installed + 2} GPUs" in notes[0]
 
 
-def test_memory_that_nobody_enforces_is_said(tmp_path: Path) -> None:
+def test_memory_limit_of_local_job_gives_note(tmp_path: Path) -> None:
     _, notes = devices(tmp_path, mem=1 << 30)
     assert len(notes) == 1
     assert "--mem" in notes[0]

@@ -1,6 +1,4 @@
-"""A host's GPUs. No machine of the tests has any: a command of nvidia-smi's name says what there
-is, all else is real.
-"""
+"""GPU selection on a host, with a fake nvidia-smi command and real locks."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE, wait_until
-from sshsite import Site, end_of, wait_for_lines
+from procs import TEST_TIMEOUT, wait_until
+from sshsite import Site, wait_for_lines, wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.errors import SpecError
@@ -23,7 +21,7 @@ from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
 GIB = 1 << 30
-SMI = """#!/bin/sh
+SMI_SCRIPT = """#!/bin/sh
 case "$1" in
   --query-gpu=*) cat "$(dirname "$0")/gpus" ;;
   --query-compute-apps=*) cat "$(dirname "$0")/apps" ;;
@@ -31,18 +29,20 @@ esac
 """
 
 
-class Smi:
-    """What nvidia-smi says on a host."""
+class FakeSmi:
+    """A fake nvidia-smi command on a host."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True)
-        (directory / "nvidia-smi").write_text(SMI)
+        (directory / "nvidia-smi").write_text(SMI_SCRIPT)
         (directory / "nvidia-smi").chmod(0o755)
-        self.say([3, 3, 3, 3])
+        self.set_gpus([3, 3, 3, 3])
 
-    def say(self, used: list[int], apps: dict[int, list[tuple[int, str]]] | None = None) -> None:
-        """Set the memory in use of each card (MiB), and who computes on which."""
+    def set_gpus(
+        self, used: list[int], apps: dict[int, list[tuple[int, str]]] | None = None
+    ) -> None:
+        """Set the used memory of each GPU (MiB) and the processes on each GPU."""
         rows = [
             f"{index}, GPU-{index:04d}, {mib}, 81559, NVIDIA H100, 80GB\n"
             for index, mib in enumerate(used)
@@ -57,23 +57,23 @@ class Smi:
 
 
 @pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smi]:
-    smi = Smi(tmp_path / "smi")
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSmi]:
+    smi = FakeSmi(tmp_path / "smi")
     monkeypatch.setenv("PATH", f"{smi.directory}:{os.environ['PATH']}")
     monkeypatch.setitem(sys.modules, "pynvml", None)  # an interpreter without nvidia-ml-py
     monkeypatch.setattr(gpus, "lock_directories", lambda: [smi.directory])
     return smi
 
 
-def names(reservation: gpus.Reservation) -> list[str]:
+def uuids_of(reservation: gpus.Reservation) -> list[str]:
     try:
-        return [card.uuid for card in reservation.gpus]
+        return [gpu.uuid for gpu in reservation.gpus]
     finally:
         reservation.release()
 
 
-def test_cards_are_read(smi: Smi) -> None:
-    smi.say([3, 70000], {1: [(os.getpid(), "python, with a comma"), (10**7, "/opt/x/other")]})
+def test_read_gpus_parses_memory_and_processes(smi: FakeSmi) -> None:
+    smi.set_gpus([3, 70000], {1: [(os.getpid(), "python, with a comma"), (10**7, "/opt/x/other")]})
     first, second = gpus.read_gpus()
     assert (first.index, first.uuid, first.name, first.used, first.idle) == (
         0,
@@ -84,19 +84,20 @@ def test_cards_are_read(smi: Smi) -> None:
     )
     assert second.processes == ((os.getpid(), "python, with a comma"), (10**7, "/opt/x/other"))
     assert second.describe() == (
-        f"1 NVIDIA H100, 80GB: root's python, with a comma (pid {os.getpid()}), another user's other (pid 10000000), 73.4 of 86 GB used"
+        f"1 NVIDIA H100, 80GB: root's python, with a comma (pid {os.getpid()}),"
+        " another user's other (pid 10000000), 73.4 of 86 GB used"
         if os.getuid() == 0
         else second.describe()
     )
 
 
-def test_no_driver_no_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_host_without_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpus.read_gpus() == []
 
 
-def test_a_library_without_a_driver_is_no_error(
+def test_pynvml_without_driver_gives_no_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("pynvml")
@@ -105,7 +106,7 @@ def test_a_library_without_a_driver_is_no_error(
         assert gpus.read_gpus() == []
 
 
-def test_a_command_that_fails_is_said(smi: Smi) -> None:
+def test_failing_nvidia_smi_raises_its_output(smi: FakeSmi) -> None:
     (smi.directory / "nvidia-smi").write_text(
         "#!/bin/sh\necho 'Unable to determine the device handle'\nexit 15\n"
     )
@@ -126,46 +127,49 @@ def test_a_command_that_fails_is_said(smi: Smi) -> None:
         ("x", []),
     ],
 )
-def test_what_a_login_may_use(smi: Smi, listed: str | None, wanted: list[int]) -> None:
-    assert [card.index for card in gpus.visible(gpus.read_gpus(), listed)] == wanted
+def test_visible_gpus_follow_cuda_visible_devices(
+    smi: FakeSmi, listed: str | None, wanted: list[int]
+) -> None:
+    assert [gpu.index for gpu in gpus.visible(gpus.read_gpus(), listed)] == wanted
 
 
-def test_idle_ones_are_picked(smi: Smi) -> None:
-    smi.say([3, 2000, 3, 3], {2: [(1, "init")]})
-    assert names(gpus.pick("a", "auto", count=2, environ={})) == ["GPU-0000", "GPU-0003"]
-    assert names(gpus.pick("a", "auto", count=1, environ={"CUDA_VISIBLE_DEVICES": "3,0"})) == [
+def test_pick_auto_returns_idle_visible_gpus(smi: FakeSmi) -> None:
+    smi.set_gpus([3, 2000, 3, 3], {2: [(1, "init")]})
+    assert uuids_of(gpus.pick("a", "auto", count=2, environ={})) == ["GPU-0000", "GPU-0003"]
+    assert uuids_of(gpus.pick("a", "auto", count=1, environ={"CUDA_VISIBLE_DEVICES": "3,0"})) == [
         "GPU-0003"
     ]
 
 
-def test_too_few_say_who_holds_which(smi: Smi) -> None:
-    smi.say([3, 2000, 3], {2: [(1, "trainer")]})
+def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
+    smi.set_gpus([3, 2000, 3], {2: [(1, "trainer")]})
     held = gpus.pick("other-job", "auto", count=1, environ={})
     with pytest.raises(gpus.TooFewGpusError) as caught:
         gpus.pick("mine", "auto", count=2, environ={})
     held.release()
     text = str(caught.value)
     assert text.startswith(
-        "0 idle GPUs where 2 are asked for: 0 job other-job; 1 NVIDIA H100, 80GB: 2.1 of 86 GB used; 2 NVIDIA"
+        "0 idle GPUs where 2 are asked for: 0 job other-job;"
+        " 1 NVIDIA H100, 80GB: 2.1 of 86 GB used; 2 NVIDIA"
     )
     assert "trainer (pid 1)" in text
-    assert names(gpus.pick("mine", "auto", count=1, environ={})) == ["GPU-0000"], (
-        "the attempt that failed holds nothing"
+    assert uuids_of(gpus.pick("mine", "auto", count=1, environ={})) == ["GPU-0000"], (
+        "the failed attempt must hold no GPU"
     )
 
 
-def test_a_list_is_taken_as_it_is_but_from_no_other_job(smi: Smi) -> None:
-    smi.say([3, 2000, 3], {2: [(1, "trainer")]})
+def test_pick_of_listed_gpus_refuses_held_and_missing_gpus(smi: FakeSmi) -> None:
+    smi.set_gpus([3, 2000, 3], {2: [(1, "trainer")]})
     held = gpus.pick("a", "2,1", count=2, environ={})
-    assert [card.uuid for card in held.gpus] == ["GPU-0002", "GPU-0001"]
+    assert [gpu.uuid for gpu in held.gpus] == ["GPU-0002", "GPU-0001"]
     with pytest.raises(gpus.TooFewGpusError, match="GPU 1 is held by job a"):
         gpus.pick("b", "0,1", count=2, environ={})
     held.release()
-    with pytest.raises(gpus.TooFewGpusError, match="there is no GPU 7; there is 0, 1, 2"):
+    with pytest.raises(gpus.TooFewGpusError, match="GPU 7 does not exist; existing GPUs: 0, 1, 2"):
         gpus.pick("b", "7", count=1, environ={})
 
 
-def test_jobs_that_pick_at_once_never_pick_the_same(smi: Smi) -> None:
+def test_concurrent_picks_return_different_gpus(smi: FakeSmi) -> None:
     code = """
 import os, sys
 from clusterjob.node.host_server import gpus
@@ -188,23 +192,25 @@ sys.stdin.read()
         )
         for _ in range(6)
     ]
-    said = [process.stdout.readline().strip() for process in started if process.stdout is not None]
+    output_lines = [
+        process.stdout.readline().strip() for process in started if process.stdout is not None
+    ]
     for process in started:
-        process.communicate("", timeout=PATIENCE)
-    assert sorted(said) == ["GPU-0000", "GPU-0001", "GPU-0002", "GPU-0003", "none", "none"]
+        process.communicate("", timeout=TEST_TIMEOUT)
+    assert sorted(output_lines) == ["GPU-0000", "GPU-0001", "GPU-0002", "GPU-0003", "none", "none"]
 
 
-def test_a_hold_lasts_as_long_as_a_process_that_inherited_it(smi: Smi) -> None:
+def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
     held = gpus.pick("a", "auto", count=4, environ={})
-    heir = subprocess.Popen(["sleep", "1000"], pass_fds=held.descriptors)
+    child = subprocess.Popen(["sleep", "1000"], pass_fds=held.descriptors)
     held.release()
     try:
         with pytest.raises(gpus.TooFewGpusError, match="0 job a; 1 job a"):
             gpus.pick("b", "auto", count=1, environ={})
     finally:
-        heir.kill()
-        heir.wait()
-    assert names(gpus.pick("b", "auto", count=4, environ={})) == [
+        child.kill()
+        child.wait()
+    assert uuids_of(gpus.pick("b", "auto", count=4, environ={})) == [
         "GPU-0000",
         "GPU-0001",
         "GPU-0002",
@@ -212,15 +218,15 @@ def test_a_hold_lasts_as_long_as_a_process_that_inherited_it(smi: Smi) -> None:
     ]
 
 
-def test_locks_lie_in_directories_of_ones_own() -> None:
+def test_lock_directories_are_private_to_user() -> None:
     for path in gpus.lock_directories():
         assert path.stat().st_mode & 0o777 == 0o700
         assert path.stat().st_uid == os.getuid()
 
 
-# -- on hosts --------------------------------------------------------------------------------------------------------------
+# -- on hosts --------------------------------------------------------------------------------------
 
-SHOW = """
+DEVICES_SCRIPT = """
     import os, time
     print("devices", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
     while not os.path.exists("leave"):
@@ -229,13 +235,13 @@ SHOW = """
 
 
 @pytest.fixture
-def gpu_hosts(site: Site) -> Iterator[dict[str, Smi]]:
-    """Two hosts whose logins find an nvidia-smi."""
+def gpu_hosts(site: Site) -> Iterator[dict[str, FakeSmi]]:
+    """Two hosts with a fake nvidia-smi in PATH."""
     found = {}
     for name in ("gpu1", "gpu2"):
         host = site.world.hosts[name]
         directory = host.directory / f"smi{time.monotonic_ns()}"
-        found[name] = Smi(directory)
+        found[name] = FakeSmi(directory)
         host.stop()
         host.start(SetEnv=f"HOME={host.home} PATH={directory}:/usr/local/bin:/usr/bin:/bin")
     yield found
@@ -247,44 +253,43 @@ def gpu_hosts(site: Site) -> Iterator[dict[str, Smi]]:
             path.unlink()
 
 
-def test_each_host_gives_idle_ones_and_the_next_job_gets_others(
-    site: Site, gpu_hosts: dict[str, Smi]
+def test_jobs_get_different_idle_gpus_on_each_host(
+    site: Site, gpu_hosts: dict[str, FakeSmi]
 ) -> None:
-    # The hosts of the tests share /tmp, where the locks lie: their cards have to have different
-    # names.
-    gpu_hosts["gpu1"].say([9000, 3, 3, 3], {0: [(1, "trainer")]})
+    # All test hosts share /tmp, which holds the locks: their GPUs need different UUIDs.
+    gpu_hosts["gpu1"].set_gpus([9000, 3, 3, 3], {0: [(1, "trainer")]})
     rows = (gpu_hosts["gpu2"].directory / "gpus").read_text().replace("GPU-0", "GPU-9")
     (gpu_hosts["gpu2"].directory / "gpus").write_text(rows)
-    first = site.submit(SHOW, gpus="auto", gpus_per_node=2, nproc_per_node=1)
+    first = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, nproc_per_node=1)
     wait_for_lines(first, "devices GPU-0001,GPU-0002", "devices GPU-9000,GPU-9001")
-    error = site_refusal(site, gpus="auto", gpus_per_node=2, nproc_per_node=1)
+    error = submit_error(site, gpus="auto", gpus_per_node=2, nproc_per_node=1)
     assert (
-        f"gpu1: 1 idle GPUs where 2 are asked for: 0 NVIDIA H100, 80GB: root's trainer (pid 1), 9.4 of 86 GB used; 1 job {first.job_id}"
-        in error
+        "gpu1: 1 idle GPUs where 2 are asked for: 0 NVIDIA H100, 80GB:"
+        f" root's trainer (pid 1), 9.4 of 86 GB used; 1 job {first.job_id}" in error
     )
     assert "gpu2" not in error.splitlines()[0]
-    second = site.submit(SHOW, gpus="auto", gpus_per_node=1)
+    second = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=1)
     wait_for_lines(second, "devices GPU-0003", "devices GPU-9002")
     for record in (first, second):
         for host in ("gpu1", "gpu2"):
             (site.remote_dir(record, host) / "code" / "leave").touch()
-        assert end_of(record).state is JobState.SUCCEEDED
-    # The verdict is written before the agents, which hold the cards, are gone.
-    wait_until(lambda: not site.running(), PATIENCE, "the end of the agents")
-    third = site.submit(SHOW, gpus="auto", gpus_per_node=2, nproc_per_node=1)
+        assert wait_for_verdict(record).state is JobState.SUCCEEDED
+    # The verdict is written before the agents exit and release their GPUs.
+    wait_until(lambda: not site.running(), TEST_TIMEOUT, "the end of the agents")
+    third = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, nproc_per_node=1)
     wait_for_lines(third, "devices GPU-0001,GPU-0002", "devices GPU-9000,GPU-9001")
     jobs.cancel([third])
 
 
-def site_refusal(site: Site, **flags: object) -> str:
+def submit_error(site: Site, **flags: object) -> str:
     from clusterjob.errors import SubmitError
 
     with pytest.raises(SubmitError) as caught:
-        site.submit(SHOW, **flags)
+        site.submit(DEVICES_SCRIPT, **flags)
     return caught.value.message
 
 
-def test_fewer_than_asked_for_are_a_rehearsal_unless_they_are_required(
+def test_too_few_gpus_give_cpu_rehearsal_unless_required(
     site: Site,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -293,32 +298,32 @@ def test_fewer_than_asked_for_are_a_rehearsal_unless_they_are_required(
         gpus_per_node=2,
         nproc_per_node=1,
     )
-    wait_until(lambda: jobs.status(record).verdict, PATIENCE, "its end")
+    wait_until(lambda: jobs.status(record).verdict, TEST_TIMEOUT, "its end")
     jobs.collect(record)
     assert (record.job_dir / "logs" / "node0" / "rank0.out").read_text() == "''\n"
     assert "gpu1: 0 GPUs where 2 are asked for: a rehearsal" in caplog.text
-    error = site_refusal(site, gpus_per_node=2, require_gpus="true")
+    error = submit_error(site, gpus_per_node=2, require_gpus="true")
     assert "gpu1: 0 GPUs where 2 are asked for" in error
     assert "gpu2: 0 GPUs where 2 are asked for" in error
 
 
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    ("flags", "message"),
     [
-        ({"gpus": "auto"}, "does not say how many"),
-        ({"gpus": "0,1", "gpus_per_node": 3}, "are 2 on each host"),
-        ({"gpus": "0,0"}, "no list of GPUs"),
-        ({"gpus": "all"}, "no list of GPUs"),
-        ({"gpus": "0;rm"}, "no list of GPUs"),
+        ({"gpus": "auto"}, "the number of GPUs is missing"),
+        ({"gpus": "0,1", "gpus_per_node": 3}, "names 2 GPUs, but"),
+        ({"gpus": "0,0"}, "not a list of GPUs"),
+        ({"gpus": "all"}, "not a list of GPUs"),
+        ({"gpus": "0;rm"}, "not a list of GPUs"),
     ],
 )
-def test_what_makes_no_sense(site: Site, flags: dict[str, object], why: str) -> None:
+def test_wrong_gpu_options_are_refused(site: Site, flags: dict[str, object], message: str) -> None:
     site.script("")
-    with pytest.raises(SpecError, match=why):
+    with pytest.raises(SpecError, match=message):
         site.plan(Program("script", "script.py"), **flags)
 
 
-def test_a_list_says_how_many_workers(site: Site) -> None:
+def test_gpu_list_sets_number_of_workers(site: Site) -> None:
     plan = site.plan(Program("script", site.script("")), gpus="0,2,3")
     assert (plan.spec.resources.gpus_per_node, plan.spec.nproc_per_node) == (3, 3)
     assert json.dumps(plan.spec.to_json())

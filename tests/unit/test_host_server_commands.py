@@ -1,6 +1,4 @@
-"""Commands that a visit runs for whoever is elsewhere: their words, their ends, and what they may
-not do to the visit.
-"""
+"""Commands that the host server runs for a remote client: output, exit code, and limits."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from clusterjob.node.host_server.commands import Commands
 
 
 def run(
-    visit: Commands, *argv: str, wait: float = 20.0, **more: Any
+    session: Commands, *argv: str, wait: float = 20.0, **fields: Any
 ) -> tuple[dict[str, Any], bytes]:
-    return visit.answer(
-        {"op": "run", "argv": list(argv), "env": {}, "job": "", "wait": wait, **more}
+    return session.answer(
+        {"op": "run", "argv": list(argv), "env": {}, "job": "", "wait": wait, **fields}
     )
 
 
-def test_what_a_command_says_comes_apart_and_as_it_was_said(tmp_path: Path) -> None:
+def test_command_stdout_and_stderr_are_returned_separately_as_bytes(tmp_path: Path) -> None:
     (tmp_path / "jobs" / "x").mkdir(parents=True)
     script = 'printf "%s|" "$@"; pwd; printf "\\377 err" >&2; exit 7'
     answer, data = run(Commands(tmp_path), "bash", "-c", script, "-", "a b", "\udcfe☃", job="x")
@@ -36,54 +34,56 @@ def test_what_a_command_says_comes_apart_and_as_it_was_said(tmp_path: Path) -> N
     assert data[answer["out"] :] == b"\xff err"
 
 
-def test_one_that_takes_long_is_asked_for_again_and_holds_nobody_up(tmp_path: Path) -> None:
-    visit = Commands(tmp_path)
+def test_long_command_is_reaped_later_and_does_not_block_others(tmp_path: Path) -> None:
+    session = Commands(tmp_path)
     first, _ = run(
-        visit,
+        session,
         "bash",
         "-c",
         f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo first",
         wait=0.0,
     )
-    assert run(visit, "echo", "second")[1] == b"second\n"
-    assert visit.answer({"op": "reap", "number": first["number"], "wait": 0.0}) == (
+    assert run(session, "echo", "second")[1] == b"second\n"
+    assert session.answer({"op": "reap", "number": first["number"], "wait": 0.0}) == (
         {"number": first["number"]},
         b"",
     )
     (tmp_path / "go").touch()
-    assert visit.answer({"op": "reap", "number": first["number"], "wait": 20.0}) == (
+    assert session.answer({"op": "reap", "number": first["number"], "wait": 20.0}) == (
         {"code": 0, "out": 6},
         b"first\n",
     )
 
 
-def test_one_that_is_dropped_ends(tmp_path: Path) -> None:
-    visit = Commands(tmp_path)
-    answer, _ = run(visit, "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000", wait=0.0)
+def test_dropped_command_is_killed(tmp_path: Path) -> None:
+    session = Commands(tmp_path)
+    answer, _ = run(session, "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000", wait=0.0)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 10)
-    assert visit.answer({"op": "drop", "number": answer["number"]}) == ({}, b"")
+    assert session.answer({"op": "drop", "number": answer["number"]}) == ({}, b"")
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
-def test_one_that_says_too_much_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_with_too_much_output_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(commands, "MAX_OUTPUT", 100_000)
     answer, data = run(Commands(tmp_path), "yes")
     assert (answer["code"], answer["out"]) == (-9, 0)
     assert data == b"yes: it printed more than 100000 bytes\n"
 
 
-def test_one_that_is_not_there_is_said_to_be_absent(
+def test_missing_command_is_reported_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # whose login shell knows no more
+    monkeypatch.setenv("HOME", str(tmp_path))  # the login shell of this HOME has no other PATH
     assert run(Commands(tmp_path), "no-such-command") == (
         {"absent": "No such file or directory"},
         b"",
     )
 
 
-def test_an_environment_without_the_job_around_it() -> None:
-    outside = {
+def test_slurm_environment_removes_variables_of_surrounding_job() -> None:
+    login_environment = {
         "SBATCH_ACCOUNT": "mine",
         "SLURM_CONF": "/c",
         "SBATCH_WAIT": "1",
@@ -92,19 +92,23 @@ def test_an_environment_without_the_job_around_it() -> None:
         "SQUEUE_USERS": "x",
         "A": "b",
     }
-    assert slurm_environment(outside, "sbatch") == {
+    assert slurm_environment(login_environment, "sbatch") == {
         "SBATCH_ACCOUNT": "mine",
         "SLURM_CONF": "/c",
         "SQUEUE_USERS": "x",
         "A": "b",
     }
-    assert slurm_environment(outside, "squeue") == {
+    assert slurm_environment(login_environment, "squeue") == {
         "SBATCH_ACCOUNT": "mine",
         "SLURM_CONF": "/c",
         "A": "b",
     }
-    inside = outside | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "CUDA_VISIBLE_DEVICES": "0"}
-    assert slurm_environment(inside, "sbatch") == {
+    job_environment = login_environment | {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    assert slurm_environment(job_environment, "sbatch") == {
         "SLURM_CONF": "/c",
         "SQUEUE_USERS": "x",
         "A": "b",

@@ -1,6 +1,4 @@
-"""Host lists as Slurm writes them: the written order, zeros kept, and nothing that a hostile list
-could blow up.
-"""
+"""Expansion of Slurm host lists: order, leading zeros, and limits for hostile lists."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments.topology import expand_hostlist
 
 
@@ -36,7 +34,7 @@ from clusterjob.node.environments.topology import expand_hostlist
         ("", []),
     ],
 )
-def test_names_come_in_the_written_order(text: str, names: list[str]) -> None:
+def test_host_list_is_expanded_in_written_order(text: str, names: list[str]) -> None:
     assert expand_hostlist(text) == names
 
 
@@ -67,8 +65,8 @@ def test_names_come_in_the_written_order(text: str, names: list[str]) -> None:
         "../b",
     ],
 )
-def test_what_is_no_list_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(PlaceError) as caught:
+def test_wrong_host_list_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(PlacementError) as caught:
         expand_hostlist(text)
     assert "is not a list of hosts" in caught.value.message
     assert "\n" not in caught.value.message
@@ -91,24 +89,24 @@ def test_what_is_no_list_is_refused_in_one_line(text: str) -> None:
         "x" * (1 << 23),
     ],
 )
-def test_a_hostile_list_costs_little(text: str) -> None:
+def test_hostile_host_list_is_refused_with_little_memory(text: str) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(PlaceError):
+        with pytest.raises(PlacementError):
             expand_hostlist(text)
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_as_many_names_as_slurm_s_own_tools_give() -> None:
+def test_host_list_of_65536_names_is_accepted() -> None:
     assert len(expand_hostlist("a[0-65535]")) == 65536
 
 
 @pytest.fixture(scope="module")
 def slurm_conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("scontrol") is None:
-        pytest.skip("there is no scontrol here")
+        pytest.skip("scontrol is not installed")
     path = tmp_path_factory.mktemp("slurm") / "slurm.conf"
     path.write_text(
         "ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=n1\n"
@@ -133,12 +131,12 @@ _items = st.one_of(
     _stems,
     st.tuples(_stems, _ranges()).map("".join),
     st.tuples(_stems, _ranges(), _stems, _ranges()).map("".join),
-)  # what Slurm 22.05 itself understands
+)  # the syntax that Slurm 22.05 supports
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(items=st.lists(_items, min_size=1, max_size=4))
-def test_slurm_s_own_tool_agrees(slurm_conf: Path, items: list[str]) -> None:
+def test_expansion_equals_scontrol_output(slurm_conf: Path, items: list[str]) -> None:
     text = ",".join(items)
     environ = os.environ | {"SLURM_CONF": str(slurm_conf)}
     shown = subprocess.run(
@@ -153,9 +151,9 @@ def test_slurm_s_own_tool_agrees(slurm_conf: Path, items: list[str]) -> None:
 
 
 @given(st.text("ab[],-0129 ", max_size=40))
-def test_any_text_gives_names_or_a_refusal(text: str) -> None:
+def test_any_text_gives_names_or_error(text: str) -> None:
     try:
         names = expand_hostlist(text)
-    except PlaceError:
+    except PlacementError:
         return
     assert all(name and not set(name) & set("[], ") for name in names)

@@ -1,4 +1,4 @@
-"""Hosts as people write them, and host files in the formats that they have."""
+"""Parsing of host lists and host files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from clusterjob.errors import SpecError
         ("b,a,b", ["b", "a", "b"]),
     ],
 )
-def test_lists(text: str, wanted: list[str]) -> None:
+def test_host_list_is_expanded_in_order(text: str, wanted: list[str]) -> None:
     assert [str(host) for host in parse_hosts(text)] == wanted
 
 
-def test_a_list_keeps_its_parts() -> None:
+def test_host_list_entry_keeps_user_and_port() -> None:
     assert parse_hosts("me@a:22") == (Host("a", "me", port=22),)
 
 
@@ -78,7 +78,7 @@ def test_a_list_keeps_its_parts() -> None:
         "ü:1:2x",
     ],
 )
-def test_what_is_no_list(text: str) -> None:
+def test_wrong_host_list_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_hosts(text)
     assert caught.value.hint
@@ -86,7 +86,7 @@ def test_what_is_no_list(text: str) -> None:
 
 
 @given(st.text(alphabet="ab1-9[],:@. -\n%", max_size=20))
-def test_any_text_is_hosts_or_an_error(text: str) -> None:
+def test_any_text_gives_hosts_or_error(text: str) -> None:
     try:
         hosts = parse_hosts(text)
     except SpecError:
@@ -115,13 +115,15 @@ def write(directory: Path, text: str) -> Path:
         ("me@gpu1:2222", [("me@gpu1:2222", None)]),
     ],
 )
-def test_host_files(tmp_path: Path, text: str, wanted: list[tuple[str, int | None]]) -> None:
+def test_host_file_gives_hosts_and_slots(
+    tmp_path: Path, text: str, wanted: list[tuple[str, int | None]]
+) -> None:
     assert [(str(host), host.slots) for host in read_hostfile(write(tmp_path, text))] == wanted
 
 
 @pytest.mark.parametrize("text", ["gpu1:8", "me@gpu1:1", "gpu1:22,gpu2:128"])
-def test_number_of_workers_is_not_taken_for_a_port(tmp_path: Path, text: str) -> None:
-    """Hydra and Horovod write it so."""
+def test_number_of_workers_as_port_is_refused(tmp_path: Path, text: str) -> None:
+    """Hydra and Horovod write HOST:WORKERS."""
     for parse in (parse_hosts, lambda text: read_hostfile(write(tmp_path, text))):
         with pytest.raises(SpecError, match=r"'(me@)?gpu\d:\d+' means port \d+ of gpu\d") as caught:
             parse(text)
@@ -132,24 +134,24 @@ def test_number_of_workers_is_not_taken_for_a_port(tmp_path: Path, text: str) ->
     "line",
     ["gpu2 slots", "gpu2 slots=x", "gpu2 8", "gpu2 slots=0", "gpu2 slots=-1", "[", "gpu2;rm"],
 )
-def test_a_wrong_line_of_a_host_file_is_named(tmp_path: Path, line: str) -> None:
+def test_wrong_line_of_host_file_is_refused_with_line_number(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, f"gpu1\n{line}\n")
     with pytest.raises(SpecError, match="line 2: ") as caught:
         read_hostfile(path)
     assert str(path) in caught.value.message
 
 
-def test_host_files_that_are_none(tmp_path: Path) -> None:
+def test_empty_missing_or_binary_host_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="names no host"):
         read_hostfile(write(tmp_path, "# nobody\n"))
     with pytest.raises(SpecError, match="No such file"):
         read_hostfile(tmp_path / "absent")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(SpecError, match="no text"):
+    with pytest.raises(SpecError, match="not UTF-8 text"):
         read_hostfile(tmp_path / "binary")
 
 
-def test_the_host_file_and_the_port_of_an_mpi_task_are_found(tmp_path: Path) -> None:
+def test_host_file_and_port_of_mlp_mpi_task_are_read(tmp_path: Path) -> None:
     path = write(tmp_path, "10.0.0.1 slots=8\n10.0.0.2:2200 slots=8\n")
     environ = {"MLP_MPI_HOSTFILE": f'"{path}"', "MLP_SSH_PORT": "'2222'"}
     assert of_platform(environ) == (

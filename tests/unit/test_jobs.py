@@ -1,5 +1,6 @@
-"""What can be done with jobs, as functions: from settings to a spec, a plan, a record; the local
-backend carries them out.
+"""Job functions: make a spec, a plan and a record from settings; submit and follow jobs.
+
+The local backend runs the jobs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import PATIENCE, alive, all_pids, kill_one_by_one, wait_until
+from procs import TEST_TIMEOUT, alive, all_pids, kill_all, wait_until
 
 from clusterjob.backends import base
 from clusterjob.backends.base import Status
@@ -26,8 +27,14 @@ from clusterjob.core.config import Settings
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Records
 from clusterjob.core.spec import JobSpec, Resources
-from clusterjob.errors import PlaceError, RecordError, SpecError, SubmitInDoubtError, UnknownCluster
-from clusterjob.node.logs.log_files import Line
+from clusterjob.errors import (
+    PlacementError,
+    RecordError,
+    SpecError,
+    SubmitInDoubtError,
+    UnknownCluster,
+)
+from clusterjob.node.logs.log_files import LogLine
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
@@ -37,8 +44,9 @@ MakePlan = Callable[..., Plan]
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with a script, and an interpreter for jobs that starts at once: it finds
-    no torch to import.
+    """Return a directory with a script, and set the interpreter of jobs.
+
+    The interpreter finds no torch to import, so jobs start fast.
     """
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
@@ -52,19 +60,19 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_plan(work: Path) -> Iterator[MakePlan]:
     def make(text: str = "print('hello')\n", **flags: Any) -> Plan:
         (work / "script.py").write_text(text)
-        settings = jobs.settle(flags, "local", directory=work)
+        settings = jobs.resolve_settings(flags, "local", directory=work)
         return jobs.plan(jobs.make_spec(SCRIPT, settings, directory=work), settings)
 
     yield make
     wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
 
-    def left() -> list[int]:
+    def remaining() -> list[int]:
         return [pid for pid in all_pids() if wanted in environment_of(pid) and alive(pid)]
 
     try:
-        wait_until(lambda: not left(), 15, "the end of all processes")
+        wait_until(lambda: not remaining(), 15, "the end of all processes")
     finally:
-        kill_one_by_one(left())
+        kill_all(remaining())
 
 
 def environment_of(pid: int) -> list[bytes]:
@@ -78,11 +86,11 @@ def spec_of(directory: Path, **values: Any) -> JobSpec:
     return jobs.make_spec(SCRIPT, Settings("local", "local", values=values), directory=directory)
 
 
-# -- settings and specs --------------------------------------------------------------------------------------------------
+# -- settings and specs ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "parts"),
     [
         (
             {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"},
@@ -102,20 +110,20 @@ def spec_of(directory: Path, **values: Any) -> JobSpec:
         ({"CLUSTERJOB_NODE_RANK": "0"}, ["clusterjob", "CLUSTERJOB_NODE_RANK"]),
     ],
 )
-def test_inside_a_job_a_cluster_has_to_be_named(
-    work: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: list[str]
+def test_command_inside_job_without_cluster_is_refused(
+    work: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], parts: list[str]
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PlaceError) as caught:
-        jobs.settle({}, None, directory=work)
+    with pytest.raises(PlacementError) as caught:
+        jobs.resolve_settings({}, None, directory=work)
     assert caught.value.exit_code == 2
-    assert all(word in caught.value.message for word in words)
+    assert all(part in caught.value.message for part in parts)
     assert "clusterjob launch" in caught.value.hint
-    assert jobs.settle({}, "local", directory=work).backend == "local"
+    assert jobs.resolve_settings({}, "local", directory=work).backend == "local"
 
 
-def test_settings_become_a_spec(work: Path) -> None:
+def test_settings_are_converted_to_spec(work: Path) -> None:
     (work / "t.j2").touch()
     spec = spec_of(
         work, nodes=2, gpus_per_node=4, cpus_per_task=3, mem=5, time=6, name="n", env={"A": "b"},
@@ -125,9 +133,10 @@ def test_settings_become_a_spec(work: Path) -> None:
     )  # fmt: skip
     assert spec == JobSpec(
         SCRIPT, work, name="n", python="py", env={"A": "b"}, setup=("s",),
-        resources=Resources(2, 4, cpus_per_task=3, mem=5, time_limit=6), nproc_per_node=4, max_restarts=7, start="exec",
-        launcher="torchrun", require_gpus=True, template=work / "t.j2", options={"x": "y"},
-        join_timeout=8.0, heartbeat=0.5, lease=9.0, grace=10.0,
+        resources=Resources(2, 4, cpus_per_task=3, mem=5, time_limit=6), nproc_per_node=4,
+        max_restarts=7, start="exec", launcher="torchrun", require_gpus=True,
+        template=work / "t.j2", options={"x": "y"}, join_timeout=8.0, heartbeat=0.5, lease=9.0,
+        grace=10.0,
     )  # fmt: skip
 
 
@@ -141,18 +150,18 @@ def test_settings_become_a_spec(work: Path) -> None:
         ({"gpus_per_node": 4, "nproc_per_node": 2}, 2),
     ],
 )
-def test_there_is_a_worker_for_each_gpu_unless_told_otherwise(
+def test_worker_count_defaults_to_gpus_per_node(
     work: Path, values: dict[str, int], nproc: int
 ) -> None:
     assert spec_of(work, **values).nproc_per_node == nproc
 
 
-def test_no_worker_at_all_is_an_error(work: Path) -> None:
+def test_zero_workers_per_node_is_error(work: Path) -> None:
     with pytest.raises(SpecError, match="nproc per node is 0"):
         spec_of(work, nproc_per_node=0, gpus_per_node=2)
 
 
-def test_a_working_directory_is_relative_to_where_the_command_runs(work: Path) -> None:
+def test_workdir_is_relative_to_directory_of_command(work: Path) -> None:
     (work / "sub").mkdir()
     (work / "sub" / "script.py").touch()
     assert spec_of(work).workdir == work
@@ -160,7 +169,7 @@ def test_a_working_directory_is_relative_to_where_the_command_runs(work: Path) -
     assert spec_of(Path("/"), workdir=work / "sub").workdir == work / "sub"
 
 
-def test_the_interpreter_is_the_active_environment_s(tmp_path: Path) -> None:
+def test_default_python_is_interpreter_of_active_environment(tmp_path: Path) -> None:
     for name in ("venv", "conda", "empty"):
         (tmp_path / name / "bin").mkdir(parents=True)
     for name in ("venv", "conda"):
@@ -176,7 +185,7 @@ def test_the_interpreter_is_the_active_environment_s(tmp_path: Path) -> None:
     assert jobs.default_python({}) == sys.executable
 
 
-def test_an_isolated_installation_s_interpreter_is_not_taken(
+def test_default_python_is_not_interpreter_of_pipx_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin").mkdir()
@@ -190,7 +199,7 @@ def test_an_isolated_installation_s_interpreter_is_not_taken(
     assert jobs.default_python({}) == sys.executable
 
 
-def test_the_backends_are_known_by_name() -> None:
+def test_backend_names_include_local_and_unknown_name_is_error() -> None:
     names = base.names()
     assert names[0] == "local"
     assert "local" in names
@@ -200,17 +209,17 @@ def test_the_backends_are_known_by_name() -> None:
         base.load("nosuch")
 
 
-# -- jobs ------------------------------------------------------------------------------------------------------------------
+# -- jobs ------------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_pure(make_plan: MakePlan) -> None:
+def test_plan_is_repeatable_and_writes_no_files(make_plan: MakePlan) -> None:
     one, two = make_plan(nodes="2"), make_plan(nodes="2")
     assert one.job_id != two.job_id
     assert one.text().replace(one.job_id, two.job_id) == two.text()
     assert not Path(os.environ["CLUSTERJOB_HOME"]).exists()
 
 
-def test_a_submitted_job_has_a_record_with_its_handle(make_plan: MakePlan) -> None:
+def test_submitted_job_has_record_with_handle(make_plan: MakePlan) -> None:
     plan = make_plan(nodes="2", name="a name")
     record = jobs.submit(plan, "lab", detach=True)
     assert Records().find(plan.job_id).to_json() == json.loads(json.dumps(record.to_json()))
@@ -228,33 +237,33 @@ def test_a_submitted_job_has_a_record_with_its_handle(make_plan: MakePlan) -> No
     assert jobs.wait(record).state is JobState.SUCCEEDED
 
 
-def test_a_job_is_followed_to_its_verdict(make_plan: MakePlan) -> None:
+def test_follow_returns_lines_and_verdict_of_job(make_plan: MakePlan) -> None:
     record = jobs.submit(
         make_plan("print('one')\nprint('two')\nraise SystemExit(3)\n"), "local", detach=True
     )
-    lines: list[Line] = []
-    looks: list[Status] = []
+    lines: list[LogLine] = []
+    updates: list[Status] = []
     verdict = jobs.follow(
-        record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=looks.append
+        record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=updates.append
     )
     assert [(line.rank, line.stream, line.text) for line in lines] == [
         (0, "out", "one"),
         (0, "out", "two"),
     ]
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 3)
-    assert all(not look.state.final for look in looks)
+    assert all(not update.state.final for update in updates)
     lines.clear()
     again = jobs.follow(
         Records().find(record.job_id),
         lambda batches: lines.extend(chain.from_iterable(batches)),
-        progress=looks.append,
+        progress=updates.append,
     )
     assert again == verdict, "and again, on another day"
     assert [line.text for line in lines] == ["one", "two"]
     assert jobs.wait(record) == verdict
 
 
-def test_many_jobs_are_asked_after_in_one_question(make_plan: MakePlan) -> None:
+def test_statuses_returns_ends_in_order_of_records(make_plan: MakePlan) -> None:
     text = "import os\nraise SystemExit(int(os.environ['CODE']))\n"
     records = [
         jobs.submit(make_plan(text, env=[f"CODE={code}"]), "local", detach=True)
@@ -276,10 +285,13 @@ def test_many_jobs_are_asked_after_in_one_question(make_plan: MakePlan) -> None:
     assert jobs.statuses([]) == []
 
 
-def test_several_may_wait_for_one_job(make_plan: MakePlan, work: Path) -> None:
+def test_concurrent_waits_for_job_return_same_exit_code(make_plan: MakePlan, work: Path) -> None:
     record = jobs.submit(
         make_plan(
-            "import os, time\nwhile not os.path.exists('leave'):\n    time.sleep(0.01)\nraise SystemExit(5)\n"
+            "import os, time\n"
+            "while not os.path.exists('leave'):\n"
+            "    time.sleep(0.01)\n"
+            "raise SystemExit(5)\n"
         ),
         "local",
         detach=True,
@@ -292,12 +304,12 @@ def test_several_may_wait_for_one_job(make_plan: MakePlan, work: Path) -> None:
         thread.start()
     (work / "leave").touch()
     for thread in waiting:
-        thread.join(PATIENCE)
+        thread.join(TEST_TIMEOUT)
     assert codes == [5, 5, 5, 5]
     assert Records().find(record.job_id).end is not None
 
 
-def test_a_job_that_cannot_be_recorded_is_not_there(make_plan: MakePlan) -> None:
+def test_job_that_cannot_be_recorded_leaves_no_directory(make_plan: MakePlan) -> None:
     plan = make_plan()
     home = Path(os.environ["CLUSTERJOB_HOME"])
     home.mkdir(parents=True)
@@ -307,7 +319,7 @@ def test_a_job_that_cannot_be_recorded_is_not_there(make_plan: MakePlan) -> None
     assert not plan.job_dir.exists()
 
 
-def test_ctrl_c_wherever_it_comes_is_a_wish_that_the_job_end(
+def test_ctrl_c_during_submit_cancels_job(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(LocalBackend):
@@ -322,7 +334,7 @@ def test_ctrl_c_wherever_it_comes_is_a_wish_that_the_job_end(
     assert jobs.status(gone).state is JobState.CANCELLED
 
 
-def test_a_job_that_may_have_been_taken_is_named(
+def test_submit_in_doubt_error_names_job(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class InDoubt(LocalBackend):
@@ -337,7 +349,7 @@ def test_a_job_that_may_have_been_taken_is_named(
     assert Records().find(plan.job_id).handle is None
 
 
-def test_a_plan_is_carried_out_once(make_plan: MakePlan) -> None:
+def test_second_submit_of_plan_is_refused(make_plan: MakePlan) -> None:
     plan = make_plan()
     record = jobs.submit(plan, "local", detach=True)
     with pytest.raises(RecordError, match="cannot be made: File exists"):

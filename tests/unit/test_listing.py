@@ -1,5 +1,6 @@
-"""`list` of many jobs: rows of ended ones come from a cache, and are right whatever has changed
-since.
+"""Rows of `clusterjob list`: rows of ended jobs come from a cache.
+
+The rows are correct after any change of the records.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob.core import jobs
-from clusterjob.core.listing import Listing, Row
+from clusterjob.core.listing import Listing, ListRow
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import events
 from clusterjob.node.verdict import JobState, Verdict
@@ -28,7 +29,7 @@ def records(tmp_path: Path) -> Records:
     return records
 
 
-def listed() -> tuple[list[Row], list[str]]:
+def listed() -> tuple[list[ListRow], list[str]]:
     found = Listing(Records())
     return found.with_states(jobs.statuses(found.open)), found.broken
 
@@ -53,7 +54,7 @@ def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Reco
     return record
 
 
-def test_rows_of_ended_jobs_come_from_the_cache(
+def test_rows_of_ended_jobs_come_from_cache(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, broken = listed()
@@ -64,7 +65,7 @@ def test_rows_of_ended_jobs_come_from_the_cache(
     assert listed() == (rows, [])
 
 
-def test_a_record_that_was_replaced_is_read_again(records: Records, tmp_path: Path) -> None:
+def test_replaced_record_is_read_again(records: Records, tmp_path: Path) -> None:
     listed()
     save(records, tmp_path, "job-000007", end=Verdict(JobState.SUCCEEDED, 0).to_json())
     records.remove("job-000008")
@@ -86,16 +87,14 @@ def test_a_record_that_was_replaced_is_read_again(records: Records, tmp_path: Pa
         '{"schema": 1, "rows": 7}',
     ],
 )
-def test_a_cache_of_any_content_is_made_again(records: Records, content: str) -> None:
+def test_broken_cache_is_rebuilt(records: Records, content: str) -> None:
     rows, _ = listed()
     (records.directory / CACHE).write_text(content)
     assert listed()[0] == rows
     assert len(json.loads((records.directory / CACHE).read_bytes())["rows"]) == 100
 
 
-def test_elements_of_an_array_are_listed_wherever_their_ends_are(
-    records: Records, tmp_path: Path
-) -> None:
+def test_array_elements_are_listed_as_ended_or_open(records: Records, tmp_path: Path) -> None:
     array = save(records, tmp_path, "arr-000900", array={"indices": [0, 1, 10], "pieces": [0]})
     records.save(
         array.element(1).__class__(
@@ -109,18 +108,20 @@ def test_elements_of_an_array_are_listed_wherever_their_ends_are(
         Listing(records)
 
 
-def test_end_that_was_guessed_is_asked_for_again(records: Records, tmp_path: Path) -> None:
-    guess = Verdict(JobState.LOST, 1, reason="gpu1 is not reached", ended_at=events.now()).to_json()
-    save(records, tmp_path, "job-000007", end=guess, provisional=True)
+def test_provisional_end_is_checked_again(records: Records, tmp_path: Path) -> None:
+    provisional_end = Verdict(
+        JobState.LOST, 1, reason="gpu1 is not reached", ended_at=events.now()
+    ).to_json()
+    save(records, tmp_path, "job-000007", end=provisional_end, provisional=True)
     assert len(Listing(records).open) == 1
     (tmp_path / "result.json").write_text(json.dumps(Verdict(JobState.SUCCEEDED, 0).to_json()))
     assert {row.job_id: row.state for row in listed()[0]}["job-000007"] == "SUCCEEDED"
     assert Listing(records).open == []
 
 
-def test_guess_of_long_ago_is_an_end(records: Records, tmp_path: Path) -> None:
-    guess = Verdict(
+def test_old_provisional_end_is_final(records: Records, tmp_path: Path) -> None:
+    provisional_end = Verdict(
         JobState.LOST, 1, reason="gpu1 is not reached", ended_at="2026-01-01T00:00:00Z"
     ).to_json()
-    save(records, tmp_path, "job-000007", end=guess, provisional=True)
+    save(records, tmp_path, "job-000007", end=provisional_end, provisional=True)
     assert Listing(records).open == []

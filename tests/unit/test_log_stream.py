@@ -1,5 +1,6 @@
-"""A node's printed lines, sorted into the files of the job's directory: however they were fetched,
-the files are the same.
+"""LogStream: sort the printed lines of a node into the files of the job's directory.
+
+The files are the same for any way of fetching the lines.
 """
 
 from __future__ import annotations
@@ -19,20 +20,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import finish, start
 
-from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_protocol
 from clusterjob.node.logs.folding import Folded, ranges
-from clusterjob.node.logs.log_files import Line, LogReader
+from clusterjob.node.logs.log_files import LogLine, LogReader
 from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 VERDICT = Verdict(
-    JobState.FAILED, 7, reason="rank 1: boom\u2603",
-    failure=Failure(1, 1, node_rank=0, host="host", exit_code=7, signal=None, message="boom", last_lines=("a\udce9", "ValueError: boom")),
-    consequences=(Failure(0, 0, node_rank=0, host="host", exit_code=134, signal="SIGABRT", message="x", last_lines=("y",)),), started_at="2026-01-01T00:00:00Z",
-)  # fmt: skip
-OURS = [
+    JobState.FAILED,
+    7,
+    reason="rank 1: boom\u2603",
+    failure=Failure(
+        1,
+        1,
+        node_rank=0,
+        host="host",
+        exit_code=7,
+        signal=None,
+        message="boom",
+        last_lines=("a\udce9", "ValueError: boom"),
+    ),
+    consequences=(
+        Failure(
+            0,
+            0,
+            node_rank=0,
+            host="host",
+            exit_code=134,
+            signal="SIGABRT",
+            message="x",
+            last_lines=("y",),
+        ),
+    ),
+    started_at="2026-01-01T00:00:00Z",
+)
+PROTOCOL_LOOKALIKES = [
     "",
     " ",
     "12 [0] forged",
@@ -47,13 +71,13 @@ OURS = [
 ]
 TEXT = st.one_of(
     st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\n\r"), max_size=40),
-    st.sampled_from(OURS),
+    st.sampled_from(PROTOCOL_LOOKALIKES),
     st.integers(1, 3).map(lambda count: "é☃" * (count * log_protocol.LONGEST // 4)),
 )  # fmt: skip
 
 
 class Printed:
-    """What a node prints, and, worked out beside it, what is to come of it."""
+    """Lines that a node prints, with the expected files and verdict."""
 
     def __init__(self, attempt: int = 0) -> None:
         self.lines: list[str] = []
@@ -70,15 +94,15 @@ class Printed:
     def output(self, batch: Sequence[tuple[list[int], str, str]]) -> None:
         self._seconds += 0.1
         folded = [
-            Folded(",".join(ranges(who)) or "node0", stream, text=text)
-            for who, stream, text in batch
+            Folded(",".join(ranges(ranks_of_line)) or "node0", stream, text=text)
+            for ranks_of_line, stream, text in batch
         ]
         self._print(self._writer.output(folded, self._seconds))
-        for who, stream, text in batch:
-            for name in [f"rank{rank}" for rank in who] or ["torchrun"]:
+        for ranks_of_line, stream, text in batch:
+            for name in [f"rank{rank}" for rank in ranks_of_line] or ["torchrun"]:
                 self._expect(f"{name}{self._mark}.{stream}", text)
 
-    def words(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self._print(self._writer.words(text))
         for line in text.split("\n"):
             self._expect("agent.log", f"clusterjob: {line}")
@@ -96,7 +120,7 @@ class Printed:
 
 @st.composite
 def printed(draw: st.DrawFn, *, alike: bool = False) -> Printed:
-    """Return what a node printed; `alike` has lines without a number that repeat themselves."""
+    """Return the output of a node; with `alike`, its lines without a number are all equal."""
     it = Printed()
     labels = st.one_of(st.sets(st.integers(0, 12), min_size=1, max_size=6).map(sorted), st.just([]))
     batch = st.lists(
@@ -105,7 +129,9 @@ def printed(draw: st.DrawFn, *, alike: bool = False) -> Printed:
     steps = draw(
         st.lists(
             st.one_of(
-                batch, st.sampled_from(["bare", "words"]), TEXT.map(lambda text: ("words", text))
+                batch,
+                st.sampled_from(["bare", "message"]),
+                TEXT.map(lambda text: ("message", text)),
             ),
             max_size=12,
         )
@@ -116,13 +142,13 @@ def printed(draw: st.DrawFn, *, alike: bool = False) -> Printed:
         elif isinstance(step, list):
             it.output(step)
         else:
-            it.words("told" if isinstance(step, str) else step[1])
+            it.message("text" if isinstance(step, str) else step[1])
     if draw(st.booleans()):
         it.end()
     return it
 
 
-def kept(job_dir: Path, node_rank: int = 0) -> dict[str, str]:
+def log_contents(job_dir: Path, node_rank: int = 0) -> dict[str, str]:
     folder = job_dir / "logs" / f"node{node_rank}"
     if not folder.exists():
         return {}
@@ -130,28 +156,26 @@ def kept(job_dir: Path, node_rank: int = 0) -> dict[str, str]:
     return {path.name: path.read_bytes().decode() for path in names}
 
 
-def verdict_of(stream: Stream) -> dict[str, Any] | None:
+def verdict_of(stream: LogStream) -> dict[str, Any] | None:
     return stream.verdict.to_json() if stream.verdict is not None else None
 
 
 @settings(max_examples=50)
 @given(data=st.data(), it=printed())
-def test_however_the_lines_are_fetched_the_files_are_the_same(
-    data: st.DataObject, it: Printed
-) -> None:
-    """Pieces overlap, repeat, come late, and each that is new reaches back to what was taken."""
+def test_files_are_same_for_any_overlapping_pieces_of_log(data: st.DataObject, it: Printed) -> None:
+    """Pieces overlap, repeat and come late; each new piece begins within the lines taken before."""
     with tempfile.TemporaryDirectory() as folder:
         job_dir, reached = Path(folder), 0
         while True:
             end = data.draw(st.integers(0, len(it.lines)))
             begin = data.draw(st.integers(0, min(end, reached)))
-            Stream(job_dir, 0).take(it.lines[begin:end])
+            LogStream(job_dir, 0).take(it.lines[begin:end])
             reached = max(reached, end)
             if data.draw(st.integers(0, 4)) == 0:
                 break
-        Stream(job_dir, 0).take(it.lines[data.draw(st.integers(0, reached)) :])
-        stream = Stream(job_dir, 0)
-        assert kept(job_dir) == it.files
+        LogStream(job_dir, 0).take(it.lines[data.draw(st.integers(0, reached)) :])
+        stream = LogStream(job_dir, 0)
+        assert log_contents(job_dir) == it.files
         assert stream.gaps == []
         assert stream.next_number == 1 + sum(
             log_protocol.parse(line) is not None for line in it.lines
@@ -161,22 +185,20 @@ def test_however_the_lines_are_fetched_the_files_are_the_same(
 
 @settings(max_examples=50)
 @given(data=st.data(), it=printed(alike=True))
-def test_lines_that_are_alike_are_told_apart_where_the_log_is_fetched_whole(
+def test_equal_lines_are_kept_when_log_is_fetched_from_its_start(
     data: st.DataObject, it: Printed
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for end in [*data.draw(st.lists(st.integers(0, len(it.lines)), max_size=6)), len(it.lines)]:
-            Stream(Path(folder), 0).take(it.lines[:end])
-        assert kept(Path(folder)) == it.files
+            LogStream(Path(folder), 0).take(it.lines[:end])
+        assert log_contents(Path(folder)) == it.files
 
 
 @settings(max_examples=50)
 @given(data=st.data(), it=printed())
-def test_nothing_is_lost_or_doubled_by_gaps_and_by_another_order(
-    data: st.DataObject, it: Printed
-) -> None:
+def test_gaps_and_reordered_lines_lose_and_double_nothing(data: st.DataObject, it: Printed) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        job_dir, stream = Path(folder), Stream(Path(folder), 0)
+        job_dir, stream = Path(folder), LogStream(Path(folder), 0)
         for _ in range(data.draw(st.integers(0, 4))):
             begin, end = sorted(
                 data.draw(st.lists(st.integers(0, len(it.lines)), min_size=2, max_size=2))
@@ -190,7 +212,7 @@ def test_nothing_is_lost_or_doubled_by_gaps_and_by_another_order(
         assert stream.gaps == []
         found = {
             name: sorted(re.sub("[^a-z]", "", text))
-            for name, text in kept(job_dir).items()
+            for name, text in log_contents(job_dir).items()
             if name != "agent.log"
         }
         assert found == {
@@ -202,9 +224,9 @@ def test_nothing_is_lost_or_doubled_by_gaps_and_by_another_order(
 
 @settings(max_examples=50)
 @given(it=printed())
-def test_the_reader_reads_each_rank_s_lines_as_they_were_written(it: Printed) -> None:
+def test_reader_returns_lines_of_each_rank_as_written(it: Printed) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        Stream(Path(folder), 0).take(it.lines)
+        LogStream(Path(folder), 0).take(it.lines)
         lines = LogReader(Path(folder)).finish()
         for name, text in it.files.items():
             if name != "agent.log":
@@ -213,7 +235,7 @@ def test_the_reader_reads_each_rank_s_lines_as_they_were_written(it: Printed) ->
                 assert own == text.split("\n")[:-1]
 
 
-def test_lines_of_several_nodes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+def test_lines_of_several_nodes_are_read_in_time_order(tmp_path: Path) -> None:
     one, other = log_protocol.Writer(), log_protocol.Writer()
     first = one.output(
         [Folded("0", "out", text="a"), Folded("0", "out", text="b")], 10.0
@@ -221,16 +243,16 @@ def test_lines_of_several_nodes_are_read_in_the_order_of_time(tmp_path: Path) ->
     second = other.output(
         [Folded("1", "out", text="c"), Folded("1", "err", text="d")], 11.0
     ) + other.output([Folded("1", "out", text="f")], 13.0)
-    Stream(tmp_path, 1).take(second.splitlines())
-    Stream(tmp_path, 0).take(first.splitlines())
+    LogStream(tmp_path, 1).take(second.splitlines())
+    LogStream(tmp_path, 0).take(first.splitlines())
     assert [line.text for line in LogReader(tmp_path).read()] == ["a", "b", "d", "c", "e", "f"]
 
 
-def test_a_reader_that_follows_sees_each_line_once(tmp_path: Path) -> None:
-    it, reader, seen = Printed(), LogReader(tmp_path), list[Line]()
+def test_following_reader_returns_each_line_once(tmp_path: Path) -> None:
+    it, reader, seen = Printed(), LogReader(tmp_path), list[LogLine]()
     for number in range(20):
         it.output([([number % 3], "out", f"line {number}"), ([0, 1, 2], "err", "all")])
-        Stream(tmp_path, 0).take(it.lines[-5:])
+        LogStream(tmp_path, 0).take(it.lines[-5:])
         seen += reader.read()
     assert [line.text for line in seen if line.stream == "out"] == [
         f"line {number}" for number in range(20)
@@ -238,57 +260,57 @@ def test_a_reader_that_follows_sees_each_line_once(tmp_path: Path) -> None:
     assert len(seen) == 20 * 4
 
 
-def test_a_gap_is_said_and_filled_when_it_comes_late(tmp_path: Path) -> None:
+def test_gap_is_reported_and_filled_by_late_lines(tmp_path: Path) -> None:
     it = Printed()
     for number in range(40):
         it.output([([0], "out", f"line {number}")])
-    stream = Stream(tmp_path, 1)
+    stream = LogStream(tmp_path, 1)
     stream.take(it.lines[:11])
     assert not stream.joins(it.lines[20:])
     assert stream.joins(it.lines[10:])
     stream.take(it.lines[20:])
     assert stream.gaps == [(12, 20)]
     assert (
-        kept(tmp_path, 1)["agent.log"]
-        == "clusterjob: lines 12 to 20 of node 1 were not to be had\n"
+        log_contents(tmp_path, 1)["agent.log"]
+        == "clusterjob: lines 12 to 20 of node 1 are missing in the platform's log\n"
     )
     stream.take(it.lines[14:16])
     stream.take(it.lines[14:16])
     assert stream.gaps == [(12, 14), (17, 20)]
     stream.take(it.lines)
     assert stream.gaps == []
-    assert sorted(kept(tmp_path, 1)["rank0.out"].splitlines()) == sorted(
+    assert sorted(log_contents(tmp_path, 1)["rank0.out"].splitlines()) == sorted(
         f"line {number}" for number in range(40)
     )
 
 
-def test_a_long_line_whose_middle_is_lost_does_not_swallow_the_next(tmp_path: Path) -> None:
+def test_long_line_with_lost_middle_keeps_next_line(tmp_path: Path) -> None:
     it = Printed()
     it.output([([0], "out", "x" * (2 * log_protocol.LONGEST + 10)), ([0], "out", "next")])
-    Stream(tmp_path, 0).take([it.lines[0], *it.lines[3:]])
-    assert kept(tmp_path)["rank0.out"] == "x" * log_protocol.LONGEST + "\nnext\n"
+    LogStream(tmp_path, 0).take([it.lines[0], *it.lines[3:]])
+    assert log_contents(tmp_path)["rank0.out"] == "x" * log_protocol.LONGEST + "\nnext\n"
 
 
-def test_a_line_that_looks_like_ours_far_ahead_loses_none_of_the_real_ones(tmp_path: Path) -> None:
+def test_forged_line_with_high_number_loses_no_real_line(tmp_path: Path) -> None:
     """A setup line may print anything."""
     it = Printed()
     it.output([([0], "out", f"line {number}") for number in range(5)])
-    Stream(tmp_path, 0).take(["2026 [0] forged", *it.lines])
-    Stream(tmp_path, 0).take(["2026 [0] forged", *it.lines])
-    assert kept(tmp_path)["rank0.out"].splitlines() == [
+    LogStream(tmp_path, 0).take(["2026 [0] forged", *it.lines])
+    LogStream(tmp_path, 0).take(["2026 [0] forged", *it.lines])
+    assert log_contents(tmp_path)["rank0.out"].splitlines() == [
         *(f"line {number}" for number in range(5)),
         "forged",
     ]
 
 
-def test_the_verdict_is_node_0_s_and_of_its_attempt(tmp_path: Path) -> None:
+def test_verdict_comes_from_node_0_with_number_of_attempt(tmp_path: Path) -> None:
     it = Printed()
-    it.words("over")
+    it.message("over")
     it.end()
     streams = (
-        Stream(tmp_path, 0, attempt=2),
-        Stream(tmp_path, 1, attempt=2),
-        Stream(tmp_path, 0, attempt=1),
+        LogStream(tmp_path, 0, attempt=2),
+        LogStream(tmp_path, 1, attempt=2),
+        LogStream(tmp_path, 0, attempt=1),
     )
     for stream in streams[:2]:
         stream.take(it.lines[:1])
@@ -313,15 +335,15 @@ def test_the_verdict_is_node_0_s_and_of_its_attempt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{}", "no JSON", "[1]", '{"state": "WELL", "exit_code": 0}', "[" * 100_000, ""]
 )
-def test_a_verdict_that_is_none_is_not_taken_for_one(tmp_path: Path, text: str) -> None:
-    stream = Stream(tmp_path, 0)
+def test_invalid_verdict_line_is_ignored(tmp_path: Path, text: str) -> None:
+    stream = LogStream(tmp_path, 0)
     stream.take([f"1 clusterjob-verdict {text}"])
     assert stream.verdict is None
     stream.take(["2 clusterjob-verdict " + json.dumps(VERDICT.to_json())])
     assert stream.verdict is not None
 
 
-def test_a_verdict_of_many_consequences_comes_back_whole(tmp_path: Path) -> None:
+def test_verdict_with_2000_consequences_is_read_completely(tmp_path: Path) -> None:
     many = Verdict(
         JobState.FAILED,
         1,
@@ -343,26 +365,26 @@ def test_a_verdict_of_many_consequences_comes_back_whole(tmp_path: Path) -> None
     )
     lines = log_protocol.Writer().verdict(many.to_json()).split("\n")[:-1]
     assert max(map(len, lines)) < log_protocol.LONGEST + 100
-    stream = Stream(tmp_path, 0)
+    stream = LogStream(tmp_path, 0)
     for begin in range(0, len(lines), 7):
         stream.take(lines[max(0, begin - 3) : begin + 7])
     assert stream.verdict is not None
     assert len(stream.verdict.consequences) == 2000
 
 
-def test_attempts_have_files_of_their_own(tmp_path: Path) -> None:
+def test_attempts_have_separate_files(tmp_path: Path) -> None:
     for attempt in (0, 1):
         it = Printed(attempt)
         it.output([([0], "out", f"of {attempt}")])
-        Stream(tmp_path, 0, attempt=attempt).take(it.lines)
-    assert {name: text for name, text in kept(tmp_path).items() if name != "agent.log"} == {
+        LogStream(tmp_path, 0, attempt=attempt).take(it.lines)
+    assert {name: text for name, text in log_contents(tmp_path).items() if name != "agent.log"} == {
         "rank0.out": "of 0\n",
         "rank0.attempt1.out": "of 1\n",
     }
     assert [line.text for line in LogReader(tmp_path, attempt=1).finish()] == ["of 1"]
 
 
-def test_a_node_that_could_not_start_is_known_by_its_refusal(tmp_path: Path) -> None:
+def test_refusal_of_node_is_recorded_for_each_attempt(tmp_path: Path) -> None:
     lines = [
         "installing",
         log_protocol.refusal(7, "host", why="a setup line\nfailed: x").rstrip("\n"),
@@ -370,7 +392,7 @@ def test_a_node_that_could_not_start_is_known_by_its_refusal(tmp_path: Path) -> 
     ]
     for attempt in (0, 1):
         for end in (2, 3, 3):
-            Stream(tmp_path, 1, attempt=attempt).take(lines[:end])
+            LogStream(tmp_path, 1, attempt=attempt).take(lines[:end])
         (failure,) = ends.refusals(tmp_path, attempt)
         assert (failure.node_rank, failure.host, failure.exit_code, failure.message) == (
             1,
@@ -378,16 +400,19 @@ def test_a_node_that_could_not_start_is_known_by_its_refusal(tmp_path: Path) -> 
             7,
             "a setup line failed: x",
         )
-    assert kept(tmp_path, 1)["agent.log"] == 2 * "installing\nclusterjob: a setup line failed: x\n"
+    assert (
+        log_contents(tmp_path, 1)["agent.log"]
+        == 2 * "installing\nclusterjob: a setup line failed: x\n"
+    )
 
 
-def test_what_a_taker_that_died_had_written_is_not_written_twice(
+def test_lines_written_before_failed_save_are_not_written_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = Printed()
     it.bare("setup")
     it.output([([0, 1], "out", "a"), ([0], "err", "b")])
-    Stream(tmp_path, 0).take(it.lines[:2])
+    LogStream(tmp_path, 0).take(it.lines[:2])
     with monkeypatch.context() as patch:
 
         def full(*_: object) -> None:
@@ -397,47 +422,47 @@ def test_what_a_taker_that_died_had_written_is_not_written_twice(
         with pytest.raises(
             ClusterJobError, match=r"the log of node 0 cannot be kept here: No space left on device"
         ):
-            Stream(tmp_path, 0).take(it.lines)
-    Stream(tmp_path, 0).take(it.lines[:2])
-    Stream(tmp_path, 0).take([it.lines[1], "of the image"])
+            LogStream(tmp_path, 0).take(it.lines)
+    LogStream(tmp_path, 0).take(it.lines[:2])
+    LogStream(tmp_path, 0).take([it.lines[1], "of the image"])
     left = {
         "agent.log": "setup\nof the image\n",
         "rank0.out": "a\n",
         "rank1.out": "a\n",
         "rank0.err": "",
     }
-    assert kept(tmp_path) == left
-    Stream(tmp_path, 0).take(it.lines)
-    assert kept(tmp_path) == it.files | {"agent.log": "setup\nof the image\n"}
+    assert log_contents(tmp_path) == left
+    LogStream(tmp_path, 0).take(it.lines)
+    assert log_contents(tmp_path) == it.files | {"agent.log": "setup\nof the image\n"}
     assert sorted(line.text for line in LogReader(tmp_path).finish()) == ["a", "a", "b"]
 
 
-TAKER = """
+TAKE_SCRIPT = """
 import json, sys
 from pathlib import Path
-from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.backends.batch_command.log_stream import LogStream
 lines = json.loads(Path("lines.json").read_text())
 for end in range(0, len(lines) + 1, 10):
-    Stream(Path("job"), 0).take(lines[:end])
+    LogStream(Path("job"), 0).take(lines[:end])
 """
 
 
-def test_several_processes_may_take_at_once(tmp_path: Path) -> None:
+def test_concurrent_processes_write_each_line_once(tmp_path: Path) -> None:
     it = Printed()
     it.bare("setup")
     for number in range(100):
         it.output([([number % 4], "out", f"line {number}")])
         it.bare(f"from the image {number}")
     (tmp_path / "lines.json").write_text(json.dumps(it.lines))
-    for taker in [start([sys.executable, "-c", TAKER], tmp_path) for _ in range(3)]:
-        ran = finish(taker)
-        assert ran.code == 0, ran.err
-    Stream(tmp_path / "job", 0).take(it.lines)
-    assert kept(tmp_path / "job") == it.files
+    for process in [start([sys.executable, "-c", TAKE_SCRIPT], tmp_path) for _ in range(3)]:
+        result = finish(process)
+        assert result.code == 0, result.err
+    LogStream(tmp_path / "job", 0).take(it.lines)
+    assert log_contents(tmp_path / "job") == it.files
 
 
 @given(st.text(max_size=60))
-def test_no_line_is_too_strange_to_be_looked_at(line: str) -> None:
+def test_any_line_is_parsed_without_error(line: str) -> None:
     found = log_protocol.parse(line)
     if found is not None:
         assert len(log_protocol.ranks(found.label or "0")) < 5000
@@ -445,7 +470,7 @@ def test_no_line_is_too_strange_to_be_looked_at(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["5 [0]", "5 [0] ", "5 [0]\r", "5@1.0 [0]"])
-def test_a_log_may_trim_its_lines(line: str) -> None:
+def test_lines_trimmed_by_platform_are_parsed(line: str) -> None:
     found = log_protocol.parse(line)
     assert found is not None
     assert (found.number, found.kind, found.label, found.text, found.more) == (

@@ -1,6 +1,4 @@
-"""Output of many workers as one stream: in the order of time, whole lines, nothing lost, nothing
-invented.
-"""
+"""Output of many workers as one stream of whole lines in time order, without loss."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.folding import Folded, fold, ranges
-from clusterjob.node.logs.log_files import Line, LogReader, Timeline, last_lines
+from clusterjob.node.logs.log_files import LogLine, LogReader, Timeline, last_lines
 
 
 class Node:
@@ -34,19 +32,19 @@ class Node:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every look at the files a time of its own."""
+    """Advance the clock by one second with each read of the time."""
     seconds = itertools.count(1_700_000_000)
     monkeypatch.setattr(log_files.time, "time", lambda: float(next(seconds)))
 
 
-def texts(lines: list[Line]) -> list[str]:
+def texts(lines: list[LogLine]) -> list[str]:
     return [line.text for line in lines]
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
-def test_where_logs_lie(tmp_path: Path) -> None:
+def test_log_file_names_contain_rank_restart_and_attempt(tmp_path: Path) -> None:
     directory = log_files.node_directory(tmp_path, 3)
     assert directory == tmp_path / "logs" / "node3"
     assert log_files.rank_files(directory, 5, restart=0) == (
@@ -79,14 +77,14 @@ def test_where_logs_lie(tmp_path: Path) -> None:
     )
 
 
-def test_workers_without_an_agent_are_read_as_they_write(tmp_path: Path) -> None:
+def test_logs_without_timeline_are_read_while_workers_write(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     reader = LogReader(tmp_path)
     node.write("rank1.out", "one\ntw", note=False)
     node.write("rank0.err", "zero\n", note=False)
     assert reader.read() == [
-        Line(0, 0, stream="err", text="zero"),
-        Line(0, 1, stream="out", text="one"),
+        LogLine(0, 0, stream="err", text="zero"),
+        LogLine(0, 1, stream="out", text="one"),
     ]
     assert reader.read() == []
     node.write("rank1.out", "o\nthree", note=False)
@@ -94,11 +92,11 @@ def test_workers_without_an_agent_are_read_as_they_write(tmp_path: Path) -> None
     assert texts(reader.finish()) == ["three"]
 
 
-# -- the order of time -----------------------------------------------------------------------------------------------------
+# -- time order ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("clock")
-def test_lines_of_all_nodes_come_in_the_order_of_time(tmp_path: Path) -> None:
+def test_lines_of_all_nodes_are_read_in_time_order(tmp_path: Path) -> None:
     nodes = [Node(tmp_path, 0), Node(tmp_path, 1)]
     nodes[0].write("rank0.out", "one\n")
     nodes[1].write("rank1.err", "two\n")
@@ -107,15 +105,19 @@ def test_lines_of_all_nodes_come_in_the_order_of_time(tmp_path: Path) -> None:
     nodes[1].write("rank1.out", "six\n")
     reader = LogReader(tmp_path)
     assert reader.read() == [
-        Line(0, 0, stream="out", text="one"), Line(1, 1, stream="err", text="two"), Line(0, 0, stream="err", text="three"),
-        Line(0, 0, stream="out", text="four"), Line(0, 0, stream="out", text="five"), Line(1, 1, stream="out", text="six"),
-    ]  # fmt: skip
+        LogLine(0, 0, stream="out", text="one"),
+        LogLine(1, 1, stream="err", text="two"),
+        LogLine(0, 0, stream="err", text="three"),
+        LogLine(0, 0, stream="out", text="four"),
+        LogLine(0, 0, stream="out", text="five"),
+        LogLine(1, 1, stream="out", text="six"),
+    ]
     assert reader.read() == []
     assert reader.finish() == []
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_reader_follows_what_grows(tmp_path: Path) -> None:
+def test_reader_returns_new_lines_of_growing_files(tmp_path: Path) -> None:
     reader = LogReader(tmp_path)
     assert reader.read() == reader.finish() == []
     node = Node(tmp_path, 0)
@@ -131,7 +133,7 @@ def test_a_reader_follows_what_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_the_end_shows_lines_that_have_none(tmp_path: Path) -> None:
+def test_finish_returns_lines_without_line_break(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     node.write("rank0.out", "whole\npart")
     node.write("rank1.err", "other part", note=False)
@@ -142,25 +144,26 @@ def test_the_end_shows_lines_that_have_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_file_that_ends_in_a_line_break_has_no_empty_last_line(tmp_path: Path) -> None:
+def test_file_ending_in_line_break_has_no_empty_last_line(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     node.write("rank0.out", "\none\n\n")
     assert texts(LogReader(tmp_path).finish()) == ["", "one", ""]
 
 
 @pytest.mark.usefixtures("clock")
-def test_restarts_are_read_after_each_other(tmp_path: Path) -> None:
+def test_restarts_are_read_in_order(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     node.write("rank0.out", "first start\n")
     node.write("rank0.restart1.out", "second start\n")
     node.write("rank0.restart10.out", "eleventh start\n")
     assert LogReader(tmp_path).read() == [
-        Line(0, 0, stream="out", text=f"{word} start") for word in ("first", "second", "eleventh")
+        LogLine(0, 0, stream="out", text=f"{word} start")
+        for word in ("first", "second", "eleventh")
     ]
 
 
 @pytest.mark.usefixtures("clock")
-def test_restarts_without_a_timeline_are_read_in_their_order(tmp_path: Path) -> None:
+def test_restarts_without_timeline_are_read_in_order(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     for name in ("rank0.restart10.out", "rank0.out", "rank0.restart2.out"):
         node.write(name, f"{name}\n", note=False)
@@ -182,10 +185,8 @@ STARTS = (
 
 @pytest.mark.parametrize("noted", [False, True])
 @pytest.mark.usefixtures("clock")
-def test_attempts_are_read_in_their_order(tmp_path: Path, noted: bool) -> None:
-    """What an agent wrote at its end may be noted by that of the next attempt, together with that
-    one's first lines.
-    """
+def test_attempts_are_read_in_order(tmp_path: Path, noted: bool) -> None:
+    """The next attempt's agent may note the last lines of an attempt with its own first lines."""
     node = Node(tmp_path, 0)
     for name in sorted(STARTS):
         node.write(name, f"{name}\n", note=False)
@@ -198,18 +199,18 @@ def test_attempts_are_read_in_their_order(tmp_path: Path, noted: bool) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_torchrun_s_lines_have_no_rank(tmp_path: Path) -> None:
+def test_lines_of_torchrun_have_no_rank(tmp_path: Path) -> None:
     node = Node(tmp_path, 1)
     node.write("torchrun.err", "W1105 torchrun says\n")
     node.write("torchrun.restart1.out", "again\n")
     assert LogReader(tmp_path).read() == [
-        Line(1, None, stream="err", text="W1105 torchrun says"),
-        Line(1, None, stream="out", text="again"),
+        LogLine(1, None, stream="err", text="W1105 torchrun says"),
+        LogLine(1, None, stream="out", text="again"),
     ]
 
 
 @pytest.mark.usefixtures("clock")
-def test_one_rank_or_one_node_may_be_asked_for(tmp_path: Path) -> None:
+def test_reader_returns_lines_of_requested_rank_or_node(tmp_path: Path) -> None:
     for node_rank in range(2):
         node = Node(tmp_path, node_rank)
         for rank in (2 * node_rank, 2 * node_rank + 1):
@@ -222,7 +223,7 @@ def test_one_rank_or_one_node_may_be_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_files_that_are_no_logs_are_left_alone(tmp_path: Path) -> None:
+def test_files_with_other_names_are_not_read(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     for name in (
         "store.log",
@@ -242,14 +243,14 @@ def test_files_that_are_no_logs_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_progress_bars_show_what_is_left_standing(tmp_path: Path) -> None:
+def test_progress_bar_is_read_as_its_last_state(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     node.write("rank0.err", b"10%\r50%\r100%\nnext\r\n\r\n7%\r")
     assert texts(LogReader(tmp_path).finish()) == ["100%", "next", "", "7%"]
 
 
 @pytest.mark.usefixtures("clock")
-def test_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
+def test_invalid_utf8_is_read_as_replacement_character(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     node.write("rank0.out", "☃".encode()[:2])
     reader = LogReader(tmp_path)
@@ -272,10 +273,8 @@ def test_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
         b"nan rank0.out 3\n",
     ],
 )
-def test_a_timeline_that_was_cut_off_or_spoilt_costs_the_order_alone(
-    tmp_path: Path, junk: bytes
-) -> None:
-    """A full disk, or an agent that was killed while it wrote."""
+def test_broken_timeline_loses_no_lines(tmp_path: Path, junk: bytes) -> None:
+    """The disk was full, or the agent was killed while it wrote."""
     node = Node(tmp_path, 0)
     node.write("rank0.out", "one\n")
     node.write("timeline", junk, note=False)
@@ -286,20 +285,20 @@ def test_a_timeline_that_was_cut_off_or_spoilt_costs_the_order_alone(
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_name_in_a_timeline_leads_nowhere_else(tmp_path: Path) -> None:
+def test_timeline_entry_outside_node_directory_is_ignored(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     (tmp_path / "logs" / "rank5.out").write_text("elsewhere\n")
     node.write(
         "timeline",
-        "1700000000.000 ../rank5.out 10\n1700000000.000 /etc/passwd 10\n1700000000.000 rank6.out 10\n",
+        "1700000000.000 ../rank5.out 10\n"
+        "1700000000.000 /etc/passwd 10\n"
+        "1700000000.000 rank6.out 10\n",
         note=False,
     )
     assert LogReader(tmp_path).finish() == []
 
 
-def test_a_clock_that_is_set_back_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_set_back_loses_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 200.0, 50.0, 60.0])
     monkeypatch.setattr(log_files.time, "time", lambda: next(times))
     node = Node(tmp_path, 0)
@@ -308,7 +307,7 @@ def test_a_clock_that_is_set_back_loses_nothing(
     assert texts(LogReader(tmp_path).finish()) == ["0", "1", "2", "3"]
 
 
-def test_a_timeline_notes_growth_and_nothing_else(tmp_path: Path) -> None:
+def test_timeline_notes_only_growth_of_log_files(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     node.timeline.note()
     assert not (node.directory / "timeline").exists()
@@ -324,7 +323,7 @@ def test_a_timeline_notes_growth_and_nothing_else(tmp_path: Path) -> None:
     ] == [["rank0.out", "5"], ["rank0.err", "1"]]
 
 
-def test_a_timeline_of_a_directory_that_is_gone_is_quiet(tmp_path: Path) -> None:
+def test_timeline_of_missing_directory_raises_no_error(tmp_path: Path) -> None:
     Timeline(tmp_path / "nowhere").note()
 
 
@@ -338,18 +337,18 @@ steps = st.lists(
         st.booleans(),
     ),
     max_size=25,
-)  # node, local rank, stream, what is written, whether the agent looks, whether the reader reads
+)  # node, local rank, stream, text, whether the agent notes it, whether the reader reads
 
 
 @given(steps)
-def test_nothing_is_lost_and_nothing_invented(
+def test_reader_returns_exactly_lines_that_were_written(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, str, str, bool, bool]]
 ) -> None:
     job_dir = tmp_path_factory.mktemp("job", numbered=True)
     nodes = [Node(job_dir, 0), Node(job_dir, 1)]
     reader = LogReader(job_dir)
     written: dict[tuple[int, int, str], str] = {}
-    seen: list[Line] = []
+    seen: list[LogLine] = []
     for node_rank, local_rank, stream, text, note, read in steps:
         rank = 2 * node_rank + local_rank
         nodes[node_rank].write(f"rank{rank}.{stream}", text, note=note)
@@ -367,7 +366,7 @@ def test_nothing_is_lost_and_nothing_invented(
     assert {(line.node_rank, line.rank, line.stream) for line in seen} <= written.keys()
 
 
-def test_a_directory_that_goes_away_between_two_looks_is_quiet(
+def test_directory_removed_between_two_polls_raises_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = LogReader(tmp_path)
@@ -375,7 +374,7 @@ def test_a_directory_that_goes_away_between_two_looks_is_quiet(
     assert reader.read() == reader.finish() == []
 
 
-# -- last lines --------------------------------------------------------------------------------------------------------------
+# -- last lines ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -392,12 +391,14 @@ def test_a_directory_that_goes_away_between_two_looks_is_quiet(
         ),
     ],
 )
-def test_last_lines(tmp_path: Path, content: bytes, wanted: tuple[str, ...]) -> None:
+def test_last_lines_skip_empty_lines_and_are_at_most_20(
+    tmp_path: Path, content: bytes, wanted: tuple[str, ...]
+) -> None:
     (tmp_path / "file").write_bytes(content)
     assert last_lines(tmp_path / "file") == wanted
 
 
-def test_last_lines_are_few_and_from_the_end(tmp_path: Path) -> None:
+def test_last_lines_of_large_file_stay_within_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 10_000_000 + b"\nlast but one\nlast\n")
     assert last_lines(path, 1) == ("last",)
@@ -408,7 +409,7 @@ def test_last_lines_are_few_and_from_the_end(tmp_path: Path) -> None:
     assert last_lines(tmp_path) == ()
 
 
-def test_a_progress_bar_does_not_crowd_out_the_last_lines(tmp_path: Path) -> None:
+def test_last_lines_keep_only_last_state_of_progress_bar(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(
         b"Traceback\n"
@@ -418,7 +419,7 @@ def test_a_progress_bar_does_not_crowd_out_the_last_lines(tmp_path: Path) -> Non
     assert last_lines(path, 3) == ("Traceback", "100%", "ValueError: boom")
 
 
-# -- folding -----------------------------------------------------------------------------------------------------------------
+# -- folding ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,12 +432,12 @@ def test_a_progress_bar_does_not_crowd_out_the_last_lines(tmp_path: Path) -> Non
         ([0, 2, 4, 5], ["0", "2", "4-5"]),
     ],
 )
-def test_ranges(numbers: list[int], wanted: list[str]) -> None:
+def test_ranges_join_consecutive_numbers(numbers: list[int], wanted: list[str]) -> None:
     assert ranges(numbers) == wanted
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_ranges_name_each_number_once(numbers: set[int]) -> None:
+def test_ranges_contain_each_number_once(numbers: set[int]) -> None:
     named = []
     for part in ranges(sorted(numbers)):
         first, _, last = part.partition("-")
@@ -444,47 +445,47 @@ def test_ranges_name_each_number_once(numbers: set[int]) -> None:
     assert named == sorted(numbers)
 
 
-def test_lines_that_ranks_write_alike_are_one() -> None:
-    lines = [Line(0, rank, stream="out", text="loading") for rank in (0, 1, 2, 5)] + [
-        Line(0, 3, stream="out", text="other")
+def test_equal_lines_of_ranks_are_folded() -> None:
+    lines = [LogLine(0, rank, stream="out", text="loading") for rank in (0, 1, 2, 5)] + [
+        LogLine(0, 3, stream="out", text="other")
     ]
     assert fold(lines) == [Folded("0-2,5", "out", text="loading"), Folded("3", "out", text="other")]
 
 
-def test_streams_are_never_mixed() -> None:
-    assert fold([Line(0, 0, stream="out", text="x"), Line(0, 1, stream="err", text="x")]) == [
+def test_equal_lines_of_different_streams_are_not_folded() -> None:
+    assert fold([LogLine(0, 0, stream="out", text="x"), LogLine(0, 1, stream="err", text="x")]) == [
         Folded("0", "out", text="x"),
         Folded("1", "err", text="x"),
     ]
 
 
-def test_a_rank_s_own_repetitions_stay() -> None:
-    assert fold([Line(0, 0, stream="out", text="x")] * 3) == [Folded("0", "out", text="x")] * 3
+def test_repeated_lines_of_one_rank_are_kept() -> None:
+    assert fold([LogLine(0, 0, stream="out", text="x")] * 3) == [Folded("0", "out", text="x")] * 3
 
 
-def test_torchruns_are_named_by_their_node() -> None:
+def test_folded_lines_of_torchrun_are_labelled_by_node() -> None:
     lines = [
-        Line(1, None, stream="out", text="x"),
-        Line(0, None, stream="out", text="x"),
-        Line(0, 4, stream="out", text="x"),
+        LogLine(1, None, stream="out", text="x"),
+        LogLine(0, None, stream="out", text="x"),
+        LogLine(0, 4, stream="out", text="x"),
     ]
     assert fold(lines) == [Folded("node0,node1,4", "out", text="x")]
 
 
-def test_ranks_that_drifted_apart_are_told_apart() -> None:
+def test_lines_of_ranks_in_different_order_are_all_kept() -> None:
     lines = [
-        Line(0, 0, stream="out", text="a"),
-        Line(0, 1, stream="out", text="b"),
-        Line(0, 0, stream="out", text="b"),
-        Line(0, 1, stream="out", text="a"),
+        LogLine(0, 0, stream="out", text="a"),
+        LogLine(0, 1, stream="out", text="b"),
+        LogLine(0, 0, stream="out", text="b"),
+        LogLine(0, 1, stream="out", text="a"),
     ]
     shown = fold(lines)
     assert [item.text for item in shown if "0" in item.label.replace("-", "0")][:1] == ["a"]
-    assert Counter(rank for item in shown for rank in members(item.label)) == {0: 2, 1: 2}
+    assert Counter(rank for item in shown for rank in writers(item.label)) == {0: 2, 1: 2}
 
 
-def members(label: str) -> list[object]:
-    """Return whom a label names: ranks as numbers, torchruns as words."""
+def writers(label: str) -> list[object]:
+    """Return the writers that a label names: ranks as numbers, torchruns as text."""
     found: list[object] = []
     for part in label.split(","):
         if part.startswith("node"):
@@ -497,7 +498,7 @@ def members(label: str) -> list[object]:
 
 some_lines = st.lists(
     st.builds(
-        Line,
+        LogLine,
         node_rank=st.integers(0, 1),
         rank=st.none() | st.integers(0, 4),
         stream=st.sampled_from(["out", "err"]),
@@ -508,24 +509,24 @@ some_lines = st.lists(
 
 
 @given(some_lines)
-def test_folding_keeps_each_rank_s_lines_in_their_order(lines: list[Line]) -> None:
+def test_folding_keeps_line_order_of_each_rank(lines: list[LogLine]) -> None:
     def by_writer(pairs: list[tuple[object, str, str]]) -> dict[tuple[object, str], list[str]]:
         found: dict[tuple[object, str], list[str]] = {}
-        for who, stream, text in pairs:
-            found.setdefault((who, stream), []).append(text)
+        for writer, stream, text in pairs:
+            found.setdefault((writer, stream), []).append(text)
         return found
 
     shown = fold(lines)
-    said = by_writer(
+    expected = by_writer(
         [
             (f"node{line.node_rank}" if line.rank is None else line.rank, line.stream, line.text)
             for line in lines
         ]
     )
-    told = by_writer(
-        [(who, item.stream, item.text) for item in shown for who in members(item.label)]
+    folded = by_writer(
+        [(writer, item.stream, item.text) for item in shown for writer in writers(item.label)]
     )
-    assert told == said
+    assert folded == expected
     assert len(shown) <= len(lines)
 
 
@@ -533,7 +534,7 @@ def test_folding_keeps_each_rank_s_lines_in_their_order(lines: list[Line]) -> No
     st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=10),
     st.integers(1, 20),
 )
-def test_equal_output_of_all_ranks_is_shown_once(said: list[str], ranks: int) -> None:
-    lines = [Line(0, rank, stream="out", text=text) for rank in range(ranks) for text in said]
+def test_equal_output_of_all_ranks_is_shown_once(output: list[str], ranks: int) -> None:
+    lines = [LogLine(0, rank, stream="out", text=text) for rank in range(ranks) for text in output]
     label = "0" if ranks == 1 else f"0-{ranks - 1}"
-    assert fold(lines) == [Folded(label, "out", text=text) for text in said]
+    assert fold(lines) == [Folded(label, "out", text=text) for text in output]

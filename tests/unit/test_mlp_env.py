@@ -1,5 +1,6 @@
-"""Volcengine's MLP_* variables: hosts of two kinds, an index of two kinds, roles, quotes, and tasks
-of the MPI kind.
+"""Placement of a node from Volcengine's MLP_* variables.
+
+The tests cover both kinds of hosts and of indices, roles, quoted values and MPI tasks.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import protocol
 from clusterjob.node.rendezvous.identity import JobIdentity
-from clusterjob.node.rendezvous.membership import Gathering
+from clusterjob.node.rendezvous.membership import Membership
+from clusterjob.node.rendezvous.messages import Hello
 
-# As the platform documents them, for worker 2 of 3 with RDMA: hosts are RDMA's addresses, primary
-# hosts the VPC's.
+# Variables of worker 2 of 3 with RDMA, as the platform documents them: hosts are RDMA addresses,
+# primary hosts are addresses in the VPC.
 NODE = {
     "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": "2", "MLP_WORKER_NUM": "3", "MLP_WORKER_GPU": "8",
     "MLP_WORKER_CPU": "112", "MLP_WORKER_ALL_HOSTS": "192.168.0.1,192.168.0.2,192.168.0.3",
@@ -42,7 +44,7 @@ def conflict(environ: dict[str, str]) -> str:
     return finding.conflicts[0]
 
 
-def test_the_primary_host_and_the_index_by_rack_come_first() -> None:
+def test_primary_host_and_index_by_rack_are_preferred() -> None:
     finding = detect(NODE)
     assert finding.place == Topology(
         3, 1, nproc_per_node=8, master_addr="10.0.0.1", master_port=2222, source="mlp"
@@ -57,7 +59,7 @@ def test_the_primary_host_and_the_index_by_rack_come_first() -> None:
     assert "same index" in ignored["MLP_ROLE_INDEX"]
 
 
-def test_without_them_the_documented_launch_line_s_variables_do() -> None:
+def test_host_and_role_index_are_used_without_primary_host_and_rack() -> None:
     plain = without(
         "MLP_WORKER_RACK_RANK_INDEX", "MLP_WORKER_0_PRIMARY_HOST", "MLP_WORKER_ALL_PRIMARY_HOSTS"
     )
@@ -72,7 +74,7 @@ def test_without_them_the_documented_launch_line_s_variables_do() -> None:
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])
-def test_values_may_carry_quotes(quote: str) -> None:
+def test_quotes_around_values_are_removed(quote: str) -> None:
     assert (
         detect({name: f"{quote}{value}{quote}" for name, value in NODE.items()}).place
         == detect(NODE).place
@@ -81,7 +83,7 @@ def test_values_may_carry_quotes(quote: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["[fd00::1]", "fd00::1", "'[fd00::1]'"])
-def test_addresses_may_be_of_ipv6(host: str) -> None:
+def test_ipv6_address_is_accepted(host: str) -> None:
     found = detect(
         NODE
         | {
@@ -93,14 +95,14 @@ def test_addresses_may_be_of_ipv6(host: str) -> None:
     assert found.master_addr == "fd00::1"
 
 
-def test_a_machine_without_gpus_leaves_the_number_of_workers_open() -> None:
+def test_machine_without_gpus_sets_no_worker_count() -> None:
     finding = detect(NODE | {"MLP_WORKER_GPU": "0"})
     assert isinstance(finding.place, Topology)
     assert finding.place.nproc_per_node is None
     assert "nproc_per_node" not in finding.evidence
 
 
-def test_the_role_names_the_variables() -> None:
+def test_role_selects_names_of_variables() -> None:
     chief = {
         name.replace("WORKER", "CHIEF"): value.replace("WORKER", "chief")
         for name, value in NODE.items()
@@ -114,56 +116,61 @@ def test_the_role_names_the_variables() -> None:
 
 
 @pytest.mark.parametrize("role", ["PS", "SERVER", "SCHEDULER", "EVALUATOR"])
-def test_whoever_stands_beside_the_workers_does_not_train_alone(role: str) -> None:
+def test_role_beside_workers_is_refused(role: str) -> None:
     beside = NODE | {
         "MLP_ROLE": role,
         "MLP_ROLE_INDEX": "0",
         f"MLP_{role}_NUM": "1",
         f"MLP_{role}_0_HOST": "10.0.0.9",
     }
-    assert f"MLP_ROLE={role}, beside MLP_WORKER_NUM=3" in conflict(beside)
-    assert detect(NODE | {f"MLP_{role}_NUM": "1"}).sound  # the workers themselves
+    assert f"MLP_ROLE={role}, but MLP_WORKER_NUM=3" in conflict(beside)
+    assert detect(NODE | {f"MLP_{role}_NUM": "1"}).sound  # a worker beside that role
 
 
 @pytest.mark.parametrize(("own", "rack"), [("0", "1"), ("2", "0")])
-def test_both_indices_agree_about_node_0(own: str, rack: str) -> None:
-    words = conflict(NODE | {"MLP_ROLE_INDEX": own, "MLP_WORKER_RACK_RANK_INDEX": rack})
+def test_indices_that_disagree_about_node_0_are_refused(own: str, rack: str) -> None:
+    message = conflict(NODE | {"MLP_ROLE_INDEX": own, "MLP_WORKER_RACK_RANK_INDEX": rack})
     assert (
-        words
-        == f"MLP_ROLE_INDEX={own} and MLP_WORKER_RACK_RANK_INDEX={rack} disagree about who is node 0"
+        message
+        == f"MLP_ROLE_INDEX={own} and MLP_WORKER_RACK_RANK_INDEX={rack} disagree about node 0"
     )
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"MLP_WORKER_NUM": "three"}, "MLP_WORKER_NUM='three' is not a whole number"),
         ({"MLP_WORKER_RACK_RANK_INDEX": "3"}, "node_rank is 3, outside 0..2"),
         ({"MLP_WORKER_0_PORT": "99999"}, "master_port is 99999"),
         (
             {"MLP_WORKER_0_PRIMARY_HOST": "localhost"},
-            "which each of the 3 nodes is itself (master_addr); node 0's own address in the network works",
+            (
+                "a loopback address, but there are 3 nodes (master_addr): "
+                "set node 0's address in the network"
+            ),
         ),
-        ({"MLP_WORKER_0_PRIMARY_HOST": "a; rm -rf /"}, "is no host"),
+        ({"MLP_WORKER_0_PRIMARY_HOST": "a; rm -rf /"}, "is not a host"),
         ({"MLP_WORKER_ALL_PRIMARY_HOSTS": "10.0.0.1"}, "lists 1 hosts, MLP_WORKER_NUM is 3"),
         (
             {"MLP_MPI_HOSTS": "10.0.0.1,10.0.0.2,10.0.0.3"},
-            "runs its entry command on worker 0 alone, and there are 3 hosts",
+            "runs its entry command on worker 0 alone, but there are 3 hosts",
         ),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(change: dict[str, str], words: str) -> None:
-    assert words in conflict(NODE | change)
+def test_invalid_variable_gives_one_conflict(change: dict[str, str], message: str) -> None:
+    assert message in conflict(NODE | change)
 
 
-def test_a_task_of_the_mpi_kind_is_told_how_to_fan_out() -> None:
-    words = conflict(NODE | {"MLP_MPI_HOSTS": "a,b", "MLP_MPI_HOSTFILE": "/root/mpi_rack_hostfile"})
-    assert "--hostfile $MLP_MPI_HOSTFILE" in words
-    assert "port 2200" in words
+def test_mpi_task_is_refused_with_options_of_mpirun() -> None:
+    message = conflict(
+        NODE | {"MLP_MPI_HOSTS": "a,b", "MLP_MPI_HOSTFILE": "/root/mpi_rack_hostfile"}
+    )
+    assert "--hostfile $MLP_MPI_HOSTFILE" in message
+    assert "port 2200" in message
     assert detect(NODE | {"MLP_MPI_HOSTS": "10.0.0.1"}).sound
 
 
-def test_processes_that_mpirun_starts_there_are_mpirun_s() -> None:
+def test_processes_of_mpirun_are_detected_as_openmpi() -> None:
     started = {
         "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2222",
@@ -172,21 +179,21 @@ def test_processes_that_mpirun_starts_there_are_mpirun_s() -> None:
     assert (finding.source, finding.level, finding.conflicts) == ("openmpi", "worker", ())
 
 
-def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: Path) -> None:
-    """One node's launch script may have been given the index by rack, another's not: ranks would
-    come twice, or trade places.
+def test_nodes_with_different_indices_are_refused_at_rendezvous(tmp_path: Path) -> None:
+    """The launch script of one node may use the index by rack and that of another may not.
+
+    Two nodes would then have the same rank, or exchange their ranks.
     """
 
-    def agent(environ: dict[str, str], node_rank: int) -> dict[str, object]:
+    def hello_of(environ: dict[str, str], node_rank: int) -> Hello:
         counted_by = find_node(environ).evidence["node_rank"]
-        return {
-            "job": "j", "attempt": 0, "node_rank": node_rank, "nnodes": 3, "nproc": 1,
-            "host": f"h{node_rank}", "pid": 7, "counted_by": counted_by,
-        }  # fmt: skip
+        return Hello(
+            node_rank, f"h{node_rank}", pid=7, attempt=0, nnodes=3, nproc=1, counted_by=counted_by
+        )
 
     by_rack, by_role = NODE, without("MLP_WORKER_RACK_RANK_INDEX")
 
-    async def meet() -> str:
+    async def join_nodes() -> str:
         job = JobIdentity(
             "j",
             0,
@@ -195,17 +202,18 @@ def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: P
             has_torch=False,
             counted_by="MLP_WORKER_RACK_RANK_INDEX",
         )
-        gathering = Gathering(
+        membership = Membership(
             3, parse(["x.py"]), job=job, events=EventLog(tmp_path / "events.jsonl")
         )
-        gathering.join(agent(by_rack, 0), lambda _message: None)
-        gathering.join(agent(by_rack, 1), lambda _message: None)
-        with pytest.raises(protocol.Refused) as caught:
-            gathering.join(agent(by_role, 2), lambda _message: None)
+        membership.join(hello_of(by_rack, 0), lambda _message: None)
+        membership.join(hello_of(by_rack, 1), lambda _message: None)
+        with pytest.raises(protocol.RefusedError) as caught:
+            membership.join(hello_of(by_role, 2), lambda _message: None)
         return str(caught.value)
 
-    assert asyncio.run(meet()) == (
-        "node 2 on h2 (pid 7) is counted by MLP_ROLE_INDEX, node 0 by MLP_WORKER_RACK_RANK_INDEX: all nodes have to use the same index"
+    assert asyncio.run(join_nodes()) == (
+        "node 2 on h2 (pid 7) reads its node_rank from MLP_ROLE_INDEX,"
+        " node 0 from MLP_WORKER_RACK_RANK_INDEX: all nodes must use the same variable"
     )
 
 
@@ -216,15 +224,15 @@ def test_nodes_that_use_different_indices_are_refused_when_they_meet(tmp_path: P
         ({"LOCAL_RANK": "0", "RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK, RANK, WORLD_SIZE"),
     ],
 )
-def test_stale_variables_of_a_process_beside_a_complete_set_are_named(
+def test_stale_process_variables_beside_variables_of_node_are_named(
     stale: dict[str, str], names: str
 ) -> None:
     finding = detect(NODE | stale)
     assert (finding.source, finding.place) == ("env", None)
-    verb = "say" if "," in names else "says"
-    assert (
-        finding.conflicts[0]
-        == f"{names} {verb} that this is a process of a job, and the variables of mlp give a node's place: unset {names}"
+    verb = "describe" if "," in names else "describes"
+    assert finding.conflicts[0] == (
+        f"{names} {verb} one process of a job, "
+        f"but the variables of mlp describe a node: unset {names}"
     )
     assert detect(without("MLP_WORKER_NUM") | stale).conflicts[0] == (
         "RANK" if "," not in names else "MASTER_ADDR"
@@ -237,4 +245,4 @@ def test_stale_variables_of_a_process_beside_a_complete_set_are_named(
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert detect(NODE | worker).conflicts == ()  # a launcher's own processes on such a node
+    assert detect(NODE | worker).conflicts == ()  # processes that a launcher starts on such a node

@@ -1,5 +1,6 @@
-"""How a platform's jobs stand, with answers of the command that are written down: builds that
-differ, many jobs, words of errors.
+"""Status of jobs on a batch platform, from recorded answers of its command.
+
+The answers come from different builds of the command, for many jobs and for errors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 
 from clusterjob.backends.batch_command import attempts
 from clusterjob.backends.batch_command.backend import Account
-from clusterjob.backends.batch_command.command import Answer
+from clusterjob.backends.batch_command.command import CommandOutput
 from clusterjob.backends.batch_command.platform import Instance, Platform, Task
 from clusterjob.backends.mlp import client
 from clusterjob.backends.mlp.backend import MlpBackend
@@ -58,63 +59,66 @@ def task_id(number: int) -> str:
     return f"t-20260101{number:06d}-abcde"
 
 
-class Said:
-    """The command in a process of its own would take 100 ms a call: what it was asked, and what it
-    answers.
+class FakeCommand:
+    """Record the calls of the platform's command and return prepared answers.
+
+    The real command is a process that takes 100 ms for each call.
     """
 
-    def __init__(self, answer: Callable[[Sequence[str]], Answer]) -> None:
+    def __init__(self, answer: Callable[[Sequence[str]], CommandOutput]) -> None:
         self.calls: list[list[str]] = []
         self._answer = answer
 
-    def __call__(self, argv: Sequence[str], more: Any, patience: float = 0) -> Answer:
+    def __call__(self, argv: Sequence[str], more: Any, timeout: float = 0) -> CommandOutput:
         self.calls.append(list(argv[2:]))
         return self._answer(argv[2:])
 
 
 @pytest.fixture
-def volc(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]], Answer]], Said]:
-    def make(answer: Callable[[Sequence[str]], Answer]) -> Said:
-        said = Said(answer)
-        monkeypatch.setattr(client, "run", said)
+def volc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[Sequence[str]], CommandOutput]], FakeCommand]:
+    def make(answer: Callable[[Sequence[str]], CommandOutput]) -> FakeCommand:
+        command = FakeCommand(answer)
+        monkeypatch.setattr(client, "run", command)
         monkeypatch.setattr(client.shutil, "which", lambda _: "/usr/bin/volc")
-        return said
+        return command
 
     return make
 
 
-def listing(rows: Rows) -> Callable[[Sequence[str]], Answer]:
-    """Answer as `list` does, the newest first, page by page; no worker tells anything."""
+def listing(rows: Rows) -> Callable[[Sequence[str]], CommandOutput]:
+    """Answer `list` page by page, the newest task first; workers return nothing."""
 
-    def answer(words: Sequence[str]) -> Answer:
-        if words[0] != "list":
-            return Answer(0, "[]" if words[0] == "instance" else "", err="")
-        given = dict(zip(words[1::2], words[2::2], strict=True))
-        found = [row for row in reversed(rows) if given.get("--name", "") in row["JobName"]]
-        begin = int(given["--offset"])
-        return Answer(
+    def answer(argv: Sequence[str]) -> CommandOutput:
+        if argv[0] != "list":
+            return CommandOutput(0, "[]" if argv[0] == "instance" else "", err="")
+        options = dict(zip(argv[1::2], argv[2::2], strict=True))
+        found = [row for row in reversed(rows) if options.get("--name", "") in row["JobName"]]
+        begin = int(options["--offset"])
+        return CommandOutput(
             0,
             "a newer version is there!\n"
-            + json.dumps(found[begin : begin + int(given["--limit"])]),
+            + json.dumps(found[begin : begin + int(options["--limit"])]),
             err="",
         )
 
     return answer
 
 
-def test_500_jobs_are_a_few_questions(tmp_path: Path, volc: Any) -> None:
+def test_status_of_500_jobs_takes_at_most_six_calls(tmp_path: Path, volc: Any) -> None:
     rows = [
         {"JobId": task_id(number), "JobName": f"job-{number}", "Status": "Running"}
         for number in range(500)
     ]
-    said = volc(listing(rows))
+    command = volc(listing(rows))
     records = [record(f"job-{number}", tmp_path) for number in range(500)]
     found = MlpBackend().status(records)
     assert {status.state for status in found.values()} == {JobState.RUNNING}
-    assert len(said.calls) <= 6, "100 rows a page, and one that is empty"
+    assert len(command.calls) <= 6, "100 rows a page, and one that is empty"
 
 
-def test_an_old_account_is_not_read_to_its_end(volc: Any) -> None:
+def test_task_search_skips_pages_of_older_tasks(volc: Any) -> None:
     moments = [time.gmtime(1_700_000_000 + 60 * number) for number in range(5000)]
     rows = [
         {
@@ -132,10 +136,10 @@ def test_an_old_account_is_not_read_to_its_end(volc: Any) -> None:
         }
         for number in range(5)
     ]
-    said = volc(listing(rows))
+    command = volc(listing(rows))
     since = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, 0))
     assert len(Volc().tasks([f"new-{number}" for number in range(5)], since)) == 5
-    assert len(said.calls) == 1
+    assert len(command.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -157,9 +161,11 @@ def test_an_old_account_is_not_read_to_its_end(volc: Any) -> None:
         },
     ],
 )
-def test_both_spellings_of_an_answer_are_read(row: dict[str, Any], volc: Any) -> None:
+def test_task_rows_with_both_field_spellings_are_read(row: dict[str, Any], volc: Any) -> None:
     volc(
-        lambda words: Answer(0, json.dumps({"Total": 1, "List": [row, {"strange": True}]}), err="")
+        lambda argv: CommandOutput(
+            0, json.dumps({"Total": 1, "List": [row, {"strange": True}]}), err=""
+        )
     )
     (task,) = Volc().tasks(["a"])
     assert (task.id, task.state, task.words) == (task_id(1), JobState.FAILED, "Failed")
@@ -170,9 +176,9 @@ def test_both_spellings_of_an_answer_are_read(row: dict[str, Any], volc: Any) ->
 
 
 @pytest.mark.parametrize("name", ["worker_3", "t-20260101000000-abcde-worker-3"])
-def test_both_names_of_a_worker_are_read(name: str, volc: Any) -> None:
+def test_worker_names_in_both_formats_are_read(name: str, volc: Any) -> None:
     volc(
-        lambda words: Answer(
+        lambda argv: CommandOutput(
             0,
             json.dumps(
                 [{"Name": name, "State": "Failed", "ExitCode": "7", "DiagInfo": {"Reason": "x"}}]
@@ -186,61 +192,61 @@ def test_both_names_of_a_worker_are_read(name: str, volc: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "words"),
+    ("answer", "kind", "message"),
     [
         (
-            Answer(1, "", err='Error: exec: "mlp": executable file not found in $PATH'),
+            CommandOutput(1, "", err='Error: exec: "mlp": executable file not found in $PATH'),
             SubmitError,
             "does not find its sibling mlp",
         ),
         (
-            Answer(1, "", err="AccessKeyId or SecretAccessKey is empty"),
+            CommandOutput(1, "", err="AccessKeyId or SecretAccessKey is empty"),
             SubmitError,
-            "nobody is logged in",
+            "not logged in",
         ),
         (
-            Answer(1, "AccessDenied: User is not authorized to perform", err=""),
+            CommandOutput(1, "AccessDenied: User is not authorized to perform", err=""),
             SubmitError,
             "no permission",
         ),
         (
-            Answer(1, "", err="resource queue nowhere is not found"),
+            CommandOutput(1, "", err="resource queue nowhere is not found"),
             SubmitError,
             "does not know the queue",
         ),
         (
-            Answer(1, "", err="InvalidParameter: flavor ml.x does not exist"),
+            CommandOutput(1, "", err="InvalidParameter: flavor ml.x does not exist"),
             SubmitError,
             "no such flavor",
         ),
         (
-            Answer(1, "", err="dial tcp: lookup open.volcengineapi.com: no such host"),
+            CommandOutput(1, "", err="dial tcp: lookup open.volcengineapi.com: no such host"),
             SubmitError,
             "is not reached",
         ),
         (
-            Answer(1, "", err="something new"),
+            CommandOutput(1, "", err="something new"),
             SubmitError,
             "the platform refuses the task: something new",
         ),
         (
-            Answer(1, "", err="net/http: request canceled (Client.Timeout exceeded)"),
+            CommandOutput(1, "", err="net/http: request canceled (Client.Timeout exceeded)"),
             SubmitInDoubtError,
             "does not answer",
         ),
         (
-            Answer(-9, "", err="volc did not answer", timed_out=True),
+            CommandOutput(-9, "", err="volc did not answer", timed_out=True),
             SubmitInDoubtError,
             "did not answer",
         ),
-        (Answer(0, "fine", err=""), SubmitInDoubtError, "printed no task id"),
+        (CommandOutput(0, "fine", err=""), SubmitInDoubtError, "printed no task id"),
     ],
 )
-def test_what_a_submission_says_is_understood(
-    answer: Answer, kind: type[ClusterJobError], words: str, volc: Any
+def test_failed_submission_gives_error_type_and_message(
+    answer: CommandOutput, kind: type[ClusterJobError], message: str, volc: Any
 ) -> None:
     volc(lambda _: answer)
-    with pytest.raises(SubmitError, match=words) as caught:
+    with pytest.raises(SubmitError, match=message) as caught:
         Volc().submit(Path("x.yaml"))
     assert type(caught.value) is kind
 
@@ -252,13 +258,13 @@ def test_what_a_submission_says_is_understood(
         "submit task success, task_id=t-20260101000000-abcde\n",
     ],
 )
-def test_a_submission_s_id_is_found(out: str, volc: Any) -> None:
-    volc(lambda _: Answer(0, out, err=""))
+def test_task_id_is_read_from_json_and_text_output(out: str, volc: Any) -> None:
+    volc(lambda _: CommandOutput(0, out, err=""))
     assert Volc().submit(Path("x.yaml")) == "t-20260101000000-abcde"
 
 
-class Fixed(MlpBackend):
-    """A platform whose tasks the test sets."""
+class FixedTasksBackend(MlpBackend):
+    """Backend of a platform whose tasks, workers and log the test sets."""
 
     def __init__(
         self, tasks: list[Task], instances: Sequence[Instance] = (), lines: Sequence[str] = ()
@@ -266,13 +272,13 @@ class Fixed(MlpBackend):
         super().__init__()
         self.shown, self.workers, self.log = tasks, list(instances), list(lines)
         self.cancelled: list[str] = []
-        self.asked = 0
+        self.task_queries = 0
 
     def platform(self, account: Account) -> Platform:
         return self  # type: ignore[return-value]
 
     def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:
-        self.asked += 1
+        self.task_queries += 1
         return self.shown
 
     def instances(self, task_id: str) -> list[Instance]:
@@ -285,8 +291,8 @@ class Fixed(MlpBackend):
         self.cancelled.append(wanted)
 
 
-def old(job: Record, *tasks: Task) -> None:
-    """Let the ends of tasks have been seen long ago."""
+def age_task_ends(job: Record, *tasks: Task) -> None:
+    """Record that the ends of the tasks were first seen 10,000 s ago."""
     attempts.Known.of(job.job_dir).meet(tasks)
     path = job.job_dir / "platform.json"
     data = json.loads(path.read_text())
@@ -295,9 +301,9 @@ def old(job: Record, *tasks: Task) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "words", "options", "instances", "expected"),
+    ("state", "task_status", "options", "instances", "expected"),
     [
-        (JobState.SUCCEEDED, "Success", {}, [], ("SUCCEEDED", 0, "the platform says so")),
+        (JobState.SUCCEEDED, "Success", {}, [], ("SUCCEEDED", 0, "the platform reports success")),
         (
             JobState.FAILED,
             "Failed",
@@ -325,54 +331,54 @@ def old(job: Record, *tasks: Task) -> None:
             "Killed",
             {"preemptible": "true"},
             [],
-            ("PREEMPTED", 75, "taken away"),
+            ("PREEMPTED", 75, "reclaimed its machines"),
         ),
         (
             JobState.CANCELLED,
             "Killed",
             {"preemptible": "true", "retries": "0"},
             [],
-            ("PREEMPTED", 75, "taken away"),
+            ("PREEMPTED", 75, "reclaimed its machines"),
         ),
     ],
 )
-def test_an_end_without_a_verdict_is_told_by_the_platform_and_not_at_once(
+def test_end_without_verdict_uses_platform_state_after_wait_for_log(
     tmp_path: Path,
     state: JobState,
-    words: str,
+    task_status: str,
     options: dict[str, str],
     instances: list[Instance],
     expected: tuple[str, int, str],
 ) -> None:
     job = record("a", tmp_path, options=options)
-    ended = Task(task_id(1), "a", state=state, words=words, started_at=now(), ended_at=now())
-    backend = Fixed([ended], instances)
+    ended = Task(task_id(1), "a", state=state, words=task_status, started_at=now(), ended_at=now())
+    backend = FixedTasksBackend([ended], instances)
     first = backend.status([job])["a"]
     assert (first.state, first.verdict) == (JobState.RUNNING, None), "the log may lag"
-    assert "the rest of its log is awaited" in first.reason
-    old(job, ended)
-    found = Fixed([ended], instances).status([job])["a"]
+    assert "waiting for the rest of its log" in first.reason
+    age_task_ends(job, ended)
+    found = FixedTasksBackend([ended], instances).status([job])["a"]
     assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == expected[:2]
     assert expected[2] in found.reason
 
 
 @pytest.mark.parametrize(
-    ("words", "signal", "wished", "options", "expected"),
+    ("task_status", "signal", "cancelled", "options", "expected"),
     [
         ("Killed", "SIGTERM", True, {}, ("CANCELLED", 143)),
         ("Killed", "SIGKILL", True, {}, ("CANCELLED", 143)),
         ("Killed", "SIGTERM", False, {}, ("CANCELLED", 143)),
         ("Killed", "SIGTERM", False, {"preemptible": "true", "retries": "0"}, ("PREEMPTED", 75)),
-        ("Killed", None, True, {}, ("FAILED", 3)),  # it had failed before
-        ("Failed", "SIGKILL", False, {}, ("FAILED", 137)),  # out of memory, say
+        ("Killed", None, True, {}, ("FAILED", 3)),  # the workers failed before the cancel
+        ("Failed", "SIGKILL", False, {}, ("FAILED", 137)),  # for example out of memory
     ],
 )
-def test_workers_that_died_of_the_platform_s_own_signal_have_not_failed(
+def test_workers_killed_by_platform_signal_are_not_reported_as_failed(
     tmp_path: Path,
-    words: str,
+    task_status: str,
     signal: str | None,
-    wished: bool,
+    cancelled: bool,
     options: dict[str, str],
     expected: tuple[str, int],
 ) -> None:
@@ -387,7 +393,7 @@ def test_workers_that_died_of_the_platform_s_own_signal_have_not_failed(
         "signal": signal,
         "message": "it is gone",
     }
-    own = {
+    agent_verdict = {
         "state": "FAILED",
         "exit_code": code,
         "reason": "rank 1 is gone",
@@ -397,41 +403,41 @@ def test_workers_that_died_of_the_platform_s_own_signal_have_not_failed(
     ended = Task(
         task_id(1),
         "a",
-        state=JobState.CANCELLED if words == "Killed" else JobState.FAILED,
-        words=words,
+        state=JobState.CANCELLED if task_status == "Killed" else JobState.FAILED,
+        words=task_status,
         started_at=now(),
         ended_at=now(),
     )
-    old(job, ended)
-    if wished:
+    age_task_ends(job, ended)
+    if cancelled:
         ends.cancel(job.job_dir)
-    found = Fixed(
+    found = FixedTasksBackend(
         [ended],
-        [Instance("worker_0", 0, words=words, exit_code=code)],
-        [f"1 clusterjob-verdict {json.dumps(own)}"],
+        [Instance("worker_0", 0, words=task_status, exit_code=code)],
+        [f"1 clusterjob-verdict {json.dumps(agent_verdict)}"],
     ).status([job])["a"]
     assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == expected
 
 
-@pytest.mark.parametrize(("words", "state"), [("Killed", "CANCELLED"), ("Failed", "FAILED")])
-def test_a_node_that_the_platform_ended_in_its_setup_lines_has_not_failed(
-    tmp_path: Path, words: str, state: str
+@pytest.mark.parametrize(("task_status", "state"), [("Killed", "CANCELLED"), ("Failed", "FAILED")])
+def test_node_ended_by_platform_in_setup_lines_has_platform_state(
+    tmp_path: Path, task_status: str, state: str
 ) -> None:
     job = record("a", tmp_path)
     ended = Task(
-        task_id(1), "a", state=JobState(state), words=words, started_at=now(), ended_at=now()
+        task_id(1), "a", state=JobState(state), words=task_status, started_at=now(), ended_at=now()
     )
-    old(job, ended)
-    ended_all = [Instance("worker_0", 0, words=words, exit_code=143)]
-    found = Fixed(
+    age_task_ends(job, ended)
+    ended_all = [Instance("worker_0", 0, words=task_status, exit_code=143)]
+    found = FixedTasksBackend(
         [ended], ended_all, ["clusterjob-refused 143 h: a setup line failed: module load"]
     ).status([job])["a"]
     assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == (state, 143)
 
 
-def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_path: Path) -> None:
+def test_task_to_retry_is_pending_until_last_attempt_or_timeout(tmp_path: Path) -> None:
     job = record("a", tmp_path, max_restarts=1, options={"retry_interval": "100"})
     ended = [
         Task(task_id(number), "a", state=JobState.FAILED, words="Failed", started_at=now())
@@ -440,13 +446,13 @@ def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_pat
     verdict = {"state": "FAILED", "exit_code": 5, "reason": "rank 0 failed"}
     line = f"1 clusterjob-verdict {json.dumps({**verdict, 'consequences': []})}"
     worker = [Instance("worker_0", 0, words="Failed", exit_code=5)]
-    waiting = Fixed(ended[:1], worker, [line]).status([job])["a"]
+    waiting = FixedTasksBackend(ended[:1], worker, [line]).status([job])["a"]
     assert (waiting.state, waiting.verdict) == (JobState.PENDING, None)
     assert (
         waiting.reason
         == "the platform starts it again (attempt 2 of 2); it was failed: rank 0 failed"
     )
-    last = Fixed(ended[1:], worker, [line]).status([job])["a"]
+    last = FixedTasksBackend(ended[1:], worker, [line]).status([job])["a"]
     assert last.verdict is not None
     assert (last.state, last.restarts, last.verdict.attempt, last.verdict.exit_code) == (
         JobState.FAILED,
@@ -456,32 +462,32 @@ def test_attempts_are_numbered_and_the_last_end_stands_when_no_more_come(tmp_pat
     )
     other = record("b", tmp_path, max_restarts=1, options={"retry_interval": "100"})
     theirs = replace(ended[0], name="b")
-    old(other, theirs)
-    assert Fixed([theirs], worker, [line]).status([other])["b"].state is JobState.FAILED, (
-        "it did not come"
-    )
+    age_task_ends(other, theirs)
+    assert (
+        FixedTasksBackend([theirs], worker, [line]).status([other])["b"].state is JobState.FAILED
+    ), "it did not come"
 
 
 @pytest.mark.parametrize(
-    ("options", "again"),
+    ("options", "attempt_text"),
     [({"retries": "0"}, "(attempt 2)"), ({"retries": "1"}, "(attempt 2 of 2)")],
 )
-def test_a_preemptible_task_is_copied_and_queued_by_the_platform_in_any_case(
-    tmp_path: Path, options: dict[str, str], again: str
+def test_killed_preemptible_task_is_pending_with_any_retry_count(
+    tmp_path: Path, options: dict[str, str], attempt_text: str
 ) -> None:
     job = record("a", tmp_path, options={"preemptible": "true", **options})
     killed = Task(task_id(1), "a", state=JobState.CANCELLED, words="Killed", started_at=now())
     line = (
         '1 clusterjob-verdict {"state": "CANCELLED", "exit_code": 143, "reason": "SIGTERM on gpu7"}'
     )
-    found = Fixed(
+    found = FixedTasksBackend(
         [killed], [Instance("worker_0", 0, words="Killed", exit_code=143)], [line]
     ).status([job])["a"]
     assert (found.state, found.verdict) == (JobState.PENDING, None)
-    assert again in found.reason
+    assert attempt_text in found.reason
 
 
-def test_an_end_is_seen_where_the_disk_takes_no_note(
+def test_end_of_task_is_reported_when_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -489,27 +495,29 @@ def test_an_end_is_seen_where_the_disk_takes_no_note(
 
     job, backend = (
         record("a", tmp_path),
-        Fixed([Task(task_id(1), "a", state=JobState.SUCCEEDED, words="Success", started_at=now())]),
+        FixedTasksBackend(
+            [Task(task_id(1), "a", state=JobState.SUCCEEDED, words="Success", started_at=now())]
+        ),
     )
     monkeypatch.setattr(attempts.files, "write_json", full)
-    assert backend.status([job])["a"].reason.endswith("the rest of its log is awaited")
+    assert backend.status([job])["a"].reason.endswith("waiting for the rest of its log")
     later = time.time() + 30
     monkeypatch.setattr(attempts.time, "time", lambda: later)
-    time.sleep(0.01)  # the pause between two questions
+    time.sleep(0.01)  # longer than the poll interval
     assert backend.status([job])["a"].state is JobState.SUCCEEDED
 
 
-def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:
+def test_task_missing_from_list_is_unknown_first_and_lost_later(tmp_path: Path) -> None:
     job = record("a", tmp_path)
-    assert Fixed([]).status([job])["a"].state is JobState.PENDING
+    assert FixedTasksBackend([]).status([job])["a"].state is JobState.PENDING
     running = Task(task_id(1), "a", state=JobState.RUNNING, words="Running", started_at=now())
-    assert Fixed([running]).status([job])["a"].state is JobState.RUNNING
-    assert Fixed([]).status([job])["a"].state is JobState.UNKNOWN
+    assert FixedTasksBackend([running]).status([job])["a"].state is JobState.RUNNING
+    assert FixedTasksBackend([]).status([job])["a"].state is JobState.UNKNOWN
     path = job.job_dir / "platform.json"
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"missing_since": time.time() - 1000})
     )
-    lost = Fixed([]).status([job])["a"]
+    lost = FixedTasksBackend([]).status([job])["a"]
     assert (lost.state, lost.reason) == (
         JobState.LOST,
         "the platform does not show its task any more",
@@ -517,17 +525,17 @@ def test_a_task_that_is_not_shown_is_not_lost_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("array", [None, {"indices": [0, 1], "pieces": [0]}])
-def test_a_submission_that_was_broken_off_was_cancelled(
+def test_cancelled_submission_without_task_is_unknown_first_and_cancelled_later(
     tmp_path: Path, array: dict[str, Any] | None
 ) -> None:
     whole = record("a", tmp_path, handle=None, array=array)
     ends.cancel(whole.job_dir)
-    waiting = Fixed([]).status([whole.element(1) if array else whole])
+    waiting = FixedTasksBackend([]).status([whole.element(1) if array else whole])
     assert {(status.state, status.reason) for status in waiting.values()} == {
         (JobState.UNKNOWN, "it is being cancelled; the platform does not show it (yet)")
     }
     long_ago = replace(whole, submitted_at="2026-01-01T00:00:00.000Z")
-    found = Fixed([]).status([long_ago.element(1) if array else long_ago])
+    found = FixedTasksBackend([]).status([long_ago.element(1) if array else long_ago])
     assert [status.state for status in found.values()] == [JobState.CANCELLED]
 
 
@@ -542,7 +550,7 @@ def test_a_submission_that_was_broken_off_was_cancelled(
         ],
     ],
 )
-def test_what_a_submitter_that_was_killed_has_left_is_removed(
+def test_private_files_of_killed_submitter_are_removed(
     tmp_path: Path, array: dict[str, Any] | None, tasks: list[Task]
 ) -> None:
     whole = record(
@@ -557,42 +565,42 @@ def test_what_a_submitter_that_was_killed_has_left_is_removed(
     for path in left:
         path.write_text("a secret")
 
-    def ask(submitter: ProcessIdentity | None) -> None:
-        asked = replace(whole, submitter=submitter)
-        Fixed(tasks).status(
-            [asked.element(index) for index in array["indices"]] if array else [asked]
+    def poll_status(submitter: ProcessIdentity | None) -> None:
+        polled = replace(whole, submitter=submitter)
+        FixedTasksBackend(tasks).status(
+            [polled.element(index) for index in array["indices"]] if array else [polled]
         )
 
-    ask(whole.submitter)
+    poll_status(whole.submitter)
     assert left[0].exists(), "it is being read just now"
-    ask(None)
+    poll_status(None)
     assert [path for path in (*left, left[-1].parent) if path.exists()] == []
 
 
-def test_a_cancelled_job_s_later_attempt_is_cancelled(tmp_path: Path) -> None:
+def test_new_attempt_of_cancelled_job_is_cancelled(tmp_path: Path) -> None:
     job = record("a", tmp_path)
     ends.cancel(job.job_dir)
-    backend = Fixed([Task(task_id(2), "a", state=JobState.PENDING, words="Queue")])
+    backend = FixedTasksBackend([Task(task_id(2), "a", state=JobState.PENDING, words="Queue")])
     assert backend.status([job])["a"].reason == "it is being cancelled"
     assert backend.cancelled == [task_id(2)]
 
 
-def test_a_job_that_is_followed_is_asked_for_no_more_often_than_it_may_be(tmp_path: Path) -> None:
+def test_repeated_status_queries_platform_once_per_poll_interval(tmp_path: Path) -> None:
     job = record("a", tmp_path, options={"poll": "1000"})
-    backend = Fixed(
+    backend = FixedTasksBackend(
         [Task(task_id(1), "a", state=JobState.RUNNING, words="Running", started_at=now())]
     )
     for _ in range(50):
         assert backend.status([job])["a"].state is JobState.RUNNING
-    assert backend.asked == 1
+    assert backend.task_queries == 1
 
 
-def test_nothing_is_fetched(tmp_path: Path) -> None:
-    with pytest.raises(ClusterJobError, match="not reached from here"):
+def test_fetch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterJobError, match="cannot be reached from here"):
         MlpBackend().fetch(record("a", tmp_path), [], tmp_path, None, lambda _: True)
 
 
-def test_the_account_of_a_job_is_the_one_it_was_submitted_with(
+def test_account_combines_profile_of_job_and_region_of_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VOLC_REGION", "cn-shanghai")
@@ -603,7 +611,7 @@ def test_the_account_of_a_job_is_the_one_it_was_submitted_with(
     assert "VOLC_PROFILE" not in os.environ
 
 
-def test_another_account_that_the_shell_names_is_not_asked(
+def test_command_uses_profile_of_job_instead_of_shell_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "volc").write_text(

@@ -1,5 +1,6 @@
-"""From a job to the fields of a task: what is found, merged and refused, and that values are data
-in YAML and in bash.
+"""Convert a job to the fields of a platform task.
+
+The tests also check that values stay data in YAML and in bash.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from clusterjob.errors import SpecError, SubmitError, TemplateError
 from clusterjob.node.program import Program
 
 GOOD = {"image": "i:1", "queue": "train", "flavor": "ml.a"}
-WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 
 
 @pytest.fixture(autouse=True)
 def _no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing the node half takes a second, and nothing here looks into it."""
+    """Replace the node zip: packing takes a second and no test here reads it."""
     monkeypatch.setattr(node_zip, "node_zip", lambda _: b"the node half")
 
 
@@ -54,21 +55,21 @@ def fields(directory: Path, **given: Any) -> dict[str, Any]:
 
 
 data = st.recursive(
-    WORDS | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4),
+    TEXTS | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=8,
 )
 
 
 @given(value=data)
-def test_a_value_is_one_line_of_yaml_and_comes_back(value: Any) -> None:
+def test_yaml_of_value_is_one_line_and_is_read_back(value: Any) -> None:
     text = render.yaml(value)
     assert len(text.splitlines()) <= 1
     assert yaml.safe_load(f"a: {text}\nb: 1\n") == {"a": value, "b": 1}
 
 
-def test_what_yaml_cannot_carry_is_refused() -> None:
-    with pytest.raises(TemplateError, match="no UTF-8"):
+def test_value_without_yaml_form_is_refused() -> None:
+    with pytest.raises(TemplateError, match="not valid UTF-8"):
         render.yaml({"path": "\udcff"})
     with pytest.raises(TemplateError, match="cannot be written as YAML"):
         render.yaml(object())
@@ -76,16 +77,16 @@ def test_what_yaml_cannot_carry_is_refused() -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=WORDS.filter(lambda text: text and text.isprintable()),
-    args=st.lists(WORDS, max_size=4),
-    value=WORDS,
+    name=TEXTS.filter(lambda text: text and text.isprintable()),
+    args=st.lists(TEXTS, max_size=4),
+    value=TEXTS,
     storages=st.lists(
-        st.dictionaries(st.sampled_from(["Type", "MountPath", "SubPath", "Bucket"]), WORDS),
+        st.dictionaries(st.sampled_from(["Type", "MountPath", "SubPath", "Bucket"]), TEXTS),
         max_size=3,
     ),
-    image=WORDS.filter(bool),
+    image=TEXTS.filter(bool),
 )
-def test_hostile_values_are_data_in_the_task_and_in_the_script(
+def test_hostile_values_stay_data_in_task_and_entry_script(
     tmp_path: Path,
     name: str,
     args: list[str],
@@ -98,14 +99,14 @@ def test_hostile_values_are_data_in_the_task_and_in_the_script(
         "image": image,
         "code_path": '/root/it\'s "$HOME"\\',
     }
-    if yaml_reads(options["storages"]) != storages:
+    if load_yaml(options["storages"]) != storages:
         options["storages"] = render.yaml(storages)
-    teller = tmp_path / "python"
-    teller.write_text('#!/bin/bash\nprintf \'%s\\0\' "$VALUE" "$@"\n')
-    teller.chmod(0o700)
+    printer = tmp_path / "python"
+    printer.write_text('#!/bin/bash\nprintf \'%s\\0\' "$VALUE" "$@"\n')
+    printer.chmod(0o700)
     spec = make(
-        tmp_path, python=str(teller), name=name, args=tuple(args), env={"VALUE": value},
-        options=options, resources=Resources(nodes=3), nproc_open=True,
+        tmp_path, python=str(printer), name=name, args=tuple(args), env={"VALUE": value},
+        options=options, resources=Resources(nodes=3), nproc_is_default=True,
     )  # fmt: skip
     plan = backend.MlpBackend().plan(spec)
     found = planned(plan)
@@ -116,19 +117,23 @@ def test_hostile_values_are_data_in_the_task_and_in_the_script(
     )
     assert found["Storages"] == storages
     assert found["TaskRoleSpecs"] == [{"RoleName": "worker", "RoleReplicas": 3, "Flavor": "ml.a"}]
-    words = subprocess.run(
+    entry_arguments = subprocess.run(
         ["bash", "-c", f"set -- {found['Entrypoint']}; printf '%s\\n' \"$@\""],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert words.stdout.splitlines() == ["bash", '/root/it\'s "$HOME"\\/clusterjob-entry/entry.sh']
-    assert entry_says(tmp_path, plan) == [value, "train.py", *args]
+    assert entry_arguments.stdout.splitlines() == [
+        "bash",
+        '/root/it\'s "$HOME"\\/clusterjob-entry/entry.sh',
+    ]
+    assert run_entry(tmp_path, plan) == [value, "train.py", *args]
 
 
-def entry_says(directory: Path, plan: Plan) -> list[str]:
-    """Run the entry script as the platform does, with an interpreter that only tells its variable
-    and its arguments.
+def run_entry(directory: Path, plan: Plan) -> list[str]:
+    """Run the entry script as the platform does; return its variable and arguments.
+
+    The interpreter of the job only prints them.
     """
     own = directory / "there" / "clusterjob-entry"
     own.mkdir(parents=True, exist_ok=True)
@@ -137,12 +142,12 @@ def entry_says(directory: Path, plan: Plan) -> list[str]:
     ran = subprocess.run(
         ["bash", own / "entry.sh"], capture_output=True, check=True, stdin=subprocess.DEVNULL
     )
-    value, zip_file, *words = ran.stdout.decode().split("\0")[:-1]
+    value, zip_file, *arguments = ran.stdout.decode().split("\0")[:-1]
     assert zip_file == str(own / "clusterjob-node.pyz")
-    return [value, *words]
+    return [value, *arguments]
 
 
-def yaml_reads(text: str) -> Any:
+def load_yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -158,7 +163,7 @@ def yaml_reads(text: str) -> Any:
         ({"flavor": "a"}, None, "a"),
     ],
 )
-def test_the_flavor_is_found_or_checked(
+def test_flavor_is_found_by_gpu_count_or_checked(
     tmp_path: Path, options: dict[str, str], gpus: int | None, flavor: str
 ) -> None:
     assert (
@@ -170,7 +175,7 @@ def test_the_flavor_is_found_or_checked(
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "words"),
+    ("options", "more", "message"),
     [
         (
             {"flavor": "", "flavors": "{a: 1, b: 8}"},
@@ -187,14 +192,14 @@ def test_the_flavor_is_found_or_checked(
             {"resources": Resources(gpus_per_node=4)},
             "the flavor a has 1 GPUs",
         ),
-        ({"flavors": "[a]"}, {}, "no table of flavors"),
+        ({"flavors": "[a]"}, {}, "not a table of flavors"),
         ({"flavors": "{a: "}, {}, "is not YAML"),
-        ({"storages": "text"}, {}, "no list of tables"),
-        ({"priority": "high"}, {}, "no number"),
-        ({"access": "mine"}, {}, "none of Public"),
-        ({"imag": "x"}, {}, "no option 'imag'"),
-        ({"Task Name": "x"}, {}, "no field of a task"),
-        ({"TaskName": "x"}, {}, "the launcher's own"),
+        ({"storages": "text"}, {}, "not a list of tables"),
+        ({"priority": "high"}, {}, "not a number"),
+        ({"access": "mine"}, {}, "not one of Public"),
+        ({"imag": "x"}, {}, "unknown option 'imag'"),
+        ({"Task Name": "x"}, {}, "not a field of a task"),
+        ({"TaskName": "x"}, {}, "TaskName is set by clusterjob"),
         ({"Framework": "MPI"}, {}, "do not run the entry command on every worker"),
         (
             {"Envs": "[{Name: A, Value: b, IsPrivate: true}]"},
@@ -203,24 +208,24 @@ def test_the_flavor_is_found_or_checked(
         ),
         ({"ImageCredential.RegistryToken": "x"}, {}, "is a secret"),
         ({"ImageCredential": "{RegistryToken: x}"}, {}, "is a secret"),
-        ({"secrets": "A-B"}, {}, "is no variable"),
+        ({"secrets": "A-B"}, {}, "is not a variable"),
         ({"secrets": "RANK"}, {}, "set by the launcher"),
         ({"secrets": "KEY"}, {"env": {"KEY": "x"}}, "a value in --env too"),
-        ({"code_path": "here"}, {}, "no absolute path"),
+        ({"code_path": "here"}, {}, "not an absolute path"),
         ({"preemptible": "maybe"}, {}, "neither true nor false"),
         ({}, {"container": "x"}, "--set image=URL"),
         ({}, {"gpus": "0"}, "--gpus"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    tmp_path: Path, options: dict[str, str], more: dict[str, Any], words: str
+def test_invalid_option_is_refused_with_message(
+    tmp_path: Path, options: dict[str, str], more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
         fields(tmp_path, options=options, **more)
-    assert words in f"{caught.value.message} {caught.value.hint}"
+    assert message in f"{caught.value.message} {caught.value.hint}"
 
 
-def test_any_field_may_be_set_by_its_path(tmp_path: Path) -> None:
+def test_task_field_is_set_by_its_path(tmp_path: Path) -> None:
     found = fields(
         tmp_path,
         max_restarts=2,
@@ -268,7 +273,7 @@ def test_any_field_may_be_set_by_its_path(tmp_path: Path) -> None:
         ({"max_restarts": 2, "options": {"retries": "0"}}, None),
     ],
 )
-def test_restarts_are_the_platform_s_retries(
+def test_restarts_become_retries_of_platform(
     tmp_path: Path, spec: dict[str, Any], expected: tuple[int, list[str]] | None
 ) -> None:
     found = fields(tmp_path, **spec).get("RetryOptions")
@@ -277,7 +282,7 @@ def test_restarts_are_the_platform_s_retries(
     assert "--max-restarts" not in script, "an agent does not restart workers beside the platform"
 
 
-def test_the_platform_s_time_limit_leaves_the_verdict_to_the_agents(tmp_path: Path) -> None:
+def test_time_limit_of_platform_is_60_s_longer_than_of_agents(tmp_path: Path) -> None:
     plan = backend.MlpBackend().plan(make(tmp_path, resources=Resources(time_limit=600)))
     assert planned(plan)["ActiveDeadlineSeconds"] == 660
     assert "--time-limit 600" in plan.files[-1].text()
@@ -302,18 +307,20 @@ def test_secrets_are_filled_in_by_name_and_by_field() -> None:
         task.with_secrets(
             text, options, token="tok", environ=environ | {"TOKEN_OF_MINE": "hush\udcff"}
         )
-    assert "ImageCredential.RegistryToken holds bytes that are no UTF-8" in refused.value.message
+    assert "ImageCredential.RegistryToken is not valid UTF-8" in refused.value.message
     assert "hush" not in f"{refused.value.message} {refused.value.hint} {refused.value.__cause__}"
 
 
-def test_a_profile_s_lists_and_tables_are_options(tmp_path: Path) -> None:
+def test_lists_and_tables_of_cluster_configuration_are_options(tmp_path: Path) -> None:
     (tmp_path / "clusterjob.toml").write_text(
-        '[clusters.vemlp]\nbackend = "mlp"\n[clusters.vemlp.set]\nimage = "i"\nqueue = "train"\nflavors = {"ml.b" = 8}\n'
+        '[clusters.vemlp]\nbackend = "mlp"\n[clusters.vemlp.set]\nimage = "i"\nqueue = "train"\n'
+        'flavors = {"ml.b" = 8}\n'
         "preemptible = true\n"
-        'storages = [{Type = "Tos", MountPath = "/it\'s", Bucket = "b"}]\nRetryOptions.IntervalSeconds = 9\n'
+        'storages = [{Type = "Tos", MountPath = "/it\'s", Bucket = "b"}]\n'
+        "RetryOptions.IntervalSeconds = 9\n"
     )
     (tmp_path / "train.py").write_text("")
-    found = jobs.settle({"gpus_per_node": "8"}, "vemlp", directory=tmp_path)
+    found = jobs.resolve_settings({"gpus_per_node": "8"}, "vemlp", directory=tmp_path)
     plan = jobs.plan(
         jobs.make_spec(Program("script", "train.py", args=()), found, directory=tmp_path), found
     )
@@ -326,7 +333,7 @@ def test_a_profile_s_lists_and_tables_are_options(tmp_path: Path) -> None:
     assert fields["Storages"] == [{"Type": "Tos", "MountPath": "/it's", "Bucket": "b"}]
 
 
-def test_another_backend_takes_no_list(tmp_path: Path) -> None:
+def test_list_option_is_refused_by_slurm_backend(tmp_path: Path) -> None:
     from clusterjob.backends.slurm import flags
 
     options: Mapping[str, str] = read_setting("set", {"exclude": ["n1", "n2"]}, origin="here")

@@ -1,4 +1,4 @@
-"""The command line of a node, both ways."""
+"""Parse and write the command line of a node."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from clusterjob.node.program import Program
 PROGRAM = Program("script", "train.py")
 
 
-def test_the_defaults() -> None:
+def test_command_line_without_options_has_defaults() -> None:
     assert parse(["train.py"]) == LaunchOptions(PROGRAM)
     assert LaunchOptions(PROGRAM).arguments() == ["train.py"]
 
 
-def test_all_options() -> None:
-    words = [
+def test_all_options_are_parsed() -> None:
+    argv = [
         "--nproc-per-node", "4", "--cpus-per-task", "2", "--max-restarts", "3", "--start", "exec",
         "--launcher", "torchrun", "--time-limit", "60", "--join-timeout", "30", "--heartbeat",
         "0.5", "--lease", "3", "--grace", "7.5", "--lifeline", "--no-echo", "--warning", "90",
         "--gpus", "0,1",
     ]  # fmt: skip
-    options = parse([*words, "train.py", "--lr", "1"])
+    options = parse([*argv, "train.py", "--lr", "1"])
     assert options == LaunchOptions(
         Program("script", "train.py", args=("--lr", "1")),
         4,
@@ -45,17 +45,17 @@ def test_all_options() -> None:
     )
 
 
-def test_a_value_may_follow_an_equals_sign() -> None:
+def test_value_after_equals_sign_is_parsed() -> None:
     assert parse(["--nproc-per-node=4", "--start=fork", "train.py"]) == LaunchOptions(
         PROGRAM, nproc_per_node=4, start="fork"
     )
 
 
-# -- where the program starts ------------------------------------------------------------------------------------------------
+# -- begin of the program --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "program"),
+    ("argv", "program"),
     [
         (["train.py"], Program("script", "train.py")),
         (
@@ -80,26 +80,26 @@ def test_a_value_may_follow_an_equals_sign() -> None:
         ([""], Program("script", "")),
     ],
 )
-def test_everything_after_the_program_is_its_own(words: list[str], program: Program) -> None:
-    assert parse(words).program == program
+def test_everything_after_program_is_its_argument(argv: list[str], program: Program) -> None:
+    assert parse(argv).program == program
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [[], ["--"], ["-m"], ["--start", "exec"], ["--lifeline"], ["--nproc-per-node", "2", "--"]],
 )
-def test_no_program_is_a_usage_error_with_a_hint(words: list[str]) -> None:
+def test_missing_program_is_usage_error_with_hint(argv: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        parse(words)
+        parse(argv)
     assert "nothing to launch" in caught.value.message
     assert caught.value.hint
 
 
-# -- what makes no sense -------------------------------------------------------------------------------------------------------
+# -- invalid options -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ["--no-such-option"],
         ["--no-such-option=3"],
@@ -131,9 +131,9 @@ def test_no_program_is_a_usage_error_with_a_hint(words: list[str]) -> None:
         ["--start", ""],
     ],
 )
-def test_what_makes_no_sense_is_a_usage_error(words: list[str]) -> None:
+def test_invalid_option_is_usage_error_with_hint(argv: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        parse([*words, "train.py"])
+        parse([*argv, "train.py"])
     assert caught.value.exit_code == 2
     assert "\n" not in caught.value.message
     assert caught.value.hint
@@ -160,17 +160,17 @@ def test_what_makes_no_sense_is_a_usage_error(words: list[str]) -> None:
         max_size=6,
     )
 )
-def test_any_words_are_options_or_a_usage_error(words: list[str]) -> None:
-    assume("-h" not in words and "--help" not in words)
+def test_any_arguments_are_parsed_or_usage_error(argv: list[str]) -> None:
+    assume("-h" not in argv and "--help" not in argv)
     try:
-        options = parse(words)
+        options = parse(argv)
     except UsageError:
         return
     assert parse(options.arguments()) == options
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"),
+    ("option", "hint"),
     [
         ("--nnodes=2", "CLUSTERJOB_NNODES"),
         ("--node_rank", "CLUSTERJOB_NODE_RANK"),
@@ -179,14 +179,14 @@ def test_any_words_are_options_or_a_usage_error(words: list[str]) -> None:
         ("--xyzzy=3", "clusterjob launch --help"),
     ],
 )
-def test_unknown_option_of_launch_names_what_says_the_same(word: str, hint: str) -> None:
+def test_unknown_option_of_launch_names_alternative(option: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse([word, "1", "train.py"])
-    assert caught.value.message == f"there is no option {word.partition('=')[0]}"
+        parse([option, "1", "train.py"])
+    assert caught.value.message == f"there is no option {option.partition('=')[0]}"
     assert hint in caught.value.hint
 
 
-# -- and back ------------------------------------------------------------------------------------------------------------------
+# -- round trip ------------------------------------------------------------------------------------
 
 counts = st.none() | st.integers(1, 10**6)
 seconds = st.floats(1e-6, 1e9, allow_nan=False) | st.integers(1, 10**7).map(float)
@@ -218,7 +218,7 @@ programs = st.builds(
         gpus=st.none() | st.sampled_from(["0", "4,5", "GPU-aa,GPU-bb"]),
     )
 )
-def test_a_command_line_gives_back_its_options(options: LaunchOptions) -> None:
+def test_options_are_equal_after_round_trip(options: LaunchOptions) -> None:
     program = options.program
     parsed = parse(options.arguments())
     if program.kind == "script" and program.target.startswith("-"):
@@ -229,7 +229,7 @@ def test_a_command_line_gives_back_its_options(options: LaunchOptions) -> None:
             assert getattr(parsed, name) == value, name
 
 
-def test_only_what_differs_from_the_defaults_is_written() -> None:
+def test_only_values_other_than_defaults_are_written() -> None:
     assert LaunchOptions(
         PROGRAM, nproc_per_node=2, grace=0.25, echo=False, lifeline=True
     ).arguments() == [
@@ -244,6 +244,6 @@ def test_only_what_differs_from_the_defaults_is_written() -> None:
 
 
 def test_long_times_are_written_exactly() -> None:
-    """Two weeks and a second are not 1.2096e+06."""
+    """Two weeks and one second are not rounded to 1.2096e+06."""
     options = LaunchOptions(PROGRAM, time_limit=1209601.0)
     assert parse(options.arguments()).time_limit == 1209601.0

@@ -1,4 +1,7 @@
-"""Plans: pure data, shown as they are carried out; and the files of a job, all of them or none."""
+"""Plans are shown as they are carried out.
+
+The files of a job are written all or not at all.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def plan_in(job_dir: Path, *files: PlannedFile, commands: tuple[PlannedCommand, 
 
 
 @given(st.text())
-def test_an_id_is_a_file_name_and_a_word(name: str) -> None:
+def test_id_of_any_name_is_valid_file_name_and_shell_word(name: str) -> None:
     job_id = new_id(name)
     stem, _, random = job_id.rpartition("-")
     assert len(random) == 6
@@ -64,30 +67,30 @@ def test_an_id_is_a_file_name_and_a_word(name: str) -> None:
         ("../../etc", "etc"),
     ],
 )
-def test_an_id_begins_with_the_name(name: str, stem: str) -> None:
+def test_id_begins_with_name_of_job(name: str, stem: str) -> None:
     assert new_id(name).rpartition("-")[0] == stem
 
 
-def test_ids_differ() -> None:
+def test_ids_of_same_name_differ() -> None:
     assert len({new_id("x") for _ in range(1000)}) == 1000
 
 
-def test_text_is_shown_as_it_is_and_other_bytes_by_their_digest(tmp_path: Path) -> None:
+def test_planned_file_is_shown_as_text_or_as_digest_of_bytes(tmp_path: Path) -> None:
     assert PlannedFile(tmp_path / "a", "é\n".encode()).text() == "é\n"
     shown = PlannedFile(tmp_path / "b", b"\xff\x00").text()
     assert shown == f"(2 bytes, sha256 {hashlib.sha256(bytes([255, 0])).hexdigest()})\n"
 
 
-words = st.text(st.characters(exclude_characters="\0", codec="utf-8"))
+shell_words = st.text(st.characters(exclude_characters="\0", codec="utf-8"))
 
 
-@given(st.lists(words, min_size=1), words)
-def test_a_command_is_shown_as_a_shell_takes_it(argv: list[str], value: str) -> None:
+@given(st.lists(shell_words, min_size=1), shell_words)
+def test_planned_command_is_shown_quoted_for_shell(argv: list[str], value: str) -> None:
     command = PlannedCommand(tuple(argv), {"NAME": value})
     assert shlex.split(command.text()) == [f"NAME={value}", *argv]
 
 
-def test_a_plan_is_written_as_it_is_shown(tmp_path: Path) -> None:
+def test_plan_is_written_as_shown(tmp_path: Path) -> None:
     job_dir = tmp_path / "deep" / "er" / "job"
     files = (
         PlannedFile(job_dir / "a.txt", b"text\n"),
@@ -129,7 +132,7 @@ def test_a_plan_is_written_as_it_is_shown(tmp_path: Path) -> None:
     assert plan.to_json()["notes"] == ["a note"]
 
 
-def test_tokens_are_secrets(tmp_path: Path) -> None:
+def test_each_job_has_its_own_token(tmp_path: Path) -> None:
     tokens = set()
     for name in ("a", "b"):
         write_files(plan_in(tmp_path / name))
@@ -138,7 +141,7 @@ def test_tokens_are_secrets(tmp_path: Path) -> None:
     assert all(len(token) == 64 for token in tokens)
 
 
-def test_a_directory_that_is_there_is_not_taken_over(tmp_path: Path) -> None:
+def test_existing_directory_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "mine").touch()
     with pytest.raises(RecordError, match="cannot be made: File exists") as caught:
@@ -147,7 +150,7 @@ def test_a_directory_that_is_there_is_not_taken_over(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "job").iterdir()] == ["mine"]
 
 
-def test_a_file_that_cannot_be_written_takes_the_whole_directory_with_it(tmp_path: Path) -> None:
+def test_failed_write_of_file_removes_job_directory(tmp_path: Path) -> None:
     job_dir = tmp_path / "job"
     with pytest.raises(RecordError, match="cannot be written: ") as caught:
         write_files(
@@ -165,10 +168,10 @@ def test_a_file_that_cannot_be_written_takes_the_whole_directory_with_it(tmp_pat
 @pytest.mark.parametrize(
     ("cluster", "left_open"), [("local", False), ("slurm", False), ("ssh", False), ("mlp", True)]
 )
-def test_a_plan_says_whether_its_nodes_count_their_workers(
+def test_default_worker_count_is_open_only_on_platform_with_own_gpu_count(
     cluster: str, left_open: bool, tmp_path: Path
 ) -> None:
-    """A default is a count, but for a platform that tells each node how many GPUs it has."""
+    """The default is fixed except on a platform that gives each node its number of GPUs."""
     hosts = (Host("gpu1"),) if cluster == "ssh" else ()
-    spec = JobSpec(Program("command", "true"), workdir=tmp_path, nproc_open=True, hosts=hosts)
-    assert load(cluster).plan(spec).spec.nproc_open is left_open
+    spec = JobSpec(Program("command", "true"), workdir=tmp_path, nproc_is_default=True, hosts=hosts)
+    assert load(cluster).plan(spec).spec.nproc_is_default is left_open

@@ -1,4 +1,4 @@
-"""Records: whole or absent, whoever else writes; found by their id or its beginning."""
+"""Records of jobs: written whole or not at all, found by an id or its beginning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.errors import JobNotFound, RecordError
@@ -40,7 +40,7 @@ def records(tmp_path: Path) -> Records:
     return Records(tmp_path / "records")
 
 
-def test_what_was_saved_is_found(records: Records) -> None:
+def test_saved_record_is_found_unchanged(records: Records) -> None:
     for saved in (
         record("a-222222"),
         record("b-222222", handle=HANDLE),
@@ -52,9 +52,7 @@ def test_what_was_saved_is_found(records: Records) -> None:
     assert [found.job_id for found in records.all()] == ["a-222222", "b-222222", "c-222222"]
 
 
-def test_a_record_is_its_owner_s_alone_and_carries_its_schema(
-    records: Records, tmp_path: Path
-) -> None:
+def test_record_file_is_private_and_has_schema(records: Records, tmp_path: Path) -> None:
     records.save(record("a-222222", handle=HANDLE))
     path = tmp_path / "records" / "a-222222.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -68,13 +66,13 @@ def test_a_record_is_its_owner_s_alone_and_carries_its_schema(
     assert os.listdir(path.parent) == ["a-222222.json"]
 
 
-def test_the_oldest_comes_first(records: Records) -> None:
+def test_records_are_sorted_by_time_of_submission(records: Records) -> None:
     for job_id, day in (("b", 2), ("a", 3), ("c", 1), ("d", 2)):
         records.save(record(job_id, f"2026-01-0{day}T00:00:00.000Z"))
     assert [found.job_id for found in records.all()] == ["c", "b", "d", "a"]
 
 
-def test_no_directory_is_no_job(records: Records, tmp_path: Path) -> None:
+def test_missing_directory_has_no_jobs(records: Records, tmp_path: Path) -> None:
     assert records.all() == []
     with pytest.raises(JobNotFound, match="there is no job 'x'") as caught:
         records.find("x")
@@ -82,14 +80,14 @@ def test_no_directory_is_no_job(records: Records, tmp_path: Path) -> None:
     assert not (tmp_path / "records").exists()
 
 
-def test_an_id_may_be_shortened_as_long_as_it_is_clear(records: Records) -> None:
+def test_unique_beginning_of_id_finds_job(records: Records) -> None:
     for job_id in ("train-222222", "train-233333", "eval-222222", "eval-222222x"):
         records.save(record(job_id))
     assert records.find("train-22").job_id == "train-222222"
     assert records.find("eval-222222").job_id == "eval-222222", (
         "a whole id is clear, even where another begins so"
     )
-    with pytest.raises(JobNotFound, match="'train' is the beginning of 2 jobs") as caught:
+    with pytest.raises(JobNotFound, match="'train' matches the ids of 2 jobs") as caught:
         records.find("train")
     assert caught.value.hint == "it could be train-233333, train-222222"
     assert caught.value.exit_code == 2
@@ -98,14 +96,14 @@ def test_an_id_may_be_shortened_as_long_as_it_is_clear(records: Records) -> None
             records.find(text)
 
 
-def test_the_nearest_id_is_named(records: Records) -> None:
+def test_error_for_unknown_id_names_nearest_id(records: Records) -> None:
     records.save(record("train-222222"))
     with pytest.raises(JobNotFound) as caught:
         records.find("trian-222222")
     assert caught.value.hint == "did you mean train-222222?"
 
 
-def test_a_handle_and_an_end_are_added(records: Records) -> None:
+def test_handle_and_end_are_added_to_record(records: Records) -> None:
     saved = record("a-222222")
     records.save(saved)
     saved = records.with_handle(saved, HANDLE)
@@ -114,14 +112,14 @@ def test_a_handle_and_an_end_are_added(records: Records) -> None:
     assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE, end=END)
 
 
-def test_a_record_can_be_forgotten_twice(records: Records) -> None:
+def test_record_can_be_removed_twice(records: Records) -> None:
     records.save(record("a-222222"))
     records.remove("a-222222")
     records.remove("a-222222")
     assert records.all() == []
 
 
-NO_RECORDS = {
+BROKEN_RECORDS = {
     "empty": b"",
     "half": b'{"schema": 1, "job_id": "bad-22',
     "list": b"[]",
@@ -130,13 +128,16 @@ NO_RECORDS = {
     "no fields": b'{"schema": 1}',
     "newer": b'{"schema": 2, "job_id": "bad"}',
     "wrong types": b'{"schema": 1, "job_id": 3, "job_dir": []}',
-    "wrong handle": b'{"schema": 1, "job_id": "bad-222222", "job_dir": "/x", "submitted_at": "2026", "handle": {"x": 1}}',
+    "wrong handle": (
+        b'{"schema": 1, "job_id": "bad-222222", "job_dir": "/x", "submitted_at": "2026", '
+        b'"handle": {"x": 1}}'
+    ),
     "deep": b"[" * 100_000,
 }
 
 
-@pytest.mark.parametrize("data", NO_RECORDS.values(), ids=NO_RECORDS)
-def test_a_file_that_is_no_record_spoils_no_other(
+@pytest.mark.parametrize("data", BROKEN_RECORDS.values(), ids=BROKEN_RECORDS)
+def test_broken_record_file_hides_no_other_record(
     records: Records, tmp_path: Path, data: bytes
 ) -> None:
     records.save(record("good-222222"))
@@ -150,7 +151,7 @@ def test_a_file_that_is_no_record_spoils_no_other(
     assert "bad-222222" in caught.value.message
 
 
-def test_a_record_that_cannot_be_read_is_said(records: Records, tmp_path: Path) -> None:
+def test_unreadable_record_is_error_with_reason(records: Records, tmp_path: Path) -> None:
     (tmp_path / "records" / "bad-222222.json").mkdir(parents=True)
     with pytest.raises(RecordError, match=r"bad-222222\.json cannot be read: Is a directory"):
         records.find("bad")
@@ -162,16 +163,14 @@ def test_a_record_that_cannot_be_read_is_said(records: Records, tmp_path: Path) 
         blocked.save(record("x"))
 
 
-def test_an_end_that_cannot_be_noted_costs_the_note_alone(tmp_path: Path) -> None:
+def test_end_that_cannot_be_saved_is_returned(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     blocked = Records(tmp_path / "file")
     assert blocked.with_end(record("x"), END).end == END
 
 
-def test_writers_at_the_same_time_leave_a_whole_record(records: Records, tmp_path: Path) -> None:
-    """Three processes write one record of many kilobytes, over and over; whoever reads finds the
-    one or the other.
-    """
+def test_concurrent_writers_leave_whole_record(records: Records, tmp_path: Path) -> None:
+    """Three processes write the same long record many times, and each read gets a whole record."""
     writer = f"""
 import sys
 from pathlib import Path
@@ -180,7 +179,8 @@ from clusterjob.core.records import Record, Records
 records = Records(Path({str(tmp_path / "records")!r}))
 mark = sys.argv[1]
 for number in range(40):
-    records.save(Record("x-222222", mark, "c", "local", Path("/x"), 1, "t", {{"text": mark * 50_000}}))
+    spec = {{"text": mark * 50_000}}
+    records.save(Record("x-222222", mark, "c", "local", Path("/x"), 1, "t", spec))
 """
     writers = [subprocess.Popen([sys.executable, "-c", writer, mark]) for mark in "abc"]
     seen = set()
@@ -188,14 +188,14 @@ for number in range(40):
         for found in records.all():
             assert found.spec["text"] == found.name * 50_000
             seen.add(found.name)
-    assert [process.wait(PATIENCE) for process in writers] == [0, 0, 0]
+    assert [process.wait(TEST_TIMEOUT) for process in writers] == [0, 0, 0]
     found = records.find("x")
     assert found.spec["text"] == found.name * 50_000
     assert seen
     assert os.listdir(tmp_path / "records") == ["x-222222.json"]
 
 
-def test_home_is_where_it_is_told_to_be() -> None:
+def test_home_comes_from_environment_variable_or_default() -> None:
     assert home({"CLUSTERJOB_HOME": "/somewhere"}) == Path("/somewhere")
     assert home({"CLUSTERJOB_HOME": "~/jobs"}) == Path.home() / "jobs"
     assert home({"CLUSTERJOB_HOME": "relative"}) == Path.cwd() / "relative"

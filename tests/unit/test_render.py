@@ -1,4 +1,4 @@
-"""Templates: what is refused, and, through a real bash, that every value arrives byte for byte."""
+"""Templates: refused input, and values that pass through a real bash byte for byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from procs import PATIENCE
+from procs import TEST_TIMEOUT
 
 from clusterjob.backends.local.backend import LocalBackend
 from clusterjob.core.render import (
@@ -100,8 +100,8 @@ VALUES: dict[str, Any] = {
     ],
 }
 
-# Bytes that a command line or a file name can hold, as Python's own strings show them; many of them
-# mean something to a shell.
+# Bytes that a command line or a file name can hold, decoded as Python does (surrogateescape).
+# Many of them have a meaning in a shell.
 texts = st.one_of(
     st.lists(
         st.one_of(
@@ -124,7 +124,7 @@ def template(directory: Path, text: str, name: str = "mine.sh.j2") -> Path:
     return path
 
 
-# -- what a template may write -------------------------------------------------------------------------------------------
+# -- output of a template --------------------------------------------------------------------------
 
 
 def read_by_bash(text: str) -> list[str]:
@@ -138,16 +138,14 @@ def read_by_bash(text: str) -> list[str]:
 
 
 @given(st.lists(texts))
-def test_quoted_words_are_what_bash_reads(words: list[str]) -> None:
+def test_quoted_words_are_read_unchanged_by_bash(words: list[str]) -> None:
     assert read_by_bash(sh_words(words)) == words
     assert read_by_bash(" ".join(sh(word) for word in words)) == words
     assert "\r" not in sh_words(words)
 
 
 @given(pieces=st.lists(texts, min_size=1, max_size=3), place=folders)
-def test_a_path_that_only_the_node_knows_is_read_from_its_variable(
-    pieces: list[str], place: str
-) -> None:
+def test_path_known_only_on_node_is_read_from_variable(pieces: list[str], place: str) -> None:
     path = "/0123456789abcdef"
     words = in_shell([path.join(pieces), path, "none of it"], path, variable='"$PLACE"')
     script = f"printf '%s\\0' {sh_words(words)} {sh(words[1])}"
@@ -155,7 +153,7 @@ def test_a_path_that_only_the_node_knows_is_read_from_its_variable(
         ["bash", "-c", script],
         env={"PLACE": place},
         capture_output=True,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
         check=True,
     )
     assert done.stdout.split(b"\0")[:-1] == [
@@ -165,7 +163,7 @@ def test_a_path_that_only_the_node_knows_is_read_from_its_variable(
     assert in_shell({"a": path}, path, variable="x") == {"a": path}
 
 
-def test_the_filters_give_text_that_may_stand_as_it_is() -> None:
+def test_filters_return_quoted_text() -> None:
     assert all(
         isinstance(value, Quoted)
         for value in (sh("x"), sh(3), sh_words([1, "a b"]), verbatim("$x"))
@@ -196,7 +194,7 @@ def test_the_filters_give_text_that_may_stand_as_it_is() -> None:
         "workdir|e",
     ],
 )
-def test_a_value_that_is_not_quoted_is_refused(tmp_path: Path, expression: str) -> None:
+def test_unquoted_value_is_refused(tmp_path: Path, expression: str) -> None:
     path = template(tmp_path, f"#!/bin/bash\n\necho {{{{ {expression} }}}}\n")
     with pytest.raises(TemplateError, match="without quoting") as caught:
         render(path, VALUES)
@@ -205,8 +203,11 @@ def test_a_value_that_is_not_quoted_is_refused(tmp_path: Path, expression: str) 
     assert "\n" not in caught.value.message
 
 
-def test_numbers_and_quoted_values_may_stand(tmp_path: Path) -> None:
-    text = "{{ nnodes }} {{ nnodes * 8 }} {{ workdir|sh }} {{ ('at ' ~ workdir)|sh }} {{ launch_arguments|sh_words }} {{ setup[0]|verbatim }}"
+def test_numbers_and_quoted_values_are_rendered(tmp_path: Path) -> None:
+    text = (
+        "{{ nnodes }} {{ nnodes * 8 }} {{ workdir|sh }} {{ ('at ' ~ workdir)|sh }} "
+        "{{ launch_arguments|sh_words }} {{ setup[0]|verbatim }}"
+    )
     assert shlex.split(render(template(tmp_path, text), VALUES)) == [
         "2", "16", "/data/my project", "at /data/my project", *VALUES["launch_arguments"], "module",
         "load", "cuda/12",
@@ -224,9 +225,7 @@ def test_numbers_and_quoted_values_may_stand(tmp_path: Path) -> None:
         ("a\n\n\n{% include 'agent.sh.j2' %}\n{{ no_such|sh_words }}\n", 5, "no_such"),
     ],
 )
-def test_an_undefined_name_is_an_error_with_its_line(
-    tmp_path: Path, text: str, line: int, name: str
-) -> None:
+def test_undefined_name_is_error_with_line(tmp_path: Path, text: str, line: int, name: str) -> None:
     path = template(tmp_path, text)
     with pytest.raises(TemplateError, match=name) as caught:
         render(path, VALUES)
@@ -247,7 +246,7 @@ def test_an_undefined_name_is_an_error_with_its_line(
         ("a\n{{ env.keys(1, 2, 3)|sh }}\n", 2),
     ],
 )
-def test_a_broken_template_is_an_error_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+def test_broken_template_is_error_with_line(tmp_path: Path, text: str, line: int) -> None:
     path = template(tmp_path, text)
     with pytest.raises(TemplateError) as caught:
         render(path, VALUES)
@@ -256,10 +255,10 @@ def test_a_broken_template_is_an_error_with_its_line(tmp_path: Path, text: str, 
     assert "\n" not in caught.value.message
 
 
-def test_a_template_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_unreadable_template_is_error(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match="nosuch"):
         render(tmp_path / "nosuch.j2", VALUES)
-    with pytest.raises(TemplateError, match=r"nosuch\.j2'? is not there"):
+    with pytest.raises(TemplateError, match=r"nosuch\.j2'? does not exist"):
         render(template(tmp_path, "{% include 'nosuch.j2' %}"), VALUES)
     (tmp_path / "latin.j2").write_bytes(b"# caf\xe9\n")
     with pytest.raises(TemplateError, match=r"latin\.j2 cannot be read"):
@@ -268,13 +267,13 @@ def test_a_template_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         render(tmp_path, VALUES)
 
 
-def test_a_template_of_the_user_s_may_include_its_neighbours_and_ours(
-    tmp_path: Path, weird_path: Path
+def test_user_template_includes_neighbour_files_and_built_in_templates(
+    tmp_path: Path, special_path: Path
 ) -> None:
-    template(weird_path, "# a neighbour of {{ name|sh }}\n", "neighbour.j2")
+    template(special_path, "# a neighbour of {{ name|sh }}\n", "neighbour.j2")
     text = render(
         template(
-            weird_path,
+            special_path,
             "#!/bin/bash\n{% include 'neighbour.j2' %}\n{% include 'agent.sh.j2' %}",
             "m'ine ☃.j2",
         ),
@@ -284,7 +283,7 @@ def test_a_template_of_the_user_s_may_include_its_neighbours_and_ours(
     assert text.endswith(render("agent.sh.j2", VALUES))
 
 
-def test_values_are_not_templates() -> None:
+def test_template_syntax_in_values_is_not_rendered() -> None:
     text = render(
         "node.sh.j2", {**VALUES, "workdir": "{{ job_id }}{% raw %}", "setup": ["{{ job_id }}"]}
     )
@@ -292,25 +291,25 @@ def test_values_are_not_templates() -> None:
     assert "{ :\n{{ job_id }}\n}" in text
 
 
-def test_all_our_templates_are_there() -> None:
+def test_built_in_templates_exist() -> None:
     assert {path.name for path in template_directory().glob("*.j2")} >= {
         "node.sh.j2",
         "agent.sh.j2",
     }
 
 
-# -- the script of a node, through a real bash ----------------------------------------------------------------------------
+# -- node script, run by a real bash ---------------------------------------------------------------
 
 
-def test_the_script_of_a_node_is_the_golden_one() -> None:
+def test_node_script_equals_golden_file() -> None:
     assert render("node.sh.j2", VALUES) == GOLDEN.read_text(), (
         f"where this is meant, `python tests/unit/{Path(__file__).name}` writes it"
     )
-    subprocess.run(["bash", "-n", str(GOLDEN)], check=True, timeout=PATIENCE)
+    subprocess.run(["bash", "-n", str(GOLDEN)], check=True, timeout=TEST_TIMEOUT)
 
 
 class Recorder:
-    """An interpreter that writes down what it is started with."""
+    """Interpreter that records its directory, arguments and environment."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -318,7 +317,8 @@ class Recorder:
         recorder = directory / "recorder.py"
         recorder.write_text(
             "import json, os, sys\n"
-            "json.dump([os.getcwd(), sys.argv[1:], dict(os.environ)], open(os.path.dirname(sys.argv[1]) + '/record.json', 'w'))\n"
+            "json.dump([os.getcwd(), sys.argv[1:], dict(os.environ)], "
+            "open(os.path.dirname(sys.argv[1]) + '/record.json', 'w'))\n"
         )
         command = shlex.join([sys.executable, "-X", "utf8", "-SE", str(recorder)])
         self.python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
@@ -327,8 +327,9 @@ class Recorder:
     def run(
         self, script: str, job_dir: Path, variables: dict[str, str] | None = None
     ) -> tuple[str, list[str], dict[str, str]]:
-        """Run a node's script as the backend does; return the interpreter's directory, arguments
-        and environment.
+        """Run a node's script as the backend does.
+
+        Return the interpreter's directory, arguments and environment.
         """
         (job_dir / "ends").mkdir(parents=True, exist_ok=True)
         path = job_dir / "node.sh"
@@ -339,7 +340,7 @@ class Recorder:
             env=inherited,
             cwd=self.directory,
             capture_output=True,
-            timeout=PATIENCE,
+            timeout=TEST_TIMEOUT,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -363,7 +364,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
 )
 @example(env={"V_": "it's\n"}, workdir="\n", args=["", "-m", "--", "\udcff"], target="-x", name="'")
 @example(env={"V_": "'"}, workdir="-", args=["$(touch pwned)"], target="--", name="$(touch pwned)")
-def test_hostile_values_arrive_byte_for_byte(
+def test_hostile_values_reach_program_byte_for_byte(
     recorder: Recorder, env: dict[str, str], workdir: str, args: list[str], target: str, name: str
 ) -> None:
     place = recorder.directory / "places" / workdir
@@ -385,12 +386,14 @@ def test_hostile_values_arrive_byte_for_byte(
     directory, arguments, environ = recorder.run(render("node.sh.j2", values), job_dir)
     assert os.fsencode(directory) == os.fsencode(place)
     assert os.fsencode(arguments[0]) == os.fsencode(job_dir / "clusterjob-node.pyz")
-    told = parse(arguments[1:])
-    assert [os.fsencode(word) for word in told.program.args] == [os.fsencode(word) for word in args]
-    assert os.path.normpath(os.fsencode(told.program.target)) == os.path.normpath(
+    parsed = parse(arguments[1:])
+    assert [os.fsencode(word) for word in parsed.program.args] == [
+        os.fsencode(word) for word in args
+    ]
+    assert os.path.normpath(os.fsencode(parsed.program.target)) == os.path.normpath(
         os.fsencode(target)
     )
-    assert (told.program.kind, told.lifeline, told.echo) == ("script", True, False)
+    assert (parsed.program.kind, parsed.lifeline, parsed.echo) == ("script", True, False)
     assert {key: os.fsencode(environ[key]) for key in env} == {
         key: os.fsencode(value) for key, value in env.items()
     }
@@ -400,7 +403,9 @@ def test_hostile_values_arrive_byte_for_byte(
 
 @settings(max_examples=30)
 @given(command=st.lists(texts, min_size=1, max_size=4).filter(lambda words: words[0] != ""))
-def test_hostile_commands_arrive_byte_for_byte(recorder: Recorder, command: list[str]) -> None:
+def test_hostile_command_reaches_agent_byte_for_byte(
+    recorder: Recorder, command: list[str]
+) -> None:
     job_dir = recorder.directory / "jobs" / "command"
     spec = JobSpec(
         Program("command", command[0], args=tuple(command[1:])),
@@ -425,7 +430,7 @@ def test_hostile_commands_arrive_byte_for_byte(recorder: Recorder, command: list
     assert program.kind == "command"
 
 
-def environment_through_the_script(
+def environment_from_node_script(
     recorder: Recorder,
     env: dict[str, str],
     setup: tuple[str, ...] = (),
@@ -448,20 +453,18 @@ def environment_through_the_script(
     "name",
     ["doing", "end", "key", "value", "line", "refuse", "script", "status", "code", "CDPATH", "_X"],
 )
-def test_names_that_a_shell_script_may_use_itself_stay_the_user_s(
-    recorder: Recorder, name: str
-) -> None:
-    assert environment_through_the_script(recorder, {name: "mine 1 2"})[name] == "mine 1 2"
+def test_user_variables_with_names_used_in_script_are_kept(recorder: Recorder, name: str) -> None:
+    assert environment_from_node_script(recorder, {name: "mine 1 2"})[name] == "mine 1 2"
     assert (
-        environment_through_the_script(recorder, {}, inherited={name: "inherited"})[name]
+        environment_from_node_script(recorder, {}, inherited={name: "inherited"})[name]
         == "inherited"
     )
 
 
-def test_names_that_bash_keeps_for_itself_are_refused_or_arrive(
+def test_variables_reserved_by_bash_are_refused_or_passed_on(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    """A variable that the user has set and that silently does not arrive costs an afternoon."""
+    """A user variable that is lost without a message is hard to find."""
     lost = []
     for name in (
         "UID",
@@ -481,7 +484,7 @@ def test_names_that_bash_keeps_for_itself_are_refused_or_arrive(
         except SpecError:
             continue
         try:
-            arrived = environment_through_the_script(recorder, {name: "7"}).get(name)
+            arrived = environment_from_node_script(recorder, {name: "7"}).get(name)
         except AssertionError as error:
             arrived = str(error).partition("\n")[0]
         if arrived != "7":
@@ -489,14 +492,14 @@ def test_names_that_bash_keeps_for_itself_are_refused_or_arrive(
     assert lost == []
 
 
-def test_a_script_keeps_what_setup_lines_change(recorder: Recorder) -> None:
+def test_environment_changes_of_setup_lines_are_kept(recorder: Recorder) -> None:
     setup = (
         'export A="$A more"',
         "export B=2; set -eu -o pipefail",
         'unset C; export D="$CLUSTERJOB_NODE_RANK"',
         "IFS=0123456789",
     )
-    environ = environment_through_the_script(recorder, {"A": "a", "C": "c"}, setup)
+    environ = environment_from_node_script(recorder, {"A": "a", "C": "c"}, setup)
     assert (environ["A"], environ["B"], environ.get("C"), environ["D"]) == (
         "a more",
         "2",
@@ -505,19 +508,19 @@ def test_a_script_keeps_what_setup_lines_change(recorder: Recorder) -> None:
     )
 
 
-def test_the_zip_is_first_on_the_workers_path(recorder: Recorder) -> None:
+def test_node_zip_is_first_in_pythonpath(recorder: Recorder) -> None:
     job_dir = recorder.directory / "jobs" / "env"
-    assert environment_through_the_script(recorder, {})["PYTHONPATH"] == str(
+    assert environment_from_node_script(recorder, {})["PYTHONPATH"] == str(
         job_dir / "clusterjob-node.pyz"
     )
-    environ = environment_through_the_script(
+    environ = environment_from_node_script(
         recorder, {"PYTHONPATH": "/mine:/yours"}, inherited={"PYTHONPATH": "/inherited"}
     )
     assert environ["PYTHONPATH"] == f"{job_dir / 'clusterjob-node.pyz'}:/mine:/yours"
 
 
-def test_a_plan_of_the_local_backend_is_rendered_from_these_very_values(tmp_path: Path) -> None:
-    """Whatever a template may name is there: a template of the user's that names them all renders."""
+def test_local_plan_defines_all_template_variables(tmp_path: Path) -> None:
+    """A user template that names all documented variables renders."""
     named = "".join(
         f"{{% if {name} is defined %}}{{% endif %}}{{% set _ = {name} %}}" for name in VALUES
     )

@@ -1,5 +1,6 @@
-"""The connection between two agents, over real sockets: who is let in, and what becomes of everyone
-and everything else.
+"""Authenticated connection between two agents, over real sockets.
+
+The tests cover wrong tokens, changed and replayed messages, garbage, and silent peers.
 """
 
 from __future__ import annotations
@@ -15,60 +16,66 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clusterjob.errors import GangError
-from clusterjob.node.rendezvous import protocol
-from clusterjob.node.rendezvous.protocol import Channel, Message, Refused, Stranger
+from clusterjob.errors import RendezvousError
+from clusterjob.node.rendezvous import messages, protocol
+from clusterjob.node.rendezvous.messages import Cancel, Done, Heartbeat, Hello, Warn, Welcome
+from clusterjob.node.rendezvous.protocol import Channel, RefusedError, UnauthenticatedError
+from clusterjob.node.system.codec import MalformedMessageError
 
 TOKEN = b"the job's secret"
-HELLO: Message = {"job": "job-1", "attempt": 0, "node_rank": 1, "host": "h", "pid": 1}
+HELLO = Hello(node_rank=1, host="h", pid=1, attempt=0, nnodes=2, nproc=1)
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def run(story: Callable[[], Awaitable[Any]]) -> Any:
-    """Run a story with a bound, in an event loop in which an exception that nobody catches is an
-    error.
-    """
-    unheard: list[dict[str, Any]] = []
+def run(scenario: Callable[[], Awaitable[Any]]) -> Any:
+    """Run a scenario with a time limit; fail on any unhandled exception in the event loop."""
+    unhandled: list[dict[str, Any]] = []
 
-    async def listening() -> Any:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
-        return await asyncio.wait_for(story(), 30)
+    async def run_with_limit() -> Any:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: unhandled.append(context)
+        )
+        return await asyncio.wait_for(scenario(), 30)
 
-    result = asyncio.run(listening())
-    assert not unheard, unheard
+    result = asyncio.run(run_with_limit())
+    assert not unhandled, unhandled
     return result
 
 
 @contextlib.asynccontextmanager
 async def connection() -> AsyncIterator[tuple[Streams, Streams]]:
-    """Give both ends of one TCP connection over loopback."""
+    """Yield both ends of one TCP connection over loopback."""
     accepted: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
     listener = socket.create_server(("127.0.0.1", 0))
     server = await asyncio.start_server(
         lambda *streams: accepted.set_result(streams), sock=listener, limit=protocol.LINE_BYTES
     )
-    member = await asyncio.open_connection(*listener.getsockname()[:2], limit=protocol.LINE_BYTES)
-    lead = await accepted
+    agent = await asyncio.open_connection(*listener.getsockname()[:2], limit=protocol.LINE_BYTES)
+    coordinator = await accepted
     try:
-        yield member, lead
+        yield agent, coordinator
     finally:
-        for _, writer in (member, lead):
+        for _, writer in (agent, coordinator):
             writer.transport.abort()
         server.close()
         await server.wait_closed()
         await asyncio.sleep(0)
 
 
-async def greet(
-    member: Streams, lead: Streams, member_token: bytes = TOKEN, lead_token: bytes = TOKEN
+async def handshake(
+    agent: Streams,
+    coordinator: Streams,
+    agent_token: bytes = TOKEN,
+    coordinator_token: bytes = TOKEN,
 ) -> list[Any]:
-    """Let both ends greet each other, the lead welcoming whoever has proved to be of the job;
-    errors are returned.
+    """Run the handshake of both ends and return their results or errors.
+
+    The coordinator sends Welcome to an agent that has proved that it knows the token.
     """
 
-    async def as_lead() -> tuple[Channel, Message]:
-        channel, hello = await protocol.greet_member(*lead, lead_token, "job-1")
-        channel.send({"t": "welcome"})
+    async def as_coordinator() -> tuple[Channel, Hello]:
+        channel, hello = await protocol.accept(*coordinator, coordinator_token, "job-1")
+        channel.send(Welcome())
         return channel, hello
 
     async def closing(task: Awaitable[Any], writer: asyncio.StreamWriter) -> Any:
@@ -79,79 +86,82 @@ async def greet(
             raise
 
     return await asyncio.gather(
-        closing(protocol.greet_lead(*member, member_token, HELLO), member[1]),
-        closing(as_lead(), lead[1]),
+        closing(protocol.join(*agent, agent_token, "job-1", HELLO), agent[1]),
+        closing(as_coordinator(), coordinator[1]),
         return_exceptions=True,
     )
 
 
-async def channels(member: Streams, lead: Streams) -> tuple[Channel, Channel]:
-    member_channel, (lead_channel, _) = await greet(member, lead)
-    return member_channel, lead_channel
+async def channels(agent: Streams, coordinator: Streams) -> tuple[Channel, Channel]:
+    agent_channel, (coordinator_channel, _) = await handshake(agent, coordinator)
+    return agent_channel, coordinator_channel
 
 
-# -- who is let in -----------------------------------------------------------------------------------------------------------
+# -- authentication --------------------------------------------------------------------------------
 
 
-def test_the_right_token_lets_messages_pass_both_ways() -> None:
-    async def story() -> None:
-        async with connection() as (member, lead):
-            member_channel, (lead_channel, hello) = await greet(member, lead)
+def test_agents_with_same_token_exchange_messages_both_ways() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            agent_channel, (coordinator_channel, hello) = await handshake(agent, coordinator)
             assert hello == HELLO
             for index in range(100):
-                member_channel.send({"number": index, "text": "\n\0☃\ud800"})
-                lead_channel.send({"number": -index})
+                agent_channel.send(Cancel(f"{index} \n\0☃\ud800"))
+                coordinator_channel.send(messages.Stop(float(index), 15))
             for index in range(100):
-                assert await lead_channel.receive() == {"number": index, "text": "\n\0☃\ud800"}
-                assert await member_channel.receive() == {"number": -index}
-            await member_channel.close()
-            assert await lead_channel.receive() is None
+                assert await coordinator_channel.receive() == Cancel(f"{index} \n\0☃\ud800")
+                assert await agent_channel.receive() == messages.Stop(float(index), 15)
+            await agent_channel.close()
+            assert await coordinator_channel.receive() is None
 
-    run(story)
-
-
-def test_a_wrong_token_is_refused_on_both_sides() -> None:
-    async def story() -> None:
-        async with connection() as (member, lead):
-            member_end, lead_end = await greet(member, lead, member_token=b"guessed")
-            assert isinstance(member_end, Stranger)
-            assert "does not know the job's token" in str(member_end)
-            assert isinstance(lead_end, Stranger)
-
-    run(story)
+    run(scenario)
 
 
-def test_an_agent_of_another_job_is_refused_even_with_the_token() -> None:
-    async def story() -> None:
-        async with connection() as (member, lead):
-            other = asyncio.create_task(
-                protocol.greet_lead(*member, TOKEN, HELLO | {"job": "job-2"})
+def test_wrong_token_is_refused_by_both_ends() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            agent_result, coordinator_result = await handshake(
+                agent, coordinator, agent_token=b"guessed"
             )
-            with pytest.raises(Stranger, match="not an agent of this job"):
-                await protocol.greet_member(*lead, TOKEN, "job-1")
-            lead[1].close()
-            with pytest.raises((Stranger, OSError)):
+            assert isinstance(agent_result, UnauthenticatedError)
+            assert "does not know the job's token" in str(agent_result)
+            assert isinstance(coordinator_result, UnauthenticatedError)
+
+    run(scenario)
+
+
+def test_agent_of_another_job_with_same_token_is_refused() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            other = asyncio.create_task(protocol.join(*agent, TOKEN, "job-2", HELLO))
+            with pytest.raises(UnauthenticatedError, match="not an agent of this job"):
+                await protocol.accept(*coordinator, TOKEN, "job-1")
+            coordinator[1].close()
+            with pytest.raises((UnauthenticatedError, OSError)):
                 await other
 
-    run(story)
+    run(scenario)
 
 
-def test_a_refusal_names_its_reason() -> None:
-    async def story() -> None:
-        async with connection() as (member, lead):
-            joining = asyncio.create_task(protocol.greet_lead(*member, TOKEN, HELLO))
-            channel, _ = await protocol.greet_member(*lead, TOKEN, "job-1")
-            channel.send({"t": "refused", "why": "node_rank 1 is claimed twice"})
-            with pytest.raises(Refused, match="node_rank 1 is claimed twice"):
+def test_refused_agent_receives_reason() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
+            channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
+            await protocol.refuse(channel, "node_rank 1 is claimed twice")
+            with pytest.raises(RefusedError, match="node_rank 1 is claimed twice"):
                 await joining
 
-    run(story)
+    run(scenario)
 
 
-def test_the_token_never_travels() -> None:
-    async def story() -> bytes:
+def test_token_is_never_sent() -> None:
+    async def scenario() -> bytes:
         passed = bytearray()
-        async with connection() as (member, proxy_member), connection() as (proxy_lead, lead):
+        async with (
+            connection() as (agent, proxy_agent),
+            connection() as (proxy_coordinator, coordinator),
+        ):
 
             async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 while data := await reader.read(4096):
@@ -159,68 +169,70 @@ def test_the_token_never_travels() -> None:
                     writer.write(data)
 
             pumps = [
-                asyncio.create_task(pump(proxy_member[0], proxy_lead[1])),
-                asyncio.create_task(pump(proxy_lead[0], proxy_member[1])),
+                asyncio.create_task(pump(proxy_agent[0], proxy_coordinator[1])),
+                asyncio.create_task(pump(proxy_coordinator[0], proxy_agent[1])),
             ]
-            member_channel, lead_channel = await channels(member, lead)
-            member_channel.send({"t": "beat"})
-            assert await lead_channel.receive() == {"t": "beat"}
+            agent_channel, coordinator_channel = await channels(agent, coordinator)
+            agent_channel.send(Heartbeat())
+            assert await coordinator_channel.receive() == Heartbeat()
             for task in pumps:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
         return bytes(passed)
 
-    passed = run(story)
+    passed = run(scenario)
     assert len(passed) > 300
     assert TOKEN not in passed
     assert TOKEN.hex().encode() not in passed
 
 
-def test_what_was_recorded_opens_no_second_connection() -> None:
-    """A stranger replays, word for word, what a true member said."""
+def test_replayed_handshake_is_refused() -> None:
+    """The peer sends exactly the recorded bytes of a real agent."""
 
-    async def story() -> None:
-        said: list[bytes] = []
-        async with connection() as (member, lead):
-            write = member[1].write
-            member[1].write = lambda data: (said.append(bytes(data)), write(data))[1]  # type: ignore[method-assign,assignment]
-            await channels(member, lead)
-        assert len(said) == 2
-        async with connection() as (stranger, lead):
-            stranger[1].write(b"".join(said))
-            with pytest.raises(Stranger):
-                await protocol.greet_member(*lead, TOKEN, "job-1")
+    async def scenario() -> None:
+        sent: list[bytes] = []
+        async with connection() as (agent, coordinator):
+            write = agent[1].write
+            agent[1].write = (  # type: ignore[method-assign,assignment]
+                lambda data: (sent.append(bytes(data)), write(data))[1]
+            )
+            await channels(agent, coordinator)
+        assert len(sent) == 2
+        async with connection() as (peer, coordinator):
+            peer[1].write(b"".join(sent))
+            with pytest.raises(UnauthenticatedError):
+                await protocol.accept(*coordinator, TOKEN, "job-1")
 
-    run(story)
+    run(scenario)
 
 
-def test_a_stranger_cannot_pose_as_the_lead_by_asking_the_lead() -> None:
-    """The lead's challenge is bound to the member's nonce; a proof for another nonce is none."""
+def test_relayed_challenge_of_coordinator_is_refused_by_agent() -> None:
+    """The coordinator's challenge is bound to the agent's nonce and fails for another nonce."""
 
-    async def story() -> None:
-        async with connection() as (asker, lead):
-            greeting = asyncio.create_task(protocol.greet_member(*lead, TOKEN, "job-1"))
-            asker[1].write(
+    async def scenario() -> None:
+        async with connection() as (attacker, coordinator):
+            accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
+            attacker[1].write(
                 json.dumps(
                     {"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "0" * 32}
                 ).encode()
                 + b"\n"
             )
-            true_challenge = await asker[0].readline()
-            async with connection() as (member, impostor):
-                joining = asyncio.create_task(protocol.greet_lead(*member, TOKEN, HELLO))
+            true_challenge = await attacker[0].readline()
+            async with connection() as (agent, impostor):
+                joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
                 await impostor[0].readline()
                 impostor[1].write(true_challenge)
-                with pytest.raises(Stranger):
+                with pytest.raises(UnauthenticatedError):
                     await joining
-            asker[1].close()
-            with pytest.raises((Stranger, OSError)):
-                await greeting
+            attacker[1].close()
+            with pytest.raises((UnauthenticatedError, OSError)):
+                await accepting
 
-    run(story)
+    run(scenario)
 
 
-# -- messages that are not the other end's -----------------------------------------------------------------------------------
+# -- changed, replayed and cut messages ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -235,107 +247,118 @@ def test_a_stranger_cannot_pose_as_the_lead_by_asking_the_lead() -> None:
         "another connection's",
     ],
 )
-def test_a_message_that_is_not_the_next_of_this_connection_is_refused(tamper: str) -> None:
-    async def story() -> None:
-        async with connection() as (member, lead), connection() as (other_member, other_lead):
-            member_channel, lead_channel = await channels(member, lead)
-            other_channel, _ = await channels(other_member, other_lead)
+def test_changed_replayed_or_foreign_message_is_refused(tamper: str) -> None:
+    async def scenario() -> None:
+        async with (
+            connection() as (agent, coordinator),
+            connection() as (other_agent, other_coordinator),
+        ):
+            agent_channel, coordinator_channel = await channels(agent, coordinator)
+            other_channel, _ = await channels(other_agent, other_coordinator)
             lines: list[bytes] = []
-            writer = member[1]
+            writer = agent[1]
             write = writer.write
-            writer.write = lambda data: lines.append(bytes(data))  # type: ignore[method-assign,assignment]
-            other_member[1].write = lambda data: lines.append(bytes(data))  # type: ignore[method-assign,assignment]
-            member_channel.send({"t": "first"})
-            member_channel.send({"t": "second"})
-            other_channel.send({"t": "first"})
+            writer.write = (  # type: ignore[method-assign,assignment]
+                lambda data: lines.append(bytes(data))
+            )
+            other_agent[1].write = (  # type: ignore[method-assign,assignment]
+                lambda data: lines.append(bytes(data))
+            )
+            agent_channel.send(Cancel("first"))
+            agent_channel.send(Cancel("second"))
+            other_channel.send(Cancel("first"))
             first, second, foreign = lines
             if tamper == "reflected":
-                lead[1].write = lambda data: lines.append(bytes(data))  # type: ignore[method-assign,assignment]
-                lead_channel.send({"t": "first"})
+                coordinator[1].write = (  # type: ignore[method-assign,assignment]
+                    lambda data: lines.append(bytes(data))
+                )
+                coordinator_channel.send(Warn())
                 write(lines[-1])
             elif tamper == "replayed":
                 write(first + first)
-                assert await lead_channel.receive() == {"t": "first"}
+                assert await coordinator_channel.receive() == Cancel("first")
             else:
                 write({
                     "payload": first.replace(b"first", b"fiRst"),
                     "signature": (b"0" if first[:1] != b"0" else b"1") + first[1:],
-                    "no signature": b'{"t": "first"}\n', "reordered": second + first,
+                    "no signature": b'{"type": "Heartbeat"}\n', "reordered": second + first,
                     "another connection's": foreign,
                 }[tamper])  # fmt: skip
-            with pytest.raises(Stranger, match="wrong signature"):
-                await lead_channel.receive()
+            with pytest.raises(UnauthenticatedError, match="wrong signature"):
+                await coordinator_channel.receive()
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("cut", [1, 40, 70, -1])
-def test_a_message_that_is_cut_off_is_an_end_and_no_message(cut: int) -> None:
-    async def story() -> None:
-        async with connection() as (member, lead):
-            member_channel, lead_channel = await channels(member, lead)
+def test_cut_off_message_is_end_of_connection(cut: int) -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            agent_channel, coordinator_channel = await channels(agent, coordinator)
             lines: list[bytes] = []
-            write = member[1].write
-            member[1].write = lambda data: lines.append(bytes(data))  # type: ignore[method-assign,assignment]
-            member_channel.send({"t": "done"})
+            write = agent[1].write
+            agent[1].write = (  # type: ignore[method-assign,assignment]
+                lambda data: lines.append(bytes(data))
+            )
+            agent_channel.send(Done())
             write(lines[0][:cut])
-            member[1].close()
-            assert await lead_channel.receive() is None
+            agent[1].close()
+            assert await coordinator_channel.receive() is None
 
-    run(story)
-
-
-def test_a_line_without_end_is_bounded_in_a_channel_too() -> None:
-    async def story() -> None:
-        async with connection() as (member, lead):
-            _, lead_channel = await channels(member, lead)
-            member[1].write(b"x" * (protocol.LINE_BYTES * 4))
-            assert await lead_channel.receive() is None
-
-    run(story)
+    run(scenario)
 
 
-def test_long_messages_pass_up_to_the_bound() -> None:
-    async def story() -> None:
-        async with connection() as (member, lead):
-            member_channel, lead_channel = await channels(member, lead)
-            text = "x" * (protocol.LINE_BYTES - 1000)
-            member_channel.send({"text": text})
-            assert await lead_channel.receive() == {"text": text}
+def test_endless_line_in_channel_ends_connection() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            _, coordinator_channel = await channels(agent, coordinator)
+            agent[1].write(b"x" * (protocol.LINE_BYTES * 4))
+            assert await coordinator_channel.receive() is None
 
-    run(story)
+    run(scenario)
 
 
-def test_sending_to_and_closing_a_connection_that_is_gone_is_quiet() -> None:
-    async def story() -> None:
-        async with connection() as (member, lead):
-            member_channel, lead_channel = await channels(member, lead)
-            lead[1].transport.abort()
-            assert await member_channel.receive() is None
+def test_long_message_below_limit_is_received() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            agent_channel, coordinator_channel = await channels(agent, coordinator)
+            reason = "x" * (1 << 17)
+            agent_channel.send(Cancel(reason))
+            assert await coordinator_channel.receive() == Cancel(reason)
+
+    run(scenario)
+
+
+def test_send_and_close_after_lost_connection_raise_no_error() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            agent_channel, coordinator_channel = await channels(agent, coordinator)
+            coordinator[1].transport.abort()
+            assert await agent_channel.receive() is None
             for _ in range(20):
-                member_channel.send({"t": "beat"})
+                agent_channel.send(Heartbeat())
                 await asyncio.sleep(0)
-            await member_channel.close()
-            await lead_channel.close()
+            await agent_channel.close()
+            await coordinator_channel.close()
 
-    run(story)
+    run(scenario)
 
 
-def test_closing_does_not_wait_for_a_peer_that_reads_nothing() -> None:
-    async def story() -> float:
-        async with connection() as (member, lead):
-            member_channel, _ = await channels(member, lead)
-            lead[1].transport.pause_reading()  # type: ignore[attr-defined]
+def test_close_does_not_wait_for_peer_that_reads_nothing() -> None:
+    async def scenario() -> float:
+        async with connection() as (agent, coordinator):
+            agent_channel, _ = await channels(agent, coordinator)
+            coordinator[1].transport.pause_reading()  # type: ignore[attr-defined]
             for _ in range(200):
-                member_channel.send({"text": "x" * 100_000})
+                agent_channel.send(Cancel("x" * 100_000))
             begin = asyncio.get_running_loop().time()
-            await member_channel.close()
+            await agent_channel.close()
             return asyncio.get_running_loop().time() - begin
 
-    assert run(story) < 10
+    assert run(scenario) < 10
 
 
-# -- whoever is no agent -----------------------------------------------------------------------------------------------------
+# -- peers that are not agents ---------------------------------------------------------------------
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters()),
@@ -356,7 +379,7 @@ almost = st.builds(
         },
     ),
 )
-said = st.lists(
+garbage = st.lists(
     st.binary(max_size=200)
     | almost
     | st.sampled_from(
@@ -378,94 +401,130 @@ SURROGATE = (
 )
 
 
-async def listen_to(words: bytes) -> BaseException:
-    async with connection() as (stranger, lead):
-        stranger[1].write(words)
-        if stranger[1].can_write_eof():
-            stranger[1].write_eof()
-        with pytest.raises((GangError, OSError, asyncio.TimeoutError)) as caught:
-            await protocol.greet_member(*lead, TOKEN, "job-1")
+async def send_to_coordinator(data: bytes) -> BaseException:
+    async with connection() as (peer, coordinator):
+        peer[1].write(data)
+        if peer[1].can_write_eof():
+            peer[1].write_eof()
+        with pytest.raises((RendezvousError, OSError, asyncio.TimeoutError)) as caught:
+            await protocol.accept(*coordinator, TOKEN, "job-1")
         return caught.value
 
 
-async def ask(words: bytes) -> BaseException:
-    async with connection() as (member, stranger):
-        stranger[1].write(words)
-        stranger[1].write_eof()
-        with pytest.raises((GangError, OSError, asyncio.TimeoutError)) as caught:
-            await protocol.greet_lead(*member, TOKEN, HELLO)
+async def send_to_agent(data: bytes) -> BaseException:
+    async with connection() as (agent, peer):
+        peer[1].write(data)
+        peer[1].write_eof()
+        with pytest.raises((RendezvousError, OSError, asyncio.TimeoutError)) as caught:
+            await protocol.join(*agent, TOKEN, "job-1", HELLO)
         return caught.value
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(said)
-def test_garbage_is_refused_by_the_lead_and_crashes_nothing(words: list[bytes]) -> None:
-    run(lambda: listen_to(b"".join(words)))
+@given(garbage)
+def test_garbage_is_refused_by_coordinator(chunks: list[bytes]) -> None:
+    run(lambda: send_to_coordinator(b"".join(chunks)))
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(said)
-def test_garbage_is_refused_by_a_member_and_crashes_nothing(words: list[bytes]) -> None:
-    run(lambda: ask(b"".join(words)))
+@given(garbage)
+def test_garbage_is_refused_by_agent(chunks: list[bytes]) -> None:
+    run(lambda: send_to_agent(b"".join(chunks)))
 
 
-@pytest.mark.parametrize("listener", [listen_to, ask])
-def test_a_lone_surrogate_is_refused(listener: Callable[[bytes], Awaitable[BaseException]]) -> None:
-    assert isinstance(run(lambda: listener(SURROGATE)), Stranger)
+@pytest.mark.parametrize("send_to", [send_to_coordinator, send_to_agent])
+def test_lone_surrogate_is_refused(send_to: Callable[[bytes], Awaitable[BaseException]]) -> None:
+    assert isinstance(run(lambda: send_to(SURROGATE)), UnauthenticatedError)
 
 
-@pytest.mark.parametrize("listener", [listen_to, ask])
+@pytest.mark.parametrize("send_to", [send_to_coordinator, send_to_agent])
 @pytest.mark.parametrize("size", [protocol.LINE_BYTES * 8, protocol.LINE_BYTES - 100])
-def test_an_endless_line_is_refused_and_bounded(
-    listener: Callable[[bytes], Awaitable[BaseException]], size: int
+def test_endless_line_is_refused(
+    send_to: Callable[[bytes], Awaitable[BaseException]], size: int
 ) -> None:
-    assert isinstance(run(lambda: listener(b"x" * size)), Stranger)
+    assert isinstance(run(lambda: send_to(b"x" * size)), UnauthenticatedError)
 
 
-def test_an_endless_line_takes_no_endless_memory() -> None:
-    """The reading side stops reading long before the writer has said all."""
+def test_endless_line_is_not_buffered_without_limit() -> None:
+    """The coordinator stops reading long before the peer has sent everything."""
 
-    async def story() -> None:
-        async with connection() as (stranger, lead):
-            greeting = asyncio.create_task(protocol.greet_member(*lead, TOKEN, "job-1"))
-            stranger[1].write(b"x" * (64 << 20))
-            with pytest.raises(Stranger):
-                await greeting
-            assert len(lead[0]._buffer) <= 4 * protocol.LINE_BYTES  # type: ignore[attr-defined]
+    async def scenario() -> None:
+        async with connection() as (peer, coordinator):
+            accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
+            peer[1].write(b"x" * (64 << 20))
+            with pytest.raises(UnauthenticatedError):
+                await accepting
+            assert (
+                len(coordinator[0]._buffer)  # type: ignore[attr-defined]
+                <= 4 * protocol.LINE_BYTES
+            )
 
-    run(story)
+    run(scenario)
 
 
-def test_silence_ends_the_handshake_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshake_with_silent_peer_times_out_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.3)
 
-    async def story() -> None:
-        async with connection() as (member, lead):
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
             with pytest.raises(asyncio.TimeoutError):
-                await protocol.greet_lead(*member, TOKEN, HELLO)
-            with pytest.raises((asyncio.TimeoutError, Stranger)):
-                await protocol.greet_member(*lead, TOKEN, "other job")
-        async with connection() as (_, lead):
+                await protocol.join(*agent, TOKEN, "job-1", HELLO)
+            with pytest.raises((asyncio.TimeoutError, UnauthenticatedError)):
+                await protocol.accept(*coordinator, TOKEN, "other job")
+        async with connection() as (_, coordinator):
             with pytest.raises(asyncio.TimeoutError):
-                await protocol.greet_member(*lead, TOKEN, "job-1")
+                await protocol.accept(*coordinator, TOKEN, "job-1")
 
-    run(story)
+    run(scenario)
 
 
-def test_one_byte_at_a_time_is_silence_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshake_with_slow_peer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.5)
 
-    async def story() -> None:
-        async with connection() as (stranger, lead):
+    async def scenario() -> None:
+        async with connection() as (peer, coordinator):
 
             async def drip() -> None:
                 while True:
-                    stranger[1].write(b"x")
+                    peer[1].write(b"x")
                     await asyncio.sleep(0.02)
 
             dripping = asyncio.create_task(drip())
             with pytest.raises(asyncio.TimeoutError):
-                await protocol.greet_member(*lead, TOKEN, "job-1")
+                await protocol.accept(*coordinator, TOKEN, "job-1")
             dripping.cancel()
 
-    run(story)
+    run(scenario)
+
+
+# -- invalid messages with a valid token -----------------------------------------------------------
+
+
+def test_unknown_message_of_agent_is_refused_by_name() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            agent_channel, coordinator_channel = await channels(agent, coordinator)
+            agent_channel._sends = messages.FROM_COORDINATOR
+            agent_channel.send(Warn())
+            with pytest.raises(MalformedMessageError, match="unknown message 'Warn'"):
+                await coordinator_channel.receive()
+
+    run(scenario)
+
+
+def test_unknown_field_of_message_is_ignored() -> None:
+    data = messages.FROM_AGENT.encode(Cancel("x")) | {"added later": 1}
+    assert messages.FROM_AGENT.decode(data) == Cancel("x")
+
+
+def test_first_message_other_than_hello_is_refused() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
+            channel = await protocol.authenticate_to_coordinator(*agent, TOKEN, "job-1")
+            channel.send(Done())
+            assert await channel.receive() == messages.Refused("its first message is not Hello")
+            with pytest.raises(RefusedError, match="not Hello"):
+                await accepting
+
+    run(scenario)

@@ -1,6 +1,4 @@
-"""The table of settings: what each takes from a flag, a variable or a file, and that all else is an
-error of ours.
-"""
+"""Table of settings: values from a flag, a variable or a file are read or are a ConfigError."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ NUMBERS = ("nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "max_res
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_whole_numbers(key: str) -> None:
+def test_whole_number_setting_accepts_integer_and_text(key: str) -> None:
     assert [read_setting(key, value, origin="here") for value in (3, "3", " 3 ", "-3", "007")] == [
         3,
         3,
@@ -64,12 +62,12 @@ def test_whole_numbers(key: str) -> None:
         *(("require_gpus", value, False) for value in (False, "false", "0", "no")),
     ],
 )
-def test_what_each_setting_takes(key: str, value: Any, read: Any) -> None:
+def test_value_of_setting_is_converted_to_its_type(key: str, value: Any, read: Any) -> None:
     assert read_setting(key, value, origin="here") == read
     assert type(read_setting(key, value, origin="here")) is type(read) or isinstance(read, Path)
 
 
-def test_an_error_begins_with_where_the_value_was_written() -> None:
+def test_error_of_setting_begins_with_origin_of_value() -> None:
     with pytest.raises(ConfigError) as caught:
         read_setting("mem", "12 potatoes", origin="clusterjob.toml: [defaults] mem")
     assert (
@@ -108,7 +106,7 @@ toml = st.recursive(
 @example(value=float("inf"))
 @example(value="~nobody-of-this-name/x")
 @example(value=10**400)
-def test_whatever_a_file_holds_is_a_value_or_an_error_of_ours(key: str, value: Any) -> None:
+def test_any_value_of_file_is_accepted_or_config_error(key: str, value: Any) -> None:
     try:
         read_setting(key, value, origin="here")
     except ConfigError as error:
@@ -118,15 +116,15 @@ def test_whatever_a_file_holds_is_a_value_or_an_error_of_ours(key: str, value: A
     assert message.startswith("here: ")
 
 
-def test_every_setting_has_its_option_and_its_place_in_the_job() -> None:
+def test_every_setting_has_option_and_field_of_job() -> None:
     options = {name.rstrip("_") for name in inspect.signature(_job_options).parameters} - {
         "cluster"
     }
     assert options <= set(SETTINGS)
-    places = (
+    job_fields = (
         {field.name for field in fields(JobSpec)}
         | {field.name for field in fields(Resources)}
         | {"time", "set", "hostfile", *NAMED_OPTIONS}
     )
-    assert set(SETTINGS) <= places
+    assert set(SETTINGS) <= job_fields
     assert {key for key, setting in SETTINGS.items() if setting.key != key} == set()

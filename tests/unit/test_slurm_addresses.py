@@ -1,4 +1,4 @@
-"""Node 0's address where its name does not resolve: from Slurm, or a refusal in one line."""
+"""Address of node 0 when its name does not resolve: from Slurm, or an error in one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments import slurm_addresses
 from clusterjob.node.environments.topology import Topology
 
@@ -26,25 +26,25 @@ def no_scontrol(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "localhost", "::1"])
-def test_what_resolves_stays(address: str, no_scontrol: dict[str, str]) -> None:
+def test_resolvable_address_is_kept(address: str, no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, master_addr=address)
-    assert slurm_addresses.settle(node, BATCH | no_scontrol) is node
+    assert slurm_addresses.resolve_master_address(node, BATCH | no_scontrol) is node
 
 
-def test_other_families_are_left_alone(no_scontrol: dict[str, str]) -> None:
+def test_address_of_other_platform_is_kept(no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, source="mlp")
-    assert slurm_addresses.settle(node, no_scontrol) is node
+    assert slurm_addresses.resolve_master_address(node, no_scontrol) is node
 
 
-def test_a_single_node_is_loopback(no_scontrol: dict[str, str]) -> None:
+def test_address_of_single_node_is_loopback(no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, nnodes=1, node_rank=0)
-    assert slurm_addresses.settle(node, no_scontrol).master_addr == "127.0.0.1"
+    assert slurm_addresses.resolve_master_address(node, no_scontrol).master_addr == "127.0.0.1"
 
 
-def test_the_launching_node_is_node_0_where_a_batch_script_s_first_node_is(
+def test_address_of_launching_node_is_used_when_node_0_is_first_of_job(
     no_scontrol: dict[str, str],
 ) -> None:
-    assert slurm_addresses.settle(NODE, BATCH | no_scontrol) == replace(
+    assert slurm_addresses.resolve_master_address(NODE, BATCH | no_scontrol) == replace(
         NODE, master_addr="192.0.2.7"
     )
 
@@ -59,25 +59,26 @@ def test_the_launching_node_is_node_0_where_a_batch_script_s_first_node_is(
         {"SLURM_LAUNCH_NODE_IPADDR": ""},
     ],
 )
-def test_where_it_may_be_another_node_or_nowhere_the_name_is_refused(
+def test_unresolvable_name_is_refused_when_launching_node_may_be_other_node(
     change: dict[str, str], no_scontrol: dict[str, str]
 ) -> None:
     with pytest.raises(
-        PlaceError, match=f"node 0 is {NOWHERE}, which does not resolve here"
+        PlacementError, match=f"node 0 is {NOWHERE}, which does not resolve here"
     ) as caught:
-        slurm_addresses.settle(NODE, BATCH | change | no_scontrol)
+        slurm_addresses.resolve_master_address(NODE, BATCH | change | no_scontrol)
     assert "\n" not in caught.value.message
 
 
-def test_slurm_is_asked_for_the_node_s_address_and_never_told_an_option(tmp_path: Path) -> None:
-    tool = tmp_path / "scontrol"
-    tool.write_text(
-        f"#!/bin/sh\necho \"$*\" >> {tmp_path}/asked\necho 'NodeName=x Arch=x86_64 NodeAddr=192.0.2.9 NodeHostName=y'\n"
+def test_scontrol_gives_address_and_never_gets_name_that_is_option(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n'
+        "echo 'NodeName=x Arch=x86_64 NodeAddr=192.0.2.9 NodeHostName=y'\n"
     )
-    tool.chmod(0o700)
+    scontrol.chmod(0o700)
     environ = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
-    assert slurm_addresses.settle(NODE, environ).master_addr == "192.0.2.9"
+    assert slurm_addresses.resolve_master_address(NODE, environ).master_addr == "192.0.2.9"
     assert (tmp_path / "asked").read_text() == f"--oneliner show node {NOWHERE}\n"
-    with pytest.raises(PlaceError):
-        slurm_addresses.settle(replace(NODE, master_addr="-M.invalid"), environ)
+    with pytest.raises(PlacementError):
+        slurm_addresses.resolve_master_address(replace(NODE, master_addr="-M.invalid"), environ)
     assert (tmp_path / "asked").read_text().count("\n") == 1

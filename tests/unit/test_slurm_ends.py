@@ -1,6 +1,4 @@
-"""How a job of Slurm's ended, from what its directory, srun and squeue say: pure, with texts as
-Slurm 22.05 writes them.
-"""
+"""Verdict of a Slurm job, from its directory and from recorded texts of Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from clusterjob.backends.slurm import job_end as slurm_ends
-from clusterjob.backends.slurm.queue import Row
+from clusterjob.backends.slurm import job_end
+from clusterjob.backends.slurm.queue import JobRow
 from clusterjob.node.logs import ends
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
-# What srun --kill-on-bad-exit=1 wrote of a job of 2 x 2 tasks whose rank 3 raised, and of one whose
+# Output of srun --kill-on-bad-exit=1 for jobs of 2 x 2 tasks: in one, rank 3 raised; in the other,
 # rank 1 got a SIGKILL.
 RAISED = """\
 srun: error: n4: task 3: Exited with exit code 1
@@ -61,7 +59,7 @@ def verdict(state: JobState = JobState.FAILED, signal: str | None = None) -> Ver
     )
 
 
-# A node whose shell Slurm ended in its setup lines, as another node's agent was told.
+# Verdict of another node's agent on a node whose shell Slurm ended in its setup lines.
 NODE_FAILED = Verdict(
     JobState.FAILED,
     143,
@@ -78,23 +76,23 @@ NODE_FAILED = Verdict(
 )
 
 
-def srun_says(
-    job_dir: Path, text: str, code: int, last_words: dict[int, str] | None = None
+def end_from_srun(
+    job_dir: Path, text: str, code: int, stderr_texts: dict[int, str] | None = None
 ) -> Verdict:
     (job_dir / "logs" / "slurm.out").write_text(text)
     for rank in range(4):
         (job_dir / "logs" / f"node{rank // 2}" / f"rank{rank}.err").write_text(
-            (last_words or {}).get(rank, "")
+            (stderr_texts or {}).get(rank, "")
         )
-    return slurm_ends.of_step(job_dir, code, started_at="2026-01-01T00:00:00Z")
+    return job_end.of_step(job_dir, code, started_at="2026-01-01T00:00:00Z")
 
 
-def test_srun_s_success(job_dir: Path) -> None:
-    assert srun_says(job_dir, "", 0).state is JobState.SUCCEEDED
+def test_srun_with_exit_code_0_is_success(job_dir: Path) -> None:
+    assert end_from_srun(job_dir, "", 0).state is JobState.SUCCEEDED
 
 
-def test_the_task_that_ended_before_srun_ended_the_others_is_the_guilty_one(job_dir: Path) -> None:
-    ended = srun_says(
+def test_task_that_failed_before_srun_stopped_others_is_root_cause(job_dir: Path) -> None:
+    ended = end_from_srun(
         job_dir,
         RAISED,
         143,
@@ -107,20 +105,27 @@ def test_the_task_that_ended_before_srun_ended_the_others_is_the_guilty_one(job_
     )
     assert ended.failure is not None
     assert ended.failure.last_lines[-1] == "ValueError: boom"
-    assert sorted((failure.rank, failure.host, failure.signal) for failure in ended.consequences) == [
-        (0, "n3", "SIGTERM"), (1, "n3", "SIGTERM"), (2, "n4", "SIGTERM"),
-    ]  # fmt: skip
+    assert sorted(
+        (failure.rank, failure.host, failure.signal) for failure in ended.consequences
+    ) == [
+        (0, "n3", "SIGTERM"),
+        (1, "n3", "SIGTERM"),
+        (2, "n4", "SIGTERM"),
+    ]
 
 
-def test_a_task_that_was_killed_is_guilty_unless_srun_did_it(job_dir: Path) -> None:
-    ended = srun_says(job_dir, KILLED, 143)
+def test_task_killed_before_srun_stopped_others_is_root_cause(job_dir: Path) -> None:
+    ended = end_from_srun(job_dir, KILLED, 143)
     assert (ended.exit_code, ended.failure and ended.failure.signal) == (137, "SIGKILL")
     assert ended.reason == "rank 1 (node 0, local rank 1, host n2): killed by SIGKILL"
 
 
-def test_a_task_that_only_lost_its_peer_is_not_to_blame(job_dir: Path) -> None:
-    text = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: tasks 2-3: Exited with exit code 5\n"
-    ended = srun_says(job_dir, text, 5, {0: PEER_LOSS})
+def test_task_that_only_lost_its_peer_is_not_root_cause(job_dir: Path) -> None:
+    text = (
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+        "srun: error: n2: tasks 2-3: Exited with exit code 5\n"
+    )
+    ended = end_from_srun(job_dir, text, 5, {0: PEER_LOSS})
     assert ended.failure is not None
     assert (ended.failure.rank, ended.exit_code) == (2, 5)
 
@@ -134,10 +139,10 @@ def test_a_task_that_only_lost_its_peer_is_not_to_blame(job_dir: Path) -> None:
         ("srun: error: n2: task 2: Out Of Memory", 2, 9, None),
     ],
 )
-def test_words_of_srun_s(
+def test_message_of_srun_gives_rank_code_and_signal(
     job_dir: Path, text: str, rank: int, code: int, signal: str | None
 ) -> None:
-    ended = srun_says(job_dir, text + "\n", 9)
+    ended = end_from_srun(job_dir, text + "\n", 9)
     assert ended.failure is not None
     assert (ended.failure.rank, ended.failure.exit_code, ended.failure.signal) == (
         rank,
@@ -146,38 +151,39 @@ def test_words_of_srun_s(
     )
 
 
-def test_srun_that_names_nobody_leaves_its_code(job_dir: Path) -> None:
-    ended = srun_says(
+def test_srun_output_that_names_no_task_gives_only_exit_code(job_dir: Path) -> None:
+    ended = end_from_srun(
         job_dir,
-        "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification\n",
+        "srun: error: Unable to create step for job 5: "
+        "Invalid generic resource (gres) specification\n",
         1,
     )
     assert (ended.state, ended.exit_code, ended.failure) == (JobState.FAILED, 1, None)
 
 
-def test_what_a_worker_prints_is_no_word_of_srun_s(job_dir: Path) -> None:
+def test_srun_message_printed_by_worker_is_ignored(job_dir: Path) -> None:
     (job_dir / "logs" / "node0" / "rank0.err").write_text(
         "srun: error: n9: task 9: Exited with exit code 99\n"
     )
     (job_dir / "logs" / "slurm.out").write_text(
         "srun: error: n1: task 0: Exited with exit code 3\n"
     )
-    assert slurm_ends.of_step(job_dir, 3, started_at=None).exit_code == 3
+    assert job_end.of_step(job_dir, 3, started_at=None).exit_code == 3
 
 
 @pytest.mark.parametrize("content", ["", "x", "-1", "1 2", "²"])
-def test_a_code_that_is_none_is_not_taken_for_one(job_dir: Path, content: str) -> None:
+def test_invalid_exit_code_of_step_is_ignored(job_dir: Path, content: str) -> None:
     (job_dir / "ends" / "srun.0").write_text(content)
-    assert slurm_ends.step_code(job_dir) is None
+    assert job_end.step_code(job_dir) is None
 
 
-def test_the_code_of_the_newest_attempt_counts(job_dir: Path) -> None:
+def test_exit_code_of_step_is_from_newest_attempt(job_dir: Path) -> None:
     for attempt, code in (("0", "75"), ("9", "1"), ("10", "0"), ("11.part", "7")):
         (job_dir / "ends" / f"srun.{attempt}").write_text(f"{code}\n")
-    assert slurm_ends.step_code(job_dir) == 0
+    assert job_end.step_code(job_dir) == 0
 
 
-def test_a_verdict_that_is_broken_is_none(job_dir: Path) -> None:
+def test_broken_verdict_file_is_ignored(job_dir: Path) -> None:
     for text in (
         "",
         "{",
@@ -187,119 +193,140 @@ def test_a_verdict_that_is_broken_is_none(job_dir: Path) -> None:
         '{"state": "FAILED", "exit_code": "x"}',
     ):
         (job_dir / "result.json").write_text(text)
-        assert slurm_ends.verdict_of(job_dir) is None
+        assert job_end.verdict_of(job_dir) is None
     (job_dir / "result.json").write_text(json.dumps(verdict().to_json()))
-    assert slurm_ends.verdict_of(job_dir) == verdict()
+    assert job_end.verdict_of(job_dir) == verdict()
 
 
-def test_only_slurm_knows_what_a_sigterm_was(job_dir: Path) -> None:
-    """It goes to every process of the step: a worker may have ended by it before its agent has
-    heard of it.
-    """
-    assert slurm_ends.settled(verdict(JobState.SUCCEEDED), job_dir)
-    assert slurm_ends.settled(verdict(JobState.FAILED), job_dir)
-    assert slurm_ends.settled(verdict(JobState.FAILED, "SIGKILL"), job_dir)
+def test_verdict_after_sigterm_is_final_only_with_slurm_state(job_dir: Path) -> None:
+    """SIGTERM reaches every process of the step: a worker may end before its agent knows of it."""
+    assert job_end.settled(verdict(JobState.SUCCEEDED), job_dir)
+    assert job_end.settled(verdict(JobState.FAILED), job_dir)
+    assert job_end.settled(verdict(JobState.FAILED, "SIGKILL"), job_dir)
     for unsettled in (
         verdict(JobState.FAILED, "SIGTERM"),
         NODE_FAILED,
         verdict(JobState.CANCELLED),
         verdict(JobState.LOST),
     ):
-        assert not slurm_ends.settled(unsettled, job_dir)
+        assert not job_end.settled(unsettled, job_dir)
     ends.cancel(job_dir)
-    assert slurm_ends.settled(verdict(JobState.CANCELLED), job_dir)
-    assert not slurm_ends.settled(
+    assert job_end.settled(verdict(JobState.CANCELLED), job_dir)
+    assert not job_end.settled(
         verdict(JobState.FAILED), job_dir
-    )  # the wish, or the failure: which was first?
+    )  # the cancel or the failure may have come first
 
 
 @pytest.mark.parametrize(
-    ("row", "own", "state", "code", "says"),
+    ("row", "agent_verdict", "state", "code", "reason"),
     [
         (
-            Row("7", "CANCELLED", reason="None"),
+            JobRow("7", "CANCELLED", reason="None"),
             verdict(JobState.FAILED, "SIGTERM"),
             JobState.CANCELLED,
             143,
-            "Slurm says CANCELLED",
+            "Slurm reports CANCELLED",
         ),
         (
-            Row("7", "FAILED", reason="NonZeroExitCode"),
+            JobRow("7", "FAILED", reason="NonZeroExitCode"),
             verdict(JobState.FAILED, "SIGTERM"),
             JobState.FAILED,
             143,
             "said by the agents",
         ),
-        (Row("7", "CANCELLED"), verdict(JobState.FAILED), JobState.FAILED, 1, "said by the agents"),
-        (Row("7", "CANCELLED"), NODE_FAILED, JobState.CANCELLED, 143, "Slurm says CANCELLED"),
         (
-            Row("7", "CANCELLED"),
+            JobRow("7", "CANCELLED"),
+            verdict(JobState.FAILED),
+            JobState.FAILED,
+            1,
+            "said by the agents",
+        ),
+        (JobRow("7", "CANCELLED"), NODE_FAILED, JobState.CANCELLED, 143, "Slurm reports CANCELLED"),
+        (
+            JobRow("7", "CANCELLED"),
             replace(NODE_FAILED, state=JobState.LOST),
             JobState.CANCELLED,
             143,
-            "Slurm says CANCELLED",
+            "Slurm reports CANCELLED",
         ),
-        (Row("7", "FAILED"), NODE_FAILED, JobState.FAILED, 143, "a setup line failed"),
+        (JobRow("7", "FAILED"), NODE_FAILED, JobState.FAILED, 143, "a setup line failed"),
         (
-            Row("7", "TIMEOUT", reason="TimeLimit"),
+            JobRow("7", "TIMEOUT", reason="TimeLimit"),
             verdict(JobState.FAILED, "SIGTERM"),
             JobState.FAILED,
             124,
             "the time limit was reached",
         ),
         (
-            Row("7", "TIMEOUT", reason="TimeLimit"),
+            JobRow("7", "TIMEOUT", reason="TimeLimit"),
             verdict(JobState.CANCELLED),
             JobState.FAILED,
             124,
             "the time limit was reached",
         ),
-        (Row("7", "OUT_OF_MEMORY"), None, JobState.FAILED, 137, "ran out of the memory"),
-        (Row("7", "NODE_FAIL"), verdict(JobState.LOST), JobState.LOST, 1, "NODE_FAIL"),
-        (Row("7", "PREEMPTED"), verdict(JobState.CANCELLED), JobState.PREEMPTED, 75, "preempted"),
         (
-            Row("7", "CANCELLED", reason="DependencyNeverSatisfied"),
+            JobRow("7", "OUT_OF_MEMORY"),
+            None,
+            JobState.FAILED,
+            137,
+            "ran out of its requested memory",
+        ),
+        (JobRow("7", "NODE_FAIL"), verdict(JobState.LOST), JobState.LOST, 1, "NODE_FAIL"),
+        (
+            JobRow("7", "PREEMPTED"),
+            verdict(JobState.CANCELLED),
+            JobState.PREEMPTED,
+            75,
+            "preempted",
+        ),
+        (
+            JobRow("7", "CANCELLED", reason="DependencyNeverSatisfied"),
             None,
             JobState.CANCELLED,
             143,
             "CANCELLED (DependencyNeverSatisfied)",
         ),
-        (Row("7", "COMPLETED"), None, JobState.LOST, 1, "nothing in the job's directory says so"),
+        (JobRow("7", "COMPLETED"), None, JobState.LOST, 1, "the job's directory has no result"),
         (
-            Row("7", "FAILED", reason="NonZeroExitCode"),
+            JobRow("7", "FAILED", reason="NonZeroExitCode"),
             None,
             JobState.FAILED,
             1,
-            "Slurm says FAILED (NonZeroExitCode)",
+            "Slurm reports FAILED (NonZeroExitCode)",
         ),
-        (Row("7", "SOMETHING_NEW"), None, JobState.FAILED, 1, "SOMETHING_NEW"),
+        (JobRow("7", "SOMETHING_NEW"), None, JobState.FAILED, 1, "SOMETHING_NEW"),
     ],
 )
-def test_slurm_s_word_and_the_agents(
-    job_dir: Path, row: Row, own: Verdict | None, state: JobState, code: int, says: str
+def test_slurm_state_and_verdict_of_agents_give_end_of_job(
+    job_dir: Path,
+    row: JobRow,
+    agent_verdict: Verdict | None,
+    state: JobState,
+    code: int,
+    reason: str,
 ) -> None:
-    ended = slurm_ends.of_slurm(row, own, job_dir=job_dir, started_at=None)
+    ended = job_end.of_slurm(row, agent_verdict, job_dir=job_dir, started_at=None)
     assert (ended.state, ended.exit_code) == (state, code)
-    assert says in ended.reason
+    assert reason in ended.reason
     if state is JobState.CANCELLED:
         assert ended.failure is None
 
 
-def test_a_wish_to_cancel_explains_how_a_worker_took_it(job_dir: Path) -> None:
-    """A program may leave with any code when it is told to end."""
+def test_failure_after_cancel_request_is_cancelled(job_dir: Path) -> None:
+    """A program may exit with any code when it is asked to stop."""
     ends.cancel(job_dir)
-    ended = slurm_ends.of_slurm(
-        Row("7", "CANCELLED"), verdict(JobState.FAILED), job_dir=job_dir, started_at=None
+    ended = job_end.of_slurm(
+        JobRow("7", "CANCELLED"), verdict(JobState.FAILED), job_dir=job_dir, started_at=None
     )
     assert (ended.state, ended.exit_code, ended.reason) == (JobState.CANCELLED, 143, "cancelled")
-    assert slurm_ends.of_slurm(
-        Row("7", "FAILED"), verdict(JobState.FAILED), job_dir=job_dir, started_at=None
+    assert job_end.of_slurm(
+        JobRow("7", "FAILED"), verdict(JobState.FAILED), job_dir=job_dir, started_at=None
     ) == verdict(JobState.FAILED)
 
 
-def test_the_last_words_of_the_batch_script_are_shown_where_nothing_else_is(job_dir: Path) -> None:
+def test_last_output_of_batch_script_is_shown_when_nothing_else_is_known(job_dir: Path) -> None:
     (job_dir / "logs" / "slurm.out").write_text("slurmstepd: error: execve(): bash: No such file\n")
-    ended = slurm_ends.of_slurm(
-        Row("7", "FAILED", reason="NonZeroExitCode"), None, job_dir=job_dir, started_at=None
+    ended = job_end.of_slurm(
+        JobRow("7", "FAILED", reason="NonZeroExitCode"), None, job_dir=job_dir, started_at=None
     )
     assert ended.reason.endswith(": slurmstepd: error: execve(): bash: No such file")

@@ -1,5 +1,6 @@
-"""What srun's variables make of a task: dumps of Slurm 22.05, and what is wrong with each half of
-them.
+"""Placement of a task from srun's variables, as Slurm 22.05 sets them.
+
+The tests also cover incomplete and contradictory sets of variables.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node import contract, launch
 from clusterjob.node.environments import detect, slurm_env
 from clusterjob.node.environments.topology import Topology, Worker
 
-# The job has four nodes, the step two of them: the job's lists mislead. SLURM_NTASKS_PER_NODE goes
-# stale.
+# The job has four nodes and the step uses two of them, so the job's lists are wrong for the step.
+# SLURM_NTASKS_PER_NODE is stale.
 JOB = {
     "SLURM_JOB_ID": "71", "SLURM_JOBID": "71", "SLURM_JOB_NODELIST": "n[1-4]",
     "SLURM_NODELIST": "n[1-4]", "SLURM_NNODES": "4", "SLURM_JOB_NUM_NODES": "4",
@@ -54,22 +55,22 @@ def task(
     }  # fmt: skip
 
 
-def place_of(environ: dict[str, str]) -> Topology:
+def topology_of(environ: dict[str, str]) -> Topology:
     return launch.node_of(launch.find_node(environ))
 
 
 def conflicts(environ: dict[str, str]) -> str:
     finding = detect(environ)
     assert (finding.source, finding.place) == ("slurm", None)
-    with pytest.raises(PlaceError):
+    with pytest.raises(PlacementError):
         finding.check()
     return "; ".join(finding.conflicts)
 
 
-# -- one task a node -----------------------------------------------------------------------------------------------------
+# -- one task per node -----------------------------------------------------------------------------
 
 
-def test_one_task_a_node_is_a_node_s_place() -> None:
+def test_one_task_per_node_gives_placement_of_node() -> None:
     finding = detect(one_per_node(1))
     assert finding.place == Topology(
         2, 1, nproc_per_node=None, master_addr="n3", master_port=None, source="slurm"
@@ -81,7 +82,7 @@ def test_one_task_a_node_is_a_node_s_place() -> None:
     }
 
 
-def test_it_may_say_how_many_workers_a_node_has_and_where_they_meet() -> None:
+def test_user_variables_set_worker_count_and_master_address() -> None:
     own = {
         "CLUSTERJOB_NPROC_PER_NODE": "4",
         "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
@@ -92,7 +93,7 @@ def test_it_may_say_how_many_workers_a_node_has_and_where_they_meet() -> None:
     )
 
 
-def test_the_variables_of_our_own_script_leave_the_place_to_the_step() -> None:
+def test_variables_of_job_script_leave_placement_to_step() -> None:
     own = {
         "CLUSTERJOB_JOB_ID": "j",
         "CLUSTERJOB_JOB_DIR": "/j",
@@ -106,7 +107,7 @@ def test_the_variables_of_our_own_script_leave_the_place_to_the_step() -> None:
     assert finding.evidence["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
 
 
-def test_a_process_alone_on_its_node_has_its_node_s_rank() -> None:
+def test_single_process_of_node_has_rank_of_node() -> None:
     environ = one_per_node(1)
     node: Any = detect(environ).place
     worker = slurm_env.as_worker(node, environ)
@@ -121,14 +122,14 @@ def test_a_process_alone_on_its_node_has_its_node_s_rank() -> None:
         worker.topology.master_port
         == slurm_env.as_worker(node, one_per_node(0)).topology.master_port
     )
-    with pytest.raises(PlaceError, match="SLURM_JOB_ID is not set"):
+    with pytest.raises(PlacementError, match="SLURM_JOB_ID is not set"):
         slurm_env.as_worker(node, {})
 
 
-# -- several tasks a node ------------------------------------------------------------------------------------------------
+# -- several tasks per node ------------------------------------------------------------------------
 
 
-def test_uneven_nodes() -> None:
+def test_uneven_tasks_per_node_give_correct_ranks() -> None:
     places = [
         detect(task(*each)).place
         for each in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 0, 1), (4, 1, 1))
@@ -145,7 +146,7 @@ def test_uneven_nodes() -> None:
     assert len({p.topology.master_port for p in places if isinstance(p, Worker)}) == 1
 
 
-def test_under_a_cyclic_distribution_the_rank_is_the_task_s_own() -> None:
+def test_rank_in_cyclic_distribution_is_slurm_procid() -> None:
     finding = detect(task(3, 1, 1, "2(x2)", 4) | {"SLURM_GTIDS": "1,3"})
     assert isinstance(finding.place, Worker)
     assert (finding.place.rank, finding.place.local_rank, finding.place.topology.node_rank) == (
@@ -156,7 +157,7 @@ def test_under_a_cyclic_distribution_the_rank_is_the_task_s_own() -> None:
     assert finding.evidence["rank"] == "SLURM_PROCID"
 
 
-def test_another_step_or_restart_meets_elsewhere_and_a_named_port_is_taken() -> None:
+def test_master_port_differs_per_step_and_restart_unless_set() -> None:
     def port(**more: str) -> int | None:
         place = detect(task(0, 0, 0) | more).place
         assert isinstance(place, Worker)
@@ -178,9 +179,9 @@ def test_another_step_or_restart_meets_elsewhere_and_a_named_port_is_taken() -> 
     st.lists(st.integers(1, 6), min_size=1, max_size=6).filter(lambda sizes: max(sizes) > 1),
     st.randoms(),
 )
-def test_every_task_of_every_step_has_a_place_of_its_own(sizes: list[int], random: Any) -> None:
+def test_each_task_of_step_has_unique_rank(sizes: list[int], random: Any) -> None:
     ranks = list(range(sum(sizes)))
-    random.shuffle(ranks)  # whatever the distribution is
+    random.shuffle(ranks)  # any distribution of tasks
     seen = set()
     for node, size in enumerate(sizes):
         for local_rank in range(size):
@@ -202,13 +203,13 @@ def test_every_task_of_every_step_has_a_place_of_its_own(sizes: list[int], rando
     assert seen == set(range(sum(sizes)))
 
 
-# -- outside of a step ---------------------------------------------------------------------------------------------------
+# -- outside a step --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "step", ["", "batch", "4294967291", "interactive", "4294967290", "extern", "4294967292"]
 )
-def test_a_batch_script_and_a_shell_in_salloc_are_no_step(step: str) -> None:
+def test_batch_script_and_salloc_shell_are_not_detected_as_step(step: str) -> None:
     finding = detect(BATCH | ({"SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"} if step else {}))
     assert (finding.source, finding.place, finding.sound) == ("none", None, True)
     ignored = {item.variable: item.why for item in finding.ignored}
@@ -216,18 +217,18 @@ def test_a_batch_script_and_a_shell_in_salloc_are_no_step(step: str) -> None:
     assert all("step" in why for why in ignored.values())
 
 
-def test_launching_on_one_of_several_nodes_outside_of_a_step_is_refused() -> None:
-    with pytest.raises(PlaceError, match="outside of srun, in an allocation of 4 nodes"):
-        place_of(BATCH)
-    assert place_of(BATCH | {"SLURM_JOB_NUM_NODES": "1"}).nnodes == 1
+def test_launch_outside_step_on_several_nodes_is_refused() -> None:
+    with pytest.raises(PlacementError, match="outside srun, in an allocation of 4 nodes"):
+        topology_of(BATCH)
+    assert topology_of(BATCH | {"SLURM_JOB_NUM_NODES": "1"}).nnodes == 1
     assert (
-        place_of(BATCH | {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).source
+        topology_of(BATCH | {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).source
         == "clusterjob"
     )
-    assert place_of(one_per_node(1)).node_rank == 1
+    assert topology_of(one_per_node(1)).node_rank == 1
 
 
-def test_torchrun_inside_a_step_is_torchrun() -> None:
+def test_torchrun_inside_step_is_detected_as_torchrun() -> None:
     torchrun = {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
         "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n3", "MASTER_PORT": "29500",
@@ -238,11 +239,11 @@ def test_torchrun_inside_a_step_is_torchrun() -> None:
     assert (finding.source, finding.place.rank) == ("torchrun", 5)
 
 
-# -- the master ----------------------------------------------------------------------------------------------------------
+# -- master address --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["n3", "n3.cluster.example", "10.0.0.3", "n3-ib", "gateway"])
-def test_a_master_that_the_user_set_is_taken(address: str) -> None:
+def test_master_address_set_by_user_is_used(address: str) -> None:
     finding = detect(one_per_node(1) | {"MASTER_ADDR": address})
     assert isinstance(finding.place, Topology)
     assert finding.place.master_addr == address
@@ -252,19 +253,19 @@ def test_a_master_that_the_user_set_is_taken(address: str) -> None:
 @pytest.mark.parametrize(
     "address", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "LOCALHOST", "0.0.0.0"]
 )
-def test_several_nodes_do_not_meet_at_each_one_s_own_address(address: str) -> None:
+def test_loopback_master_address_of_several_nodes_is_refused(address: str) -> None:
     assert f"MASTER_ADDR={address!r}" in conflicts(one_per_node(1) | {"MASTER_ADDR": address})
 
 
 @pytest.mark.parametrize("address", ["n2", "n1", "n4.cluster.example"])
-def test_a_master_that_is_another_node_is_refused(address: str) -> None:
-    """`export MASTER_ADDR=$(hostname)` in a batch script names a node that the step may not have."""
+def test_master_address_of_other_node_than_first_is_refused(address: str) -> None:
+    """`export MASTER_ADDR=$(hostname)` in a batch script may name a node outside the step."""
     assert "not the first of SLURM_STEP_NODELIST, 'n3'" in conflicts(
         one_per_node(1) | {"MASTER_ADDR": address}
     )
 
 
-def test_a_single_node_may_be_called_localhost() -> None:
+def test_single_node_named_localhost_is_accepted() -> None:
     alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}
     found = detect(task(1, 1, 0, "2", 2) | alone).place
     assert isinstance(found, Worker)
@@ -272,13 +273,13 @@ def test_a_single_node_may_be_called_localhost() -> None:
     assert detect(task(1, 1, 0, "2", 2) | alone | {"MASTER_ADDR": "127.0.0.1"}).sound
 
 
-def test_two_nodes_are_never_called_localhost() -> None:
+def test_node_list_of_two_nodes_with_localhost_is_refused() -> None:
     assert "begins with 'localhost'" in conflicts(
         one_per_node(1) | {"SLURM_STEP_NODELIST": "localhost,n2"}
     )
 
 
-# -- what is wrong -------------------------------------------------------------------------------------------------------
+# -- conflicts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,13 +293,13 @@ def test_two_nodes_are_never_called_localhost() -> None:
         "SLURM_STEP_TASKS_PER_NODE",
     ],
 )
-def test_a_half_set_step_names_what_is_missing(missing: str) -> None:
+def test_missing_variable_of_step_is_named(missing: str) -> None:
     environ = task(3, 0, 1)
     del environ[missing]
     assert f"{missing} is not set" in conflicts(environ)
 
 
-def test_without_a_job_s_id_there_is_no_port_to_compute() -> None:
+def test_master_port_without_job_id_is_none() -> None:
     environ = task(3, 0, 1)
     del environ["SLURM_JOB_ID"]
     found = detect(environ).place
@@ -306,7 +307,7 @@ def test_without_a_job_s_id_there_is_no_port_to_compute() -> None:
     assert found.topology.master_port is None
 
 
-def test_without_the_step_s_number_of_tasks_there_is_the_job_s() -> None:
+def test_missing_task_count_of_step_is_taken_from_job() -> None:
     environ = task(3, 0, 1)
     del environ["SLURM_STEP_NUM_TASKS"]
     assert isinstance(detect(environ | {"SLURM_NTASKS": "5"}).place, Worker)
@@ -315,14 +316,14 @@ def test_without_the_step_s_number_of_tasks_there_is_the_job_s() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a whole number"),
         ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID='x' is not a whole number"),
         ({"SLURM_PROCID": "5"}, "rank is 5"),
         ({"SLURM_LOCALID": "2"}, "local_rank is 2"),
         ({"SLURM_NODEID": "2"}, "node_rank is 2"),
-        ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_NUM_TASKS=6 say otherwise"),
+        ({"SLURM_STEP_NUM_TASKS": "6"}, "and SLURM_STEP_NUM_TASKS=6"),
         ({"SLURM_STEP_NUM_NODES": "3"}, "SLURM_STEP_NUM_NODES=3"),
         ({"SLURM_STEP_TASKS_PER_NODE": "3,"}, "is not a list of numbers of tasks"),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x999999999)"}, "is not a list of numbers of tasks"),
@@ -333,8 +334,8 @@ def test_without_the_step_s_number_of_tasks_there_is_the_job_s() -> None:
         ({"MASTER_PORT": "70000"}, "master_port is 70000"),
     ],
 )
-def test_what_contradicts_itself_is_named(change: dict[str, str], words: str) -> None:
-    assert words in conflicts(task(3, 0, 1) | change)
+def test_contradictory_variables_are_named(change: dict[str, str], message: str) -> None:
+    assert message in conflicts(task(3, 0, 1) | change)
 
 
 @given(st.text("0123456789(x),", max_size=20))
@@ -343,11 +344,11 @@ def test_any_list_of_tasks_is_read_or_refused(text: str) -> None:
     assert (finding.place is None) == bool(finding.conflicts)
 
 
-# -- restarts ------------------------------------------------------------------------------------------------------------
+# -- restarts --------------------------------------------------------------------------------------
 
 
-def test_a_requeued_job_is_another_attempt() -> None:
+def test_attempt_of_requeued_job_is_restart_count() -> None:
     assert contract.read_attempt({"SLURM_RESTART_COUNT": "2"}) == 2
     assert contract.read_attempt({"SLURM_RESTART_COUNT": "2", "CLUSTERJOB_ATTEMPT": "0"}) == 0
-    with pytest.raises(PlaceError, match="SLURM_RESTART_COUNT='x'"):
+    with pytest.raises(PlacementError, match="SLURM_RESTART_COUNT='x'"):
         contract.read_attempt({"SLURM_RESTART_COUNT": "x"})

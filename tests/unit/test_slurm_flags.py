@@ -1,6 +1,4 @@
-"""From a job to the words of sbatch's command line: what is known, what is ours to say, and what
-cannot be meant.
-"""
+"""Convert a job to options of sbatch; refuse unknown, reserved and contradictory options."""
 
 from __future__ import annotations
 
@@ -33,15 +31,15 @@ def spec(tmp_path: Path) -> Any:
     return make
 
 
-def test_every_option_that_this_sbatch_has_is_known(slurm: SlurmCluster) -> None:
-    """A release that has more makes this fail: then it is to be said who has the say in it."""
+def test_every_option_of_installed_sbatch_is_known(slurm: SlurmCluster) -> None:
+    """A release with new options fails here: add each to the known or to the reserved options."""
     shown = set(re.findall(r"(?<=[\s,])--([a-z][a-z0-9-]+)", slurm.run("sbatch", "--help").stdout))
     assert len(shown) > 60
     assert shown - flags.KNOWN - set(flags._OURS) - {"help", "usage", "version"} == set()
 
 
-def test_an_option_of_sbatch_s_goes_through() -> None:
-    given_ = {
+def test_options_of_sbatch_are_passed_through() -> None:
+    values = {
         "qos": "high",
         "--constraint": "a100&ib",
         "mail_type": "END,FAIL",
@@ -54,10 +52,18 @@ def test_an_option_of_sbatch_s_goes_through() -> None:
         "begin": "now+1hour",
         "exclusive ": "x",
     }
-    del given_["exclusive "]
-    words, unknown = flags.options(given_)
-    assert words == ["--qos=high", "--constraint=a100&ib", "--mail-type=END,FAIL", "--exclusive", "--nice=-5", "--oversubscribe",
-                     "--exclude=n[1-2]", "--begin=now+1hour"]  # fmt: skip
+    del values["exclusive "]
+    words, unknown = flags.options(values)
+    assert words == [
+        "--qos=high",
+        "--constraint=a100&ib",
+        "--mail-type=END,FAIL",
+        "--exclusive",
+        "--nice=-5",
+        "--oversubscribe",
+        "--exclude=n[1-2]",
+        "--begin=now+1hour",
+    ]
     assert unknown == []
 
 
@@ -72,23 +78,23 @@ def test_an_option_of_sbatch_s_goes_through() -> None:
         "x",
     ],
 )
-def test_an_option_that_no_sbatch_documents_may_be_a_plug_in_s(name: str) -> None:
+def test_undocumented_option_is_passed_as_option_of_plug_in(name: str) -> None:
     assert flags.options({name: "value"}) == ([f"--{name}=value"], [name])
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says", "hint"),
+    ("name", "value", "message", "hint"),
     [
         ("partion", "gpu", "sbatch has no option --partion", "did you mean partition?"),
         ("acount", "x", "sbatch has no option --acount", "did you mean account?"),
-        ("nodes", "3", "--set nodes does not go through", "--nodes has the say"),
-        ("job_name", "x", "--set job-name does not go through", "--name has the say"),
-        ("output", "/x", "--set output does not go through", "the job's own logs"),
-        ("signal", "TERM@60", "--set signal does not go through", "--signal-before"),
-        ("array", "0-3", "--set array does not go through", "--array"),
-        ("requeue", "true", "--set requeue does not go through", "--requeue"),
+        ("nodes", "3", "--set nodes is not allowed", "clusterjob uses --nodes instead"),
+        ("job_name", "x", "--set job-name is not allowed", "clusterjob uses --name instead"),
+        ("output", "/x", "--set output is not allowed", "the job's own logs"),
+        ("signal", "TERM@60", "--set signal is not allowed", "--signal-before"),
+        ("array", "0-3", "--set array is not allowed", "--array"),
+        ("requeue", "true", "--set requeue is not allowed", "--requeue"),
         ("qos", "", "--set qos needs a value", "--set qos=VALUE"),
-        ("qos", "a\nb", "holds a line break", ""),
+        ("qos", "a\nb", "contains a line break", ""),
         ("hold", "maybe", "it is a switch", "true or false"),
         ("", "x", "is no option of sbatch", "long name"),
         ("qos high", "x", "is no option of sbatch", "long name"),
@@ -96,16 +102,18 @@ def test_an_option_that_no_sbatch_documents_may_be_a_plug_in_s(name: str) -> Non
         ("ünicode", "x", "is no option of sbatch", "long name"),
     ],
 )
-def test_an_option_that_cannot_be_meant(name: str, value: str, says: str, hint: str) -> None:
+def test_invalid_or_reserved_option_is_refused(
+    name: str, value: str, message: str, hint: str
+) -> None:
     with pytest.raises(SpecError) as caught:
         flags.options({name: value})
-    assert says in caught.value.message
+    assert message in caught.value.message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "expected"),
     [
         ({}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
         (
@@ -154,7 +162,10 @@ def test_an_option_that_cannot_be_meant(name: str, value: str, says: str, hint: 
         ),
         (
             {"gpus_per_node": 2, "gpu_type": "a100", "mem": 0},
-            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=a100:2 --mem=0",
+            (
+                "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 "
+                "--gpus-per-node=a100:2 --mem=0"
+            ),
         ),
         (
             {"gpus_per_node": 2, "options": {"gres": "gpu:2"}},
@@ -171,16 +182,21 @@ def test_an_option_that_cannot_be_meant(name: str, value: str, says: str, hint: 
         ({"gpus_per_node": 0}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
         (
             {"gpus_per_node": 8, "mem": 1024**3 + 1, "time_limit": 90061},
-            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=8 --mem=1025M --time=1-01:01:01",
+            (
+                "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 "
+                "--gpus-per-node=8 --mem=1025M --time=1-01:01:01"
+            ),
         ),
     ],
 )
-def test_the_shape_of_a_job(spec: Any, fields: dict[str, Any], words: str) -> None:
-    assert flags.shape(spec(**fields)) == words.split()
+def test_resources_of_job_become_sbatch_options(
+    spec: Any, fields: dict[str, Any], expected: str
+) -> None:
+    assert flags.shape(spec(**fields)) == expected.split()
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         (
             {"gpus_per_node": 2, "options": {"gres": "gpu:4"}},
@@ -196,17 +212,17 @@ def test_the_shape_of_a_job(spec: Any, fields: dict[str, Any], words: str) -> No
         ),
     ],
 )
-def test_two_options_for_the_same_thing_are_refused(
-    spec: Any, fields: dict[str, Any], says: str
+def test_two_options_for_same_resource_are_refused(
+    spec: Any, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
         flags.shape(spec(**fields))
-    assert says in caught.value.message
+    assert message in caught.value.message
     assert caught.value.hint == "leave one of them out"
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "expected"),
     [
         ({}, ["--no-requeue"]),
         ({"requeue": True}, ["--requeue"]),
@@ -214,15 +230,18 @@ def test_two_options_for_the_same_thing_are_refused(
         ({"requeue": True, "options": {"requeue": "expedite"}}, ["--requeue=expedite"]),
     ],
 )
-def test_requeue_is_said_once(spec: Any, fields: dict[str, Any], words: list[str]) -> None:
-    """26.05 has a value for it, which only --set can give; this Slurm has none, so nothing is
-    submitted.
+def test_requeue_option_is_given_once(
+    spec: Any, fields: dict[str, Any], expected: list[str]
+) -> None:
+    """Only --set can give the value of --requeue that Slurm 26.05 has.
+
+    The Slurm of the tests has no such value, so the test submits nothing.
     """
     job = spec(**fields)
-    assert [*flags.requeue(job), *flags.options(job.options)[0]] == words
+    assert [*flags.requeue(job), *flags.options(job.options)[0]] == expected
 
 
-def test_uneven_gpus_are_said(spec: Any) -> None:
+def test_gpus_that_may_be_divided_unevenly_give_note(spec: Any) -> None:
     [note] = flags.notes(spec(nodes=2, options={"gpus": "a100:4"}))
     assert (
         "--set gpus=a100:4: Slurm may divide them unevenly among 2 nodes; --gpus-per-node 2" in note
@@ -236,30 +255,30 @@ def test_uneven_gpus_are_said(spec: Any) -> None:
 
 
 @given(st.integers(1, 10**8))
-def test_a_time_limit_is_what_slurm_reads(seconds: int) -> None:
+def test_time_limit_is_written_in_slurm_format(seconds: int) -> None:
     days, hours, minutes, rest = map(int, re.split("[-:]", flags.clock(seconds)))
     assert ((days * 24 + hours) * 60 + minutes) * 60 + rest == seconds
     assert max(hours, 23) == 23
     assert max(minutes, rest, 59) == 59
 
 
-def test_dependencies() -> None:
+def test_dependency_is_parsed_and_written() -> None:
     assert flags.split_after("abc-222222") == ("afterok", "abc-222222")
     assert flags.split_after("afterany: abc ") == ("afterany", "abc")
     assert (
         flags.dependency([("afterok", ["1", "2"]), ("afterany", ["3_4"])])
         == "afterok:1:2,afterany:3_4"
     )
-    for text, says in (
+    for text, message in (
         ("afterwards:1", "no kind of dependency"),
         ("afterok:", "names no job"),
         ("", "names no job"),
     ):
-        with pytest.raises(SpecError, match=says):
+        with pytest.raises(SpecError, match=message):
             flags.split_after(text)
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_percent_sign_in_directory_of_log_is_escaped(tmp_path: Path) -> None:
     assert flags.file_name("/a %j/b", "slurm-%A_%a.out") == "/a %%j/b/slurm-%A_%a.out"
     for bad in ("/a\\b", "/a\nb"):
         with pytest.raises(SpecError, match="backslash or a line break"):
@@ -270,7 +289,9 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     ("limit", "warning", "fits"),
     [(None, 90, True), (151, 90, True), (150, 90, False), (60, 30, False)],
 )
-def test_a_warning_needs_room(limit: int | None, warning: int, *, fits: bool) -> None:
+def test_warning_too_long_for_time_limit_is_refused(
+    limit: int | None, warning: int, *, fits: bool
+) -> None:
     resources = Resources(time_limit=limit)
     if fits:
         flags.check_warning(resources, warning)
@@ -291,14 +312,16 @@ def test_a_warning_needs_room(limit: int | None, warning: int, *, fits: bool) ->
         ("pyxis:x.sif", "pyxis", "--container-image=x.sif"),
     ],
 )
-def test_which_engine_runs_an_image(spec: Any, image: str, engine: str, found: str) -> None:
+def test_container_engine_is_chosen_by_image(
+    spec: Any, image: str, engine: str, found: str
+) -> None:
     container = containers.choose(spec(container=image), Path("/jobs/x"))
     assert found in (container.prefix if engine == "apptainer" else container.srun_options)
     assert bool(container.prefix) == (engine == "apptainer")
     assert bool(container.srun_options) == (engine == "pyxis")
 
 
-def test_what_cannot_be_mounted(spec: Any) -> None:
+def test_container_without_image_or_mountable_directory_is_refused(spec: Any) -> None:
     for container in ("pyxis:", "apptainer:", "a\nb"):
         with pytest.raises(SpecError, match="names no image"):
             containers.choose(spec(container=container), Path("/jobs/x"))
@@ -311,8 +334,8 @@ def test_what_cannot_be_mounted(spec: Any) -> None:
         st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12), max_size=4
     )
 )
-def test_a_line_of_a_sweep_is_read_by_bash_as_it_was_meant(words: list[str]) -> None:
-    """One line each, whatever a word holds: a line break would make it another element's."""
+def test_line_of_sweep_is_read_unchanged_by_bash(words: list[str]) -> None:
+    """Each element has one line: a line break in a word would move words to the next element."""
     from clusterjob.core.render import sh_line
 
     line = sh_line(words)

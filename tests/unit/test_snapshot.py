@@ -1,6 +1,4 @@
-"""The working directory as a snapshot: compared with what git itself would take along; and the
-hosts' store of files.
-"""
+"""Snapshot of the working directory, compared with git, and the file store of hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def git(root: Path, *words: str) -> str:
     ).stdout
 
 
-def test_everything_that_is_there(tmp_path: Path) -> None:
+def test_snapshot_has_files_links_and_directories(tmp_path: Path) -> None:
     fill(
         tmp_path,
         **{"a.py": "a", "b/c.py": "c", "name with\nnewline": "x", "déjà": "y", "-dash": "z"},
@@ -70,7 +68,7 @@ def test_everything_that_is_there(tmp_path: Path) -> None:
     assert list(found).index("b") < list(found).index("b/c.py")
 
 
-def test_what_is_left_out(tmp_path: Path) -> None:
+def test_ignored_files_and_git_directories_are_left_out(tmp_path: Path) -> None:
     fill(tmp_path, **{
         ".gitignore": "*.log\n/data/\n!keep.log\n", ".clusterjobignore": "!wanted.log\nsecret\n",
         "x.log": "", "keep.log": "", "wanted.log": "", "secret": "", "data/big": "",
@@ -83,10 +81,19 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_part_of_a_repository_heeds_the_rules_above_it(tmp_path: Path) -> None:
+def test_subdirectory_of_repository_follows_ignore_rules_above_it(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
-    fill(tmp_path, **{".gitignore": "*.pt\n/project/out/\n", ".git/info/exclude": "mine\n", "project/a.py": "", "project/w.pt": "",
-                      "project/out/x": "", "project/mine": ""})  # fmt: skip
+    fill(
+        tmp_path,
+        **{
+            ".gitignore": "*.pt\n/project/out/\n",
+            ".git/info/exclude": "mine\n",
+            "project/a.py": "",
+            "project/w.pt": "",
+            "project/out/x": "",
+            "project/mine": "",
+        },
+    )
     assert paths(tmp_path / "project") == ["a.py"]
 
 
@@ -116,7 +123,7 @@ PATTERNS = st.lists(st.sampled_from(LINES), max_size=4)
 @example(top=[], inner=["e/**", "!x.a"])
 @example(top=["**/e/**", "!x.a"], inner=[])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_files_are_those_that_git_would_take(
+def test_snapshot_has_same_files_as_git_ls_files(
     tmp_path_factory: pytest.TempPathFactory, top: list[str], inner: list[str]
 ) -> None:
     root = tmp_path_factory.mktemp("repo")
@@ -142,22 +149,20 @@ def test_the_files_are_those_that_git_would_take(
     assert sorted(paths(root)) == sorted(name for name in wanted if name)
 
 
-def test_too_much_is_refused_with_what_is_large(tmp_path: Path) -> None:
+def test_too_large_directory_is_refused_with_largest_entries(tmp_path: Path) -> None:
     fill(
         tmp_path,
         **{"train.py": "x", "data/a": "x" * 3000, "data/b": "x" * 3000, "model.pt": "x" * 2000},
     )
     with pytest.raises(
         SubmitError,
-        match=r"holds 8\.0 KB, more than the 5\.0 KB that are sent: data \(6\.0 KB\), model\.pt",
+        match=r"holds 8\.0 KB, more than the limit of 5\.0 KB: data \(6\.0 KB\), model\.pt",
     ) as caught:
         snapshot.take(tmp_path, 5000)
     assert ".clusterjobignore" in caught.value.hint
 
 
-def test_too_many_files_are_refused_before_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "MOST_ENTRIES", 5)
     fill(tmp_path, **{f"file{number}": "" for number in range(5)})
     assert snapshot.take(tmp_path).files == 5
@@ -166,7 +171,7 @@ def test_too_many_files_are_refused_before_they_are_read(
         snapshot.take(tmp_path)
 
 
-def test_the_same_content_has_the_same_name(tmp_path: Path) -> None:
+def test_digest_depends_on_content_and_not_on_time(tmp_path: Path) -> None:
     fill(tmp_path, a="1", b="2")
     first = snapshot.take(tmp_path).digest
     os.utime(tmp_path / "a", (0, 0))
@@ -175,7 +180,7 @@ def test_the_same_content_has_the_same_name(tmp_path: Path) -> None:
     assert snapshot.take(tmp_path).digest != first
 
 
-def test_what_git_says_of_the_code(tmp_path: Path) -> None:
+def test_git_state_has_revision_branch_and_changes(tmp_path: Path) -> None:
     assert snapshot.git_state(tmp_path) is None
     git(tmp_path, "init", "-q", "-b", "work")
     fill(tmp_path, **{"a.py": "old\n"})
@@ -190,7 +195,7 @@ def test_what_git_says_of_the_code(tmp_path: Path) -> None:
     assert sorted(state["changed"]) == ["a.py", "b.py"]
 
 
-def test_a_file_that_cannot_be_read_any_more(tmp_path: Path) -> None:
+def test_file_removed_or_changed_after_snapshot_is_error(tmp_path: Path) -> None:
     fill(tmp_path, a="1", b="22")
     taken = snapshot.take(tmp_path)
     (tmp_path / "a").unlink()
@@ -201,24 +206,24 @@ def test_a_file_that_cannot_be_read_any_more(tmp_path: Path) -> None:
         list(taken.content([entry for entry in taken.entries if entry.path == "b"]))
 
 
-# -- the store on the host -------------------------------------------------------------------------------------------------
+# -- store of a host -------------------------------------------------------------------------------
 
 
 class Store:
-    """A host's store, spoken to as the submitter does."""
+    """Store of a host, used as the submitter uses it."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
 
-    def land(self, taken: snapshot.Snapshot, job: str) -> list[str]:
+    def install(self, taken: snapshot.Snapshot, job: str) -> list[str]:
         (self.home / "jobs" / job).mkdir(parents=True, exist_ok=True)
-        return code_store.land(self.home, {"job": job}, packed=taken.packed())["missing"]
+        return code_store.install(self.home, {"job": job}, packed=taken.packed())["missing"]
 
     def send(self, taken: snapshot.Snapshot, missing: list[str]) -> list[str]:
         entries = taken.of_digests(set(missing))
         data = b"".join(taken.content(entries))
 
-        def read(size: int, left: list[bytes] = [data]) -> bytes:  # noqa: B006 - what is left of the bytes
+        def read(size: int, left: list[bytes] = [data]) -> bytes:  # noqa: B006 - unread bytes
             part, left[0] = left[0][:size], left[0][size:]
             return part
 
@@ -245,34 +250,34 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_copy_is_what_the_snapshot_was(host: Store, project: Path) -> None:
+def test_installed_copy_equals_snapshot(host: Store, project: Path) -> None:
     taken = snapshot.take(project)
-    missing = host.land(taken, "one")
+    missing = host.install(taken, "one")
     assert len(missing) == 3, "two of the four files have the same content"
     assert not host.code("one").exists()
     assert host.send(taken, missing) == []
-    assert host.land(taken, "one") == []
+    assert host.install(taken, "one") == []
     copied = snapshot.take(host.code("one"))
     assert copied.entries == taken.entries
     assert not [path for path in host.code("one").parent.iterdir() if path.name.startswith(".")]
 
 
-def test_the_next_job_is_sent_what_has_changed(host: Store, project: Path) -> None:
+def test_next_job_is_sent_only_changed_files(host: Store, project: Path) -> None:
     taken = snapshot.take(project)
-    host.send(taken, host.land(taken, "one"))
-    host.land(taken, "one")
-    assert host.land(taken, "two") == []
+    host.send(taken, host.install(taken, "one"))
+    host.install(taken, "one")
+    assert host.install(taken, "two") == []
     fill(project, **{"train.py": "print(2)"})
     changed = snapshot.take(project)
-    assert host.land(changed, "three") == [hashlib.sha256(b"print(2)").hexdigest()]
+    assert host.install(changed, "three") == [hashlib.sha256(b"print(2)").hexdigest()]
 
 
-def test_what_a_job_does_to_its_copy_is_no_other_jobs_business(host: Store, project: Path) -> None:
+def test_change_of_one_copy_does_not_affect_other_jobs(host: Store, project: Path) -> None:
     taken = snapshot.take(project)
-    host.send(taken, host.land(taken, "one"))
-    host.land(taken, "one")
+    host.send(taken, host.install(taken, "one"))
+    host.install(taken, "one")
     (host.code("one") / "train.py").write_text("ruined")
-    assert host.land(taken, "two") == []
+    assert host.install(taken, "two") == []
     assert (host.code("two") / "train.py").read_text() == "print()"
 
 
@@ -280,37 +285,37 @@ def test_what_a_job_does_to_its_copy_is_no_other_jobs_business(host: Store, proj
     "damage",
     [lambda blob: blob.write_bytes(b"print[]"), lambda blob: blob.write_bytes(b""), Path.unlink],
 )
-def test_a_damaged_store_asks_for_the_file_again(
+def test_damaged_file_of_store_is_requested_again(
     host: Store, project: Path, damage: Callable[[Path], Any]
 ) -> None:
     taken = snapshot.take(project)
-    host.send(taken, host.land(taken, "one"))
-    host.land(taken, "one")
+    host.send(taken, host.install(taken, "one"))
+    host.install(taken, "one")
     digest = hashlib.sha256(b"print()").hexdigest()
     damage(host.home / "store" / digest[:2] / digest)
-    assert host.land(taken, "two") == [digest]
+    assert host.install(taken, "two") == [digest]
     assert not host.code("two").exists()
     host.send(taken, [digest])
-    assert host.land(taken, "two") == []
+    assert host.install(taken, "two") == []
     assert (host.code("two") / "train.py").read_text() == "print()"
 
 
-def test_bytes_that_are_not_what_they_were_called_are_not_kept(host: Store, project: Path) -> None:
+def test_received_file_with_wrong_digest_is_not_stored(host: Store, project: Path) -> None:
     taken = snapshot.take(project)
-    missing = host.land(taken, "one")
+    missing = host.install(taken, "one")
     (project / "train.py").write_text("PRINT()")  # of the same size
     digest = hashlib.sha256(b"print()").hexdigest()
     assert host.send(taken, missing) == [digest]
-    assert host.land(taken, "one") == [digest]
+    assert host.install(taken, "one") == [digest]
 
 
-def test_a_copy_that_cannot_be_made_leaves_nothing(host: Store, project: Path) -> None:
+def test_failed_installation_leaves_no_files(host: Store, project: Path) -> None:
     taken = snapshot.take(project)
-    host.send(taken, host.land(taken, "one"))
+    host.send(taken, host.install(taken, "one"))
     broken = json.loads(zlib.decompress(taken.packed()))
     broken.append(["no/such/folder/file", "file", 0o644, 1, hashlib.sha256(b"a").hexdigest()])
     with pytest.raises(OSError):
-        code_store.land(
+        code_store.install(
             host.home, {"job": "one"}, packed=zlib.compress(json.dumps(broken).encode())
         )
     assert list((host.home / "jobs" / "one").iterdir()) == []

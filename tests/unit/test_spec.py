@@ -1,4 +1,4 @@
-"""A job's description: validated once, before anything runs, with a message that names the field."""
+"""Spec of a job: validated once before anything runs, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def refused(workdir: Path, program: Program = SCRIPT, **fields: Any) -> SpecErro
         ({"time_limit": 0}, "time limit is 0"),
     ],
 )
-def test_resources_below_their_least_are_refused(fields: dict[str, int], label: str) -> None:
+def test_resources_below_minimum_are_refused(fields: dict[str, int], label: str) -> None:
     with pytest.raises(SpecError, match=label):
         Resources(**fields)
 
 
-def test_resources_may_be_left_open() -> None:
+def test_resources_have_defaults() -> None:
     assert Resources() == Resources(
         nodes=1, gpus_per_node=None, cpus_per_task=None, mem=None, time_limit=None
     )
@@ -69,45 +69,45 @@ def test_resources_may_be_left_open() -> None:
         ({"join_timeout": float("inf")}, "join timeout is inf"),
         ({"heartbeat": -1.0}, "heartbeat is -1"),
         ({"lease": 0.0}, "lease is 0"),
-        ({"heartbeat": 5.0, "lease": 5.0}, "has to be longer than the heartbeat"),
-        ({"name": "a\nb"}, "cannot be a job's name"),
-        ({"name": "a\x1b[31m"}, "cannot be a job's name"),
-        ({"name": "x" * (MAX_NAME + 1)}, "cannot be a job's name"),
-        ({"env": {"A-B": "1"}}, "'A-B' cannot be a variable's name"),
-        ({"env": {"": "1"}}, "'' cannot be a variable's name"),
-        ({"env": {"1A": "1"}}, "'1A' cannot be a variable's name"),
-        ({"env": {"Ä": "1"}}, "'Ä' cannot be a variable's name"),
-        ({"env": {"A\n": "1"}}, "cannot be a variable's name"),
+        ({"heartbeat": 5.0, "lease": 5.0}, "must be longer than the heartbeat"),
+        ({"name": "a\nb"}, "is not a valid job name"),
+        ({"name": "a\x1b[31m"}, "is not a valid job name"),
+        ({"name": "x" * (MAX_NAME + 1)}, "is not a valid job name"),
+        ({"env": {"A-B": "1"}}, "'A-B' is not a valid variable name"),
+        ({"env": {"": "1"}}, "'' is not a valid variable name"),
+        ({"env": {"1A": "1"}}, "'1A' is not a valid variable name"),
+        ({"env": {"Ä": "1"}}, "'Ä' is not a valid variable name"),
+        ({"env": {"A\n": "1"}}, "is not a valid variable name"),
         ({"env": {"A": "x\0y"}}, "the value of A holds a NUL byte"),
         ({"env": {"CLUSTERJOB_JOB_ID": "1"}}, "CLUSTERJOB_JOB_ID is set by the launcher"),
         ({"setup": ("x\0",)}, "NUL byte"),
         ({"python": "py\0"}, "NUL byte"),
-        ({"template": Path("/nonexistent.j2")}, "the template '/nonexistent.j2' is not there"),
+        ({"template": Path("/nonexistent.j2")}, "the template '/nonexistent.j2' does not exist"),
     ],
 )
-def test_fields_that_make_no_sense_are_refused_by_name(
+def test_invalid_field_is_refused_by_name(
     workdir: Path, fields: dict[str, Any], message: str
 ) -> None:
     assert message in refused(workdir, **fields).message
 
 
 @pytest.mark.parametrize("name", LAUNCH_VARIABLES)
-def test_the_launcher_s_own_variables_cannot_be_given(workdir: Path, name: str) -> None:
+def test_variable_of_launcher_in_env_is_refused(workdir: Path, name: str) -> None:
     assert name in refused(workdir, env={name: "1"}).message
 
 
-def test_paths_that_are_not_there_are_refused(workdir: Path) -> None:
+def test_missing_workdir_and_template_are_refused(workdir: Path) -> None:
     assert (
-        f"the working directory '{workdir / 'nowhere'}' is not there"
+        f"the working directory '{workdir / 'nowhere'}' does not exist"
         in refused(workdir / "nowhere").message
     )
-    assert "is not there" in refused(workdir / "train.py").message
+    assert "does not exist" in refused(workdir / "train.py").message
     assert "template" in refused(workdir, template=workdir).message
 
 
-def test_a_script_that_is_not_there_is_refused_with_the_nearest(workdir: Path) -> None:
+def test_missing_script_is_refused_with_nearest_name(workdir: Path) -> None:
     error = refused(workdir, Program("script", "trian.py"))
-    assert error.message == f"the script 'trian.py' is not there (in {workdir})"
+    assert error.message == f"the script 'trian.py' does not exist (in {workdir})"
     assert error.hint == "did you mean train.py?"
     assert "a command goes after --" in refused(workdir, Program("script", "bash")).hint
     assert refused(workdir, Program("script", "nowhere/train.py")).hint
@@ -115,7 +115,7 @@ def test_a_script_that_is_not_there_is_refused_with_the_nearest(workdir: Path) -
     assert "is not a file" in refused(workdir, Program("script", "folder")).message
 
 
-def test_a_program_of_another_language_is_refused_with_the_way_to_run_it(workdir: Path) -> None:
+def test_script_of_other_language_is_refused_with_command_to_run_it(workdir: Path) -> None:
     (workdir / "train.sh").write_text("#!/bin/bash\n")
     error = refused(workdir, Program("script", "train.sh"))
     assert error.message == "'train.sh' is not a Python script"
@@ -127,7 +127,9 @@ def test_a_program_of_another_language_is_refused_with_the_way_to_run_it(workdir
         JobSpec(Program("script", name), workdir)
 
 
-def test_a_script_may_have_an_absolute_path_or_a_dash(workdir: Path, tmp_path: Path) -> None:
+def test_script_with_absolute_path_or_leading_dash_is_accepted(
+    workdir: Path, tmp_path: Path
+) -> None:
     (workdir / "-x.py").touch()
     JobSpec(Program("script", str(workdir / "train.py")), Path("/"))
     spec = JobSpec(Program("script", "-x.py"), workdir)
@@ -135,16 +137,16 @@ def test_a_script_may_have_an_absolute_path_or_a_dash(workdir: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("target", ["", "a b", "a/b", "a..b", ".a", "a.", "1a", "a-b", "a\n"])
-def test_what_is_no_module_s_name_is_refused(workdir: Path, target: str) -> None:
-    assert "is not a module's name" in refused(workdir, Program("module", target)).message
+def test_invalid_module_name_is_refused(workdir: Path, target: str) -> None:
+    assert "is not a module name" in refused(workdir, Program("module", target)).message
 
 
 @pytest.mark.parametrize("target", ["a", "a.b", "_a.b1", "größe.x"])
-def test_modules(workdir: Path, target: str) -> None:
+def test_valid_module_name_is_accepted(workdir: Path, target: str) -> None:
     assert JobSpec(Program("module", target), workdir).program.target == target
 
 
-def test_an_empty_command_and_a_nul_byte_are_refused(workdir: Path) -> None:
+def test_empty_command_and_nul_byte_are_refused(workdir: Path) -> None:
     assert "empty" in refused(workdir, Program("command", "")).message
     assert "NUL" in refused(workdir, Program("command", "x\0")).message
     assert "NUL" in refused(workdir, Program("command", "x", args=("\0",))).message
@@ -162,18 +164,18 @@ def test_an_empty_command_and_a_nul_byte_are_refused(workdir: Path) -> None:
         (Program("script", "x" * 200 + ".py"), "x" * MAX_NAME),
     ],
 )
-def test_default_names(program: Program, name: str) -> None:
+def test_default_name_comes_from_program(program: Program, name: str) -> None:
     assert default_name(program) == name
 
 
 @given(st.sampled_from(["script", "module", "command"]), st.text())
-def test_a_default_name_is_always_a_name(kind: str, target: str) -> None:
+def test_default_name_of_any_program_is_valid(kind: str, target: str) -> None:
     name = default_name(Program(kind, target))
     assert 0 < len(name) <= MAX_NAME
     assert name.isprintable()
 
 
-def test_a_spec_is_frozen_and_plain_data(workdir: Path) -> None:
+def test_spec_is_frozen_and_has_json_form(workdir: Path) -> None:
     spec = JobSpec(
         SCRIPT, workdir, env={"A": "b"}, setup=("x",), resources=Resources(nodes=2, mem=1 << 30)
     )
@@ -198,35 +200,41 @@ def test_a_spec_is_frozen_and_plain_data(workdir: Path) -> None:
     assert replace(spec, name="x").name == "x"
 
 
-def test_the_agent_is_told_what_the_spec_says(workdir: Path) -> None:
+def test_launch_options_carry_values_of_spec(workdir: Path) -> None:
     resources = Resources(nodes=2, cpus_per_task=3, time_limit=90)
     spec = JobSpec(
         Program("script", "train.py", args=("--lr", "0.1")), workdir, resources=resources,
         nproc_per_node=4, max_restarts=2, start="exec", launcher="torchrun", join_timeout=9.0,
         heartbeat=0.5, lease=1.5, grace=0.25,
     )  # fmt: skip
-    told = parse(spec.launch_options(lifeline=True, echo=False).arguments())
-    assert told == spec.launch_options(lifeline=True, echo=False)
-    assert (told.program, told.nproc_per_node, told.cpus_per_task, told.time_limit) == (
+    parsed = parse(spec.launch_options(lifeline=True, echo=False).arguments())
+    assert parsed == spec.launch_options(lifeline=True, echo=False)
+    assert (parsed.program, parsed.nproc_per_node, parsed.cpus_per_task, parsed.time_limit) == (
         spec.program,
         4,
         3,
         90.0,
     )
-    assert (told.max_restarts, told.start, told.launcher, told.join_timeout, told.heartbeat) == (
+    assert (
+        parsed.max_restarts,
+        parsed.start,
+        parsed.launcher,
+        parsed.join_timeout,
+        parsed.heartbeat,
+    ) == (
         2,
         "exec",
         "torchrun",
         9.0,
         0.5,
     )
-    assert (told.lease, told.grace, told.lifeline, told.echo) == (1.5, 0.25, True, False)
+    assert (parsed.lease, parsed.grace, parsed.lifeline, parsed.echo) == (1.5, 0.25, True, False)
 
 
 @given(
     time_limit=st.integers(1, 10**9), grace=st.floats(1e-3, 1e8), join_timeout=st.floats(1e-3, 1e8)
 )
-def test_times_reach_the_agent_as_they_are(
+def test_times_of_spec_reach_agent_unchanged(
     tmp_path_factory: pytest.TempPathFactory, time_limit: int, grace: float, join_timeout: float
 ) -> None:
     resources = Resources(time_limit=time_limit)
@@ -237,5 +245,9 @@ def test_times_reach_the_agent_as_they_are(
         grace=grace,
         join_timeout=join_timeout,
     )
-    told = parse(spec.launch_options().arguments())
-    assert (told.time_limit, told.grace, told.join_timeout) == (time_limit, grace, join_timeout)
+    parsed = parse(spec.launch_options().arguments())
+    assert (parsed.time_limit, parsed.grace, parsed.join_timeout) == (
+        time_limit,
+        grace,
+        join_timeout,
+    )

@@ -1,4 +1,4 @@
-"""A node's place and a process's place: what is possible, and what is refused in words."""
+"""Placement of a node and of a process: impossible values are refused with a message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments.topology import Topology, Worker
 
 NODE = Topology(
@@ -22,20 +22,20 @@ NODE = Topology(
 WORKER = Worker(NODE, rank=5, local_rank=1, world_size=8, local_world_size=4)
 
 
-def test_a_place_is_a_value() -> None:
+def test_placement_is_comparable_hashable_and_frozen() -> None:
     assert dataclasses.replace(NODE) == NODE
     assert hash(WORKER) == hash(dataclasses.replace(WORKER))
     with pytest.raises(dataclasses.FrozenInstanceError):
         NODE.nnodes = 3  # type: ignore[misc]
 
 
-def test_what_a_platform_does_not_say_stays_open() -> None:
-    open_place = dataclasses.replace(NODE, nproc_per_node=None, master_port=None)
-    assert (open_place.nproc_per_node, open_place.master_port) == (None, None)
+def test_optional_fields_of_node_may_be_none() -> None:
+    node = dataclasses.replace(NODE, nproc_per_node=None, master_port=None)
+    assert (node.nproc_per_node, node.master_port) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"nnodes": 0}, "nnodes is 0"),
         ({"nnodes": -1}, "nnodes is -1"),
@@ -47,13 +47,13 @@ def test_what_a_platform_does_not_say_stays_open() -> None:
         ({"master_addr": ""}, "master_addr is empty"),
     ],
 )
-def test_an_impossible_node_is_refused(change: dict[str, object], words: str) -> None:
-    with pytest.raises(PlaceError, match=words):
+def test_impossible_node_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         dataclasses.replace(NODE, **change)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"world_size": 0}, "world_size is 0"),
         ({"rank": 8}, "rank is 8, outside 0..7"),
@@ -64,8 +64,8 @@ def test_an_impossible_node_is_refused(change: dict[str, object], words: str) ->
         ({"local_world_size": 9}, "local_world_size is 9"),
     ],
 )
-def test_an_impossible_process_is_refused(change: dict[str, object], words: str) -> None:
-    with pytest.raises(PlaceError, match=words):
+def test_impossible_process_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         dataclasses.replace(WORKER, **change)
 
 
@@ -73,7 +73,7 @@ small = st.integers(-2, 5)
 
 
 @given(small, small, st.none() | small, st.none() | st.integers(-1, 70000))
-def test_a_node_exists_exactly_when_it_is_possible(
+def test_node_is_accepted_exactly_when_possible(
     nnodes: int, node_rank: int, nproc: int | None, port: int | None
 ) -> None:
     possible = (
@@ -91,14 +91,14 @@ def test_a_node_exists_exactly_when_it_is_possible(
             master_port=port,
             source="test",
         )
-    except PlaceError:
+    except PlacementError:
         assert not possible
     else:
         assert possible
 
 
 @given(small, small, small, small)
-def test_a_process_exists_exactly_when_it_is_possible(
+def test_process_is_accepted_exactly_when_possible(
     rank: int, local_rank: int, world_size: int, local_world_size: int
 ) -> None:
     possible = 0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size
@@ -110,7 +110,7 @@ def test_a_process_exists_exactly_when_it_is_possible(
             world_size=world_size,
             local_world_size=local_world_size,
         )
-    except PlaceError:
+    except PlacementError:
         assert not possible
     else:
         assert possible

@@ -1,4 +1,4 @@
-"""torch's own agent as launcher: how it is started, and what its last words say."""
+"""torchrun as launcher: its command line, and the root cause from its stderr."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ WORLD = World(
     world_size=8,
 )
 
-# As torch 2.13 writes it, with the times and paths shortened.
+# Output of torch 2.13 with shortened times and paths.
 CLOSING = """\
-W1120 06:25:42 4711 torch/distributed/elastic/multiprocessing/api.py:1049] Sending process 11458 closing signal SIGTERM
-E1120 06:25:43 4711 torch/distributed/elastic/multiprocessing/api.py:1023] failed (exitcode: {code}) local_rank: 1 (pid: 11460) of binary
+W1120 06:25:42 4711 torch/distributed/elastic/multiprocessing/api.py:1049] Sending process 11458 \
+closing signal SIGTERM
+E1120 06:25:43 4711 torch/distributed/elastic/multiprocessing/api.py:1023] failed \
+(exitcode: {code}) local_rank: 1 (pid: 11460) of binary
 ============================================================
 die.py FAILED
 ------------------------------------------------------------
@@ -54,21 +56,23 @@ Root Cause (first observed failure):
         (Program("command", "bash", args=("a.sh",)), ["--no-python", "bash", "a.sh"]),
     ],
 )
-def test_torchrun_is_told_the_place_and_the_program(program: Program, end: list[str]) -> None:
-    words = command_line(program, WORLD, job_id="train-abc")
-    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    told = dict(zip(words[3 : -len(end) : 2], words[4 : -len(end) : 2], strict=True))
-    assert told == {
+def test_command_line_of_torchrun_has_placement_and_program(
+    program: Program, end: list[str]
+) -> None:
+    argv = command_line(program, WORLD, job_id="train-abc")
+    assert argv[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    options = dict(zip(argv[3 : -len(end) : 2], argv[4 : -len(end) : 2], strict=True))
+    assert options == {
         "--nnodes": "2", "--node-rank": "1", "--nproc-per-node": "4", "--master-addr": "10.0.0.1",
         "--master-port": "1234", "--rdzv-id": "train-abc", "--max-restarts": "0",
     }  # fmt: skip
-    assert words[-len(end) :] == end
+    assert argv[-len(end) :] == end
 
 
 @pytest.mark.parametrize(
     ("written", "code", "signal"), [(3, 3, None), (-9, 137, "SIGKILL"), (-11, 139, "SIGSEGV")]
 )
-def test_its_last_words_name_the_rank_and_how_it_ended(
+def test_stderr_of_torchrun_gives_rank_and_exit_of_root_cause(
     tmp_path: Path, written: int, code: int, signal: str | None
 ) -> None:
     path = tmp_path / "torchrun.err"
@@ -83,7 +87,7 @@ def test_its_last_words_name_the_rank_and_how_it_ended(
     )
 
 
-def test_a_rank_that_said_nothing_is_not_given_its_peers_words(tmp_path: Path) -> None:
+def test_root_cause_without_output_has_no_lines_of_other_ranks(tmp_path: Path) -> None:
     path = tmp_path / "torchrun.err"
     path.write_text(
         "[rank2]: Connection closed by peer\nterminate called\n" + CLOSING.format(code=-6)
@@ -97,7 +101,7 @@ def test_a_rank_that_said_nothing_is_not_given_its_peers_words(tmp_path: Path) -
     "text",
     ["", "Traceback: torchrun itself\n", "Root Cause (first observed failure):\n[0]:\n  rank"],
 )
-def test_a_torchrun_that_names_nobody_is_not_read_into(tmp_path: Path, text: str) -> None:
+def test_stderr_of_torchrun_without_root_cause_gives_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "torchrun.err"
     path.write_text(text)
     assert root_cause(path) is None

@@ -1,4 +1,4 @@
-"""Sizes and durations: what people write, and what is refused."""
+"""Sizes and durations: accepted and refused texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIB, GIB = 1024**2, 1024**3
         ("007G", 7 * GIB),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_size_is_read_in_bytes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
@@ -58,7 +58,7 @@ def test_sizes(text: str, size: int) -> None:
         "0x10G",
     ],
 )
-def test_what_is_no_size_is_refused_with_its_text(text: str) -> None:
+def test_invalid_size_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(SpecError, match="is not a memory size") as caught:
         parse_size(text)
     assert repr(text) in caught.value.message
@@ -86,7 +86,7 @@ def test_what_is_no_size_is_refused_with_its_text(text: str) -> None:
         ("1h30m15s", 5415),
     ],
 )
-def test_durations(text: str, seconds: int) -> None:
+def test_duration_is_read_in_seconds(text: str, seconds: int) -> None:
     assert parse_duration(text) == seconds
 
 
@@ -108,7 +108,7 @@ def test_durations(text: str, seconds: int) -> None:
         "1d-12:00:00",
     ],
 )
-def test_what_is_no_duration_is_refused_with_its_text(text: str) -> None:
+def test_invalid_duration_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(SpecError, match="is not a duration") as caught:
         parse_duration(text)
     assert repr(text) in caught.value.message
@@ -116,18 +116,20 @@ def test_what_is_no_duration_is_refused_with_its_text(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "0s", "0:00:00", "0.4s", "0d0h"])
-def test_duration_of_nothing_is_refused_as_one(text: str) -> None:
+def test_zero_duration_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match=f"'{text}': a duration must be positive"):
         parse_duration(text)
 
 
 @given(st.integers(1, 10**6), st.sampled_from("KMGT"), st.sampled_from(["", "B", "iB"]))
-def test_a_whole_size_is_exact(number: int, letter: str, unit: str) -> None:
+def test_whole_size_is_exact(number: int, letter: str, unit: str) -> None:
     assert parse_size(f"{number}{letter}{unit}") == number * 1024 ** ("KMGT".index(letter) + 1)
 
 
 @given(st.integers(0, 10**4), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
-def test_clocks_and_parts_agree(days: int, hours: int, minutes: int, seconds: int) -> None:
+def test_duration_as_clock_equals_duration_with_units(
+    days: int, hours: int, minutes: int, seconds: int
+) -> None:
     total = days * 86400 + hours * 3600 + minutes * 60 + seconds
     if total:
         assert parse_duration(f"{days}-{hours:02}:{minutes:02}:{seconds:02}") == total
@@ -141,7 +143,7 @@ def test_clocks_and_parts_agree(days: int, hours: int, minutes: int, seconds: in
 @example("9" * 5000)
 @example("1" + "0" * 308 + "T")
 @example("9" * 400 + ":00:00")
-def test_any_text_is_a_positive_number_or_refused(text: str) -> None:
+def test_any_text_is_positive_number_or_refused(text: str) -> None:
     for parse in (parse_size, parse_duration):
         try:
             value = parse(text)

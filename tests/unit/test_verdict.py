@@ -1,4 +1,4 @@
-"""How a job's end is kept and told."""
+"""Verdict of a job: its JSON form, its text, and the kinds of failures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterjob.node.logs.failure_texts import (
+    is_effect,
+    kind_of_end,
+    last_exception,
+    meanings,
+    without_library_warnings,
+)
 from clusterjob.node.verdict import (
     SCHEMA,
     Failure,
+    FailureKind,
     JobState,
     Verdict,
-    is_peer_loss,
-    last_exception,
-    without_library_warnings,
 )
 
 FAILURE = Failure(
@@ -39,6 +44,7 @@ failures = st.builds(
     Failure, rank=st.none() | numbers, local_rank=st.none() | numbers, node_rank=numbers, host=text,
     exit_code=st.integers(0, 255), signal=st.none() | text, message=text,
     last_lines=st.lists(text, max_size=3).map(tuple), effect=st.booleans(),
+    kind=st.sampled_from(FailureKind),
 )  # fmt: skip
 ends = st.sampled_from([state for state in JobState if state.final or state is JobState.PREEMPTED])
 verdicts = st.builds(
@@ -49,7 +55,7 @@ verdicts = st.builds(
 )  # fmt: skip
 
 
-def test_states() -> None:
+def test_final_states_are_listed_and_print_their_names() -> None:
     assert [state for state in JobState if state.final] == [
         JobState.SUCCEEDED,
         JobState.FAILED,
@@ -61,18 +67,18 @@ def test_states() -> None:
 
 
 @given(verdicts)
-def test_a_verdict_survives_json(verdict: Verdict) -> None:
+def test_verdict_is_equal_after_json_round_trip(verdict: Verdict) -> None:
     data = json.loads(json.dumps(verdict.to_json()))
     assert data["schema"] == SCHEMA
     assert Verdict.from_json(data) == verdict
 
 
 @given(failures)
-def test_a_failure_survives_json(failure: Failure) -> None:
+def test_failure_is_equal_after_json_round_trip(failure: Failure) -> None:
     assert Failure.from_json(json.loads(json.dumps(failure.to_json()))) == failure
 
 
-def test_the_kind_of_a_failure_survives_json() -> None:
+def test_failure_kind_is_equal_after_json_round_trip() -> None:
     failure = Failure(
         1,
         0,
@@ -81,12 +87,12 @@ def test_the_kind_of_a_failure_survives_json() -> None:
         exit_code=0,
         signal=None,
         message="it ended first",
-        kind="early_exit",
+        kind=FailureKind.EARLY_EXIT,
     )
     assert Failure.from_json(json.loads(json.dumps(failure.to_json()))) == failure
 
 
-def test_what_a_newer_writer_adds_is_left_out() -> None:
+def test_unknown_fields_of_newer_verdict_are_ignored() -> None:
     verdict = Verdict(
         JobState.FAILED, 137, reason="reason", failure=FAILURE, consequences=(NODE_FAILURE,)
     )
@@ -95,13 +101,13 @@ def test_what_a_newer_writer_adds_is_left_out() -> None:
     assert Verdict.from_json(data) == verdict
 
 
-def test_what_an_older_writer_leaves_out_has_a_default() -> None:
+def test_missing_fields_of_older_verdict_have_defaults() -> None:
     assert Verdict.from_json({"state": "SUCCEEDED", "exit_code": 0}) == Verdict(
         JobState.SUCCEEDED, 0
     )
 
 
-def test_the_keys_that_others_read() -> None:
+def test_verdict_json_has_documented_keys() -> None:
     data = Verdict(JobState.FAILED, 137, reason="reason", failure=FAILURE).to_json()
     assert set(data) >= {
         "schema",
@@ -122,18 +128,18 @@ def test_the_keys_that_others_read() -> None:
     assert data["failure"]["last_lines"] == ["one", "two"]
 
 
-def test_who_failed() -> None:
+def test_failure_is_named_by_rank_node_and_host() -> None:
     assert FAILURE.who == "rank 3 (node 1, local rank 1, host gpu7)"
     assert NODE_FAILURE.who == "node 2 (host gpu9)"
 
 
-def test_the_text_of_a_success_is_one_word() -> None:
+def test_text_of_success_is_state_and_restarts() -> None:
     assert Verdict(JobState.SUCCEEDED, 0).text() == "SUCCEEDED"
     assert Verdict(JobState.SUCCEEDED, 0, restarts=1).text() == "SUCCEEDED after 1 restart"
     assert Verdict(JobState.SUCCEEDED, 0, restarts=2).text() == "SUCCEEDED after 2 restarts"
 
 
-def test_the_text_of_a_failure_names_cause_last_lines_and_consequences() -> None:
+def test_text_of_failure_names_cause_last_lines_and_consequences() -> None:
     effect = dataclasses.replace(FAILURE, rank=0, effect=True)
     own = [dataclasses.replace(FAILURE, rank=rank, message="ValueError: boom") for rank in (4, 5)]
     others = (
@@ -161,7 +167,7 @@ def test_the_text_of_a_failure_names_cause_last_lines_and_consequences() -> None
     ]
 
 
-def test_text_of_a_verdict_shows_few_of_many_reasons() -> None:
+def test_text_of_verdict_shows_few_of_many_reasons() -> None:
     others = tuple(
         dataclasses.replace(FAILURE, rank=rank, message=f"ValueError: {rank}")
         for rank in range(100)
@@ -175,7 +181,7 @@ def test_text_of_a_verdict_shows_few_of_many_reasons() -> None:
     assert len(lines) < 12
 
 
-def test_the_text_of_a_cancelled_job_is_its_reason() -> None:
+def test_text_of_cancelled_job_is_state_and_reason() -> None:
     assert (
         Verdict(JobState.CANCELLED, 143, reason="SIGTERM on gpu7").text()
         == "CANCELLED: SIGTERM on gpu7"
@@ -183,35 +189,52 @@ def test_the_text_of_a_cancelled_job_is_its_reason() -> None:
 
 
 @given(verdicts)
-def test_every_verdict_has_a_text_that_begins_with_its_state(verdict: Verdict) -> None:
+def test_text_of_any_verdict_begins_with_state(verdict: Verdict) -> None:
     assert verdict.text().startswith(str(verdict.state))
 
 
-# What gloo, NCCL and torch's store say when another rank is gone, as seen in public threads and in
-# runs.
+# Errors of gloo, NCCL and torch's store after another rank ended, from public threads and runs.
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
-        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:28375",
-        "RuntimeError: [enforce fail at pair.cc:446] . Read error [10.0.0.2]:5: Connection reset by peer",
+        (
+            "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] "
+            "Connection closed by peer [127.0.0.1]:28375"
+        ),
+        (
+            "RuntimeError: [enforce fail at pair.cc:446] . "
+            "Read error [10.0.0.2]:5: Connection reset by peer"
+        ),
         "RuntimeError: Application timeout caused pair closure",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
-        "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
-        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error, NCCL version 2.21.5",
+        (
+            "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. "
+            "Connection was likely closed."
+        ),
+        (
+            "torch.distributed.DistBackendError: NCCL error: remote process exited "
+            "or there was a network error, NCCL version 2.21.5"
+        ),
         "recvValue failed on SocketImpl(fd=8): failed to recv, got 0 bytes",
         "sendBytes failed on SocketImpl(fd=3): Broken pipe",
         "RuntimeError: NCCL communicator was aborted on rank 0.",
-        "torch.distributed.DistStoreError: wait timeout after 4000ms, keys: /default_pg/0//cpu//0/1",
-        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
+        (
+            "torch.distributed.DistStoreError: wait timeout after 4000ms, "
+            "keys: /default_pg/0//cpu//0/1"
+        ),
+        (
+            "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] "
+            "Timed out waiting 3000ms for recv operation to complete"
+        ),
     ],
 )
-def test_what_only_tells_of_a_lost_peer(words: str) -> None:
-    assert is_peer_loss(words)
-    assert is_peer_loss(f"Traceback (most recent call last):\n{words}\n")
+def test_error_about_lost_peer_is_effect(line: str) -> None:
+    assert is_effect(meanings([line]))
+    assert is_effect(meanings(["Traceback (most recent call last):", line, ""]))
 
 
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
         "",
         "ValueError: boom",
@@ -223,22 +246,22 @@ def test_what_only_tells_of_a_lost_peer(words: str) -> None:
         "loss is nan at step 5",
     ],
 )
-def test_what_is_a_worker_s_own(words: str) -> None:
-    assert not is_peer_loss(words)
+def test_own_error_of_worker_is_not_effect(line: str) -> None:
+    assert not is_effect(meanings([line]))
 
 
-def test_the_hint_below_an_error_of_ours_is_not_the_error() -> None:
+def test_hint_line_is_not_last_exception() -> None:
     lines = [
         "Traceback (most recent call last):",
         "  ...",
-        "clusterjob.errors.GangError: boom",
+        "clusterjob.errors.RendezvousError: boom",
         "hint: do that",
     ]
-    assert last_exception(lines) == "clusterjob.errors.GangError: boom"
+    assert last_exception(lines) == "clusterjob.errors.RendezvousError: boom"
     assert last_exception(["hint: do that"]) is None
 
 
-def test_the_exception_is_that_of_the_last_traceback_whatever_is_written_after_it() -> None:
+def test_last_exception_is_from_last_traceback_with_any_text_after_it() -> None:
     first = [
         "Traceback (most recent call last):",
         '  File "a.py", line 1, in <module>',
@@ -264,7 +287,7 @@ def test_the_exception_is_that_of_the_last_traceback_whatever_is_written_after_i
     assert last_exception([*first, "Traceback (most recent call last):", "  cut short"]) is None
 
 
-def test_the_exception_of_a_process_of_a_loader_is_found_below_its_original_traceback() -> None:
+def test_last_exception_of_dataloader_worker_is_from_original_traceback() -> None:
     lines = [
         "    raise exception",
         "ValueError: Caught ValueError in DataLoader worker process 0.",
@@ -280,16 +303,67 @@ def test_the_exception_of_a_process_of_a_loader_is_found_below_its_original_trac
     ) == ("ValueError: image file is truncated")
 
 
-def test_warnings_of_torchs_libraries_are_no_last_lines_where_there_are_others() -> None:
+def test_library_warnings_are_removed_unless_all_lines_are_warnings() -> None:
     warnings = [
-        "[W1122 05:56:20.930705543 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3",
-        "[rank1]:[W1122 05:56:21.930705543 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=3): Broken pipe",
-        "Exception raised from sendBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:653 (most recent call first):",
+        (
+            "[W1122 05:56:20.930705543 socket.cpp:207] [c10d] "
+            "The hostname of the client socket cannot be retrieved. err=-3"
+        ),
+        (
+            "[rank1]:[W1122 05:56:21.930705543 TCPStore.cpp:106] [c10d] "
+            "sendBytes failed on SocketImpl(fd=3): Broken pipe"
+        ),
+        (
+            "Exception raised from sendBytes at "
+            "/pytorch/torch/csrc/distributed/c10d/Utils.hpp:653 (most recent call first):"
+        ),
         "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in libc10.so)",
     ]
-    error = "[rank1]:[E1122 05:56:21.930705543 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout"
+    error = (
+        "[rank1]:[E1122 05:56:21.930705543 ProcessGroupNCCL.cpp:607] "
+        "Watchdog caught collective operation timeout"
+    )
     assert without_library_warnings(["ValueError: boom", *warnings, error]) == (
         "ValueError: boom",
         error,
     )
     assert without_library_warnings(warnings) == tuple(warnings)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "oom_device"),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", "device"),
+        ("MemoryError", "oom_host"),
+        ("ModuleNotFoundError: No module named 'wandb'", "import"),
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer", "network"),
+        ("clusterjob.errors.RanksMissingError: waiting for rank 3", "rendezvous"),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated.", "terminated"),
+        ("ValueError: boom", "code"),
+    ],
+)
+def test_failure_kind_comes_from_error_text(line: str, kind: str) -> None:
+    lines = ["Traceback (most recent call last):", line]
+    assert kind_of_end(None, meanings(lines), None, raised=True) is FailureKind(kind)
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "raised", "kind"),
+    [
+        ("SIGTERM", False, "terminated"),
+        ("SIGSEGV", True, "signal"),
+        (None, True, "code"),
+        (None, False, "exit_code"),
+    ],
+)
+def test_failure_kind_without_known_text_comes_from_signal_or_exit(
+    signal_name: str | None, raised: bool, kind: str
+) -> None:
+    assert kind_of_end(None, frozenset(), signal_name, raised=raised) is FailureKind(kind)
+
+
+def test_failure_kind_reported_by_worker_is_kept() -> None:
+    found = meanings(["RuntimeError: Connection closed by peer"])
+    reported = FailureKind.RENDEZVOUS
+    assert kind_of_end(reported, found, None, raised=True) is reported

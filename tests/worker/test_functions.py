@@ -1,5 +1,7 @@
-"""Python functions as jobs: the process group is ready, results and exceptions come back, the jobs
-are jobs like all others.
+"""Python functions as jobs.
+
+The process group is ready, and results and exceptions return to the caller. The command line
+shows these jobs, too.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, script
+from launching import TEST_TIMEOUT, script
 from slurm_cluster import SlurmCluster
 
 import clusterjob
@@ -19,7 +21,7 @@ from clusterjob import ClusterJobError, JobFailed
 from clusterjob.errors import UsageError
 
 
-def share(value: float, *, factor: float = 1.0) -> tuple[int, int, float]:
+def reduce_ranks(value: float, *, factor: float = 1.0) -> tuple[int, int, float]:
     from clusterjob import bootstrap
 
     context = bootstrap.init()
@@ -37,7 +39,7 @@ def raise_on_rank_1() -> int:
     return 0
 
 
-def die() -> None:
+def kill_itself() -> None:
     import os
     import signal
 
@@ -54,7 +56,7 @@ def unreadable() -> None:
 
 def check_group(cluster: str) -> None:
     job = clusterjob.submit(
-        share,
+        reduce_ranks,
         2.0,
         kwargs={"factor": 3.0},
         nodes=2,
@@ -90,36 +92,36 @@ def check_error(cluster: str) -> None:
     assert job.state() is clusterjob.JobState.FAILED
 
 
-def test_the_group_is_ready_and_results_come_back_from_this_machine() -> None:
+def test_local_function_has_process_group_and_returns_results() -> None:
     check_group("local")
 
 
-def test_the_group_is_ready_and_results_come_back_from_slurm(slurm: SlurmCluster) -> None:
+def test_slurm_function_has_process_group_and_returns_results(slurm: SlurmCluster) -> None:
     check_group("slurm")
 
 
-def test_an_exception_comes_back_from_this_machine() -> None:
+def test_local_function_exception_is_raised_by_result() -> None:
     check_error("local")
 
 
-def test_an_exception_comes_back_from_slurm(slurm: SlurmCluster) -> None:
+def test_slurm_function_exception_is_raised_by_result(slurm: SlurmCluster) -> None:
     check_error("slurm")
 
 
-def test_values_are_one_array_of_slurm(slurm: SlurmCluster) -> None:
+def test_map_on_slurm_submits_one_array(slurm: SlurmCluster) -> None:
     found = clusterjob.map(abs, [-1, 2, -3], cluster="slurm", array="%2")
-    whole = found[0].id.rpartition("_")[0]
-    assert [job.id for job in found] == [f"{whole}_{index}" for index in range(3)]
+    array_id = found[0].id.rpartition("_")[0]
+    assert [job.id for job in found] == [f"{array_id}_{index}" for index in range(3)]
     assert [job.result() for job in found] == [1, 2, 3]
     assert clusterjob.map(abs, [], cluster="slurm") == []
 
 
-def test_values_are_jobs_of_their_own_on_this_machine() -> None:
+def test_map_on_local_cluster_submits_one_job_per_value() -> None:
     assert [job.result() for job in clusterjob.map(abs, [-1, 2], cluster="local")] == [1, 2]
 
 
-def test_a_worker_that_is_killed_and_a_job_that_is_cancelled_have_no_result() -> None:
-    job = clusterjob.submit(die, cluster="local")
+def test_result_of_killed_or_cancelled_function_raises_job_failed() -> None:
+    job = clusterjob.submit(kill_itself, cluster="local")
     with pytest.raises(JobFailed, match="killed by SIGKILL"):
         job.result()
     job = clusterjob.submit(time.sleep, 600, cluster="local")
@@ -128,13 +130,13 @@ def test_a_worker_that_is_killed_and_a_job_that_is_cancelled_have_no_result() ->
         job.result()
 
 
-def test_an_exception_that_cannot_be_read_back_leaves_its_text() -> None:
+def test_unpicklable_exception_raises_job_failed_with_its_text() -> None:
     with pytest.raises(JobFailed, match="Odd: 1 and 2") as caught:
         clusterjob.submit(unreadable, cluster="local").result()
     assert "in unreadable" in str(caught.value.__cause__)
 
 
-def test_functions_of_main_travel_and_find_the_modules_beside_them(tmp_path: Path) -> None:
+def test_function_of_main_script_imports_modules_next_to_script(tmp_path: Path) -> None:
     script(tmp_path, "OFFSET = 40\n", "beside.py")
     main = script(
         tmp_path,
@@ -161,12 +163,12 @@ def test_functions_of_main_travel_and_find_the_modules_beside_them(tmp_path: Pat
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=TEST_TIMEOUT,
     )
     assert (done.returncode, done.stdout) == (0, "82\n"), done.stderr
 
 
-def test_what_cannot_be_is_said_before_anything_starts() -> None:
+def test_invalid_arguments_are_refused_before_submit() -> None:
     with pytest.raises(UsageError, match="no setting 'gpus_pr_node'"):
         clusterjob.submit(abs, 1, gpus_pr_node=2)
     for start in (clusterjob.submit, clusterjob.spawn, lambda text: clusterjob.map(text, [1])):
@@ -175,7 +177,7 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
         assert "SCRIPT" in caught.value.hint
     with pytest.raises(UsageError, match="nodes"):
         clusterjob.submit(abs, 1, nodes="many")
-    with pytest.raises(UsageError, match="do not come back from the cluster 'ssh'"):
+    with pytest.raises(UsageError, match="the cluster 'ssh' cannot return a function's results"):
         clusterjob.submit(abs, 1, cluster="ssh", hosts="a,b")
     with pytest.raises(ClusterJobError, match="cannot be pickled"):
         clusterjob.submit(threading.Lock().acquire, cluster="local")

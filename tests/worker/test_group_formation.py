@@ -1,6 +1,4 @@
-"""Processes that were all at the roll-call, and then torch makes no process group: who does not
-answer, or is not reached, is named.
-"""
+"""Faults of init_process_group after the rendezvous: dead and unreachable ranks are named."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from pathlib import Path
 
 import pytest
 from launching import finish, free_port, script, start
-from namespaces import machines, why_not
+from namespaces import machines, skip_reason
 from procs import WITH_TORCH, Job
 
 pytestmark = pytest.mark.slow
 
 NewJob = Callable[..., Job]
 HOST = socket.gethostname()
-# Rank 1 does something else as soon as it is in torch's hands.
+# Rank 1 stops itself when it calls init_process_group.
 INIT = """
     import os, pathlib, signal, time
     import torch.distributed as dist
@@ -38,35 +36,40 @@ INIT = """
 """
 
 
-def place(
+def variables_of_rank(
     rank: int, address: str, port: int, local_rank: int, local_world_size: int
 ) -> dict[str, str]:
-    """Return the variables of one of three processes."""
+    """Return the environment variables of one of three processes."""
     return {
         "RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port),
     }  # fmt: skip
 
 
-def last(err: str) -> str:
+def last_error(err: str) -> str:
     return [line for line in err.strip().splitlines() if not line.startswith("hint: ")][-1]
 
 
-def test_one_that_stops_in_the_making_is_named_and_blamed(new_job: NewJob) -> None:
+def test_rank_stopped_in_init_process_group_is_root_cause(new_job: NewJob) -> None:
     job = new_job(2)
     job.start_all("--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH)
     assert job.wait() == [1, 1]
     pid = job.path("pid1").read_text()
-    words = f"waiting for rank 1 on {HOST} (pid {pid}): at the roll-call, and no answer while the process group is made: died, or stuck; "
+    notice = (
+        f"waiting for rank 1 on {HOST} (pid {pid}): "
+        "joined the rendezvous, no answer while the process group is made: dead or stuck; "
+    )
     errs = [job.log(rank // 2, f"rank{rank}.err") for rank in (0, 2, 3)]
-    said = [
+    notices = [
         line
         for err in errs
         for line in err.splitlines()
-        if line.startswith(f"clusterjob: {words}") and line.endswith("s so far")
+        if line.startswith(f"clusterjob: {notice}") and line.endswith("s so far")
     ]
-    assert len(said) == 1, errs  # one speaks
-    assert all(f"GangError: {words}gave up after " in last(err) for err in errs), errs
+    assert len(notices) == 1, errs  # only one rank prints
+    assert all(f"RanksMissingError: {notice}gave up after " in last_error(err) for err in errs), (
+        errs
+    )
     assert (
         job.result["failure"]["rank"],
         sorted(each["rank"] for each in job.result["consequences"]),
@@ -74,10 +77,10 @@ def test_one_that_stops_in_the_making_is_named_and_blamed(new_job: NewJob) -> No
     assert "it is stopped" in job.result["reason"]
 
 
-def test_without_an_agent_too(tmp_path: Path) -> None:
+def test_rank_stopped_in_init_process_group_is_named_without_agent(tmp_path: Path) -> None:
     port, path = free_port(), script(tmp_path, INIT)
     first, stopped, third = (
-        start([sys.executable, path], tmp_path, place(rank, "127.0.0.1", port, rank, 3))
+        start([sys.executable, path], tmp_path, variables_of_rank(rank, "127.0.0.1", port, rank, 3))
         for rank in range(3)
     )
     try:
@@ -85,21 +88,24 @@ def test_without_an_agent_too(tmp_path: Path) -> None:
     finally:
         stopped.send_signal(signal.SIGKILL)
         finish(stopped)
-    words = f"waiting for rank 1 on {HOST} (pid {stopped.pid}): at the roll-call, and no answer while the process group is made"
-    assert sum(each.err.count(f"clusterjob: {words}") for each in ended) == 1, ended
-    assert f"GangError: {words}: died, or stuck; gave up after " in last(ended[0].err)
+    notice = (
+        f"waiting for rank 1 on {HOST} (pid {stopped.pid}): "
+        "joined the rendezvous, no answer while the process group is made"
+    )
+    assert sum(each.err.count(f"clusterjob: {notice}") for each in ended) == 1, ended
+    assert f"RanksMissingError: {notice}: dead or stuck; gave up after " in last_error(ended[0].err)
 
 
-def test_machines_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
-    """Both reach rank 0, and so they meet; what one sends to the other is lost, as in a firewall."""
-    if why_not():
-        pytest.skip(why_not())
+def test_two_machines_that_cannot_connect_are_named(tmp_path: Path) -> None:
+    """Ranks 1 and 2 reach rank 0, but packets between them are lost, like in a firewall."""
+    if skip_reason():
+        pytest.skip(skip_reason())
     text = INIT.replace('os.environ["RANK"] == "1"', "False").replace(
         "flush=True)", "flush=True); time.sleep(12 if ctx.rank == 0 else 0)"
     )
     with machines(3) as three:
         for one, other in ((three[1], three[2]), (three[2], three[1])):
-            swallow = [
+            drop_packets = [
                 "ip",
                 "neigh",
                 "replace",
@@ -112,7 +118,9 @@ def test_machines_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None
                 "permanent",
             ]
             assert (
-                subprocess.run(one.command(*swallow), capture_output=True, check=False).returncode
+                subprocess.run(
+                    one.command(*drop_packets), capture_output=True, check=False
+                ).returncode
                 == 0
             )
         path = script(tmp_path, text)
@@ -120,22 +128,22 @@ def test_machines_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None
             start(
                 machine.command(sys.executable, path),
                 tmp_path,
-                place(rank, three[0].address, 29500, 0, 1),
+                variables_of_rank(rank, three[0].address, 29500, 0, 1),
             )
             for rank, machine in enumerate(three)
         ]
         ended = [finish(process) for process in each]
     assert [process.code for process in ended] == [0, 1, 1], ended
-    said = [
+    notices = [
         line
         for process in ended
         for line in process.err.splitlines()
         if line.startswith("clusterjob: the process group is not made after")
     ]
-    assert len(said) == 1, ended
+    assert len(notices) == 1, ended
     pids = [process.pid for process in each]
     assert (
-        f"2 of 3 processes wait for each other, such as rank 1 on {HOST} (pid {pids[1]}) and rank 2 on {HOST} (pid {pids[2]}): "
-        in said[0]
+        "2 of 3 processes wait for each other, such as "
+        f"rank 1 on {HOST} (pid {pids[1]}) and rank 2 on {HOST} (pid {pids[2]}): " in notices[0]
     )
-    assert "can their machines reach each other" in said[0]
+    assert "can their machines reach each other" in notices[0]

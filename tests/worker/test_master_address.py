@@ -1,6 +1,4 @@
-"""Where the processes of a job meet: at the agents' store, or at an address, a port or a file of
-the script's own.
-"""
+"""Process groups use the job store, or an address, port or file that the script sets."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from launching import free_port, launch, script
 
 from clusterjob.node.workers import torch_patches
 
-MEET = """
+FUNCTIONS = """
 import os, sys
 import torch, torch.distributed as dist
 import torch.multiprocessing as mp
@@ -29,7 +27,8 @@ def meet(*args, **options):
     dist.init_process_group("gloo", *args, **options)
     total = torch.ones(1)
     dist.all_reduce(total)
-    sys.stdout.write(f"all are {int(total.item())}\\n")  # whole, where two processes write into one pipe
+    # one write per line: two processes share the pipe
+    sys.stdout.write(f"all are {int(total.item())}\\n")
     sys.stdout.flush()
     dist.destroy_process_group()
 
@@ -38,11 +37,12 @@ def tutorial(rank, world_size):  # https://docs.pytorch.org/tutorials/intermedia
     os.environ["MASTER_PORT"] = PORT
     meet(rank=rank, world_size=world_size)
 
-def imagenet(local, url):  # https://github.com/pytorch/examples/blob/main/imagenet/main.py, --multiprocessing-distributed
+# https://github.com/pytorch/examples/blob/main/imagenet/main.py, --multiprocessing-distributed
+def imagenet(local, url):
     meet(init_method=url, rank=RANK * 2 + local, world_size=WORLD * 2)
 """
 
-# How the processes meet, and how many workers there are: each is to meet one other.
+# Number of workers and the code that forms a process group of two processes.
 FORMS = {
     "spawned": (1, "mp.spawn(tutorial, args=(2,), nprocs=2)"),
     "forked": (1, "mp.start_processes(tutorial, args=(2,), nprocs=2, start_method='fork')"),
@@ -54,32 +54,30 @@ FORMS = {
         2,
         "meet(init_method='file://' + os.path.abspath('meeting'), rank=RANK, world_size=WORLD)",
     ),
-    "the job's, by another name": (2, "os.environ['MASTER_ADDR'] = 'localhost'; meet()"),
-    "the job's": (2, "meet()"),
+    "job store by other name": (2, "os.environ['MASTER_ADDR'] = 'localhost'; meet()"),
+    "job store": (2, "meet()"),
 }
 
 
-def meeting_script(directory: Path, last: str) -> Path:
-    return script(
-        directory,
-        f"{MEET}\nif __name__ == '__main__':\n{textwrap.indent(textwrap.dedent(last), '    ')}\n",
-    )
+def group_script(directory: Path, last: str) -> Path:
+    main = textwrap.indent(textwrap.dedent(last), "    ")
+    return script(directory, f"{FUNCTIONS}\nif __name__ == '__main__':\n{main}\n")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_script_that_names_its_own_meeting_point_meets_there(
+def test_script_with_own_address_or_file_forms_process_group(
     tmp_path: Path, form: str, mode: str
 ) -> None:
     nproc, last = FORMS[form]
-    ended = launch(mode, nproc, [meeting_script(tmp_path, last), free_port()], tmp_path)
+    ended = launch(mode, nproc, [group_script(tmp_path, last), free_port()], tmp_path)
     assert ended.code == 0, ended.err
     assert "all are 2" in ended.out
-    assert not (tmp_path / "meeting").exists()  # which would stop the next run
+    assert not (tmp_path / "meeting").exists()  # an old file would block the next run
 
 
-def test_workers_of_a_torchrun_that_a_worker_starts_are_its_own(tmp_path: Path) -> None:
-    inner = meeting_script(tmp_path, "meet()")
+def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
+    inner = group_script(tmp_path, "meet()")
     torchrun = [
         sys.executable,
         "-m",
@@ -96,23 +94,26 @@ def test_workers_of_a_torchrun_that_a_worker_starts_are_its_own(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("last", "who"),
+    ("last", "cause"),
     [
         (
             "meet(init_method='tcp://127.0.0.1:' + PORT, rank=1, world_size=2)",
-            "the address is that of init_method",
+            "the address comes from init_method",
         ),
         (
-            "os.environ['MASTER_PORT'] = PORT; os.environ['RANK'] = '1'; meet(rank=1, world_size=2)",
+            (
+                "os.environ['MASTER_PORT'] = PORT; os.environ['RANK'] = '1'; "
+                "meet(rank=1, world_size=2)"
+            ),
             "the script has set MASTER_PORT=PORT",
         ),
     ],
 )
-def test_a_wait_for_a_store_that_nobody_serves_is_explained_within_ten_seconds(
-    tmp_path: Path, last: str, who: str
+def test_wait_for_missing_store_is_explained_within_10_s(
+    tmp_path: Path, last: str, cause: str
 ) -> None:
     port = str(free_port())
-    program = meeting_script(
+    program = group_script(
         tmp_path, f"import threading; threading.Timer(20, os._exit, [7]).start(); {last}"
     )
     begin = time.monotonic()
@@ -124,21 +125,21 @@ def test_a_wait_for_a_store_that_nobody_serves_is_explained_within_ten_seconds(
     )
     with process:
         assert process.stderr is not None
-        line = next(line for line in process.stderr if "nobody listens" in line)
+        line = next(line for line in process.stderr if "no process listens" in line)
         waited = time.monotonic() - begin
         process.terminate()
         process.stderr.read()
-    assert waited < 10 + torch_patches._WAITING_NOTICE * 3  # the import of torch is not the wait
+    assert waited < 10 + torch_patches._WAITING_NOTICE * 3  # the import of torch takes time, too
     assert (
-        f"nobody listens at 127.0.0.1:{port}, where this process waits for rank 0's store (Connection refused)"
-        in line
+        f"no process listens at 127.0.0.1:{port}, "
+        "where this process waits for rank 0's store (Connection refused)" in line
     )
-    assert who.replace("PORT=PORT", f"PORT={port}") in line
+    assert cause.replace("PORT=PORT", f"PORT={port}") in line
     assert "(train.py line " in line
-    assert "; the store of the job is at 127.0.0.1:" in line
+    assert "; the job store is at 127.0.0.1:" in line
 
 
-def test_an_address_is_the_agents_where_name_and_port_lead_to_their_store(
+def test_address_is_job_store_if_host_and_port_match(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(torch_patches.STORE, "127.0.0.1:2345")
@@ -147,12 +148,12 @@ def test_an_address_is_the_agents_where_name_and_port_lead_to_their_store(
     assert torch_patches.served_at("127.0.0.1", 2346) is None
     assert torch_patches.served_at("192.0.2.1", 2345) is None
     monkeypatch.setenv(torch_patches.STORE, "192.0.2.1:2345")
-    assert torch_patches.served_at("localhost", 2345) is None  # another machine's
+    assert torch_patches.served_at("localhost", 2345) is None  # the store is on another machine
     monkeypatch.setenv(torch_patches.STORE, "")
     assert torch_patches.served_at("127.0.0.1", 2345) is None
 
 
-def test_every_name_of_this_machine_is_the_agents_where_their_store_is_at_loopback(
+def test_own_address_is_job_store_if_store_is_at_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -163,11 +164,12 @@ def test_every_name_of_this_machine_is_the_agents_where_their_store_is_at_loopba
     assert torch_patches.served_at(own, 2346) is None
 
 
-def test_the_file_of_a_meeting_that_the_script_has_removed_does_not_come_back(
+def test_init_file_removed_by_script_is_not_created_again(
     tmp_path: Path,
 ) -> None:
-    ended = launch("exec", 2, [meeting_script(tmp_path, """
-        dist.init_process_group("gloo", init_method="file://" + os.path.abspath("meeting"), rank=RANK, world_size=WORLD)
+    ended = launch("exec", 2, [group_script(tmp_path, """
+        url = "file://" + os.path.abspath("meeting")
+        dist.init_process_group("gloo", init_method=url, rank=RANK, world_size=WORLD)
         dist.barrier()
         if RANK == 0:
             os.unlink("meeting")
@@ -178,7 +180,7 @@ def test_the_file_of_a_meeting_that_the_script_has_removed_does_not_come_back(
     assert not (tmp_path / "meeting").exists()
 
 
-def test_localhost_is_the_agents_on_the_machine_that_serves_their_store(
+def test_localhost_is_job_store_on_machine_of_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,6 +1,4 @@
-"""Faults of the roll-call that differ from host to host, each caused for real: a clock, a version,
-an address that swallows all.
-"""
+"""Real faults in a rank rendezvous: wrong clock, other torch version, lost packets."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from launching import (
     MARGIN,
     finish,
     free_port,
-    gave_up_after,
     last_message,
     rank_variables,
     script,
-    so_far,
     start,
+    timeout_seconds,
+    waited_seconds,
 )
-from namespaces import Machine, machines, why_not
+from namespaces import Machine, machines, skip_reason
 
-# The process of rank 1 is told to be off by a line of its own; the rest is what any script does.
+# Rank 1 executes the code in FAULT first; the rest is a usual script.
 INIT = """
     import os, time
     if os.environ["RANK"] == "1":
@@ -37,17 +35,17 @@ INIT = """
 """
 
 
-@pytest.mark.parametrize(("ahead", "words"), [(3600, "ahead of"), (-3600, "behind")])
-def test_a_clock_that_is_far_off_is_named_once_and_the_job_goes_on(
-    tmp_path: Path, ahead: int, words: str
+@pytest.mark.parametrize(("ahead", "relation"), [(3600, "ahead of"), (-3600, "behind")])
+def test_wrong_clock_is_reported_once_and_job_succeeds(
+    tmp_path: Path, ahead: int, relation: str
 ) -> None:
-    """Rank 1 reads the clock of another host; two nodes need an address that is no loopback's."""
-    why = why_not()
+    """Rank 1 has a wrong clock; two nodes need an address other than loopback."""
+    why = skip_reason()
     if why:
         pytest.skip(why)
     path = script(tmp_path, INIT)
     with machines(1) as [machine]:
-        # Two processes of a node, of which the one that is off is not the first.
+        # Two processes of a node; the one with the wrong clock is not local rank 0.
         environs = [
             rank_variables(rank, 2, 29500) | {"MASTER_ADDR": machine.address} for rank in (0, 1)
         ]
@@ -62,23 +60,23 @@ def test_a_clock_that_is_far_off_is_named_once_and_the_job_goes_on(
     assert lines[0].startswith(
         f"clusterjob: the clock of {HOST} (pid {started[1].pid}), rank 1, is "
     )
-    assert lines[0].endswith(f" s {words} rank 0's")
+    assert lines[0].endswith(f" s {relation} rank 0's")
 
 
-@pytest.mark.parametrize(("ahead", "words"), [(3600, "ahead of"), (-3600, "behind")])
-def test_a_clock_that_is_far_off_is_named_while_somebody_is_missing(
-    tmp_path: Path, ahead: int, words: str
+@pytest.mark.parametrize(("ahead", "relation"), [(3600, "ahead of"), (-3600, "behind")])
+def test_wrong_clock_is_reported_while_rank_is_missing(
+    tmp_path: Path, ahead: int, relation: str
 ) -> None:
     path, port = script(tmp_path, INIT.replace("timeout=60", "timeout=600")), free_port()
     fault = {"FAULT": f"real = time.time; time.time = lambda: real() + {ahead}"}
-    first, second, _ = (rank_variables(rank, 3, port) for rank in range(3))  # the third never comes
+    first, second, _ = (rank_variables(rank, 3, port) for rank in range(3))  # the third never joins
     started = [start([sys.executable, path], tmp_path, first)]
     try:
-        if ahead < 0:  # one that is behind is told from one that came early if it comes later
+        if ahead < 0:  # a clock that is behind is detected only if its rank joins later
             assert next_line(started[0]).startswith("clusterjob: waiting for ranks 1 ")
         started.append(start([sys.executable, path], tmp_path, second | fault))
         line = next_line(started[1] if ahead < 0 else started[0])
-        while "waiting" in line:  # rank 0 says that first
+        while "waiting" in line:  # rank 0 prints this notice first
             line = next_line(started[0])
     finally:
         for process in started:
@@ -87,7 +85,7 @@ def test_a_clock_that_is_far_off_is_named_while_somebody_is_missing(
     assert line.startswith(
         f"clusterjob: the clock of {HOST} (pid {started[1].pid}), rank 1, is at least 3"
     )
-    assert line.endswith(f" s {words} rank 0's")
+    assert line.endswith(f" s {relation} rank 0's")
 
 
 def next_line(process: subprocess.Popen[str]) -> str:
@@ -95,7 +93,7 @@ def next_line(process: subprocess.Popen[str]) -> str:
     return process.stderr.readline().strip()
 
 
-def test_another_version_of_torch_is_named_to_both_at_once(tmp_path: Path) -> None:
+def test_different_torch_versions_are_refused_on_both_ranks(tmp_path: Path) -> None:
     begin = time.monotonic()
     path, port = script(tmp_path, INIT), free_port()
     fault = {"FAULT": "import torch; torch.__version__ = '1.0.0'"}
@@ -109,20 +107,20 @@ def test_another_version_of_torch_is_named_to_both_at_once(tmp_path: Path) -> No
         assert each.code == 1
         line = last_message(each.err)
         assert (
-            f"rank 1 on {HOST} (pid {started[1].pid}) has torch 1.0.0, rank 0 on {HOST} (pid {started[0].pid}) has torch "
-            in line
+            f"rank 1 on {HOST} (pid {started[1].pid}) has torch 1.0.0, "
+            f"rank 0 on {HOST} (pid {started[0].pid}) has torch " in line
         )
         assert each.out == ""
 
 
 @contextlib.contextmanager
-def beside_a_swallower() -> Iterator[Machine]:
-    """Make a machine on whose network 10.77.0.9 takes every packet and answers none."""
-    why = why_not()
+def machine_with_packet_loss() -> Iterator[Machine]:
+    """Create a machine whose packets to 10.77.0.9 are lost."""
+    why = skip_reason()
     if why:
         pytest.skip(why)
     with machines(1) as [machine]:
-        swallow = [
+        drop_packets = [
             "ip",
             "neigh",
             "add",
@@ -135,14 +133,16 @@ def beside_a_swallower() -> Iterator[Machine]:
             "permanent",
         ]
         assert (
-            subprocess.run(machine.command(*swallow), capture_output=True, check=False).returncode
+            subprocess.run(
+                machine.command(*drop_packets), capture_output=True, check=False
+            ).returncode
             == 0
         )
         yield machine
 
 
-def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
-    with beside_a_swallower() as machine:
+def test_waiting_rank_reports_master_addr_without_answer(tmp_path: Path) -> None:
+    with machine_with_packet_loss() as machine:
         environ = rank_variables(1, 2, 29500, 1) | {"MASTER_ADDR": "10.77.0.9"}
         path = script(tmp_path, INIT.replace("timeout=60", "timeout=7"))
         process = start(machine.command(sys.executable, path), tmp_path, environ)
@@ -151,14 +151,14 @@ def test_an_address_that_swallows_all_is_named_while_it_is_waited_for(tmp_path: 
         ended = finish(process)
     assert line.startswith(f"clusterjob: rank 1 on {HOST} ")
     assert "cannot reach rank 0 at 10.77.0.9:29500: timed out; " in line
-    assert so_far(line) <= 4 + MARGIN
+    assert waited_seconds(line) <= 4 + MARGIN
     assert ended.code == 1
     assert "gave up after" in last_message(ended.err)
 
 
 @pytest.mark.slow
-def test_an_agent_names_an_address_that_swallows_all_while_it_tries(tmp_path: Path) -> None:
-    with beside_a_swallower() as machine:
+def test_joining_agent_reports_master_addr_without_answer(tmp_path: Path) -> None:
+    with machine_with_packet_loss() as machine:
         environ = {
             "CLUSTERJOB_NNODES": "2",
             "CLUSTERJOB_NODE_RANK": "1",
@@ -181,14 +181,14 @@ def test_an_agent_names_an_address_that_swallows_all_while_it_tries(tmp_path: Pa
     lines = [
         line
         for line in ended.err.splitlines()
-        if "node 1 cannot find node 0 at 10.77.0.9: no answer (port" in line
+        if "node 1 cannot reach node 0 at 10.77.0.9: no answer (port" in line
     ]
-    assert 4 <= so_far(lines[0]) <= 4 + MARGIN, ended.err
+    assert 4 <= waited_seconds(lines[0]) <= 4 + MARGIN, ended.err
     assert "gave up after" in lines[-1]
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_died_is_named_to_those_who_wait(tmp_path: Path) -> None:
+def test_waiting_rank_reports_dead_rank_once(tmp_path: Path) -> None:
     path, port = script(tmp_path, INIT.replace("timeout=60", "timeout=7")), free_port()
     fault = {"FAULT": "os._exit(9)"}
     first, second = (
@@ -197,10 +197,10 @@ def test_a_rank_that_has_died_is_named_to_those_who_wait(tmp_path: Path) -> None
     )
     ended = [finish(first), finish(second)]
     assert [each.code for each in ended] == [1, 9]
-    said = [
+    notices = [
         line
         for line in ended[0].err.splitlines()
-        if line.startswith(f"clusterjob: waiting for rank 1 (node 0, {HOST}): not heard of")
+        if line.startswith(f"clusterjob: waiting for rank 1 (node 0, {HOST}): not seen yet")
     ]
-    assert len(said) == 1  # not again within 30 s
-    assert 7 <= gave_up_after(last_message(ended[0].err)) <= 7 + MARGIN
+    assert len(notices) == 1  # no second notice within 30 s
+    assert 7 <= timeout_seconds(last_message(ended[0].err)) <= 7 + MARGIN

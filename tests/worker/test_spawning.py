@@ -1,6 +1,4 @@
-"""clusterjob.spawn: functions of this very program in processes of this machine; and processes of
-multiprocessing that find each other.
-"""
+"""clusterjob.spawn, launch --gpus, and multiprocessing processes with manual ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, finish, free_port, run, script, start
-from procs import nothing_left, own_marked, wait_until
+from launching import TEST_TIMEOUT, finish, free_port, run, script, start
+from procs import own_processes, wait_for_no_processes, wait_until
 
 import clusterjob
 from clusterjob import ClusterJobError, JobFailed
-from clusterjob.errors import PlaceError, UsageError
+from clusterjob.errors import PlacementError, UsageError
 
 MAIN = """
     import os, sys
@@ -35,7 +33,8 @@ MAIN = """
             model = ctx.wrap(torch.nn.Linear(2, 1))
             model(torch.ones(1, 2)).sum().backward()
             print("trained on", ctx.source)
-            return Point((ctx.rank, flag, scale, ctx.reduce(1, "sum"), os.environ.get("CUDA_VISIBLE_DEVICES"), sys.argv[1:]))
+            devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+            return Point((ctx.rank, flag, scale, ctx.reduce(1, "sum"), devices, sys.argv[1:]))
 
     def fail():
         from clusterjob import bootstrap
@@ -51,80 +50,86 @@ MAIN = """
         try:
             clusterjob.spawn(fail, nprocs=2)
         except Sad as error:
-            print("sad:", error, "| rank 1:" in str(error.__cause__).replace("\\n", "| "), "in fail" in str(error.__cause__))
+            cause = str(error.__cause__)
+            print("sad:", error, "| rank 1:" in cause.replace("\\n", "| "), "in fail" in cause)
 """
 
 
 @pytest.fixture
 def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have temporary files lie where the test can look."""
+    """Put temporary files into a directory that the test can check."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     return folder
 
 
-def test_functions_and_classes_of_main_travel_and_come_back_with_an_exception(
+def test_spawn_returns_objects_and_raises_exceptions_of_main_script(
     tmp_path: Path,
 ) -> None:
     ran = run([sys.executable, script(tmp_path, MAIN), "--epochs", 3], tmp_path)
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
-    places = [(rank, True, 3, 2, "4,5", ["--epochs", "3"]) for rank in range(2)]
+    expected = [(rank, True, 3, 2, "4,5", ["--epochs", "3"]) for rank in range(2)]
     assert any("trained on clusterjob" in line for line in lines)
-    assert str(places) in lines
+    assert str(expected) in lines
     assert "sad: no such layer True True" in lines
-    assert "Sad: no such layer" in ran.err  # its own words, as it said them
+    assert "Sad: no such layer" in ran.err  # the worker's own traceback
     assert not list(tmp_path.glob("clusterjob-*"))
 
 
-def place() -> tuple[str, ...]:
+def rank_variables() -> tuple[str, ...]:
     return tuple(
         os.environ.get(name, "")
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
     )
 
 
-def test_each_process_has_its_place_and_what_it_prints_is_shown(
+def test_spawned_processes_have_ranks_and_their_output_is_shown(
     own_tmp: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tell() -> int:
+    def print_and_return_pid() -> int:
         print("here")
         print("there", file=sys.stderr)
         return os.getpid()
 
-    pids = clusterjob.spawn(tell, nprocs=3)
+    pids = clusterjob.spawn(print_and_return_pid, nprocs=3)
     assert len({*pids, os.getpid()}) == 4
     shown = capsys.readouterr()
     assert sum("here" in line for line in shown.out.splitlines()) >= 1
     assert "there" in shown.err
-    assert clusterjob.spawn(place, nprocs=2, gpus="") == [("0", "2", "0", ""), ("1", "2", "1", "")]
+    assert clusterjob.spawn(rank_variables, nprocs=2, gpus="") == [
+        ("0", "2", "0", ""),
+        ("1", "2", "1", ""),
+    ]
     assert list(own_tmp.iterdir()) == []
 
 
-def test_gpus_say_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_starts_one_process_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert clusterjob.spawn(place, gpus=[4, 6]) == [(rank, "2", rank, "4,6") for rank in "01"]
+    assert clusterjob.spawn(rank_variables, gpus=[4, 6]) == [
+        (rank, "2", rank, "4,6") for rank in "01"
+    ]
     for gpus, why in (
-        ("0,4", "GPU 0 is not to be had here: CUDA_VISIBLE_DEVICES=4,5,6"),
-        ("4,4", "double entry"),
-        ("4,,5", "empty or a double"),
+        ("0,4", "GPU 0 is not available here: CUDA_VISIBLE_DEVICES=4,5,6"),
+        ("4,4", "occurs twice"),
+        ("4,,5", "empty or occurs"),
     ):
         with pytest.raises(UsageError, match=why) as caught:
-            clusterjob.spawn(place, gpus=gpus)
+            clusterjob.spawn(rank_variables, gpus=gpus)
         assert "\n" not in str(caught.value)
 
 
-def test_one_process_where_there_is_no_gpu() -> None:
-    assert clusterjob.spawn(place, gpus="") == [("0", "1", "0", "")]
+def test_spawn_without_gpus_starts_one_process() -> None:
+    assert clusterjob.spawn(rank_variables, gpus="") == [("0", "1", "0", "")]
 
 
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_invalid_arguments_are_refused_before_start(
     monkeypatch: pytest.MonkeyPatch, own_tmp: Path
 ) -> None:
     for nprocs in (0, -1, True, "2"):
         with pytest.raises(UsageError, match="nprocs"):
-            clusterjob.spawn(place, nprocs=nprocs)
+            clusterjob.spawn(rank_variables, nprocs=nprocs)
     with pytest.raises(ClusterJobError, match="cannot be pickled"):
         clusterjob.spawn(threading.Lock().acquire)
     for name, value in {
@@ -135,8 +140,8 @@ def test_what_cannot_be_is_said_before_anything_starts(
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PlaceError, match="one process of a job already"):
-        clusterjob.spawn(place)
+    with pytest.raises(PlacementError, match="already one process of a job"):
+        clusterjob.spawn(rank_variables)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
@@ -144,11 +149,11 @@ def test_what_cannot_be_is_said_before_anything_starts(
     monkeypatch.setenv("CLUSTERJOB_NODE_RANK", "0")
     monkeypatch.setenv("CLUSTERJOB_MASTER_ADDR", "10.0.0.1")
     with pytest.raises(UsageError, match="one of 2 nodes"):
-        clusterjob.spawn(place)
+        clusterjob.spawn(rank_variables)
     assert list(own_tmp.iterdir()) == []
 
 
-def test_a_process_that_is_killed_stops_the_others() -> None:
+def test_killed_process_stops_other_processes() -> None:
     def die() -> None:
         import time
 
@@ -158,29 +163,29 @@ def test_a_process_that_is_killed_stops_the_others() -> None:
 
     with pytest.raises(JobFailed, match=r"rank 1 .*killed by SIGKILL"):
         clusterjob.spawn(die, nprocs=2)
-    assert own_marked() == []  # at once: nobody is left to be waited for
+    assert own_processes() == []  # at once: spawn returns after all processes have ended
 
 
-def test_several_at_once_on_a_platform_s_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_spawns_at_once_work_on_platform_with_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NUM": "1", "GPU": "0", "0_HOST": "10.1.2.3", "0_PORT": "2222"}.items():
         monkeypatch.setenv(f"MLP_WORKER_{name}", value)
     monkeypatch.setenv("MLP_ROLE_INDEX", "0")
 
-    def meet() -> tuple[int, str]:
+    def report_rank() -> tuple[int, str]:
         import time
 
-        time.sleep(0.5)  # so that they are there at the same time
+        time.sleep(0.5)  # so that both spawns run at the same time
         return int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
 
     with ThreadPoolExecutor(2) as pool:
         found = [
             job.result()
-            for job in [pool.submit(clusterjob.spawn, meet, nprocs=2) for _ in range(2)]
+            for job in [pool.submit(clusterjob.spawn, report_rank, nprocs=2) for _ in range(2)]
         ]
     assert found == [[(0, "127.0.0.1"), (1, "127.0.0.1")]] * 2
 
 
-def test_a_start_that_fails_says_why(
+def test_failed_start_error_contains_cause(
     monkeypatch: pytest.MonkeyPatch, own_tmp: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "python"
@@ -188,10 +193,10 @@ def test_a_start_that_fails_says_why(
     broken.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(JobFailed, match="ended with 3: no such machine"):
-        clusterjob.spawn(place)
+        clusterjob.spawn(rank_variables)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with pytest.raises(ClusterJobError, match="cannot be started: No such file"):
-        clusterjob.spawn(place)
+        clusterjob.spawn(rank_variables)
     assert list(own_tmp.iterdir()) == []
 
 
@@ -211,23 +216,23 @@ WAITING = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_who_calls_takes_its_processes_along(number: int, tmp_path: Path) -> None:
+def test_killed_caller_leaves_no_processes(number: int, tmp_path: Path) -> None:
     caller = start([sys.executable, script(tmp_path, WAITING), tmp_path], tmp_path)
-    wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), PATIENCE)
-    assert len(own_marked()) >= 4  # the caller, the agent, its starter, the workers
+    wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), TEST_TIMEOUT)
+    assert len(own_processes()) >= 4  # the caller, the agent, its forkserver, the workers
     os.kill(caller.pid, number)
     assert finish(caller).code == -number
-    nothing_left(30)
+    wait_for_no_processes(30)
 
 
-# -- one machine by hand -----------------------------------------------------------------------------------------------------
+# -- launch --gpus ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("visible", "asked", "told"), [("2,3", "3", ["3"]), (None, "0,1", ["0,1", "0,1"])]
+    ("visible", "requested", "expected"), [("2,3", "3", ["3"]), (None, "0,1", ["0,1", "0,1"])]
 )
-def test_launch_takes_gpus(
-    visible: str | None, asked: str, told: list[str], tmp_path: Path
+def test_launch_gpus_option_sets_visible_devices(
+    visible: str | None, requested: str, expected: list[str], tmp_path: Path
 ) -> None:
     command = [
         sys.executable,
@@ -235,7 +240,7 @@ def test_launch_takes_gpus(
         "clusterjob",
         "launch",
         "--gpus",
-        asked,
+        requested,
         "--",
         "sh",
         "-c",
@@ -244,12 +249,12 @@ def test_launch_takes_gpus(
     ran = run(command, tmp_path, {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})
     assert ran.code == 0, ran.err
     assert sorted(line.split("] ")[1] for line in ran.out.splitlines()) == [
-        str(rank) for rank in range(len(told))
+        str(rank) for rank in range(len(expected))
     ]
-    assert told[0] in ran.err
+    assert expected[0] in ran.err
 
 
-def test_launch_refuses_gpus_that_are_not_its_own(tmp_path: Path) -> None:
+def test_launch_refuses_gpus_outside_visible_devices(tmp_path: Path) -> None:
     ran = run(
         [sys.executable, "-m", "clusterjob", "launch", "--gpus", "4,5", "train.py"],
         tmp_path,
@@ -258,13 +263,13 @@ def test_launch_refuses_gpus_that_are_not_its_own(tmp_path: Path) -> None:
     assert ran.code == 2
     assert (
         ran.err.splitlines()[0]
-        == "clusterjob: GPU 4, 5 is not to be had here: CUDA_VISIBLE_DEVICES=0,1"
+        == "clusterjob: GPU 4, 5 is not available here: CUDA_VISIBLE_DEVICES=0,1"
     )
 
 
-# -- processes of multiprocessing ----------------------------------------------------------------------------------------------
+# -- multiprocessing processes with manual ranks ---------------------------------------------------
 
-BY_HAND = """
+MANUAL_RANKS = """
     import sys
     import torch
     import torch.multiprocessing as mp
@@ -273,7 +278,8 @@ BY_HAND = """
     def train(rank, world_size, rounds):
         for _ in range(rounds):
             with bootstrap.init(rank=rank, world_size=world_size, timeout=60) as ctx:
-                assert (ctx.rank, ctx.local_rank, ctx.local_world_size, ctx.nnodes) == (rank, rank, world_size, 1)
+                assert (ctx.rank, ctx.local_rank) == (rank, rank)
+                assert (ctx.local_world_size, ctx.nnodes) == (world_size, 1)
                 if ctx.reduce(1, "sum") != world_size:
                     raise SystemExit("not all were there")
         print("done", flush=True)
@@ -281,28 +287,29 @@ BY_HAND = """
     if __name__ == "__main__":
         context = mp.get_context(sys.argv[1])
         for _ in range(2):
-            processes = [context.Process(target=train, args=(rank, 2, 2)) for rank in range(2)]
-            for process in processes: process.start()
-            for process in processes: process.join()
-            assert [process.exitcode for process in processes] == [0, 0]
+            workers = [context.Process(target=train, args=(rank, 2, 2)) for rank in range(2)]
+            for process in workers: process.start()
+            for process in workers: process.join()
+            assert [process.exitcode for process in workers] == [0, 0]
 """
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_processes_of_one_parent_need_no_address(method: str, tmp_path: Path) -> None:
-    ran = run([sys.executable, script(tmp_path, BY_HAND), method], tmp_path)
+def test_multiprocessing_ranks_need_no_master_addr(method: str, tmp_path: Path) -> None:
+    ran = run([sys.executable, script(tmp_path, MANUAL_RANKS), method], tmp_path)
     assert ran.code == 0, ran.err
     assert ran.out.split() == ["done"] * 4
 
 
-AS_TORCH_S_TUTORIAL = """
+TORCH_TUTORIAL = """
     import os
     import torch.multiprocessing as mp
     from clusterjob import bootstrap
 
     def train(rank, world_size):
         with bootstrap.init(rank=rank, world_size=world_size, timeout=60) as ctx:
-            assert (ctx.local_rank, ctx.local_world_size, ctx.nnodes, ctx.master_addr) == (rank, world_size, 1, "localhost")
+            assert (ctx.local_rank, ctx.local_world_size) == (rank, world_size)
+            assert (ctx.nnodes, ctx.master_addr) == (1, "localhost")
             assert ctx.reduce(1, "sum") == world_size
 
     if __name__ == "__main__":
@@ -311,70 +318,70 @@ AS_TORCH_S_TUTORIAL = """
 """
 
 
-def test_a_rank_by_hand_at_localhost_is_a_local_rank(tmp_path: Path) -> None:
+def test_manual_rank_with_master_addr_localhost_is_local_rank(tmp_path: Path) -> None:
     ran = run(
-        [sys.executable, script(tmp_path, AS_TORCH_S_TUTORIAL.replace("{port}", str(free_port())))],
+        [sys.executable, script(tmp_path, TORCH_TUTORIAL.replace("{port}", str(free_port())))],
         tmp_path,
     )
     assert ran.code == 0, ran.err
 
 
-LOST = """
+WITHOUT_RANK_0 = """
     import multiprocessing
     from clusterjob import bootstrap
-    from clusterjob.errors import GangError, PlaceError
+    from clusterjob.errors import RendezvousError, PlacementError
 
-    def come():
+    def join_rank_1():
         try:
             bootstrap.init(rank=1, world_size=2, timeout=0.5)
-        except GangError as error:
+        except RendezvousError as error:
             print(error, flush=True)
 
     if __name__ == "__main__":
-        child = multiprocessing.get_context("fork").Process(target=come)
+        child = multiprocessing.get_context("fork").Process(target=join_rank_1)
         child.start()
         child.join()
         try:
             bootstrap.init(rank=1, world_size=2)
-        except PlaceError as error:
+        except PlacementError as error:
             print(error)
 """
 
 
-def test_rank_0_that_does_not_come_is_an_error_and_so_is_a_place_without_a_parent(
+def test_manual_rank_without_rank_0_or_without_parent_is_refused(
     tmp_path: Path,
 ) -> None:
-    ran = run([sys.executable, script(tmp_path, LOST)], tmp_path)
+    ran = run([sys.executable, script(tmp_path, WITHOUT_RANK_0)], tmp_path)
     assert ran.code == 0, ran.err
     late, alone = ran.out.splitlines()
-    assert "rank 1 has not heard of rank 0 among its parent's processes" in late
+    assert "rank 1 has not found rank 0 among its parent's processes" in late
     assert "MASTER_ADDR" in alone
 
 
-def test_two_groups_of_one_parent_at_once_are_refused(tmp_path: Path) -> None:
+def test_two_groups_at_once_without_address_are_refused(tmp_path: Path) -> None:
     code = """
     import multiprocessing, sys
     from clusterjob.worker import siblings
-    from clusterjob.errors import GangError
+    from clusterjob.errors import RendezvousError
 
-    def lead(ready, go):
-        siblings.meet(0)
+    def serve(ready, go):
+        siblings.find_port(0)
         ready.set()
         go.wait(60)
 
-    def lead_too():
+    def serve_again():
         try:
-            siblings.meet(0)
-        except GangError as error:
+            siblings.find_port(0)
+        except RendezvousError as error:
             print(error, flush=True)
 
     if __name__ == "__main__":
         context = multiprocessing.get_context("fork")
         ready, go = context.Event(), context.Event()
-        first = context.Process(target=lead, args=(ready, go))
+        first = context.Process(target=serve, args=(ready, go))
         first.start()
         ready.wait(60)
-        second = context.Process(target=lead_too)
+        second = context.Process(target=serve_again)
         second.start()
         second.join()
         go.set()

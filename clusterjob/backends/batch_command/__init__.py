@@ -1,1 +1,1 @@
-"""What platforms with a submit command of their own share."""
+"""Shared code of the backends for platforms with their own submit command."""

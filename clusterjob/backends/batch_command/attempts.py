@@ -1,6 +1,4 @@
-"""How a platform's job stands: its attempts, in their order; what is still to come; how one has
-ended.
-"""
+"""Track the attempts of a platform's job, predict retries and compute an attempt's verdict."""
 
 from __future__ import annotations
 
@@ -27,10 +25,10 @@ from clusterjob.node.verdict import (
 )
 
 _FILE = "platform.json"
-_LAG = 20.0  # seconds that a log may need to show a task's last lines
-_SETTLING = 60.0  # seconds for which a task may not be shown before it counts as gone
-_UNSEEN = 120.0  # ... that was never shown, and of which it is not known whether it was taken
-_RETRY_PATIENCE = 60.0  # seconds beyond the interval that a platform may take to start a task again
+_LAG = 20.0  # seconds until a log shows a task's last lines, at most
+_SETTLING = 60.0  # seconds without a known task until it counts as gone
+_UNSEEN = 120.0  # the same for a task never shown, whose submission is in doubt
+_RETRY_TIMEOUT = 60.0  # seconds beyond the interval until the platform starts a retry, at most
 # Seconds by which the platform's clock may differ from this machine's, its time zone included.
 CLOCKS_APART = 86_400.0
 _DEADLINE = re.compile(r"deadline|time ?limit|ActiveDeadline", re.IGNORECASE)
@@ -38,15 +36,15 @@ _DEADLINE = re.compile(r"deadline|time ?limit|ActiveDeadline", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Retries:
-    """When a platform starts a task again by itself.
+    """The platform's retry policy for a task.
 
     Attributes:
-        times: how often; 0 for never.
+        times: the maximum number of retries; 0 for none.
         interval: seconds between an end and the next start.
-        failures: after a failure.
-        reclaims: when it took the machines away.
-        preemptible: whether it may do so; without `reclaims` it starts the task again all the same,
-            as often as it likes.
+        failures: whether it retries after a failure.
+        reclaims: whether it retries after it reclaimed the machines.
+        preemptible: whether it may reclaim the machines. Without `reclaims` it then still retries,
+            without a limit.
     """
 
     times: int = 0
@@ -61,9 +59,9 @@ class Seen:
     """The newest attempt of a job.
 
     Attributes:
-        task: it, as the platform shows it.
+        task: the attempt's task on the platform.
         attempt: its number, from 0.
-        first: the id of the first one.
+        first: the id of the first attempt's task.
     """
 
     task: Task
@@ -72,16 +70,23 @@ class Seen:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """Whether the attempt has ended."""
         return self.task.state.final
 
 
 @dataclass
 class Known:
-    """What was seen of a job's tasks, kept in its directory: which there were, when each was first
-    seen ended.
+    """The known tasks of a job, stored in the job's directory.
 
-    Times are this machine's own, seconds of the epoch: the platform's clock is another.
+    Times are seconds since the epoch by this machine's clock, which may differ from the platform's.
+
+    Attributes:
+        path: the file that stores the data.
+        tasks: ids of all tasks, in the order of the attempts.
+        started: ids of the tasks that have run.
+        ended: when each ended task was first seen to have ended.
+        collected: ids of the tasks whose logs are complete here.
+        missing_since: since when the platform shows no task of the job; None if it shows one.
     """
 
     path: Path
@@ -93,7 +98,7 @@ class Known:
 
     @classmethod
     def of(cls, job_dir: Path) -> Known:
-        """Return what is known of the job in this directory."""
+        """Read the known tasks of the job in this directory."""
         if job_dir / _FILE in _unsaved:
             return _unsaved[job_dir / _FILE]
         data = files.read_json(job_dir / _FILE)
@@ -104,8 +109,10 @@ class Known:
         )
 
     def meet(self, tasks: Sequence[Task]) -> Seen | None:
-        """Take in what the platform shows of the job, the oldest first; return the newest attempt,
-        None where it shows none.
+        """Add the tasks that the platform shows, the oldest first; return the newest attempt.
+
+        Returns:
+            None if the platform shows no task of the job.
         """
         before = asdict(self)
         for task in tasks:
@@ -130,17 +137,17 @@ class Known:
         return Seen(newest, self.tasks.index(newest.id), first=self.tasks[0])
 
     def note_collected(self, task_id: str) -> None:
-        """Note that an attempt's logs are here, if they are whole."""
+        """Record that an attempt's logs are complete here, if enough time has passed."""
         if time.time() > self.ended.get(task_id, time.time()) + _LAG:
             self.collected.append(task_id)
             self._save()
 
     def log_is_whole(self, seen: Seen) -> bool:
-        """Return whether the log of an attempt that has ended shows all that it ever will."""
+        """Return whether the log of an ended attempt is complete on the platform."""
         return time.time() > self.ended[seen.task.id] + _LAG or _long_ago(seen.task)
 
-    def comes_again(self, seen: Seen, retries: Retries) -> bool:
-        """Return whether the platform is about to start a job again."""
+    def will_retry(self, seen: Seen, retries: Retries) -> bool:
+        """Return whether the platform is about to start another attempt."""
         taken_away = seen.task.state is JobState.CANCELLED
         covered = seen.attempt < retries.times and (
             retries.reclaims if taken_away else retries.failures
@@ -149,12 +156,10 @@ class Known:
             return False
         return time.time() < self.ended[
             seen.task.id
-        ] + retries.interval + _RETRY_PATIENCE and not _long_ago(seen.task)
+        ] + retries.interval + _RETRY_TIMEOUT and not _long_ago(seen.task)
 
     def lost(self, record: Record) -> str | None:
-        """Return why a job that the platform does not show is lost; None while it may still be
-        shown.
-        """
+        """Return why a job without a task on the platform is lost; None while one may appear."""
         missing_for = time.time() - (self.missing_since or time.time())
         if self.tasks or record.handle is not None:
             why = (
@@ -165,54 +170,51 @@ class Known:
             return why if missing_for > _SETTLING else None
         if time.time() < submitted_at(record) + _UNSEEN:
             return None
-        return "the command that submitted it died before the platform had taken the job"
+        return "the command that submitted it died before the platform had accepted the job"
 
     def _save(self) -> None:
         try:
             if self.path.parent.parent.parent.is_dir():
-                private_dirs.make(self.path.parent)  # of an array's element
+                private_dirs.make(self.path.parent)  # the directory of an array element
             files.write_json(
                 self.path, {key: value for key, value in asdict(self).items() if key != "path"}
             )
             _unsaved.pop(self.path, None)
         except OSError:
-            _unsaved[self.path] = (
-                self  # a full disk: whoever waits has to see time pass all the same
-            )
+            # The disk is full: keep the times in memory, so that the timeouts still expire.
+            _unsaved[self.path] = self
 
 
-_unsaved: dict[Path, Known] = {}  # of this process, where the disk took no note
+_unsaved: dict[Path, Known] = {}  # data of this process that could not be written
 
 
 def waits(task: Task) -> str:
-    """Return what a task waits for."""
+    """Return one line on what a task waits for."""
     since = f" since {task.created_at}" if task.created_at else ""
     return "; ".join(
         filter(None, (f"{task.words or 'queued'} on the platform{since}", task.reason))
     )
 
 
-def wished_to_end(record: Record) -> bool:
-    """Return whether somebody wished that a job end."""
+def cancel_requested(record: Record) -> bool:
+    """Return whether a user has cancelled a job, or the array that it belongs to."""
     return ends.cancelled(record.job_dir) or (
         record.index is not None and ends.cancelled(record.job_dir.parent.parent)
     )
 
 
 def being_submitted(record: Record) -> bool:
-    """Return whether the process that submits a job is still at it, if it has not noted the handle."""
+    """Return whether the process that submits a job is still alive."""
     return record.submitter is not None and record.submitter.alive()
 
 
 def submitted_at(record: Record) -> float:
-    """Return when a job was submitted, seconds of the epoch, by this machine's clock."""
+    """Return a job's submission time, in seconds since the epoch by this machine's clock."""
     return _epoch(record.submitted_at)
 
 
 def refused(job_dir: Path, seen: Seen) -> Verdict | None:
-    """Return the end of an attempt whose nodes say that they could not start; None where they do
-    not.
-    """
+    """Return the verdict of an attempt in which a node could not start; else None."""
     for failure in ends.refusals(job_dir, seen.attempt):
         return Verdict(
             JobState.FAILED,
@@ -231,26 +233,26 @@ def verdict(
     instances: Sequence[Instance],
     retries: Retries,
     *,
-    wished: bool,
+    cancelled: bool,
 ) -> Verdict:
-    """Return how an attempt has ended.
+    """Return the verdict of an ended attempt.
 
     Args:
         seen: the attempt.
-        own: what its agents say.
-        instances: what the platform says of its workers.
-        retries: when the platform starts it again.
-        wished: whether somebody wished that it end.
+        own: the verdict of its agents, if there is one.
+        instances: the states of its workers on the platform.
+        retries: the platform's retry policy.
+        cancelled: whether a user has cancelled the job.
     """
     task = seen.task
     common: dict[str, Any] = {"attempt": seen.attempt, **_times(task)}
     reasons = list(
         dict.fromkeys(filter(None, (task.reason, *(instance.reason for instance in instances))))
     )
-    says = "; ".join([f"the platform says {task.words}", *reasons[:3]])
-    if own is not None and not _tells_less(own, task, wished=wished):
+    reported = "; ".join([f"the platform reports {task.words}", *reasons[:3]])
+    if own is not None and not _tells_only_stop(own, task, cancelled=cancelled):
         return replace(own, restarts=seen.attempt)
-    if wished:
+    if cancelled:
         return Verdict(
             JobState.CANCELLED,
             CANCELLED_EXIT_CODE,
@@ -262,7 +264,7 @@ def verdict(
         return Verdict(
             JobState.FAILED,
             TIMEOUT_EXIT_CODE,
-            reason=f"out of time: {says}",
+            reason=f"out of time: {reported}",
             restarts=seen.attempt,
             **common,
         )
@@ -270,12 +272,12 @@ def verdict(
         return Verdict(
             JobState.PREEMPTED,
             PREEMPTED_EXIT_CODE,
-            reason=f"its machines were taken away: {says}",
+            reason=f"the platform reclaimed its machines: {reported}",
             restarts=seen.attempt,
             **common,
         )
     if task.state is JobState.CANCELLED:
-        why = f"ended on the platform, and not by clusterjob: {says}"
+        why = f"cancelled on the platform, not by clusterjob: {reported}"
         return Verdict(
             JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=why, restarts=seen.attempt, **common
         )
@@ -283,14 +285,14 @@ def verdict(
         return Verdict(
             JobState.SUCCEEDED,
             0,
-            reason="the platform says so, and its log holds no verdict",
+            reason="the platform reports success; the log has no verdict",
             restarts=seen.attempt,
             **common,
         )
     failed = _failed(instances)
-    text = f"{failed.who}: {failed.message}" if failed is not None else says
+    text = f"{failed.who}: {failed.message}" if failed is not None else reported
     code = failed.exit_code if failed is not None else 1
-    note = " (its log holds no verdict)" if own is None else ""
+    note = " (the log has no verdict)" if own is None else ""
     return Verdict(
         JobState.FAILED,
         code,
@@ -301,16 +303,15 @@ def verdict(
     )
 
 
-def _tells_less(own: Verdict, task: Task, *, wished: bool) -> bool:
-    """Return whether a verdict says no more than that everything was stopped: agents cannot tell by
-    whom, and why.
+def _tells_only_stop(own: Verdict, task: Task, *, cancelled: bool) -> bool:
+    """Return whether the agents' verdict tells only that the attempt was stopped, not why.
 
-    A platform that stops a task may send its signal to workers too, and they may be quicker than
-    their agents; and a node that it ends in its setup lines, or before another one, seems to have
-    failed.
+    A platform that stops a task may signal workers too, and a worker may end before its agent
+    reacts. A node that the platform stops during its setup lines, or before the other nodes, looks
+    like a failed node.
     """
     if own.state is JobState.PREEMPTED:
-        return wished
+        return cancelled
     failure = own.failure
     killed = failure is not None and (
         failure.signal in ("SIGTERM", "SIGKILL") or failure.rank is None
@@ -319,9 +320,7 @@ def _tells_less(own: Verdict, task: Task, *, wished: bool) -> bool:
 
 
 def _failed(instances: Sequence[Instance]) -> Failure | None:
-    """Return the failure of the node that the platform says most of: one that ended by itself
-    before one that was ended.
-    """
+    """Return the failure of one node; prefer a node that failed to a node that was stopped."""
     bad = [
         instance
         for instance in instances
@@ -338,14 +337,11 @@ def _failed(instances: Sequence[Instance]) -> Failure | None:
         ),
     )
     code = worst.exit_code or 1
-    return Failure(
-        None,
-        None,
-        node_rank=worst.node_rank,
-        host=worst.name,
+    return Failure.of_node(
+        worst.node_rank,
+        worst.name,
         exit_code=code,
-        signal=None,
-        message=f"the platform says {worst.words}: {worst.reason or f'exit code {code}'}",
+        message=f"the platform reports {worst.words}: {worst.reason or f'exit code {code}'}",
     )
 
 

@@ -1,5 +1,7 @@
-"""A platform with a submit command as a backend: submitted once, all attempts known by one name,
-logs and verdict out of its logs.
+"""Base class of the backends for platforms with a submit command.
+
+A job is submitted once, all its attempts are tasks of one name, and its logs and verdict come from
+the platform's logs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from clusterjob.backends import shared
 from clusterjob.backends.base import Status
 from clusterjob.backends.batch_command import attempts, upload
 from clusterjob.backends.batch_command.attempts import Known, Retries, Seen
-from clusterjob.backends.batch_command.log_stream import Stream
+from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.backends.batch_command.platform import Instance, Platform, Task
 from clusterjob.core.plans import Plan, secrets_file, token_file
 from clusterjob.core.records import Handle, Record
@@ -28,70 +30,67 @@ from clusterjob.node.logs import ends
 from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
 
-Account = tuple[tuple[str, str], ...]  # variables that choose one, sorted
+Account = tuple[tuple[str, str], ...]  # the variables that select an account, sorted
 
-_PRIVATE = "task.private"  # a task with its secrets, while the platform's command reads it
-_LOOKS, _PAUSE = (
-    3,
-    1.0,
-)  # for a task of which nobody knows whether the platform took it; seconds between two
-_AT_ONCE = 8  # questions to a platform
-_MOST_DETAILS = 8  # waiting jobs of one question whose workers are asked why
-_LINES, _MOST_LINES = 500, 128_000  # of a worker's log: asked for first, and at most
+_PRIVATE = "task.private"  # file with a task and its secrets, for the platform's command
+# Searches for a task whose submission is in doubt, and seconds between two of them.
+_SEARCHES, _PAUSE = 3, 1.0
+_PARALLEL = 8  # parallel calls to a platform
+_MAX_DETAILS = 8  # waiting jobs per status request whose workers are asked for the reason
+_LINES, _MAX_LINES = 500, 128_000  # lines of a worker's log to ask for: at first, and at most
 
 
 @dataclass
-class _Look:
-    """What the newest question about an account's tasks brought."""
+class _TaskList:
+    """The result of the newest query of an account's tasks."""
 
     at: float = -1e9  # monotonic seconds
     names: frozenset[str] = frozenset()
     tasks: Mapping[str, list[Task]] = field(default_factory=dict)
-    trouble: str = ""
+    error_text: str = ""
 
 
 class PlatformBackend(ABC):
-    """Runs jobs on a platform that shares no disk with the submitter."""
+    """Run jobs on a platform that shares no disk with the submitter."""
 
     NAME: ClassVar[str]
 
     def __init__(self) -> None:
-        self._looks: dict[Account, _Look] = {}
+        self._task_lists: dict[Account, _TaskList] = {}
         self._last: dict[str, Status] = {}
         self._collected: dict[str, float] = {}
-        self._whole: set[str] = (
-            set()
-        )  # jobs whose end was seen, and whose logs are to be brought once more
+        # Jobs that have ended since their logs were collected: collect them once more.
+        self._just_ended: set[str] = set()
         self._lines: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
-    # -- what a platform's own backend says --------------------------------------------------------------------------------
+    # -- to be implemented by each backend --------------------------------------------------------
 
     @abstractmethod
     def plan(self, spec: Any) -> Plan:
-        """Return what submitting the job would do; see `clusterjob.backends.base.Backend`."""
+        """Return the plan of a job; see `clusterjob.backends.base.Backend`."""
 
     @abstractmethod
     def submit(self, plan: Plan) -> Handle:
-        """Start what was planned; see `clusterjob.backends.base.Backend`."""
+        """Submit a planned job; see `clusterjob.backends.base.Backend`."""
 
     @abstractmethod
     def platform(self, account: Account) -> Platform:
-        """Return the platform as one account sees it."""
+        """Return the platform for one account."""
 
     @abstractmethod
     def account_of(self, options: Mapping[str, str]) -> Account:
-        """Return the account that a job's options, and the environment, choose."""
+        """Return the account that a job's options or the environment select."""
 
     @abstractmethod
     def retries(self, spec: Mapping[str, Any]) -> Retries:
-        """Return when the platform starts a job's task again; the job as its record has it."""
+        """Return the platform's retry policy for a job, given the spec in the job's record."""
 
     @abstractmethod
     def poll(self, options: Mapping[str, str]) -> float:
-        """Return the seconds between two questions while a job is followed."""
+        """Return the seconds between two polls while a job is followed."""
 
-    # -- submitting ----------------------------------------------------------------------------------------------------------
+    # -- submitting --------------------------------------------------------------------------------
 
     def submit_tasks(
         self,
@@ -101,19 +100,18 @@ class PlatformBackend(ABC):
         suffix: str,
         rate: float,
     ) -> Handle:
-        """Submit tasks one after the other, each once; an error or Ctrl-C cancels those that were
-        taken.
+        """Submit tasks one after the other; an error or Ctrl-C cancels the submitted ones.
 
         Args:
             plan: the job.
-            platform: who takes them.
-            tasks: the name of each, and the file that describes it, secrets and all.
-            suffix: what the file's name ends with.
-            rate: tasks a second, at most.
+            platform: the platform.
+            tasks: the name of each task, and the content of its file, secrets included.
+            suffix: the suffix of the file's name.
+            rate: the maximum number of tasks per second.
 
         Raises:
-            SubmitError: the platform refuses one.
-            SubmitInDoubtError: nobody knows whether it has taken one.
+            SubmitError: the platform refuses a task.
+            SubmitInDoubtError: it is unknown whether the platform accepted a task.
         """
         path = plan.job_dir / f"{_PRIVATE}{suffix}"
         at = time.time()
@@ -126,17 +124,17 @@ class PlatformBackend(ABC):
                 if len(ids) < len(tasks):
                     time.sleep(max(0.0, begin + 1 / rate - time.monotonic()))
         except OSError as error:
-            _take_back(platform, ids)
+            _cancel_all(platform, ids)
             raise SubmitError(f"{path} cannot be written: {error.strerror}") from error
         except SubmitInDoubtError:
-            if len(tasks) > 1:  # no array with holes: the one in doubt is cancelled when it is seen
+            if len(tasks) > 1:  # no partial array; a later status cancels the task in doubt
                 ends.cancel(plan.job_dir)
-                _take_back(platform, ids)
+                _cancel_all(platform, ids)
             raise
         except SubmitError:
-            _take_back(platform, ids)
+            _cancel_all(platform, ids)
             raise
-        except KeyboardInterrupt:  # the command may have been quicker
+        except KeyboardInterrupt:  # the command may have submitted a task before Ctrl-C
             ends.cancel(plan.job_dir)
             with contextlib.suppress(ClusterJobError):
                 ids += [
@@ -144,12 +142,12 @@ class PlatformBackend(ABC):
                     for task in platform.tasks([name for name, _ in tasks], at)
                     if not task.state.final and task.id not in ids
                 ]
-            _take_back(platform, ids)
+            _cancel_all(platform, ids)
             raise
         finally:
             path.unlink(missing_ok=True)
         for path in (token_file(plan.job_dir), secrets_file(plan.job_dir)):
-            path.unlink(missing_ok=True)  # the platform has them, and nobody here needs them
+            path.unlink(missing_ok=True)  # the platform has them; nothing here needs them
         names = [plan.job_id] if plan.array else ids
         return Handle(
             self.NAME,
@@ -157,45 +155,43 @@ class PlatformBackend(ABC):
             data={"ids": names, "account": dict(self.account_of(plan.spec.options)), "at": at},
         )
 
-    def detach(self, handle: Handle) -> None:  # noqa: B027 - there is nothing to do, for any platform
-        """Nothing to let go: a platform's task needs nobody."""
+    def detach(self, handle: Handle) -> None:  # noqa: B027 - nothing to do on any platform
+        """Do nothing: a platform's task does not depend on this process."""
 
-    # -- asking --------------------------------------------------------------------------------------------------------------
+    # -- status ------------------------------------------------------------------------------------
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        """Return how jobs stand: the tasks of all of an account's jobs with one question, then what
-        only their logs tell.
-        """
+        """Return the status of jobs: one query per account, then logs where needed."""
         found: dict[str, Status] = {}
         groups: dict[Account, list[Record]] = {}
         for record in records:
             groups.setdefault(self._account(record), []).append(record)
         for account, group in groups.items():
-            look, fresh = self._look(account, group)
+            listed, fresh = self._list_tasks(account, group)
             if not fresh and all(record.job_id in self._last for record in group):
                 found |= {record.job_id: self._last[record.job_id] for record in group}
                 continue
             platform = self.platform(account)
             detailed = {
                 record.job_id
-                for record in [record for record in group if _waits(look, record)][:_MOST_DETAILS]
+                for record in [record for record in group if _waits(listed, record)][:_MAX_DETAILS]
             }
 
-            def stand(
+            def status_of(
                 record: Record,
-                look: _Look = look,
+                listed: _TaskList = listed,
                 platform: Platform = platform,
                 detailed: set[str] = detailed,
             ) -> Status:
-                return self._standing(
-                    record, look, platform=platform, detailed=record.job_id in detailed
+                return self._status_of(
+                    record, listed, platform=platform, detailed=record.job_id in detailed
                 )
 
-            statuses = _all_at_once(stand, group)
+            statuses = _in_parallel(status_of, group)
             found |= {record.job_id: status for record, status in zip(group, statuses, strict=True)}
         with self._lock:
             self._last |= found
-            self._whole |= {
+            self._just_ended |= {
                 job_id for job_id, status in found.items() if status.verdict is not None
             }
         return found
@@ -210,37 +206,39 @@ class PlatformBackend(ABC):
             )
         return self.account_of(record.spec.get("options", {}))
 
-    def _look(self, account: Account, records: Sequence[Record]) -> tuple[_Look, bool]:
-        """Return the account's tasks, and whether they are news."""
+    def _list_tasks(self, account: Account, records: Sequence[Record]) -> tuple[_TaskList, bool]:
+        """Return the account's tasks, and whether they come from a new query."""
         names = frozenset(record.job_id for record in records)
         pause = min(self.poll(record.spec.get("options", {})) for record in records)
-        look = self._looks.get(account, _Look())
-        if time.monotonic() < look.at + pause and names <= look.names:
-            return look, False
+        listed = self._task_lists.get(account, _TaskList())
+        if time.monotonic() < listed.at + pause and names <= listed.names:
+            return listed, False
         by_name: dict[str, list[Task]] = {}
-        trouble = ""
+        error_text = ""
         try:
             for task in self.platform(account).tasks(
                 sorted(names), min(attempts.submitted_at(record) for record in records)
             ):
                 by_name.setdefault(task.name, []).append(task)
         except ClusterJobError as error:
-            trouble, by_name = error.message, dict(look.tasks)
-        self._looks[account] = look = _Look(time.monotonic(), names, tasks=by_name, trouble=trouble)
-        return look, True
+            error_text, by_name = error.message, dict(listed.tasks)
+        self._task_lists[account] = listed = _TaskList(
+            time.monotonic(), names, tasks=by_name, error_text=error_text
+        )
+        return listed, True
 
-    def _standing(
-        self, record: Record, look: _Look, platform: Platform, *, detailed: bool
+    def _status_of(
+        self, record: Record, listed: _TaskList, platform: Platform, *, detailed: bool
     ) -> Status:
-        """Return how one job stands."""
+        """Return the status of one job."""
         known = Known.of(record.job_dir)
-        seen = known.meet(look.tasks.get(record.job_id, []))
-        if look.trouble or seen is None:
-            return self._unseen(record, known, seen=seen, trouble=look.trouble)
-        wished = attempts.wished_to_end(record)
+        seen = known.meet(listed.tasks.get(record.job_id, []))
+        if listed.error_text or seen is None:
+            return self._unseen(record, known, seen=seen, error_text=listed.error_text)
+        cancelled = attempts.cancel_requested(record)
         handle = None
         if record.handle is None and not attempts.being_submitted(record):
-            _sweep(record)
+            _remove_leftovers(record)
             handle = self._adopted(record, seen)
         common: dict[str, Any] = {
             "started_at": seen.task.started_at,
@@ -249,11 +247,11 @@ class PlatformBackend(ABC):
         }
         try:
             if not seen.ended:
-                if wished and seen.task.words != "Killing":
+                if cancelled and seen.task.words != "Killing":
                     platform.cancel(seen.task.id)
                 reason = (
                     "it is being cancelled"
-                    if wished
+                    if cancelled
                     else self._why_it_waits(platform, seen)
                     if detailed
                     else attempts.waits(seen.task)
@@ -262,22 +260,27 @@ class PlatformBackend(ABC):
                     JobState.RUNNING if seen.task.state is JobState.RUNNING else JobState.PENDING
                 )
                 return Status(
-                    state, reason if state is JobState.PENDING or wished else "", **common
+                    state, reason if state is JobState.PENDING or cancelled else "", **common
                 )
-            verdict = self._verdict(record, known, seen=seen, platform=platform, wished=wished)
+            verdict = self._verdict(
+                record, known, seen=seen, platform=platform, cancelled=cancelled
+            )
         except ClusterJobError as error:
             return Status(JobState.UNKNOWN, error.message, **common)
         retries = self.retries(record.spec)
         if verdict is None:
-            text = f"the platform says {seen.task.words}; the rest of its log is awaited"
+            text = f"the platform reports {seen.task.words}; waiting for the rest of its log"
             return Status(JobState.RUNNING, text, **common)
         if (
-            not wished
+            not cancelled
             and verdict.state is not JobState.SUCCEEDED
-            and known.comes_again(seen, retries)
+            and known.will_retry(seen, retries)
         ):
             of = f" of {retries.times + 1}" if seen.attempt < retries.times else ""
-            again = f"the platform starts it again (attempt {seen.attempt + 2}{of}); it was {verdict.state.value.lower()}"
+            again = (
+                f"the platform starts it again (attempt {seen.attempt + 2}{of}); "
+                f"it was {verdict.state.value.lower()}"
+            )
             return Status(
                 JobState.PENDING,
                 f"{again}: {verdict.reason}" if verdict.reason else again,
@@ -292,7 +295,7 @@ class PlatformBackend(ABC):
             handle=handle,
         )
 
-    def _unseen(self, record: Record, known: Known, seen: Seen | None, trouble: str) -> Status:
+    def _unseen(self, record: Record, known: Known, seen: Seen | None, error_text: str) -> Status:
         common: dict[str, Any] = (
             {"started_at": seen.task.started_at, "restarts": seen.attempt}
             if seen is not None
@@ -300,30 +303,30 @@ class PlatformBackend(ABC):
         )
         if record.handle is None and attempts.being_submitted(record):
             return Status(JobState.PENDING, "it is being submitted")
-        if trouble:
+        if error_text:
             last = f" (it was {seen.task.words})" if seen is not None else ""
-            return Status(JobState.UNKNOWN, f"{trouble}{last}", **common)
-        _sweep(record)
+            return Status(JobState.UNKNOWN, f"{error_text}{last}", **common)
+        _remove_leftovers(record)
         why = known.lost(record)
-        wished = attempts.wished_to_end(record)
+        cancelled = attempts.cancel_requested(record)
         if why is None:
             state = JobState.UNKNOWN if known.tasks or record.handle is None else JobState.PENDING
             return Status(
                 state,
-                f"{'it is being cancelled; ' if wished else ''}the platform does not show it (yet)",
+                f"{'it is being cancelled; ' if cancelled else ''}"
+                "the platform does not show it (yet)",
             )
-        if wished:
-            shared.wish_to_cancel(
-                record
-            )  # an element's own wish, where all of its array was to end
+        if cancelled:
+            # Mark the element itself: the cancel request may be that of its whole array.
+            shared.request_cancel(record)
         return shared.ended(
-            shared.end_without_lead(
+            shared.verdict_without_coordinator(
                 record.job_dir, None, restarts=max(0, len(known.tasks) - 1), otherwise=why
             )
         )
 
     def _adopted(self, record: Record, seen: Seen) -> Handle:
-        """Return the handle of a job whose submitter could not note it."""
+        """Return the handle of a job whose submitter died before it recorded one."""
         first = seen.first if record.index is None else record.whole_id
         data = {
             "ids": [first],
@@ -340,14 +343,14 @@ class PlatformBackend(ABC):
         return "; ".join([attempts.waits(seen.task), *reasons])
 
     def _verdict(
-        self, record: Record, known: Known, seen: Seen, platform: Platform, *, wished: bool
+        self, record: Record, known: Known, seen: Seen, platform: Platform, *, cancelled: bool
     ) -> Verdict | None:
-        """Return how an attempt has ended; None while its log may still tell."""
-        stream = Stream(record.job_dir, 0, attempt=seen.attempt)
+        """Return the verdict of an ended attempt; None while its log may still bring one."""
+        stream = LogStream(record.job_dir, 0, attempt=seen.attempt)
         ran = seen.task.id in known.started
         instances = platform.instances(seen.task.id) if ran else []
         if ran and stream.verdict is None:
-            with contextlib.suppress(ClusterJobError):  # of one that was ended before it had a log
+            with contextlib.suppress(ClusterJobError):  # ended before it had a log
                 self._collect_nodes(
                     record,
                     platform,
@@ -356,9 +359,9 @@ class PlatformBackend(ABC):
                     instances=[each for each in instances if each.node_rank == 0],
                 )
         own = stream.verdict
-        # Agents that were stopped by the platform know of no failure: it may be that of a node
-        # which could not start its agent.
-        if ran and (own is None or (own.state is JobState.CANCELLED and not wished)):
+        # Agents that the platform stopped report no failure. The cause may be another node that
+        # could not start its agent.
+        if ran and (own is None or (own.state is JobState.CANCELLED and not cancelled)):
             with contextlib.suppress(ClusterJobError):
                 self._collect_nodes(
                     record,
@@ -371,21 +374,21 @@ class PlatformBackend(ABC):
             if own is None and not known.log_is_whole(seen):
                 return None
         return attempts.verdict(
-            seen, own, instances=instances, retries=self.retries(record.spec), wished=wished
+            seen, own, instances=instances, retries=self.retries(record.spec), cancelled=cancelled
         )
 
-    # -- logs ----------------------------------------------------------------------------------------------------------------
+    # -- logs --------------------------------------------------------------------------------------
 
     def collect(self, record: Record) -> None:
-        """Bring the logs of all attempts, as far as they are written by now.
+        """Copy the logs of all attempts as far as they are written.
 
         Raises:
-            ClusterJobError: the platform did not answer, and has not before.
+            ClusterJobError: the platform did not answer the first request for this job.
         """
         pause, now = self.poll(record.spec.get("options", {})), time.monotonic()
         with self._lock:
-            last = record.job_id in self._whole
-            self._whole.discard(record.job_id)
+            last = record.job_id in self._just_ended
+            self._just_ended.discard(record.job_id)
         if not last and now < self._collected.get(record.job_id, -1e9) + pause:
             return
         first = record.job_id not in self._collected
@@ -396,8 +399,8 @@ class PlatformBackend(ABC):
         if record.end is not None and not known.tasks:
             known.meet(platform.tasks([record.job_id], attempts.submitted_at(record)))
         try:
-            if first and (trouble := self._looks.get(account, _Look()).trouble):
-                raise ClusterJobError(trouble)
+            if first and (error_text := self._task_lists.get(account, _TaskList()).error_text):
+                raise ClusterJobError(error_text)
             for attempt, task_id in enumerate(known.tasks):
                 if task_id in known.started and task_id not in known.collected:
                     self._collect_nodes(
@@ -423,78 +426,79 @@ class PlatformBackend(ABC):
     ) -> None:
         def collect(instance: Instance) -> None:
             stream, key = (
-                Stream(record.job_dir, instance.node_rank, attempt=attempt),
+                LogStream(record.job_dir, instance.node_rank, attempt=attempt),
                 (task_id, instance.node_rank),
             )
             count = self._lines.get(key, _LINES)
             while True:
                 lines = platform.lines(task_id, instance.name, count)
-                if len(lines) < count or stream.joins(lines) or count >= _MOST_LINES:
+                if len(lines) < count or stream.joins(lines) or count >= _MAX_LINES:
                     break
                 count *= 4
-            self._lines[key] = min(count, _MOST_LINES)
+            self._lines[key] = min(count, _MAX_LINES)
             stream.take(lines)
 
-        _all_at_once(collect, instances)
+        _in_parallel(collect, instances)
 
     def fetch(self, record: Record, *_: Any) -> NoReturn:
-        """Refuse: nothing of a platform's disks is reached from here.
+        """Refuse: the platform's disks are not accessible from here.
 
         Raises:
             ClusterJobError: always.
         """
         raise ClusterJobError(
-            f"there is nothing to fetch: job {record.job_id} ran on machines that are not reached from here",
-            "have the program write its results to one of the task's storages",
+            f"job {record.job_id} ran on machines whose disks cannot be reached from here",
+            "let the program write its results to one of the task's storages",
         )
 
-    # -- cancelling ------------------------------------------------------------------------------------------------------------
+    # -- cancelling --------------------------------------------------------------------------------
 
     def cancel(self, records: Sequence[Record]) -> None:
-        """Have the platform stop jobs. One that it starts again later is cancelled when somebody
-        next asks for it.
+        """Cancel jobs on the platform.
+
+        If the platform starts another attempt later, the next status request cancels it.
 
         Raises:
-            ClusterJobError: the platform does not answer, or does not cancel.
+            ClusterJobError: the platform does not answer, or refuses to cancel.
         """
         groups: dict[Account, list[Record]] = {}
         for record in records:
-            shared.wish_to_cancel(record)
+            shared.request_cancel(record)
             groups.setdefault(self._account(record), []).append(record)
         for account, group in groups.items():
             platform = self.platform(account)
             names = sorted(record.job_id for record in group)
             tasks = platform.tasks(names, min(attempts.submitted_at(record) for record in group))
-            self._looks.pop(account, None)
-            _all_at_once(platform.cancel, [task.id for task in tasks if not task.state.final])
+            self._task_lists.pop(account, None)
+            _in_parallel(platform.cancel, [task.id for task in tasks if not task.state.final])
 
 
-def _all_at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Do the same with several, a few at a time; the first error is raised once all are done."""
+def _in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """Apply a function to items, `_PARALLEL` in parallel; raise the first error at the end."""
     if len(items) < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(min(_AT_ONCE, len(items))) as pool:
+    with ThreadPoolExecutor(min(_PARALLEL, len(items))) as pool:
         return list(pool.map(work, items))
 
 
-def _waits(look: _Look, record: Record) -> bool:
-    tasks = look.tasks.get(record.job_id, [])
+def _waits(listed: _TaskList, record: Record) -> bool:
+    tasks = listed.tasks.get(record.job_id, [])
     return bool(tasks) and tasks[-1].state is JobState.PENDING
 
 
 def _submit_once(platform: Platform, path: Path, name: str, since: float) -> str:
-    """Submit one task; where the answer was no clear yes, look for it before anything else is said.
+    """Submit one task; after an error, search for the task before raising.
 
     Raises:
-        SubmitError: the platform refuses it.
-        SubmitInDoubtError: it does not answer, and the task is not to be seen yet.
+        SubmitError: the platform refuses the task.
+        SubmitInDoubtError: the platform gave no clear answer, and does not show the task yet.
     """
     try:
         return platform.submit(path)
     except SubmitError as error:
         in_doubt = isinstance(error, SubmitInDoubtError)
-        for look in range(_LOOKS if in_doubt else 1):
-            time.sleep(_PAUSE if look else 0.0)
+        for search in range(_SEARCHES if in_doubt else 1):
+            time.sleep(_PAUSE if search else 0.0)
             with contextlib.suppress(ClusterJobError):
                 found = platform.tasks([name], since)
                 if found:
@@ -502,28 +506,24 @@ def _submit_once(platform: Platform, path: Path, name: str, since: float) -> str
         if not in_doubt:
             raise
         raise SubmitInDoubtError(
-            f"nobody knows whether the platform has taken the job: {error.message}"
+            f"it is unknown whether the platform accepted the job: {error.message}"
         ) from error
 
 
-def _take_back(platform: Platform, ids: Sequence[str]) -> None:
+def _cancel_all(platform: Platform, ids: Sequence[str]) -> None:
     def cancel(task_id: str) -> None:
         with contextlib.suppress(ClusterJobError):
             platform.cancel(task_id)
 
-    _all_at_once(cancel, ids)
+    _in_parallel(cancel, ids)
 
 
-def _sweep(record: Record) -> None:
-    """Remove what a submitter that was killed has left of a job: what was to be sent, and the
-    secrets.
-    """
+def _remove_leftovers(record: Record) -> None:
+    """Remove the upload directory and the secrets that a killed submitter has left."""
     if record.handle is None:
-        place = (
-            record.job_dir if record.index is None else record.job_dir.parent.parent
-        )  # an array's elements are sent from one
+        # All elements of an array are submitted from the array's directory.
+        place = record.job_dir if record.index is None else record.job_dir.parent.parent
         shutil.rmtree(place / upload.DIRECTORY, ignore_errors=True)
-        for path in place.glob(
-            f"*{_PRIVATE}*"
-        ):  # or half of it, below the name that it has while it is written
+        # The pattern also matches the temporary name of an incomplete file.
+        for path in place.glob(f"*{_PRIVATE}*"):
             path.unlink(missing_ok=True)

@@ -1,6 +1,4 @@
-"""A platform's command: run to its end or until patience ends, with all that it started; its JSON
-found behind whatever it says first.
-"""
+"""Run a platform's command with a timeout and parse the JSON in its output."""
 
 from __future__ import annotations
 
@@ -14,19 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PATIENCE = 60.0  # seconds for one question
+TIMEOUT = 60.0  # seconds; the default timeout of a command
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_LONGEST = 400  # characters of a complaint that are shown
+_LONGEST = 400  # characters of an error message that are shown
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command said.
+class CommandOutput:
+    """The result of a command.
 
     Attributes:
-        code: its exit code; negative for a signal.
-        out, err: its stdout and stderr, without the colours of a terminal.
-        timed_out: whether it was ended because it took too long: nobody knows what it has done.
+        code: the exit code; negative for a signal.
+        out, err: stdout and stderr, without terminal colours.
+        timed_out: whether it was killed at the timeout; its effects are then unknown.
     """
 
     code: int
@@ -36,15 +34,16 @@ class Answer:
 
     @property
     def words(self) -> str:
-        """Its complaint as one line."""
+        """The error message as one line."""
         lines = [line.strip() for line in (self.err or self.out).splitlines()]
         text = "; ".join(dict.fromkeys(line for line in lines if line)) or f"exit code {self.code}"
         return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
     @property
     def data(self) -> Any:
-        """The JSON in its stdout; None where there is none. A notice of a newer version may stand
-        before it.
+        """The first JSON value in stdout, None if there is none.
+
+        Text may precede it, such as a notice of a newer version.
         """
         for match in re.finditer(r"[\[{]", self.out):
             with contextlib.suppress(ValueError):
@@ -52,16 +51,18 @@ class Answer:
         return None
 
 
-def run(argv: Sequence[str], more: Mapping[str, str | None], patience: float = PATIENCE) -> Answer:
-    """Run a command, away from the terminal and its Ctrl-C.
+def run(
+    argv: Sequence[str], more: Mapping[str, str | None], timeout: float = TIMEOUT
+) -> CommandOutput:
+    """Run a command in its own session, so that Ctrl-C on the terminal does not reach it.
 
     Args:
         argv: the command line.
-        more: variables added to this process's own; None for one that is left out.
-        patience: seconds after which it is ended, with whatever it has started.
+        more: variables to add to this process's own; None removes a variable.
+        timeout: seconds after which the command and its child processes are killed.
 
     Raises:
-        OSError: it cannot be run.
+        OSError: the command cannot be run.
     """
     environ = {name: value for name, value in {**os.environ, **more}.items() if value is not None}
     process = subprocess.Popen(
@@ -70,19 +71,19 @@ def run(argv: Sequence[str], more: Mapping[str, str | None], patience: float = P
     )  # fmt: skip
     with process:
         try:
-            out, err = process.communicate(timeout=patience)
+            out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             _kill(process)
             out, err = process.communicate()
-            why = f"{os.path.basename(argv[0])} did not answer within {patience:g} s"
-            return Answer(process.returncode, _ESCAPES.sub("", out), err=why, timed_out=True)
+            why = f"{os.path.basename(argv[0])} did not answer within {timeout:g} s"
+            return CommandOutput(process.returncode, _ESCAPES.sub("", out), err=why, timed_out=True)
         except BaseException:
-            _kill(process)  # it might go on with what nobody wants any more
+            _kill(process)  # the caller no longer waits for its effects
             raise
-    return Answer(process.returncode, _ESCAPES.sub("", out), err=_ESCAPES.sub("", err))
+    return CommandOutput(process.returncode, _ESCAPES.sub("", out), err=_ESCAPES.sub("", err))
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """End a command and what it has started, which are a process group of their own."""
+    """Kill a command and its child processes, which share a process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

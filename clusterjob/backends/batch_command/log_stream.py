@@ -1,12 +1,11 @@
-"""What a node's agent printed on a platform's log, sorted into the files of the job's directory,
-where the one reader finds them.
+"""Sort the lines of a node's log on the platform into the log files of the job's directory.
 
-The lines bear numbers (`clusterjob.node.logs.log_protocol`), so that it does not matter how often
-and in which pieces they are fetched. Lines without one are setup lines' and the image's own words;
-they go to ``agent.log``, and are known again by what stands around them.
+The agent numbers its lines (`clusterjob.node.logs.log_protocol`), so that the log may be fetched
+repeatedly and in any pieces. Lines without a number come from setup lines or the image. They go to
+``agent.log``; a line fetched again is recognised by its neighbours.
 
-Several processes may do this at once, and on different days: what was taken is noted in
-``stream.json`` beside the logs, under a lock.
+Several processes may do this, at the same time or on different days: ``stream.json`` beside the
+logs records the lines taken so far, under a lock.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 from clusterjob.core.schema import Integer, ListOf, MapOf, Nullable, Number, Object, Row, Text
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_files, log_protocol
-from clusterjob.node.logs.log_protocol import Numbered
+from clusterjob.node.logs.log_protocol import NumberedLine
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Verdict
 
@@ -33,26 +32,26 @@ _STATE, _LOCK, _OWN, _TIMELINE = "stream.json", "stream.lock", "agent.log", "tim
 _OURS = re.compile(
     r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII
 )
-_MOST_KNOWN = 2000  # lines without a number that are known again
-_MOST_GAPS = 200  # runs of lines that may still come
-_MOST_FILES = 8192  # of one node, in one process; lines of more workers go to agent.log
-_LONGEST_VERDICT = 32 << 20  # characters
+_MAX_KNOWN = 2000  # lines without a number that are remembered
+_MAX_GAPS = 200  # remembered ranges of missing lines
+_MAX_FILES = 8192  # files per node and process; lines of more workers go to agent.log
+_MAX_VERDICT = 32 << 20  # characters
 _NUMBER, _NAMES = Integer(0, 2**53), ListOf(Text())
 _SIZES = MapOf(_NUMBER)
-_NOTE = Object(optional={
+_STORED = Object(optional={
     "next": _NUMBER, "known": _NAMES, "bare": _NUMBER, "missing": ListOf(Row((_NUMBER, _NUMBER))),
     "open": _NAMES, "seconds": Number(), "verdict": Nullable(Object()),
-    "verdict_part": Text(_LONGEST_VERDICT),
+    "verdict_part": Text(_MAX_VERDICT),
 })  # fmt: skip
 
 
-class Stream:
-    """The lines of one node, in one start of the job.
+class LogStream:
+    """The log lines of one node in one attempt of the job.
 
     Args:
         job_dir: the job's directory here.
-        node_rank: the node.
-        attempt: which start of the job, from 0.
+        node_rank: the node's rank.
+        attempt: the number of the attempt, from 0.
     """
 
     def __init__(self, job_dir: Path, node_rank: int, attempt: int = 0) -> None:
@@ -60,31 +59,28 @@ class Stream:
         self._node_rank = node_rank
         self._attempt = attempt
         self._directory = log_files.node_directory(job_dir, node_rank)
-        self._names: dict[tuple[str, str], list[str]] = {}  # of the files of a label, by stream
+        self._names: dict[tuple[str, str], list[str]] = {}  # file names by (label, stream)
 
     @property
     def next_number(self) -> int:
-        """The number that the next new line will bear."""
+        """The number of the next new line."""
         return self._taken().next
 
     @property
     def verdict(self) -> Verdict | None:
-        """How this start of the job ended, by node 0's agent; None until that line came, and for
-        other nodes.
-        """
+        """The verdict of this attempt, from node 0's agent; None before, and for other nodes."""
         found = self._taken().verdict
         return None if found is None else replace(Verdict.from_json(found), attempt=self._attempt)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """The first and last numbers of the lines that are missing; they are taken if they come
-        late.
-        """
+        """The (first, last) numbers of missing lines, which are still taken if they come late."""
         return [(first, last) for first, last in self._taken().missing]
 
     def joins(self, lines: Sequence[str]) -> bool:
-        """Return whether the end of a log reaches back to what was taken; if not, and it is not all
-        of the log, ask for more of it.
+        """Return whether the end of a log overlaps the lines taken so far.
+
+        If not, lines are missing in between: fetch a longer end, unless this is the whole log.
         """
         taken = self._taken()
         first = len(lines)
@@ -97,15 +93,15 @@ class Stream:
         return taken.known_of(lines[:first]) > 0
 
     def take(self, lines: Sequence[str]) -> None:
-        """Add what is new to the files.
+        """Add new lines to the files.
 
         Args:
-            lines: any piece of the node's log, the oldest first: what was taken before is not taken
-                again, wherever the piece begins. They were parted at line feeds alone (not by
-                `str.splitlines`, which parts at more).
+            lines: any piece of the node's log, the oldest line first. Lines that were taken before
+                are skipped, wherever the piece begins. Split the log at line feeds only:
+                `str.splitlines` splits at more characters.
 
         Raises:
-            ClusterJobError: the files cannot be written; what was there is as before.
+            ClusterJobError: the files cannot be written; they are unchanged.
         """
         if not lines:
             return
@@ -137,7 +133,7 @@ class Stream:
             ),
             len(items),
         )
-        begin = _after_what_is_known(items, first, taken=taken)
+        begin = _first_new(items, first, taken=taken)
         for index, (line, item) in enumerate(items):
             if item is None:
                 if index >= begin:
@@ -150,7 +146,7 @@ class Stream:
                 self._put(item, taken, pages=pages)
         pages.note(taken.seconds)
 
-    def _put(self, item: Numbered, taken: _Taken, pages: _Pages) -> None:
+    def _put(self, item: NumberedLine, taken: _Taken, pages: _Pages) -> None:
         if item.seconds is not None and item.seconds > taken.seconds:
             pages.note(taken.seconds)
             taken.seconds = item.seconds
@@ -176,7 +172,7 @@ class Stream:
             names = {pair[kind == "err"].name: None for pair in pairs}
             known = {name for one in self._names.values() for name in one}
             self._names[label, kind] = (
-                list(names) if len(known | names.keys()) <= _MOST_FILES else [_OWN]
+                list(names) if len(known | names.keys()) <= _MAX_FILES else [_OWN]
             )
         return self._names[label, kind]
 
@@ -189,22 +185,20 @@ class Stream:
             ends.directory(self._job_dir).mkdir(mode=0o700, exist_ok=True)
             ends.refuse(self._job_dir, self._node_rank, self._attempt, *refused)
 
-    def _put_verdict(self, item: Numbered, taken: _Taken) -> None:
-        taken.verdict_part = (taken.verdict_part + item.text)[:_LONGEST_VERDICT]
+    def _put_verdict(self, item: NumberedLine, taken: _Taken) -> None:
+        taken.verdict_part = (taken.verdict_part + item.text)[:_MAX_VERDICT]
         if item.more or self._node_rank != 0:
             return
         try:
             found = json.loads(taken.verdict_part)
             Verdict.from_json(found)
         except (ValueError, RecursionError):
-            taken.verdict_part = ""  # a part of it was lost
+            taken.verdict_part = ""  # a part of the text is missing
             return
         taken.verdict, taken.verdict_part = found, ""
 
     def _note_gap(self, number: int, taken: _Taken, pages: _Pages) -> None:
-        """Say which lines before this one are missing; what they would have gone on with ends
-        there.
-        """
+        """Report the missing lines before line `number`, and end the lines left open before."""
         if number == taken.next:
             return
         for name in taken.open:
@@ -214,11 +208,12 @@ class Stream:
         which = f"line {first}" if first == last else f"lines {first} to {last}"
         pages.add(
             _OWN,
-            f"clusterjob: {which} of node {self._node_rank} {'was' if first == last else 'were'} not to be had\n",
+            f"clusterjob: {which} of node {self._node_rank} "
+            f"{'is' if first == last else 'are'} missing in the platform's log\n",
         )
-        taken.missing = [*taken.missing, [first, last]][-_MOST_GAPS:]
+        taken.missing = [*taken.missing, [first, last]][-_MAX_GAPS:]
 
-    # -- what was taken ------------------------------------------------------------------------------------------------
+    # -- the stored state --------------------------------------------------------------------------
 
     def _taken(self) -> _Taken:
         return _Taken.from_json(self._state()["attempts"].get(str(self._attempt)))
@@ -232,7 +227,7 @@ class Stream:
             }
             return {"sizes": state["sizes"], "attempts": attempts}
         except (KeyError, TypeError, ValueError, AttributeError):
-            return {"sizes": {}, "attempts": {}}  # all is taken again
+            return {"sizes": {}, "attempts": {}}  # invalid file: take all lines again
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -246,17 +241,17 @@ class Stream:
 
 @dataclass
 class _Taken:
-    """What was taken of a node's lines.
+    """The lines of a node taken so far.
 
     Attributes:
-        next: the number that comes next.
-        known: digests of the lines without a number; of many, the last.
-        bare: how many of them came since the last line with one.
-        missing: runs of numbers that were passed over.
-        open: files whose last line goes on with the next number.
-        seconds: when the last line was shown.
-        verdict: the job's, as plain data.
-        verdict_part: its text so far.
+        next: the number of the next line.
+        known: digests of the last `_MAX_KNOWN` lines without a number.
+        bare: the number of such lines since the last line with a number.
+        missing: ranges [first, last] of skipped line numbers.
+        open: files whose last line continues in a later line of the log.
+        seconds: the time of the last line with a time.
+        verdict: the job's verdict, as plain data.
+        verdict_part: the text of the verdict so far.
     """
 
     next: int = 1
@@ -270,14 +265,14 @@ class _Taken:
 
     @classmethod
     def from_json(cls, data: dict[str, Any] | None) -> _Taken:
-        """Return what a note says.
+        """Parse the stored state.
 
         Raises:
-            ValueError, TypeError: it is none.
+            ValueError, TypeError: the data is not valid.
         """
         if not data:
             return cls()
-        _NOTE.check(data, "the note")
+        _STORED.check(data, "the note")
         if data.get("verdict") is not None:
             Verdict.from_json(data["verdict"])
         return cls(**json.loads(json.dumps(data)))
@@ -290,7 +285,7 @@ class _Taken:
 
     def remember(self, line: str) -> None:
         self.known.append(_digest(line))
-        del self.known[:-_MOST_KNOWN]
+        del self.known[:-_MAX_KNOWN]
         self.bare += 1
 
     def mark(self, name: str, *, is_open: bool) -> None:
@@ -298,7 +293,7 @@ class _Taken:
             self.open = [other for other in self.open if other != name] + [name] * is_open
 
     def was_missing(self, number: int) -> bool:
-        """Return whether this line was passed over, and is to be taken now."""
+        """Return whether this line was missing; if so, remove it from the missing lines."""
         for index, (first, last) in enumerate(self.missing):
             if first <= number <= last:
                 halves = [[first, number - 1], [number + 1, last]]
@@ -307,12 +302,11 @@ class _Taken:
         return False
 
     def known_of(self, lines: Sequence[str]) -> int:
-        """Return how many of these lines without a number, which stand where the known ones do,
-        were taken: the first so many.
+        """Return how many of the first lines, all without a number, were taken before.
 
-        Where the piece of the log begins is not known. If it begins with the first of them, that is
-        certain; else the longest run with which the known ones end and the piece begins is taken
-        for the same.
+        The lines follow the same numbered line as the last `bare` known lines, but the piece may
+        begin later than that. If it contains all known lines, the result is certain. Else the
+        longest overlap of the end of the known lines with the begin of the piece counts.
         """
         digests = [_digest(line) for line in lines]
         known = self.known[-self.bare :] if self.bare else []
@@ -320,7 +314,7 @@ class _Taken:
             return 0
         if digests[: self.bare][-len(known) :] == known and len(digests) >= self.bare:
             return self.bare
-        if _holds(known, digests):
+        if _contains(known, digests):
             return len(digests)
         longest = min(len(known), len(digests))
         return next(
@@ -328,11 +322,13 @@ class _Taken:
         )
 
     def is_older(self, lines: Sequence[str]) -> bool:
-        """Return whether a piece without any number is of what came before the last number."""
-        return _holds(self.known[: len(self.known) - self.bare], [_digest(line) for line in lines])
+        """Return whether a piece without numbers lies before the last numbered line."""
+        return _contains(
+            self.known[: len(self.known) - self.bare], [_digest(line) for line in lines]
+        )
 
 
-def _holds(whole: list[str], part: list[str]) -> bool:
+def _contains(whole: list[str], part: list[str]) -> bool:
     return any(
         whole[begin : begin + len(part)] == part for begin in range(len(whole) - len(part) + 1)
     )
@@ -344,10 +340,8 @@ def _digest(line: str) -> str:
     ).hexdigest()
 
 
-def _in_order(lines: Sequence[str]) -> list[tuple[str, Numbered | None]]:
-    """Return lines with what they say; those with a number in its order: a log may show lines of
-    one moment in any.
-    """
+def _in_order(lines: Sequence[str]) -> list[tuple[str, NumberedLine | None]]:
+    """Parse lines and sort the numbered ones; a log may show lines of one moment in any order."""
     items = [(line, log_protocol.parse(line)) for line in lines]
     places = [index for index, (_, item) in enumerate(items) if item is not None]
     ordered = sorted(
@@ -358,11 +352,13 @@ def _in_order(lines: Sequence[str]) -> list[tuple[str, Numbered | None]]:
     return items
 
 
-def _after_what_is_known(
-    items: Sequence[tuple[str, Numbered | None]], first: int, taken: _Taken
-) -> int:
-    """Return from where on lines without a number are new; `first` is the first line whose number
-    is.
+def _first_new(items: Sequence[tuple[str, NumberedLine | None]], first: int, taken: _Taken) -> int:
+    """Return the index from which lines without a number are new.
+
+    Args:
+        items: the lines and their parsed form.
+        first: the index of the first line with a new number; `len(items)` if there is none.
+        taken: the lines taken so far.
     """
     before = next(
         (index for index in range(first - 1, -1, -1) if items[index][1] is not None), None
@@ -372,10 +368,10 @@ def _after_what_is_known(
     if last is not None and last.number == taken.next - 1:
         return min(first, run + taken.bare)
     if last is not None and first == len(items):
-        return first  # an older piece
+        return first  # the piece is older
     follower = items[first][1] if first < len(items) else None
     if follower is not None and follower.number > taken.next and last is None:
-        return run  # behind a gap
+        return run  # the lines follow a gap
     bare = [line for line, _ in items[run:first]]
     if last is None and follower is None and taken.is_older(bare):
         return first
@@ -383,15 +379,18 @@ def _after_what_is_known(
 
 
 class _Pages:
-    """The files of a node that grow; what a process that died had added without noting it is cut
-    off again.
+    """The growing files of a node; truncated first to the sizes in the stored state.
+
+    A process that died may have added lines without recording them.
     """
 
     def __init__(self, directory: Path, sizes: dict[str, int]) -> None:
         self._directory = directory
-        self._sizes = sizes  # noted in the state when all was written
+        self._sizes = sizes  # stored in the state after all files are written
         self._added: dict[str, bytearray] = {}
-        self._grown: dict[str, None] = {}  # since the last note
+        self._grown: dict[
+            str, None
+        ] = {}  # files that have grown since the last entry of the timeline
         for path in directory.iterdir():
             if _OURS.fullmatch(path.name):
                 size, noted = path.stat().st_size, sizes.get(path.name, 0)
@@ -405,7 +404,7 @@ class _Pages:
             self._grown[name] = None
 
     def note(self, seconds: float) -> None:
-        """Note how far the workers' files have grown at a moment, for the reader's order of time."""
+        """Record the sizes of the workers' files at a time, so that readers can order lines."""
         for name in sorted(self._grown):
             self.add(
                 _TIMELINE,
@@ -414,9 +413,8 @@ class _Pages:
         self._grown = {}
 
     def write(self) -> None:
-        for name in sorted(
-            self._added, key=lambda name: name == _TIMELINE
-        ):  # last: a reader never hears of bytes that are not there
+        # The timeline comes last: it must not name bytes that are not written yet.
+        for name in sorted(self._added, key=lambda name: name == _TIMELINE):
             handle = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 offset = self._sizes.get(name, 0)

@@ -1,5 +1,6 @@
-"""Platforms with a submit command and no disk in common with the submitter: what one has to do, and
-what it says of its tasks.
+"""Define the interface of a platform with a submit command, and its tasks and workers.
+
+Such a platform shares no disk with the submitter.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from clusterjob.node.verdict import JobState
 
 @dataclass(frozen=True)
 class Task:
-    """One start of a job, as the platform knows it. A retry is another task of the same name.
+    """One attempt of a job on the platform. A retry is another task with the same name.
 
     Attributes:
-        id: the platform's id of it.
-        name: the name that it was submitted with.
-        state: where it stands.
-        words: the platform's own name of that state.
-        created_at: when it was submitted, RFC 3339, UTC; None where the platform does not say.
-        started_at: when its workers were started; None before.
-        ended_at: when it ended; None before.
-        reason: what the platform says of it, one line.
+        id: the platform's id of the task.
+        name: the name with which it was submitted.
+        state: its state.
+        words: the platform's name of that state.
+        created_at: the submission time, RFC 3339, UTC; None if the platform does not report it.
+        started_at: the start time of its workers; None before.
+        ended_at: the end time; None before.
+        reason: the platform's explanation of the state, one line.
     """
 
     id: str
@@ -42,11 +43,11 @@ class Instance:
     """One worker of a task: a node of the job.
 
     Attributes:
-        name: what its log is asked for by, such as ``worker_0``.
-        node_rank: which node of the job it is.
-        words: the platform's own name of its state.
-        exit_code: how its entry command ended; None before.
-        reason: what the platform says of it, one line.
+        name: the name by which its log is read, such as ``worker_0``.
+        node_rank: the node's rank in the job.
+        words: the platform's name of its state.
+        exit_code: the exit code of its entry command; None before the end.
+        reason: the platform's explanation of the state, one line.
     """
 
     name: str
@@ -57,45 +58,48 @@ class Instance:
 
 
 class Platform(Protocol):
-    """What a platform can do."""
+    """The operations of a platform."""
 
     def submit(self, conf: Path) -> str:
-        """Submit the task that a file describes, and return its id.
+        """Submit the task in a file and return the task's id.
 
         Raises:
-            SubmitError: it is refused, and there is none.
-            SubmitInDoubtError: the platform did not answer, or not clearly: there may be one.
+            SubmitError: the platform refused the task; none was created.
+            SubmitInDoubtError: the platform gave no clear answer; a task may have been created.
         """
 
     def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:
-        """Return all tasks that bear one of the names, the oldest first; few questions, however
-        many names.
+        """Return all tasks with one of the names, the oldest first.
+
+        The number of calls should stay small for any number of names.
 
         Args:
-            names: those of jobs; an element of an array is called ``ID_7``.
-            since: seconds of the epoch, by this machine's clock: no task of these names is older.
+            names: the names of jobs; the name of an array element is ``ID_7``.
+            since: seconds since the epoch, by this machine's clock; no task of these names is
+                older.
 
         Raises:
-            ClusterJobError: the platform does not answer, or lets nobody in.
+            ClusterJobError: the platform does not answer, or refuses the login.
         """
 
     def instances(self, task_id: str) -> list[Instance]:
-        """Return a task's workers, node 0 first; none before they are made.
+        """Return a task's workers, node 0 first; an empty list before they are created.
 
         Raises:
             ClusterJobError: as above.
         """
 
     def lines(self, task_id: str, instance: str, count: int) -> list[str]:
-        """Return the last `count` lines of a worker's log, the oldest first; fewer where there are
-        fewer.
+        """Return the last `count` lines of a worker's log, the oldest first.
+
+        The list is shorter if the log has fewer lines.
 
         Raises:
             ClusterJobError: as above.
         """
 
     def cancel(self, task_id: str) -> None:
-        """Have a task stopped; one that has ended stays as it is.
+        """Cancel a task; do nothing if it has ended.
 
         Raises:
             ClusterJobError: as above.

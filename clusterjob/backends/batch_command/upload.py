@@ -1,15 +1,13 @@
-"""What a platform's own upload is given: the working directory as a snapshot, and beside it what
-starts a node.
+"""Prepare the directory that a platform uploads: the code and the entry files of a node.
 
-    upload/...                          the working directory's files, where the job is to have them
-    upload/clusterjob-entry/            what is sent along: clusterjob-node.pyz, entry.sh
-    upload/clusterjob-entry/kept        what an upload of files may drop; the entry script makes it
-    again
+    upload/...                      a snapshot of the working directory
+    upload/clusterjob-entry/        the entry files: clusterjob-node.pyz, entry.sh
+    upload/clusterjob-entry/kept    links, directories and modes that an upload may lose; the entry
+                                    script restores them
 
-The platform's command applies ``.gitignore`` files below what it uploads. Ours were applied
-already, and a ``*.pyz`` in one would drop the node zip: they are not sent. A link travels as a
-link, wherever it points to, like over SSH: no command of a platform follows one by itself, and what
-it points at may lie outside of the snapshot, or on the platform's own disks.
+``.gitignore`` files are not sent. The snapshot has already applied them, and the platform's command
+would apply them again: a ``*.pyz`` line would drop the node zip. A symbolic link is restored as a
+link, to any target, as over SSH: its target may be outside the snapshot or on the platform's disks.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from pathlib import Path, PurePosixPath
 
 from clusterjob.core import snapshot
 from clusterjob.core.plans import PlannedFile
-from clusterjob.core.snapshot import Entry, Snapshot
+from clusterjob.core.snapshot import Snapshot, SnapshotEntry
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError
 
 DIRECTORY = "upload"
-# Where the entry script, the node zip and `KEPT` lie in what is sent. Without a dot: an upload may
-# leave hidden files out.
+# The directory of the entry script, the node zip and `KEPT` in the upload. Its name has no leading
+# dot: an upload may skip hidden files.
 OWN = "clusterjob-entry"
 ENTRY = "entry.sh"
 KEPT = "kept"
@@ -38,13 +36,13 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Upload:
-    """What is to be sent.
+    """A directory to upload.
 
     Attributes:
-        root: the directory that holds it, and nothing else.
-        files: how many there are.
-        size: bytes of all of them.
-        digest: names the content of the code; empty where none is sent.
+        root: the directory; it contains nothing else.
+        files: the number of files.
+        size: their total size in bytes.
+        digest: the digest of the code; empty if no code is sent.
     """
 
     root: Path
@@ -53,29 +51,28 @@ class Upload:
     digest: str
 
     def remove(self) -> None:
-        """Remove it: the platform has it, or nobody wants it any more."""
+        """Remove the directory, after the upload or an error."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 
 def stage(
     spec: JobSpec, job_dir: Path, files: Iterable[PlannedFile], limit: int = snapshot.LIMIT
 ) -> Upload:
-    """Make what is to be sent: the working directory's files, unless the job is not to be
-    synchronised, and ours.
+    """Create the directory to upload: the entry files, and the code if the job sends it.
 
     Args:
         spec: the job.
-        job_dir: its directory.
-        files: the entry script, the node zip and what else every node needs; they go by their names
-            into `OWN`.
-        limit: the bytes that the working directory may hold.
+        job_dir: the job's directory.
+        files: the entry script, the node zip and other files for every node; they are stored in
+            `OWN` under their names.
+        limit: the maximum size of the working directory in bytes.
 
     Raises:
-        SubmitError: the working directory holds too much, cannot be read, has a `OWN` of its own or
-            changes meanwhile, or the copy cannot be written; nothing is left of it.
+        SubmitError: the working directory is too large, cannot be read, contains a path `OWN` or
+            changes meanwhile, or the copy cannot be written; no part of the copy is left.
     """
     root = job_dir / DIRECTORY
-    shutil.rmtree(root, ignore_errors=True)  # of a submitter that died
+    shutil.rmtree(root, ignore_errors=True)  # left by a submitter that died
     try:
         root.mkdir(mode=0o700)
         taken = (
@@ -92,31 +89,31 @@ def stage(
         )
         own = root / OWN
         own.mkdir(mode=0o700)
-        goods = {file.path.name: (file.data, file.mode) for file in files}
-        goods[KEPT] = (_kept(taken.entries) if taken is not None else b"", 0o600)
-        for name, (data, mode) in goods.items():
+        own_files = {file.path.name: (file.data, file.mode) for file in files}
+        own_files[KEPT] = (_kept(taken.entries) if taken is not None else b"", 0o600)
+        for name, (data, mode) in own_files.items():
             (own / name).write_bytes(data)
             (own / name).chmod(mode)
     except OSError as error:
         shutil.rmtree(root, ignore_errors=True)
         raise SubmitError(
-            f"what is to be sent cannot be laid out in {root}: {error.strerror}: {error.filename}"
+            f"the upload cannot be written to {root}: {error.strerror}: {error.filename}"
         ) from error
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
-    total = sum(sizes) + sum(len(data) for data, _ in goods.values())
-    count = (taken.files if taken is not None else 0) + len(goods)
+    total = sum(sizes) + sum(len(data) for data, _ in own_files.values())
+    count = (taken.files if taken is not None else 0) + len(own_files)
     return Upload(root, count, size=total, digest=taken.digest if taken is not None else "")
 
 
 def _code(workdir: Path, limit: int, *, include_secrets: bool) -> Snapshot:
-    """Return what is sent of the working directory."""
+    """Return the snapshot of the working directory, without ``.gitignore`` files."""
     taken = snapshot.take(workdir, limit, include_secrets=include_secrets)
     if any(PurePosixPath(entry.path).parts[0] == OWN for entry in taken.entries):
         raise SubmitError(
-            f"{workdir} has a {OWN!r} of its own, which is where ours is sent",
-            f"leave it out in {snapshot.OWN_IGNORE}",
+            f"{workdir} contains {OWN!r}, a name that clusterjob needs for its own files",
+            f"exclude it in {snapshot.OWN_IGNORE}",
         )
     return Snapshot(
         taken.root,
@@ -124,12 +121,12 @@ def _code(workdir: Path, limit: int, *, include_secrets: bool) -> Snapshot:
     )
 
 
-def _copy(source: Path, target: Path, entry: Entry) -> int:
-    """Copy one file, or make a directory; return the bytes.
+def _copy(source: Path, target: Path, entry: SnapshotEntry) -> int:
+    """Copy a file or create a directory; return the file's size in bytes.
 
     Raises:
-        SubmitError: the file is no longer what it was when the snapshot was taken.
-        OSError: it cannot be read, or the copy cannot be written.
+        SubmitError: the file has changed since the snapshot.
+        OSError: the file cannot be read, or the copy cannot be written.
     """
     path = target / entry.path
     if entry.kind == "dir":
@@ -148,15 +145,15 @@ def _copy(source: Path, target: Path, entry: Entry) -> int:
     if found.hexdigest() != entry.value:
         raise snapshot.changed(entry)
     path.chmod(entry.mode | 0o600)
-    os.utime(
-        path, ns=(status.st_atime_ns, status.st_mtime_ns)
-    )  # by which an upload may tell what is new
+    # An upload may use the modification time to find changed files.
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     return entry.size
 
 
-def _kept(entries: Iterable[Entry]) -> bytes:
-    """Return what an upload of files may drop: links, directories, and that a file may be run;
-    three texts each, with NUL behind each.
+def _kept(entries: Iterable[SnapshotEntry]) -> bytes:
+    """Return the content of `KEPT`: links, directories and executable files.
+
+    Each entry is three strings, each followed by NUL.
     """
     words: list[str] = []
     for entry in entries:

@@ -1,9 +1,8 @@
-"""This machine as a cluster: N nodes are N agents here, started by the very script that other
-backends run on N hosts.
+"""Run jobs on this machine: N nodes are N agents, started by the same script as on N hosts.
 
-A job is detached: its agents live in sessions of their own and need nobody. While it is being
-submitted, and for as long as `clusterjob run` watches it, each agent holds a lifeline: if the
-submitter dies, so does the job.
+Each agent runs in its own session, so that a submitted job does not need the submitter. During the
+submission, and as long as `clusterjob run` watches the job, each agent holds a lifeline, a pipe
+from the submitter: if the submitter dies, the job ends.
 """
 
 from __future__ import annotations
@@ -37,25 +36,24 @@ from clusterjob.node.verdict import JobState
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
-_HOME = (
-    "CLUSTERJOB_HOME"  # is handed on: a job that submits another here notes it where the user looks
-)
-_CANCEL_PATIENCE = 2.0  # beyond the job's own grace, before an agent that does not stop is killed
+# Passed on to workers: a job that submits another job here records it in the user's own directory.
+_HOME = "CLUSTERJOB_HOME"
+_CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is killed
 
 
 class LocalBackend:
-    """Runs jobs on this machine."""
+    """Run jobs on this machine."""
 
     def __init__(self) -> None:
         self._lifelines: dict[str, list[int]] = {}
         self.stdin: int | None = None
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do.
+        """Return the plan of a job.
 
         Raises:
-            SpecError: there is no such interpreter, there are too few GPUs and `require_gpus` is
-                set, or an option that this backend does not know.
+            SpecError: the interpreter does not exist, there are too few GPUs and `require_gpus` is
+                set, or this backend does not have an option.
             TemplateError: the user's template cannot be rendered.
         """
         _check_interpreter(spec)
@@ -65,11 +63,11 @@ class LocalBackend:
         shared.refuse_hosts(spec, NAME)
         if spec.options:
             raise SpecError(
-                f"the local cluster knows no option {next(iter(spec.options))!r}",
-                "it is one of Slurm's: --cluster slurm",
+                f"unknown option {next(iter(spec.options))!r} for the local cluster (--set)",
+                "for options of Slurm, use --cluster slurm",
             )
         shared.refuse_queue(spec, NAME)
-        spec = replace(spec, nproc_open=False)
+        spec = replace(spec, nproc_is_default=False)
         job_id, job_dir = shared.new_directory(spec.name)
         script = render(
             spec.template or f"{_SCRIPT}.j2", self._values(spec, job_id, job_dir=job_dir)
@@ -107,7 +105,7 @@ class LocalBackend:
         """Start the agents.
 
         Raises:
-            SubmitError: one cannot be started; the others were stopped again.
+            SubmitError: an agent cannot be started; those that were started are stopped again.
         """
         agents: list[dict[str, int]] = []
         lifelines = self._lifelines.setdefault(plan.job_id, [])
@@ -130,8 +128,8 @@ class LocalBackend:
                     }
                 )
         except OSError as error:
-            self._cut(plan.job_id)  # the agents that were started see their lifeline end
-            process_groups.end([agent["pid"] for agent in agents], _CANCEL_PATIENCE)
+            self._cut(plan.job_id)  # the started agents see the end of their lifeline
+            process_groups.end([agent["pid"] for agent in agents], _CANCEL_TIMEOUT)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
         here = {
             "boot_id": processes.boot_id(),
@@ -141,16 +139,16 @@ class LocalBackend:
         return Handle(NAME, plan.job_id, data={"agents": agents, **here})
 
     def detach(self, handle: Handle) -> None:
-        """Let the job live on without this process.
+        """Release the job from this process; it then runs alone.
 
         Raises:
-            SubmitError: that cannot be written down, and the job ends.
+            SubmitError: the request cannot be written to the job's directory; the job ends.
         """
         try:
             ends.detach(Path(handle.data["job_dir"]))
         except OSError as error:
             raise SubmitError(
-                f"the job cannot be let go: {error.strerror}: {handle.data['job_dir']}"
+                f"the job cannot be detached: {error.strerror}: {handle.data['job_dir']}"
             ) from error
         finally:
             self._cut(handle.id)
@@ -160,17 +158,17 @@ class LocalBackend:
             os.close(lifeline)
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        """Return how jobs stand, from their directories and the process table."""
+        """Return the status of jobs from their directories and the process table."""
         return {record.job_id: _status(record) for record in records}
 
     def collect(self, record: Record) -> None:
-        """Do nothing: the job writes into `record.job_dir` itself."""
+        """Do nothing: the job writes its logs into `record.job_dir` itself."""
 
     def cancel(self, records: Sequence[Record]) -> None:
-        """Have every agent stop its workers; kill the agents that do not within the job's grace.
+        """Stop the workers through every agent; kill agents that outlast the job's grace period.
 
         Raises:
-            ClusterJobError: a job runs on another host, which alone can stop it.
+            ClusterJobError: a job runs on another host and can be cancelled only there.
         """
         for record in records:
             self._cancel(record)
@@ -182,13 +180,11 @@ class LocalBackend:
         self._cut(record.job_id)
         process_groups.end(
             [agent["pid"] for agent in _live_agents(record)],
-            float(record.spec.get("grace", 3.0)) + _CANCEL_PATIENCE,
+            float(record.spec.get("grace", 3.0)) + _CANCEL_TIMEOUT,
         )
 
     def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that waits for input from this process's terminal; return whether
-        there is one.
-        """
+        """Interrupt the worker that reads from this process's terminal; return whether one does."""
         readers = [
             reader
             for agent in _live_agents(record)
@@ -197,30 +193,26 @@ class LocalBackend:
         return any(processes.send_signal(reader, signal.SIGINT) for reader in readers)
 
     def interrupt(self, record: Record) -> bool:
-        """Have every agent interrupt its workers, as Ctrl-C does, and stop them after the job's
-        grace.
-        """
+        """Interrupt the workers through every agent, as Ctrl-C does; stop them after the grace."""
         ends.cancel(record.job_dir)
         for agent in _live_agents(record):
             process_groups.signal_group(agent["pid"], signal.SIGINT)
         return True
 
-    def examine(self, spec: JobSpec) -> Iterator[Check]:
-        """Yield what is found of this machine's fitness for a job."""
+    def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield the doctor checks of this machine for a job."""
         from clusterjob.doctor.this_machine import Machine
 
-        job = engine.Look(
-            "job", lambda: shared.plannable(self._plan, spec)
-        )  # the interpreter is a check of its own
-        return engine.examine([job, *Machine(spec).looks()])
+        # `_plan`, not `plan`: `Machine` checks the interpreter.
+        job = engine.CheckStep("job", lambda: shared.plannable(self._plan, spec))
+        return engine.run_checks([job, *Machine(spec).check_steps()])
 
 
 def _check_interpreter(spec: JobSpec) -> None:
-    """Refuse an interpreter that is not here, unless setup lines or a template of the user's own
-    may bring it.
+    """Refuse a missing interpreter, unless setup lines or the user's template may provide it.
 
     Raises:
-        SpecError: the script would not find it.
+        SpecError: the script would not find the interpreter.
     """
     if spec.setup or spec.template is not None:
         return
@@ -229,12 +221,12 @@ def _check_interpreter(spec: JobSpec) -> None:
     if shutil.which(wanted, path=path) is None:
         raise SpecError(
             f"there is no interpreter {spec.python}",
-            "--python names one: a path, or a command of PATH",
+            "set --python to a path or a command on PATH",
         )
 
 
 def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
-    """Return each node's device variables and what the user should know of them."""
+    """Return each node's device variables, and notes for the user."""
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node
     notes = ["--mem is not enforced on this machine"] if spec.resources.mem is not None else []
     if per_node is None:
@@ -245,11 +237,13 @@ def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
     shares = gpus.shares(available, nodes, per_node=per_node)
     if shares is not None:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares], notes
-    short = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
+    missing = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
     if spec.require_gpus:
-        raise SpecError(short, "without --require-gpus the workers run on the CPU, as a rehearsal")
+        raise SpecError(
+            missing, "without --require-gpus the workers run on the CPU, as a rehearsal"
+        )
     return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, [
-        f"{short}: a rehearsal, with the workers on the CPU and gloo",
+        f"{missing}: a rehearsal, with the workers on the CPU and gloo",
         *notes,
     ]
 
@@ -257,14 +251,14 @@ def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
 def _start(
     command: PlannedCommand, log: Path, hidden: Collection[str], stdin: int | None
 ) -> tuple[int, int]:
-    """Start one agent in a session of its own; return its pid and the write end of its lifeline.
+    """Start one agent in its own session; return its pid and the write end of its lifeline.
 
     Args:
-        command: what starts it.
-        log: where it writes.
-        hidden: variables of this process that its script does not see; the agent reads them from a
+        command: the command line and variables of the agent.
+        log: the file for the agent's output.
+        hidden: variables of this process that the script does not get; the agent reads them from a
             file.
-        stdin: what becomes rank 0's stdin; the agent's own is its lifeline.
+        stdin: the descriptor that becomes rank 0's stdin; the agent's own stdin is its lifeline.
     """
     inherited = {
         name: value
@@ -273,8 +267,10 @@ def _start(
         and name not in hidden
         and (name == _HOME or not name.startswith("CLUSTERJOB_"))
     }
-    lent = [] if stdin is None else [os.dup(stdin)]  # 0 itself is the lifeline's number
-    told = {contract.STDIN_FD: str(lent[0])} if lent else {}
+    lent = (
+        [] if stdin is None else [os.dup(stdin)]
+    )  # a copy: in the agent, descriptor 0 is the lifeline
+    handed = {contract.STDIN_FD: str(lent[0])} if lent else {}
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     try:
         with log.open("ab") as output:
@@ -283,7 +279,7 @@ def _start(
                 stdin=read_end,
                 stdout=output,
                 stderr=output,
-                env=inherited | dict(command.env) | told,
+                env=inherited | dict(command.env) | handed,
                 pass_fds=lent,
                 start_new_session=True,
             )
@@ -293,9 +289,8 @@ def _start(
     finally:
         for descriptor in (read_end, *lent):
             os.close(descriptor)
-    process.returncode = (
-        0  # it outlives this process: nobody here waits for it, and Popen need not warn of that
-    )
+    # The agent outlives this process; a set return code keeps Popen from warning about that.
+    process.returncode = 0
     return process.pid, write_end
 
 
@@ -323,9 +318,8 @@ def _host(record: Record) -> str:
 
 
 def _status(record: Record) -> Status:
-    alive = bool(
-        _live_agents(record)
-    )  # before the result is read: what is dead by now has written its end
+    # Checked before the result is read: an agent that is dead by now has written its verdict.
+    alive = bool(_live_agents(record))
     verdict = ends.read_result(record.job_dir)
     if verdict is not None:
         return shared.ended(verdict)
@@ -352,5 +346,7 @@ def _status(record: Record) -> Status:
     else:
         why = "its agents ended without a verdict: they were killed, or the machine was restarted"
     return shared.ended(
-        shared.end_without_lead(record.job_dir, started_at, restarts=restarts, otherwise=why)
+        shared.verdict_without_coordinator(
+            record.job_dir, started_at, restarts=restarts, otherwise=why
+        )
     )

@@ -1,6 +1,4 @@
-"""Volcengine's ML Platform as a cluster: a task of its own kind a job, submitted with its command
-`volc`.
-"""
+"""Run each job as a task of Volcengine's ML Platform, submitted with its command `volc`."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from clusterjob.backends.batch_command.attempts import Retries
 from clusterjob.backends.batch_command.backend import Account, PlatformBackend
 from clusterjob.backends.batch_command.platform import Platform
 from clusterjob.backends.mlp import task
-from clusterjob.backends.mlp.client import COMMAND, SUBMIT_PATIENCE, Volc, check_installed
+from clusterjob.backends.mlp.client import COMMAND, SUBMIT_TIMEOUT, Volc, check_installed
 from clusterjob.core import node_zip, snapshot
 from clusterjob.core.arrays import Array
 from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, token_file
@@ -32,41 +30,39 @@ from clusterjob.node.program import Program
 NAME = "mlp"
 _SCRIPT = "mlp.sh"
 _TASK = "task.yaml"
-# Seconds between the platform's SIGTERM and its SIGKILL, as a cluster of containers has it by
-# default.
+# Seconds between the platform's SIGTERM and its SIGKILL; the default of container clusters.
 _KILL_GRACE = 30.0
-_POLL = 5.0  # seconds between two questions while a job is followed
-_RATE = 2.0  # elements of an array submitted a second
+_POLL = 5.0  # seconds between two polls while a job is followed
+_RATE = 2.0  # array elements submitted per second
 _ACCOUNT = {"profile": "VOLC_PROFILE", "region": "VOLC_REGION"}
 
 
 class MlpBackend(PlatformBackend):
-    """Runs jobs as tasks of the platform, whose nodes find their place in MLP_* variables."""
+    """Run jobs as tasks of the platform; nodes read their rank from MLP_* variables."""
 
     NAME = NAME
 
-    # -- planning ------------------------------------------------------------------------------------------------------
+    # -- planning ----------------------------------------------------------------------------------
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do: its task, and the entry script that every worker
-        runs.
+        """Return the plan of a job: its tasks, and the entry script that every worker runs.
 
         Raises:
-            SpecError: an option makes no sense here.
+            SpecError: an option is not valid here.
             TemplateError: the user's template cannot be rendered.
         """
         _refuse(spec)
-        options = task.Options.of(spec.options)
+        options = task.MlpOptions.of(spec.options)
         gpus = task.gpus_of(spec)
-        left_open = spec.nproc_open  # the platform says to each worker how many GPUs it has
+        left_open = spec.nproc_is_default  # the platform tells each worker its number of GPUs
         if left_open and gpus:
-            spec = replace(spec, nproc_per_node=gpus, nproc_open=False)
+            spec = replace(spec, nproc_per_node=gpus, nproc_is_default=False)
         if spec.sync:
             spec = replace(spec, program=shared.sent_program(spec))
         for key, default in (
             ("poll", _POLL),
             ("submit_rate", _RATE),
-            ("submit_timeout", SUBMIT_PATIENCE),
+            ("submit_timeout", SUBMIT_TIMEOUT),
         ):
             options.number(key, default, 1e-3)
         if "sync_limit" in options.values:
@@ -116,37 +112,39 @@ class MlpBackend(PlatformBackend):
             array={"indices": list(array.indices), "pieces": [0]} if array else None,
         )
 
-    def examine(self, spec: JobSpec) -> Iterator[Check]:
-        """Yield what is found of the account's fitness for a job."""
+    def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield the doctor checks of the account for a job."""
         from clusterjob.backends.mlp.checks import Account as AccountOnPlatform
-        from clusterjob.doctor.this_machine import directory_looks
+        from clusterjob.doctor.this_machine import directory_checks
 
         account = dict(self.account_of(spec.options))
-        job = engine.Look("job", lambda: shared.plannable(self.plan, spec))
-        return engine.examine(
+        job = engine.CheckStep("job", lambda: shared.plannable(self.plan, spec))
+        return engine.run_checks(
             [
                 job,
-                *directory_looks(),
-                *AccountOnPlatform(spec, Volc(account), account=account).looks(),
+                *directory_checks(),
+                *AccountOnPlatform(spec, Volc(account), account=account).check_steps(),
             ]
         )
 
-    # -- submitting ----------------------------------------------------------------------------------------------------
+    # -- submitting --------------------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> Handle:
-        """Have the platform take the planned tasks, with the code and the node half.
+        """Submit the planned tasks with the code and the node half.
 
         Raises:
-            SubmitError: it refuses them, or something is missing; nothing is left on the platform.
-            SubmitInDoubtError: it did not answer, and a task may run.
+            SubmitError: the platform refuses a task, or an option is missing; no task is left on
+                the platform.
+            SubmitInDoubtError: the platform did not answer, and a task may run.
         """
-        options, given = task.Options.of(plan.spec.options), plan.spec.options
+        options, given = task.MlpOptions.of(plan.spec.options), plan.spec.options
         if not plan.commands:
             missing = task.missing(task.fields(plan.spec, plan.job_id, upload="", entry=""))
             raise SubmitError(
                 f"the platform takes no task without {' and '.join(missing)}",
-                f"{task.how_to_name(missing, given)}; `clusterjob render --cluster {NAME} ...` prints {_SCRIPT} for a task that is made "
-                "by hand",
+                f"{task.hint_for_missing(missing, given)}; "
+                f"`clusterjob render --cluster {NAME} ...` prints {_SCRIPT} for a task that you "
+                "create manually",
             )
         check_installed()
         token = token_file(plan.job_dir).read_text()
@@ -168,18 +166,18 @@ class MlpBackend(PlatformBackend):
             if "sync_limit" in options.values
             else snapshot.LIMIT
         )
-        goods = [file for file in plan.files if file.path.name in (node_zip.NAME, shared.SWEEP)]
+        extra = [file for file in plan.files if file.path.name in (node_zip.NAME, shared.SWEEP)]
         script = planned[plan.job_dir / _SCRIPT]
-        sent = upload.stage(
+        staged = upload.stage(
             plan.spec,
             plan.job_dir,
-            files=[*goods, replace(script, path=Path(upload.ENTRY))],
+            files=[*extra, replace(script, path=Path(upload.ENTRY))],
             limit=limit,
         )
         try:
             platform = Volc(
                 dict(self.account_of(given)),
-                options.number("submit_timeout", SUBMIT_PATIENCE, 1e-3),
+                options.number("submit_timeout", SUBMIT_TIMEOUT, 1e-3),
             )
             return self.submit_tasks(
                 plan,
@@ -189,71 +187,72 @@ class MlpBackend(PlatformBackend):
                 rate=options.number("submit_rate", _RATE, 1e-3),
             )
         finally:
-            sent.remove()
+            staged.remove()
 
-    # -- what the platform is --------------------------------------------------------------------------------------------
+    # -- the platform ------------------------------------------------------------------------------
 
     def platform(self, account: Account) -> Platform:
-        """Return the platform as one account sees it."""
+        """Return the platform for one account."""
         return Volc(dict(account))
 
     def account_of(self, options: Mapping[str, str]) -> Account:
-        """Return the account that a job's options, and else the environment, choose."""
+        """Return the account that a job's options select, or else the environment."""
         chosen = {
             name: options.get(key) or os.environ.get(name, "") for key, name in _ACCOUNT.items()
         }
         return tuple((name, value) for name, value in sorted(chosen.items()) if value)
 
     def retries(self, spec: Mapping[str, Any]) -> Retries:
-        """Return when the platform starts a job's task again."""
+        """Return the platform's retry policy for a job."""
         options = spec.get("options", {})
         retry = task.retry_options(
             options, spec.get("max_restarts", 0), requeue=bool(spec.get("requeue"))
         )
-        preemptible = task.Options.of(options).preemptible
+        preemptible = task.MlpOptions.of(options).preemptible
         if not retry.get("EnableRetry"):
             return Retries(preemptible=preemptible)
         policies = retry.get("PolicySets") or []
         return Retries(
             int(retry.get("MaxRetryTimes", 0)), float(retry.get("IntervalSeconds", 0)),
-            failures="Failed" in policies, reclaims="InstanceReclaimed" in policies, preemptible=preemptible,
+            failures="Failed" in policies, reclaims="InstanceReclaimed" in policies,
+            preemptible=preemptible,
         )  # fmt: skip
 
     def poll(self, options: Mapping[str, str]) -> float:
-        """Return the seconds between two questions while a job is followed."""
-        return task.Options.of(options).number("poll", _POLL, 1e-3)
+        """Return the seconds between two polls while a job is followed."""
+        return task.MlpOptions.of(options).number("poll", _POLL, 1e-3)
 
 
 def _refuse(spec: JobSpec) -> None:
-    """Refuse what this platform has not.
+    """Refuse options that this platform does not support.
 
     Raises:
-        SpecError: the job asks for it.
+        SpecError: the job uses such an option.
     """
     if spec.hosts:
-        raise SpecError(f"the {NAME} cluster takes no hosts", "--cluster ssh does")
+        raise SpecError(f"the {NAME} cluster takes no hosts", "use --cluster ssh")
     if spec.gpus:
         raise SpecError(
-            f"the {NAME} cluster knows no --gpus",
-            "a task gets whole machines: --gpus-per-node, or --set flavor=NAME",
+            f"the {NAME} cluster has no --gpus",
+            "a task gets whole machines: use --gpus-per-node, or --set flavor=NAME",
         )
     if spec.container:
         raise SpecError(
-            f"the {NAME} cluster has no --container", "--set image=URL is the image of the task"
+            f"the {NAME} cluster has no --container", "set the task's image with --set image=URL"
         )
     for flag in ("after", "signal_before", "login"):
         if getattr(spec, flag):
             raise SpecError(
                 f"the {NAME} cluster has no --{flag.replace('_', '-')}",
-                "the platform knows nothing like it",
+                "remove the option: the platform does not support it",
             )
     if spec.launcher == "srun":
-        raise SpecError("--launcher srun needs Slurm", "--cluster slurm names it")
+        raise SpecError("--launcher srun needs Slurm", "use --cluster slurm")
     array = spec.elements()
     if array is not None and array.at_once is not None:
         raise SpecError(
             f"the {NAME} cluster does not limit how many elements run at a time",
-            "the queue's quota does; leave the % out",
+            "remove the % part: the queue's quota limits them",
         )
 
 
@@ -272,11 +271,11 @@ def _values(
         else Program(spec.program.kind, spec.program.target)
     )
     more: dict[str, Any] = {"program": program}
-    options = task.Options.of(spec.options)
+    options = task.MlpOptions.of(spec.options)
     if uploaded and (spec.requeue or options.preemptible):
         more["warning"] = options.number(
             "kill_grace", _KILL_GRACE, 1e-3
-        )  # SIGTERM is how machines are taken away
+        )  # the platform sends SIGTERM before it reclaims machines
     launch = replace(spec.launch_options(**more), max_restarts=0 if uploaded else spec.max_restarts)
     if left_open:
         launch = replace(launch, nproc_per_node=None)
@@ -301,19 +300,21 @@ def _command(path: Path) -> PlannedCommand:
 
 def _notes(spec: JobSpec, missing: list[str]) -> tuple[str, ...]:
     if missing:
-        how = task.how_to_name(missing, spec.options)
+        how = task.hint_for_missing(missing, spec.options)
         return (
-            f"to submit it, name {' and '.join(missing)} ({how}); this {_SCRIPT} is for a task that is made by hand",
+            (
+                f"to submit it, set {' and '.join(missing)} ({how}); "
+                f"this {_SCRIPT} is for a task that you create manually"
+            ),
             "the platform decides the number of nodes: MLP_WORKER_NUM",
         )
     notes = (
-        ["the flavor decides the memory: --mem is left aside"]
-        if spec.resources.mem is not None
-        else []
+        ["--mem is ignored: the flavor sets the memory"] if spec.resources.mem is not None else []
     )
     gpus, wanted = task.gpus_of(spec), spec.resources.gpus_per_node
     if gpus is not None and wanted is not None and gpus > wanted:
         notes.append(
-            f"the flavor {task.flavor_of(spec)} has {gpus} GPUs on each machine: {gpus - wanted} of them stay idle"
+            f"the flavor {task.flavor_of(spec)} has {gpus} GPUs on each machine: "
+            f"{gpus - wanted} of them stay idle"
         )
     return tuple(notes)

@@ -1,7 +1,7 @@
-"""What a user with an account on the platform should check first, looked at for `doctor`.
+"""Check an account on the platform for `clusterjob doctor`.
 
-This was built from documentation: so it also looks whether this build of the command has the flags
-and the fields that it is asked for.
+The backend was written from the platform's documentation. The checks therefore also test that the
+installed build of the command has the flags and fields that the backend uses.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends.batch_command.command import Answer
+from clusterjob.backends.batch_command.command import CommandOutput
 from clusterjob.backends.batch_command.platform import Task
 from clusterjob.backends.mlp import task
 from clusterjob.backends.mlp.client import COMMAND, SIBLING, STATES, Volc, check_installed, made_at
 from clusterjob.core.spec import JobSpec
-from clusterjob.doctor.engine import Finding, Look, failed, listed, ok, unknown, warning
+from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, listed, ok, unknown, warning
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.verdict import JobState
 
-BUILT_FROM = "1.2.57"  # the version whose documentation this was built from
-# The flags that are used of each command; see `clusterjob.backends.mlp.client`.
+BUILT_FROM = "1.2.57"  # version of the documentation that this backend follows
+# The flags of each command that the backend uses; see `clusterjob.backends.mlp.client`.
 FLAGS: Mapping[str, Sequence[str]] = {
     "submit": ("conf", "output"),
     "list": ("status", "name", "limit", "offset", "output"),
@@ -35,18 +35,18 @@ FLAGS: Mapping[str, Sequence[str]] = {
     "logs": ("task", "instance", "lines"),
     "cancel": ("id",),
 }
-_DOCS = "https://www.volcengine.com/docs/6459 is the platform's documentation"
-_CONFIGURE = "`volc configure` asks for keys and region; so do VOLC_AK, VOLC_SK and VOLC_REGION"
-_SLOW = 10.0  # seconds for an answer
+_DOCS = "see the platform's documentation: https://www.volcengine.com/docs/6459"
+_CONFIGURE = "run `volc configure`, or set VOLC_AK, VOLC_SK and VOLC_REGION"
+_SLOW = 10.0  # seconds after which an answer is slow
 
 
 class Account:
-    """An account on the platform, as this machine's command reaches it.
+    """The doctor checks of an account, through the command on this machine.
 
     Args:
-        spec: the job that it is looked at for.
+        spec: the job to check for.
         volc: the account's tasks.
-        account: the variables that choose it: VOLC_PROFILE, VOLC_REGION.
+        account: the variables that select the account: VOLC_PROFILE, VOLC_REGION.
     """
 
     def __init__(self, spec: JobSpec, volc: Volc, account: Mapping[str, str]) -> None:
@@ -56,40 +56,40 @@ class Account:
         self._region = account.get("VOLC_REGION", "")
         self._newest: list[tuple[Mapping[str, Any], Task | None]] = []
 
-    def looks(self) -> list[Look]:
-        """Return the looks at it."""
+    def check_steps(self) -> list[CheckStep]:
+        """Return the checks in the order in which they run."""
         reads = ("list",)
         return [
-            Look("PyYAML", _yaml),
-            Look("command", _command),
-            Look("version", self._version, needs=("command",)),
-            Look("credentials", self._credentials),
-            Look("region", self._show_region),
-            Look("list", self._list, needs=("command", "credentials", "region"), hint=_DOCS),
-            Look("fields", self._fields, needs=reads),
-            Look("instances", self._instances, needs=reads, hint=_DOCS),
-            Look("logs", self._logs, needs=("instances",), hint=_DOCS),
-            Look("flags", self._flags, needs=("command",)),
-            Look("task", self._task),
-            Look("GPUs", self._gpus),
-            Look("secrets", self._secrets),
-            Look("first task", _first_task),
+            CheckStep("PyYAML", _yaml),
+            CheckStep("command", _command),
+            CheckStep("version", self._version, needs=("command",)),
+            CheckStep("credentials", self._credentials),
+            CheckStep("region", self._show_region),
+            CheckStep("list", self._list, needs=("command", "credentials", "region"), hint=_DOCS),
+            CheckStep("fields", self._fields, needs=reads),
+            CheckStep("instances", self._instances, needs=reads, hint=_DOCS),
+            CheckStep("logs", self._logs, needs=("instances",), hint=_DOCS),
+            CheckStep("flags", self._flags, needs=("command",)),
+            CheckStep("task", self._task),
+            CheckStep("GPUs", self._gpus),
+            CheckStep("secrets", self._secrets),
+            CheckStep("first task", _first_task),
         ]
 
-    # -- what is on this machine ---------------------------------------------------------------------------------------
+    # -- this machine ------------------------------------------------------------------------------
 
-    def _version(self) -> Iterator[Finding]:
+    def _version(self) -> Iterator[CheckFinding]:
         answer = self._volc.run("version")
         match = re.search(rf"{COMMAND}/(\d+(?:\.\d+)+)", answer.out)
         if answer.code != 0 or match is None:
-            said = answer.words if answer.code else repr(answer.out.strip()[:80])
+            printed = answer.words if answer.code else repr(answer.out.strip()[:80])
             yield warning(
-                f"`{COMMAND} version` does not say it: {said}",
-                f"this was built from the documentation of {BUILT_FROM}",
+                f"`{COMMAND} version` prints no version: {printed}",
+                f"clusterjob follows the documentation of {BUILT_FROM}",
             )
         elif match[1].split(".")[:2] != BUILT_FROM.split(".")[:2]:
             yield warning(
-                f"{match[1]}, and this was built from the documentation of {BUILT_FROM}", _DOCS
+                f"{match[1]}, but clusterjob follows the documentation of {BUILT_FROM}", _DOCS
             )
         else:
             yield ok(match[1])
@@ -98,9 +98,7 @@ class Account:
         return Path(f"~/.volc/{name}").expanduser()
 
     def _value(self, name: str, key: str) -> str:
-        """Return a key of the account's section in one of the command's files; empty where it is
-        not there.
-        """
+        """Return a key of the account's section in one of the command's files; empty if unset."""
         parser = configparser.ConfigParser(interpolation=None)
         try:
             parser.read(self._file(name), encoding="utf-8")
@@ -110,75 +108,69 @@ class Account:
             ) from error
         return parser.get(self._section, key, fallback="").strip()
 
-    def _credentials(self) -> Iterator[Finding]:
+    def _credentials(self) -> Iterator[CheckFinding]:
         given = [name for name in ("VOLC_AK", "VOLC_SK") if os.environ.get(name)]
         path = self._file("credentials")
         written = [
             key for key in ("access_key_id", "secret_access_key") if self._value("credentials", key)
         ]
         if len(given) == 1 and len(written) < 2:
-            yield failed(
-                f"{given[0]} is set, and the other of VOLC_AK and VOLC_SK is not", _CONFIGURE
-            )
+            yield failed(f"only {given[0]} is set; VOLC_AK and VOLC_SK are both needed", _CONFIGURE)
         elif not given and len(written) < 2:
             there = (
                 f"{path} has no keys in [{self._section}]"
                 if path.exists()
-                else f"{path} is not there, nor are VOLC_AK and VOLC_SK"
+                else f"{path} does not exist, and VOLC_AK and VOLC_SK are not set"
             )
-            yield failed(f"nobody is logged in: {there}", _CONFIGURE)
+            yield failed(f"not logged in: {there}", _CONFIGURE)
         elif len(given) == 1:
             yield warning(
-                f"{given[0]} alone is set, beside the keys of {path}",
-                "set both of VOLC_AK and VOLC_SK, or none",
+                f"only {given[0]} is set, and {path} has keys too",
+                "set both VOLC_AK and VOLC_SK, or neither",
             )
         elif given:
             yield ok("VOLC_AK and VOLC_SK")
         else:
             mode = stat.S_IMODE(path.stat().st_mode)
             if mode & 0o077:
-                yield warning(
-                    f"{path} may be read by others (mode {mode:04o})", f"chmod 600 {path}"
-                )
+                yield warning(f"other users can read {path} (mode {mode:04o})", f"chmod 600 {path}")
             else:
                 yield ok(f"[{self._section}] of {path} (mode {mode:04o})")
 
-    def _show_region(self) -> Iterator[Finding]:
+    def _show_region(self) -> Iterator[CheckFinding]:
         region = self._region or self._value("config", "region")
         if region:
             yield ok(region)
         else:
             yield failed(
-                "no region is named",
-                "VOLC_REGION or --set region=NAME, such as cn-beijing, or `volc configure`",
+                "no region is set",
+                "set VOLC_REGION or --set region=NAME, such as cn-beijing, or run `volc configure`",
             )
 
-    # -- what the platform says ----------------------------------------------------------------------------------------
+    # -- the platform ------------------------------------------------------------------------------
 
-    def _list(self) -> Iterator[Finding]:
+    def _list(self) -> Iterator[CheckFinding]:
         begin = time.monotonic()
         self._newest = self._volc.newest(5)
         seconds = time.monotonic() - begin
-        words = f"the platform answers, in {seconds:.1f} s"
+        words = f"the platform answers in {seconds:.1f} s"
         if seconds > _SLOW:
-            yield warning(
-                words, "submitting and asking after jobs will be slow: the network, or a proxy"
-            )
+            yield warning(words, "submit and status will be slow: check the network and the proxy")
         else:
             yield ok(words)
 
-    def _fields(self) -> Iterator[Finding]:
+    def _fields(self) -> Iterator[CheckFinding]:
         if not self._newest:
             yield unknown(
-                "the account has no task yet, whose fields could be looked at",
-                "look again after the first one",
+                "not checked: the account has no task yet",
+                "run doctor again after the first task",
             )
             return
         row, read = self._newest[0]
-        there = f"the answer has {', '.join(sorted(map(str, row)))}"
+        there = f"the answer has the fields {', '.join(sorted(map(str, row)))}"
         if read is None:
             yield failed(
-                "a task's id, or its name, is not found in the answer of `list`",
+                "the answer of `list` has no id or no name of a task",
                 f"another build of {COMMAND}: {there}",
             )
             return
@@ -191,40 +183,40 @@ class Account:
         )
         if not read.words:
             yield failed(
-                "a task's state is not found in the answer of `list`",
+                "the answer of `list` has no state of a task",
                 f"another build of {COMMAND}: {there}",
             )
         elif strange:
             yield warning(
-                f"states that are not known: {listed(strange)}",
-                f"known are {', '.join(STATES)}: jobs in others are UNKNOWN",
+                f"unknown task states: {listed(strange)}",
+                f"jobs in these states show as UNKNOWN; known states are {', '.join(STATES)}",
             )
         elif not made_at(read):
             yield warning(
-                f"when {read.id} was made cannot be told",
-                f"the attempts of a job are told apart by it; {there}",
+                f"the creation time of {read.id} is missing",
+                f"clusterjob orders the attempts of a job by it; {there}",
             )
         else:
-            yield ok(f"id, name, state and age are read, as of {read.id}")
+            yield ok(f"id, name, state and creation time are present (task {read.id})")
 
-    def _instances(self) -> Iterator[Finding]:
+    def _instances(self) -> Iterator[CheckFinding]:
         read = next((each for _, each in self._newest if each is not None), None)
         if read is None:
             yield unknown(
-                "the account has no task yet, whose workers could be asked after",
-                "look again after the first one",
+                "not checked: the account has no task yet",
+                "run doctor again after the first task",
             )
             return
         found = self._volc.instances(read.id)
         if not found:
             yield warning(
                 f"{read.id} ({read.words}) shows no worker",
-                "a task that never left the queue has none: look again after a run",
+                "a task that never left the queue has none: run doctor again after a run",
             )
         else:
             yield ok(f"{read.id} shows {listed(instance.name for instance in found)}")
 
-    def _logs(self) -> Iterator[Finding]:
+    def _logs(self) -> Iterator[CheckFinding]:
         for _, read in self._newest:
             if read is None:
                 continue
@@ -233,15 +225,15 @@ class Account:
             except ClusterJobError as error:
                 yield warning(
                     f"{read.id}: {error.message}",
-                    "logs are how output and verdict come back; those of an old task may be gone",
+                    "output and verdict come from the logs; the logs of an old task may be deleted",
                 )
                 return
             if lines:
                 yield ok(f"{read.id} has a log")
                 return
-        yield unknown("no task has a log that could be looked at", "look again after the first one")
+        yield unknown("not checked: no task has a log", "run doctor again after the first task")
 
-    def _flags(self) -> Iterator[Finding]:
+    def _flags(self) -> Iterator[CheckFinding]:
         unread, absent = [], []
         for operation, names in FLAGS.items():
             answer = self._volc.run("ml_task", *operation.split(), "--help")
@@ -255,24 +247,24 @@ class Account:
             ]
         if absent:
             yield failed(
-                f"this build of {COMMAND} does not know {listed(absent)}",
-                f"this was built from the documentation of {BUILT_FROM}",
+                f"this build of {COMMAND} does not have {listed(absent)}",
+                f"clusterjob follows the documentation of {BUILT_FROM}",
             )
         if unread:
             yield warning(
                 f"the help of {listed(unread)} cannot be read",
-                f"`{COMMAND} ml_task {unread[0]} --help` should list its flags",
+                f"check that `{COMMAND} ml_task {unread[0]} --help` lists the flags",
             )
         if not absent and not unread:
-            yield ok(f"{', '.join(FLAGS)} know the flags that are used")
+            yield ok(f"{', '.join(FLAGS)} have all flags that clusterjob uses")
 
-    # -- what the job says ---------------------------------------------------------------------------------------------
+    # -- the job -----------------------------------------------------------------------------------
 
-    def _task(self) -> Iterator[Finding]:
+    def _task(self) -> Iterator[CheckFinding]:
         fields = task.fields(self._spec, "doctor", upload="", entry="")
         missing = task.missing(fields)
         if missing:
-            hint = task.how_to_name(missing, self._spec.options)
+            hint = task.hint_for_missing(missing, self._spec.options)
             yield failed(f"the platform takes no task without {' and '.join(missing)}", hint)
             return
         queue = fields.get("ResourceQueueID") or fields.get("ResourceQueueName")
@@ -281,7 +273,7 @@ class Account:
             f"queue {queue}, image {fields['ImageUrl']}, {role['RoleReplicas']} x {role['Flavor']}"
         )
 
-    def _gpus(self) -> Iterator[Finding]:
+    def _gpus(self) -> Iterator[CheckFinding]:
         flavor, wanted, there = (
             task.flavor_of(self._spec),
             self._spec.resources.gpus_per_node,
@@ -293,32 +285,35 @@ class Account:
             words = f"{flavor} has {there}"
             yield (
                 warning(
-                    f"{words}: {idle} of them stay idle", "a smaller flavor, or --gpus-per-node"
+                    f"{words}: {idle} of them stay idle",
+                    "use a smaller flavor or more --gpus-per-node",
                 )
                 if idle
                 else ok(words)
             )
         elif wanted:
             yield warning(
-                f"{wanted} are asked for, and how many {flavor or 'a flavor'} has is not told",
+                f"--gpus-per-node {wanted}: "
+                f"the number of GPUs of {flavor or 'the flavor'} is not known",
                 table,
             )
         else:
             yield unknown(
-                f"how many {flavor or 'a flavor'} has, the platform alone knows: a worker gets one process for each",
+                f"the number of GPUs of {flavor or 'the flavor'} is not known here: "
+                "each worker starts one process per GPU",
                 table,
             )
 
-    def _secrets(self) -> Iterator[Finding]:
+    def _secrets(self) -> Iterator[CheckFinding]:
         names = task.names_of_secrets(self._spec.options)
         absent = [name for name in names if not os.environ.get(name)]
         if absent:
             yield failed(f"not set here: {listed(absent)}", f"export {absent[0]}=...")
         else:
-            yield ok(f"{listed(names)}: set here" if names else "the job names none")
+            yield ok(f"{listed(names)}: set here" if names else "the job has no secrets option")
 
 
-def _yaml() -> Iterator[Finding]:
+def _yaml() -> Iterator[CheckFinding]:
     if importlib.util.find_spec("yaml") is None:
         yield failed(
             "PyYAML is not installed", "`pip install pyyaml` where clusterjob is installed"
@@ -327,7 +322,7 @@ def _yaml() -> Iterator[Finding]:
         yield ok("installed")
 
 
-def _command() -> Iterator[Finding]:
+def _command() -> Iterator[CheckFinding]:
     check_installed()
     path = shutil.which(COMMAND) or COMMAND
     sibling = shutil.which(SIBLING)
@@ -335,25 +330,23 @@ def _command() -> Iterator[Finding]:
         beside = Path(path).resolve().parent
         yield failed(
             f"{path} does not find its sibling {SIBLING} on PATH",
-            f'export PATH="{beside}:$PATH", where both have to lie',
+            f'both must be in one directory: export PATH="{beside}:$PATH"',
         )
     elif Path(sibling).parent != Path(path).parent:
-        yield warning(
-            f"{path}, and its sibling is {sibling}", "the two should be of one installation"
-        )
+        yield warning(f"{path}, but its sibling is {sibling}", "use both from one installation")
     else:
         yield ok(f"{path}, with {SIBLING} beside it")
 
 
-def _first_task() -> Iterator[Finding]:
+def _first_task() -> Iterator[CheckFinding]:
     yield unknown(
-        "whether the queue has room, the image starts and its nodes meet, only a task can tell",
-        "a first one: `clusterjob run -- hostname`, with the same options",
+        "not checked: free capacity of the queue, start of the image, rendezvous of the nodes",
+        "run a first task: `clusterjob run -- hostname`, with the same options",
     )
 
 
-def _is_help(answer: Answer) -> bool:
-    """Return whether an answer lists flags: several lines, each of which begins with one."""
+def _is_help(answer: CommandOutput) -> bool:
+    """Return whether an answer is a help text: at least two lines begin with a flag."""
     lines = (answer.out + "\n" + answer.err).splitlines()
     return (
         not answer.timed_out

@@ -1,8 +1,7 @@
-"""``volc ml_task``: its commands and answers, and words for what goes wrong.
+"""Call ``volc ml_task``, parse its answers and explain its errors.
 
-Source: the platform's documentation of its command line (1.2.57) and what its users show of it.
-Builds differ in how they name the fields of an answer: each is looked for under all names that were
-seen.
+Source: the platform's documentation of its command line (1.2.57), and output that users published.
+Builds name the fields of an answer differently; each field is read under all names seen so far.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.backends.batch_command.attempts import CLOCKS_APART
-from clusterjob.backends.batch_command.command import PATIENCE, Answer, run
+from clusterjob.backends.batch_command.command import TIMEOUT, CommandOutput, run
 from clusterjob.backends.batch_command.platform import Instance, Task
 from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
 from clusterjob.node.verdict import JobState
 
 COMMAND, SIBLING = "volc", "mlp"
-ACCOUNT = ("VOLC_PROFILE", "VOLC_REGION")  # the command's variables that choose one
+ACCOUNT = ("VOLC_PROFILE", "VOLC_REGION")  # the command's variables that select an account
 STATES: Mapping[str, JobState] = {
     "Initialized": JobState.PENDING,
     "Queue": JobState.PENDING,
@@ -35,69 +34,82 @@ STATES: Mapping[str, JobState] = {
     "Killed": JobState.CANCELLED,
     "Exception": JobState.FAILED,
 }
-SUBMIT_PATIENCE = 600.0  # seconds: the code is uploaded by the same command
-_PAGE = 100  # rows of one answer
-# Rows of an answer where nobody asks for more: fewer are the last ones, whatever the platform's own
-# limit is.
+SUBMIT_TIMEOUT = 600.0  # seconds; the same command uploads the code
+_PAGE = 100  # rows to ask for in one answer
+# The platform's default page size. An answer with fewer rows is the last page, even if the platform
+# limits pages to fewer than `_PAGE` rows.
 _DEFAULT_PAGE = 10
-_MOST_PAGES = 200
-_FEW = 3  # names up to which each is asked for by itself
+_MAX_PAGES = 200
+_FEW = 3  # with at most so many names, each gets its own search
 _TASK_ID = re.compile(r"\bt-\d{14}-\w+")
-_INSTALL = 'the platform\'s documentation, "command line tool", has its installer, which puts volc and mlp into ~/.volc/bin'
+_INSTALL = (
+    'run the installer from the page "command line tool" of the platform\'s documentation; '
+    "it puts volc and mlp into ~/.volc/bin"
+)
 
-# (pattern, what is wrong, hint); the first that matches holds. The platform's own words follow in
-# each message.
+# (pattern, message, hint); the first match applies. The platform's own text follows each message.
 _UNKNOWN = r"[^;\n]{0,80}(?:not (?:be )?found|not exist|unknown|invalid|not support|not available)"
-_TROUBLES = (
+_KNOWN_ERRORS = (
     (
         rf'exec: "{SIBLING}"|{SIBLING}: (?:command )?not found',
         f"{COMMAND} does not find its sibling {SIBLING}",
-        'both lie in ~/.volc/bin: export PATH="$HOME/.volc/bin:$PATH"',
+        'both are in ~/.volc/bin: export PATH="$HOME/.volc/bin:$PATH"',
     ),
     (
-        r"AccessKeyId or SecretAccessKey is empty|credentials?.{0,20}(?:not found|no such file|empty|missing)|not logged in|no credentials",
-        "nobody is logged in to the platform",
-        "`volc configure` asks for the keys; VOLC_AK, VOLC_SK and VOLC_REGION are another way",
+        (
+            r"AccessKeyId or SecretAccessKey is empty|"
+            r"credentials?.{0,20}(?:not found|no such file|empty|missing)|"
+            r"not logged in|no credentials"
+        ),
+        "not logged in to the platform",
+        "run `volc configure`, or set VOLC_AK, VOLC_SK and VOLC_REGION",
     ),
     (
-        r"SignatureDoesNotMatch|InvalidAccessKey|InvalidCredential|AuthFailure|InvalidSecretToken|signature.{0,40}not match|\b401\b",
+        (
+            r"SignatureDoesNotMatch|InvalidAccessKey|InvalidCredential|AuthFailure|"
+            r"InvalidSecretToken|signature.{0,40}not match|\b401\b"
+        ),
         "the platform does not accept the keys",
-        "`volc configure` writes new ones; VOLC_AK and VOLC_SK come before them",
+        "run `volc configure`; VOLC_AK and VOLC_SK override its keys",
     ),
     (
         r"region.{0,60}(?:empty|not supported|invalid|missing)",
         "the platform does not know the region",
-        "`volc configure` or VOLC_REGION names one, such as cn-beijing; --set region=NAME for this job",
+        "set VOLC_REGION or --set region=NAME, such as cn-beijing, or run `volc configure`",
     ),
     (
-        r"AccessDenied|not authorized|Unauthorized|no permission|permission denied|Forbidden|\b403\b",
+        (
+            r"AccessDenied|not authorized|Unauthorized|no permission|permission denied|"
+            r"Forbidden|\b403\b"
+        ),
         "the account has no permission for this",
-        "an administrator of the account grants it, with the policy MLPlatformFullAccess or a part of it",
+        "ask an administrator of the account for MLPlatformFullAccess or a part of that policy",
     ),
     (
         rf"queue\S*{_UNKNOWN}|InvalidQueue|QueueNotFound|unknown (?:resource ?)?queue",
         "the platform does not know the queue",
-        "--set queue=NAME, or the queue's id, q-...; the console lists them under resource queues",
+        "use --set queue=NAME or its id, q-...; the console lists them under resource queues",
     ),
     (
         rf"flavor\S*{_UNKNOWN}|FlavorNotFound|unknown flavor",
         "the queue has no such flavor",
-        "--set flavor=NAME; the console lists the flavors of each queue",
+        "use --set flavor=NAME; the console lists the flavors of each queue",
     ),
     (
         rf"image\S*{_UNKNOWN}|ImageNotFound|unknown image",
         "the platform does not find the image",
-        "--set image=URL; the console lists them under images",
+        "use --set image=URL; the console lists them under images",
     ),
     (
         r"quota|insufficient|exceed",
-        "the queue has not enough for it",
-        "the console shows what the queue has, and what is in use",
+        "the queue has not enough free capacity",
+        "see the capacity and usage of the queue in the console",
     ),
 )
-# After these words nobody knows whether the service has done what it was asked to do.
+# After these errors it is unknown whether the service has executed the request.
 _IN_DOUBT = re.compile(
-    r"time[d ]?-?out|deadline exceeded|request canceled|\bEOF\b|connection reset|broken pipe|unexpected end|"
+    r"time[d ]?-?out|deadline exceeded|request canceled|\bEOF\b|connection reset|broken pipe|"
+    r"unexpected end|"
     r"(?:status|code|HTTP)\D{0,12}50\d\b|InternalError|ServiceUnavailable|internal server error",
     re.IGNORECASE,
 )
@@ -105,40 +117,42 @@ _UNREACHED = re.compile(
     r"no such host|connection refused|network is unreachable|dial tcp", re.IGNORECASE
 )
 _ENDED_ALREADY = re.compile(
-    r"already|has (?:been )?(?:ended|finished|stopped)|not running|invalid ?(?:status|state)|terminal",
+    r"already|has (?:been )?(?:ended|finished|stopped)|not running|"
+    r"invalid ?(?:status|state)|terminal",
     re.IGNORECASE,
 )
 
 
 class Volc:
-    """One account's tasks, through the command.
+    """Manage one account's tasks through the command.
 
     Args:
-        account: those of `ACCOUNT` that choose it, and no others: not what this shell has of them.
-            Its keys stay where they are.
-        submit_patience: seconds that an upload and a submission may take.
+        account: values of the `ACCOUNT` variables. A variable of `ACCOUNT` that is not in here is
+            unset for the command, even if this shell has it. Keys are not part of it.
+        submit_timeout: timeout in seconds for an upload with its submission.
     """
 
     def __init__(
-        self, account: Mapping[str, str] | None = None, submit_patience: float = SUBMIT_PATIENCE
+        self, account: Mapping[str, str] | None = None, submit_timeout: float = SUBMIT_TIMEOUT
     ) -> None:
         self._account: dict[str, str | None] = {name: (account or {}).get(name) for name in ACCOUNT}
-        self._submit_patience = submit_patience
+        self._submit_timeout = submit_timeout
 
-    # -- what a platform does ------------------------------------------------------------------------------------------
+    # -- the operations of a platform --------------------------------------------------------------
 
     def submit(self, conf: Path) -> str:
-        """Submit the task that a file describes, and return its id; see
-        `clusterjob.backends.batch_command.platform.Platform`.
+        """Submit the task in a file and return the task's id.
+
+        See `clusterjob.backends.batch_command.platform.Platform`.
         """
         answer = self._run(
-            "submit", "--conf", str(conf), "--output", "json", patience=self._submit_patience
+            "submit", "--conf", str(conf), "--output", "json", timeout=self._submit_timeout
         )
         task_id = _submitted(answer)
         if answer.code == 0 and task_id is not None:
             return task_id
         refused, in_doubt = (
-            _words(answer, "the platform refuses the task"),
+            _error(answer, "the platform refuses the task"),
             answer.timed_out or _IN_DOUBT.search(answer.words) is not None,
         )
         if answer.code == 0:
@@ -148,11 +162,13 @@ class Volc:
         raise SubmitError(refused.message, refused.hint)
 
     def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:
-        """Return all tasks that bear one of the names, the oldest first; see
-        `clusterjob.backends.batch_command.platform.Platform`.
+        """Return all tasks with one of the names, the oldest first.
+
+        See `clusterjob.backends.batch_command.platform.Platform`.
         """
         wanted = set(names)
-        parts = {re.sub(r"_\d+$", "", name) for name in names}  # an array's elements bear its name
+        # All elements of an array share the job's id as a prefix: one search finds them.
+        parts = {re.sub(r"_\d+$", "", name) for name in names}
         searches: list[str | None] = sorted(parts) if len(parts) <= _FEW else [None]  # type: ignore[assignment]
         found = {
             task.id: task
@@ -163,68 +179,72 @@ class Volc:
         oldest_first = [*found.values()][::-1]
         return sorted(
             oldest_first, key=made_at
-        )  # those of one second stay as the platform has them
+        )  # a stable sort: tasks of the same second keep the platform's order
 
     def instances(self, task_id: str) -> list[Instance]:
-        """Return a task's workers, node 0 first; see
-        `clusterjob.backends.batch_command.platform.Platform`.
+        """Return a task's workers, node 0 first.
+
+        See `clusterjob.backends.batch_command.platform.Platform`.
         """
-        answer = self._ask("instance", "list", "--id", task_id, "--output", "json")
+        answer = self._query("instance", "list", "--id", task_id, "--output", "json")
         return sorted(
             (_instance(row, index) for index, row in enumerate(_rows(answer))),
             key=lambda instance: instance.node_rank,
         )
 
     def lines(self, task_id: str, instance: str, count: int) -> list[str]:
-        """Return the last `count` lines of a worker's log; see
-        `clusterjob.backends.batch_command.platform.Platform`.
+        """Return the last `count` lines of a worker's log.
+
+        See `clusterjob.backends.batch_command.platform.Platform`.
         """
-        out = self._ask(
+        out = self._query(
             "logs", "--task", task_id, "--instance", instance, "--lines", str(count)
         ).out
         return out.removesuffix("\n").split("\n") if out else []
 
     def cancel(self, task_id: str) -> None:
-        """Have a task stopped; see `clusterjob.backends.batch_command.platform.Platform`."""
+        """Cancel a task; see `clusterjob.backends.batch_command.platform.Platform`."""
         answer = self._run("cancel", "--id", task_id)
         if answer.code != 0 and not _ENDED_ALREADY.search(answer.words):
-            raise _words(answer, "the platform does not cancel the task")
+            raise _error(answer, "the platform does not cancel the task")
 
-    # -- what `doctor` asks ----------------------------------------------------------------------------------------------
+    # -- queries of `doctor` -----------------------------------------------------------------------
 
     def newest(self, count: int) -> list[tuple[Mapping[str, Any], Task | None]]:
-        """Return the account's newest tasks as the platform gives them, each with what is read of
-        it: None where that is not a task.
+        """Return the account's newest tasks: raw rows, each with its parsed task or None.
 
         Raises:
             ClusterJobError: the platform does not answer.
         """
-        answer = self._ask(
+        answer = self._query(
             "list", "--status", ",".join(STATES), "--limit", str(count), "--output", "json"
         )
         return [(row, _task(row)) for row in _rows(answer)[:count]]
 
-    def run(self, *words: str) -> Answer:
-        """Return what the command says to other words than a task's, such as its version.
+    def run(self, *words: str) -> CommandOutput:
+        """Run the command with other arguments than ``ml_task``, such as ``version``.
 
         Raises:
-            SubmitError: it is not installed.
+            SubmitError: the command is not installed.
         """
         check_installed()
         return run([COMMAND, *words], self._account)
 
-    # -- the command ---------------------------------------------------------------------------------------------------
+    # -- the command -------------------------------------------------------------------------------
 
     def _listed(self, name: str | None, since: float) -> Iterator[Task]:
-        """Yield tasks page by page, the newest first as the platform has them, until it has no more
-        or they are older than `since`.
+        """Yield tasks page by page in the platform's order, the newest first.
+
+        Stop at the last page, or at tasks older than `since`.
         """
         seen: set[str] = set()
         search = ("--name", name) if name is not None else ()
-        for _ in range(_MOST_PAGES):
+        for _ in range(_MAX_PAGES):
             page = ("--limit", str(_PAGE), "--offset", str(len(seen)))
             rows = _rows(
-                self._ask("list", "--status", ",".join(STATES), *search, *page, "--output", "json")
+                self._query(
+                    "list", "--status", ",".join(STATES), *search, *page, "--output", "json"
+                )
             )
             found = [task for row in rows if (task := _task(row)) is not None]
             new = [task for task in found if task.id not in seen]
@@ -241,31 +261,31 @@ class Volc:
             ):
                 return
 
-    def _ask(self, *words: str) -> Answer:
-        """Return the answer to a question.
+    def _query(self, *words: str) -> CommandOutput:
+        """Return the answer to a query.
 
         Raises:
-            ClusterJobError: there is none.
+            ClusterJobError: the command failed.
         """
         answer = self._run(*words)
         if answer.code != 0:
-            raise _words(answer, "the platform does not answer")
+            raise _error(answer, "the platform does not answer")
         return answer
 
-    def _run(self, *words: str, patience: float = PATIENCE) -> Answer:
+    def _run(self, *words: str, timeout: float = TIMEOUT) -> CommandOutput:
         if shutil.which(COMMAND) is None:
             raise _missing()
         try:
-            return run([COMMAND, "ml_task", *words], self._account, patience=patience)
+            return run([COMMAND, "ml_task", *words], self._account, timeout=timeout)
         except OSError as error:
             raise SubmitError(f"{COMMAND} cannot be run: {error.strerror}", _INSTALL) from error
 
 
 def check_installed() -> None:
-    """Refuse where the platform's command is not there.
+    """Raise an error if the platform's command is missing.
 
     Raises:
-        SubmitError: it is not installed, or not on PATH.
+        SubmitError: the command is not installed, or not on PATH.
     """
     if shutil.which(COMMAND) is None:
         raise _missing()
@@ -275,34 +295,32 @@ def _missing() -> SubmitError:
     place = Path("~/.volc/bin").expanduser()
     if os.access(place / COMMAND, os.X_OK):
         return SubmitError(
-            f"the platform's command {COMMAND} lies in {place}, which is not on PATH",
+            f"the platform's command {COMMAND} is in {place}, which is not on PATH",
             f'export PATH="{place}:$PATH"',
         )
     return SubmitError(f"the platform's command {COMMAND} is not installed", _INSTALL)
 
 
-def _words(answer: Answer, otherwise: str) -> ClusterJobError:
-    """Return what is to be said of a command that failed: what is wrong where its words are known,
-    and these words.
-    """
+def _error(answer: CommandOutput, otherwise: str) -> ClusterJobError:
+    """Return the error for a failed command: an explanation if one is known, and its own text."""
     if _UNREACHED.search(answer.words):
         return ClusterJobError(
             f"the platform is not reached: {answer.words}",
-            "the network, a proxy, or the region (VOLC_REGION)",
+            "check the network, the proxy and the region (VOLC_REGION)",
         )
     if answer.timed_out or _IN_DOUBT.search(answer.words):
         return ClusterJobError(
             f"the platform does not answer: {answer.words}",
-            "the network, a proxy, or a service that is busy",
+            "check the network and the proxy, or try again later: the service may be busy",
         )
-    for pattern, message, hint in _TROUBLES:
+    for pattern, message, hint in _KNOWN_ERRORS:
         if re.search(pattern, answer.words, re.IGNORECASE):
             return ClusterJobError(f"{message}: {answer.words}", hint)
     return ClusterJobError(f"{otherwise}: {answer.words}")
 
 
-def _submitted(answer: Answer) -> str | None:
-    """Return the task's id as a submission prints it, as JSON or in words."""
+def _submitted(answer: CommandOutput) -> str | None:
+    """Return the task's id from the output of a submission, JSON or plain text."""
     data = answer.data
     task_id = _get(data, "Id", "JobId", "TaskId", "id") if isinstance(data, dict) else None
     if isinstance(task_id, str) and task_id:
@@ -311,14 +329,14 @@ def _submitted(answer: Answer) -> str | None:
     return match[0] if match else None
 
 
-# -- answers ---------------------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
-def _rows(answer: Answer) -> list[Mapping[str, Any]]:
-    """Return the rows of an answer: a list, or an object that holds one.
+def _rows(answer: CommandOutput) -> list[Mapping[str, Any]]:
+    """Return the rows of an answer: a list, or an object that contains one.
 
     Raises:
-        ClusterJobError: it is neither.
+        ClusterJobError: the answer is neither.
     """
     data = answer.data
     if data is None and not answer.out.strip():
@@ -329,11 +347,11 @@ def _rows(answer: Answer) -> list[Mapping[str, Any]]:
             [data] if _get(data, "Id", "JobId") else None,
         )
     if data is None and re.search(r"^\s*null\s*$", answer.out, re.MULTILINE):
-        return []  # how Go writes an empty list
+        return []  # Go encodes an empty list so
     if not isinstance(data, list):
         raise ClusterJobError(
-            f"{COMMAND} printed what is no list: {answer.out.strip()[:120]!r}",
-            f"`{COMMAND} version` says which it is",
+            f"{COMMAND} did not print a list: {answer.out.strip()[:120]!r}",
+            f"check the build with `{COMMAND} version`",
         )
     return [row for row in data if isinstance(row, dict)]
 
@@ -365,7 +383,7 @@ def _instance(row: Mapping[str, Any], index: int) -> Instance:
     node_rank = int(match[2]) if match else index
     code = _get(row, "ExitCode")
     return Instance(
-        name=f"worker_{node_rank}",  # as `logs` takes it, whatever form an answer has
+        name=f"worker_{node_rank}",  # the form that `logs` needs; answers differ
         node_rank=node_rank,
         words=str(_get(row, "State", "Status") or ""),
         exit_code=int(code) if re.fullmatch(r"-?\d+", str(code)) else None,
@@ -374,7 +392,7 @@ def _instance(row: Mapping[str, Any], index: int) -> Instance:
 
 
 def _line(value: Any) -> str:
-    """Return what the platform says on one line: a text, or what a diagnosis is made of."""
+    """Return a text or a structured diagnosis of the platform as one line."""
     text = (
         value
         if isinstance(value, str)
@@ -386,8 +404,9 @@ def _line(value: Any) -> str:
 
 
 def _moment(value: Any) -> str | None:
-    """Return a time of an answer as RFC 3339, UTC; None where it is none. One without a time zone
-    is taken for this machine's.
+    """Return a time of an answer as RFC 3339, UTC; None if it is not a valid time.
+
+    A time without a time zone is read in this machine's time zone.
     """
     if isinstance(value, (int, float)) or (
         isinstance(value, str) and value.isascii() and value.isdigit()
@@ -401,14 +420,15 @@ def _moment(value: Any) -> str | None:
             found = datetime.fromisoformat(str(value).strip().replace("Z", "+00:00"))
         except ValueError:
             return None
-    if found.year < 2000:  # how Go writes no time at all
+    if found.year < 2000:  # Go encodes a missing time so
         return None
     return found.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def made_at(task: Task) -> float:
-    """Return when a task was submitted, seconds by the platform's clock: its id says so; 0 where it
-    does not.
+    """Return a task's submission time in seconds since the epoch, by the platform's clock.
+
+    The time comes from the task's id, else from its creation time; 0 if both are missing.
     """
     match = re.match(r"t-(\d{14})", task.id)
     try:

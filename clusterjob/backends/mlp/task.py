@@ -1,5 +1,6 @@
-"""From a job to the fields of a task: profile keys and ``--set`` in one table, any field of the
-platform's by its own name.
+"""Build the fields of a task from a job's profile keys and ``--set`` options.
+
+An option whose name begins with a capital letter sets the platform's field of that name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node import contract
 
-CODE_PATH = "/root/code"  # where a task has its code, unless it is told otherwise
+CODE_PATH = "/root/code"  # the default directory of the code in a task
 KEYS = (
     "queue", "image", "flavor", "flavors", "storages", "priority", "preemptible", "retries",
     "retry_interval", "access", "code_path", "workdir", "secrets", "kill_grace", "submit_rate",
@@ -30,34 +31,34 @@ _OWN_FIELDS = (
     "RemoteMountCodePath",
     "Description",
 )
-_SECRET_FIELDS = ("ImageCredential.RegistryToken",)  # which are passwords wherever they stand
+_SECRET_FIELDS = ("ImageCredential.RegistryToken",)  # fields that hold passwords
 _ACCESS = ("Public", "Queue", "Private")
-_RETRIES = 5  # of a task that the platform took its machines from
+_RETRIES = 5  # default retries of a task whose machines were reclaimed
 _RETRY_INTERVAL = 60  # seconds
-# Seconds between --time, at which the agents end the job and say so, and the platform's own limit.
+# Seconds added to --time for the platform's limit: the agents end the job at --time and report it.
 _SLACK = 60
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _FIELD = re.compile(r"[A-Z][A-Za-z0-9]*(?:\.[A-Za-z][A-Za-z0-9]*)*", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a profile and ``--set`` say.
+class MlpOptions:
+    """The options of a profile and ``--set``.
 
     Attributes:
-        values: our own keys, as texts.
-        fields: the platform's own fields, by dotted path, as data.
+        values: clusterjob's keys, as text.
+        fields: the platform's fields by dotted path, as parsed data.
     """
 
     values: Mapping[str, str]
     fields: Mapping[str, Any]
 
     @classmethod
-    def of(cls, options: Mapping[str, str]) -> Options:
-        """Return what a job's options say.
+    def of(cls, options: Mapping[str, str]) -> MlpOptions:
+        """Parse a job's options.
 
         Raises:
-            SpecError: one is not known, or its value cannot be read.
+            SpecError: an option is unknown, or its value cannot be parsed.
         """
         fields = {}
         for key, value in options.items():
@@ -66,44 +67,45 @@ class Options:
             elif key not in KEYS:
                 near = difflib.get_close_matches(key, KEYS, 1)
                 raise SpecError(
-                    f"the mlp cluster knows no option {key!r} (--set)",
+                    f"unknown option {key!r} for the mlp cluster (--set)",
                     f"did you mean {near[0]}?"
                     if near
-                    else f"it knows {', '.join(KEYS)}; a field of the task has its own name, such as Priority",
+                    else f"the options are {', '.join(KEYS)}, and the fields of a task, such as "
+                    "Priority",
                 )
         return cls({key: value for key, value in options.items() if key in KEYS}, fields)
 
     def number(self, key: str, default: float, least: float = 0.0) -> float:
-        """Return a number.
+        """Return an option as a number.
 
         Raises:
-            SpecError: it is none, or too small.
+            SpecError: the value is not a number, or is below `least`.
         """
         try:
             value = float(self.values.get(key, default))
         except ValueError:
             value = -1.0
         if not least <= value < 1e9:
-            raise SpecError(f"{key}: {self.values[key]!r} is no number of at least {least:g}")
+            raise SpecError(f"{key}: {self.values[key]!r} is not a number of at least {least:g}")
         return value
 
     def whole(self, key: str, default: int, least: int = 0) -> int:
-        """Return a whole number.
+        """Return an option as an integer.
 
         Raises:
-            SpecError: it is none, or too small.
+            SpecError: the value is not an integer, or is below `least`.
         """
         value = self.number(key, default, least)
         if value != int(value):
-            raise SpecError(f"{key}: {self.values[key]!r} is no whole number")
+            raise SpecError(f"{key}: {self.values[key]!r} is not an integer")
         return int(value)
 
     @property
     def preemptible(self) -> bool:
-        """Whether the platform may take the machines away.
+        """Whether the platform may reclaim the machines.
 
         Raises:
-            SpecError: it is neither true nor false.
+            SpecError: the value is neither true nor false.
         """
         text = self.values.get("preemptible", "false").lower()
         if text not in ("true", "false"):
@@ -112,28 +114,29 @@ class Options:
 
     @property
     def flavors(self) -> dict[str, int]:
-        """The GPUs of each flavor.
+        """The number of GPUs of each flavor.
 
         Raises:
-            SpecError: they are no table of names and numbers.
+            SpecError: the value is not a table of names and numbers.
         """
         table = _read("flavors", self.values.get("flavors", "{}"))
         if not isinstance(table, dict) or not all(
             isinstance(count, int) and count >= 0 for count in table.values()
         ):
             raise SpecError(
-                f"flavors: {self.values['flavors']!r} is no table of flavors and their GPUs",
-                'flavors = {"ml.hpcpni2l" = 8}',
+                f"flavors: {self.values['flavors']!r} is not a table of flavors and their GPUs",
+                'write it as flavors = {"ml.hpcpni2l" = 8}',
             )
         return {str(name): int(count) for name, count in table.items()}
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Where each secret is taken from: the variable of the submitter's, by the task's variable
-        or by the dotted path of a field.
+        """The submitter's variable of each secret, by the secret's target.
+
+        A target is a variable of the task or the dotted path of a field.
 
         Raises:
-            SpecError: they are no list of variables.
+            SpecError: the value is not a list of variables.
         """
         text = self.values.get("secrets", "")
         items = (
@@ -149,20 +152,21 @@ class Options:
                 _VARIABLE.fullmatch(target) or _FIELD.fullmatch(target)
             ):
                 raise SpecError(
-                    f"secrets: {target!r} is no variable",
-                    "name variables of this machine's, or FIELD=VARIABLE, such as ImageCredential.RegistryToken=REGISTRY_TOKEN",
+                    f"secrets: {target!r} is not a variable",
+                    "list variables of this machine, or FIELD=VARIABLE, such as "
+                    "ImageCredential.RegistryToken=REGISTRY_TOKEN",
                 )
             if target.startswith("CLUSTERJOB_") or target in contract.LAUNCH_VARIABLES:
-                raise SpecError(f"secrets: {target} is set by the launcher", "leave it out")
+                raise SpecError(f"secrets: {target} is set by the launcher", "remove it")
             found[target] = source
         return found
 
 
 def _read(key: str, text: str) -> Any:
-    """Return an option's value, written as YAML.
+    """Parse an option's value as YAML.
 
     Raises:
-        SpecError: it is none.
+        SpecError: the value is not valid YAML.
     """
     from yaml import YAMLError, safe_load
 
@@ -177,13 +181,13 @@ def _read(key: str, text: str) -> Any:
 def _field(key: str, text: str) -> Any:
     if not _FIELD.fullmatch(key):
         raise SpecError(
-            f"--set {key!r} is no field of a task",
+            f"--set {key!r} is not a field of a task",
             "write it as Priority or RetryOptions.IntervalSeconds",
         )
     if key.partition(".")[0] in _OWN_FIELDS:
         raise SpecError(
-            f"{key} is the launcher's own: by it clusterjob finds the task or starts its program",
-            "leave it out",
+            f"{key} is set by clusterjob, to find the task or to start its program",
+            "remove it",
         )
     value = _read(key, text)
     secret = next(
@@ -192,8 +196,8 @@ def _field(key: str, text: str) -> Any:
     )
     if secret is not None:
         raise SpecError(
-            f"{secret} is a secret, and this would be kept in the job's record",
-            f'secrets = ["{secret}=VARIABLE"] takes it from a variable',
+            f"{secret} is a secret, and this value would be kept in the job's record",
+            f'read it from a variable: secrets = ["{secret}=VARIABLE"]',
         )
     if key == "Envs":
         _check_envs(value)
@@ -204,36 +208,38 @@ def _check_envs(value: Any) -> None:
     if not isinstance(value, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("Name"), str) for entry in value
     ):
-        raise SpecError("Envs is no list of {Name, Value}", "--env NAME=VALUE sets a variable")
+        raise SpecError(
+            "Envs is not a list of {Name, Value}", "set variables with --env NAME=VALUE"
+        )
     private = next((entry["Name"] for entry in value if entry.get("IsPrivate")), None)
     if private is not None:
         raise SpecError(
             f"the private variable {private} would be kept in the job's record",
-            f'secrets = ["{private}"] takes it from this machine\'s',
+            f'read it from a variable of this machine: secrets = ["{private}"]',
         )
 
 
 def fields(
     spec: JobSpec, job_id: str, upload: str, entry: str, index: int | None = None
 ) -> dict[str, Any]:
-    """Return a task's fields; its secrets have no value.
+    """Return a task's fields; secrets get no value here.
 
     Args:
         spec: the job.
         job_id: the job's id.
-        upload: the directory that is sent.
-        entry: where the entry script lies in it.
-        index: of an array: which element this is.
+        upload: the directory to upload.
+        entry: the entry script's path in that directory.
+        index: the index of an array element; None for a job without an array.
 
     Raises:
-        SpecError: an option makes no sense.
+        SpecError: an option is not valid.
     """
-    options = Options.of(spec.options)
+    options = MlpOptions.of(spec.options)
     values = options.values
     code_path = values.get("code_path", CODE_PATH)
     if not code_path.startswith("/"):
         raise SpecError(
-            f"code_path: {code_path!r} is no absolute path", f"by default it is {CODE_PATH}"
+            f"code_path: {code_path!r} is not an absolute path", f"the default is {CODE_PATH}"
         )
     flavor = flavor_of(spec)
     role = {"RoleName": "worker", "RoleReplicas": spec.resources.nodes} | (
@@ -245,7 +251,7 @@ def fields(
         "Tags": ["clusterjob"],
         "Framework": "PyTorchDDP",
         "Entrypoint": "bash " + sh(f"{code_path.rstrip('/')}/{entry}"),
-        "UserCodePath": f"{upload}/",  # with the slash its content, without it the directory itself
+        "UserCodePath": f"{upload}/",  # the slash uploads the content only
         "RemoteMountCodePath": code_path,
         **_image(values),
         **_queue(values),
@@ -266,8 +272,9 @@ def fields(
         task["RetryOptions"] = retry
     if task["Framework"] not in ("PyTorchDDP", "Custom"):
         raise SpecError(
-            f"Framework is {task['Framework']!r}: its tasks do not run the entry command on every worker",
-            "leave it out",
+            f"Framework {task['Framework']!r}: "
+            "its tasks do not run the entry command on every worker",
+            "remove the option; the default is PyTorchDDP",
         )
     return task
 
@@ -285,7 +292,7 @@ def _queue(values: Mapping[str, str]) -> dict[str, Any]:
     )
 
 
-def _limits(spec: JobSpec, options: Options) -> dict[str, Any]:
+def _limits(spec: JobSpec, options: MlpOptions) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if spec.resources.time_limit is not None:
         found["ActiveDeadlineSeconds"] = spec.resources.time_limit + _SLACK
@@ -298,23 +305,23 @@ def _limits(spec: JobSpec, options: Options) -> dict[str, Any]:
             (known for known in _ACCESS if known.lower() == options.values["access"].lower()), None
         )
         if access is None:
-            raise SpecError(f"access: {options.values['access']!r} is none of {', '.join(_ACCESS)}")
+            raise SpecError(
+                f"access: {options.values['access']!r} is not one of {', '.join(_ACCESS)}"
+            )
         found["AccessType"] = access
     if "storages" in options.values:
         storages = _read("storages", options.values["storages"])
         if not isinstance(storages, list) or not all(isinstance(item, dict) for item in storages):
             raise SpecError(
-                "storages is no list of tables",
-                'storages = [{Type = "Vepfs", MountPath = "/data"}]',
+                "storages is not a list of tables",
+                'write it as storages = [{Type = "Vepfs", MountPath = "/data"}]',
             )
         found["Storages"] = storages
     return found
 
 
-def _environment(spec: JobSpec, options: Options, index: int | None) -> list[dict[str, Any]]:
-    """Return the variables that are not in the entry script: secrets, without their values, and
-    which element this is.
-    """
+def _environment(spec: JobSpec, options: MlpOptions, index: int | None) -> list[dict[str, Any]]:
+    """Return the secrets' variables, without values, and the variable of the array index."""
     names = [
         contract.TOKEN,
         *(name for name in options.secrets if _VARIABLE.fullmatch(name) and "." not in name),
@@ -322,18 +329,19 @@ def _environment(spec: JobSpec, options: Options, index: int | None) -> list[dic
     names += [secret.name for secret in spec.secret if secret.name not in names]
     both = next((name for name in names if name in spec.env), None)
     if both is not None:
-        raise SpecError(f"{both} is a secret and has a value in --env too", "leave it out of one")
+        raise SpecError(f"{both} is a secret and has a value in --env too", "remove one of the two")
     found: list[dict[str, Any]] = [{"Name": name, "IsPrivate": True} for name in names]
     return found if index is None else [*found, {"Name": contract.ARRAY_INDEX, "Value": str(index)}]
 
 
 def flavor_of(spec: JobSpec) -> str:
-    """Return the flavor of a job's machines; empty where nothing says one.
+    """Return the flavor of a job's machines; empty if neither option nor table selects one.
 
     Raises:
-        SpecError: it has fewer GPUs than the job asks for; or no flavor, or several, have so many.
+        SpecError: the flavor has fewer GPUs than the job asks for, or without the option ``flavor``
+            not exactly one flavor of the table has the number of GPUs.
     """
-    options = Options.of(spec.options)
+    options = MlpOptions.of(spec.options)
     flavors, wanted, flavor = (
         options.flavors,
         spec.resources.gpus_per_node,
@@ -343,8 +351,9 @@ def flavor_of(spec: JobSpec) -> str:
     if flavor:
         if wanted is not None and flavors.get(flavor, wanted) < wanted:
             raise SpecError(
-                f"the flavor {flavor} has {flavors[flavor]} GPUs, and --gpus-per-node asks for {wanted}",
-                f"there is {listed}",
+                f"the flavor {flavor} has {flavors[flavor]} GPUs, "
+                f"and --gpus-per-node asks for {wanted}",
+                f"the flavors are {listed}",
             )
         return flavor
     if wanted is None or not flavors:
@@ -356,29 +365,29 @@ def flavor_of(spec: JobSpec) -> str:
             if fitting
             else f"no flavor has {wanted} GPUs"
         )
-        raise SpecError(found, f"--set flavor=NAME names one; there is {listed}")
+        raise SpecError(found, f"select one with --set flavor=NAME; the flavors are {listed}")
     return fitting[0]
 
 
 def gpus_of(spec: JobSpec) -> int | None:
-    """Return the GPUs of each of a job's machines, as far as the table of flavors tells."""
-    return Options.of(spec.options).flavors.get(flavor_of(spec))
+    """Return the GPUs per machine from the table of flavors; None if it lacks the flavor."""
+    return MlpOptions.of(spec.options).flavors.get(flavor_of(spec))
 
 
 def retry_options(
     options: Mapping[str, str], max_restarts: int, *, requeue: bool
 ) -> dict[str, Any]:
-    """Return a task's RetryOptions; empty where it is not to be started again.
+    """Return a task's RetryOptions; empty if the platform should not retry the task.
 
     Args:
-        options: the job's.
-        max_restarts: how often it is started again after a failure.
-        requeue: whether it is when its machines are taken away.
+        options: the job's options.
+        max_restarts: number of retries after a failure.
+        requeue: whether to retry after the machines are reclaimed.
 
     Raises:
-        SpecError: an option makes no sense.
+        SpecError: an option is not valid.
     """
-    read = Options.of(options)
+    read = MlpOptions.of(options)
     policies = ["Failed"] * (max_restarts > 0) + ["InstanceReclaimed"] * (
         requeue or read.preemptible
     )
@@ -402,24 +411,24 @@ def retry_options(
 
 
 def missing(task: Mapping[str, Any]) -> list[str]:
-    """Return the keys without which the platform takes no task."""
+    """Return the required keys that a task lacks."""
     role = (task.get("TaskRoleSpecs") or [{}])[0]
-    there = {
+    present = {
         "image": task.get("ImageUrl"), "flavor": isinstance(role, dict) and role.get("Flavor"),
         "queue": task.get("ResourceQueueID") or task.get("ResourceQueueName"),
     }  # fmt: skip
-    return [key for key, value in there.items() if not value]
+    return [key for key, value in present.items() if not value]
 
 
-def how_to_name(missing: Sequence[str], options: Mapping[str, str]) -> str:
-    """Return what a user can do about `missing` keys."""
+def hint_for_missing(missing: Sequence[str], options: Mapping[str, str]) -> str:
+    """Return a hint how to set the `missing` keys."""
     settings = ", ".join(f'{key} = "..."' for key in missing)
-    by_hand = f"--set {missing[0]}=..., or in a profile: set = {{{settings}}}"
-    has_table = "flavor" in missing and Options.of(options).flavors
+    with_set = f"--set {missing[0]}=..., or in a profile: set = {{{settings}}}"
+    has_table = "flavor" in missing and MlpOptions.of(options).flavors
     return (
-        f"--gpus-per-node finds a flavor in the profile's table flavors; {by_hand}"
+        f"--gpus-per-node selects a flavor from the profile's table flavors; {with_set}"
         if has_table
-        else by_hand
+        else with_set
     )
 
 
@@ -430,33 +439,33 @@ def with_secrets(
     environ: Mapping[str, str],
     more: Mapping[str, bytes] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return a planned task with its secrets.
+    """Return a planned task with the values of its secrets.
 
     Args:
         planned: the task as YAML.
-        options: the job's.
-        token: the job's own secret.
-        environ: where those of the option ``secrets`` are taken from.
-        more: those of ``--secret``, by name.
+        options: the job's options.
+        token: the job's own token.
+        environ: the variables for the option ``secrets``.
+        more: the values of ``--secret``, by name.
 
     Raises:
-        SubmitError: a secret is not there, or is no text.
+        SubmitError: a secret's variable is not set, or its value is not UTF-8 text.
     """
     from yaml import safe_load
 
     task: dict[str, Any] = safe_load(planned)
     values = {contract.TOKEN: token}
-    for target, source in Options.of(options).secrets.items():
+    for target, source in MlpOptions.of(options).secrets.items():
         if not environ.get(source):
             raise SubmitError(
-                f"the secret {target} is not there: {source} is not set", f"export {source}=..."
+                f"the secret {target} is missing: {source} is not set", f"export {source}=..."
             )
         try:
             environ[source].encode()
-        except UnicodeEncodeError:  # said here: whoever writes the YAML would show the value
+        except UnicodeEncodeError:  # an error of the YAML writer would show the value
             raise SubmitError(
-                f"the secret {target} holds bytes that are no UTF-8, which YAML cannot carry",
-                f"look at {source}",
+                f"the secret {target} is not valid UTF-8, which YAML requires",
+                f"check the value of {source}",
             ) from None
         values[target] = environ[source]
     for name, secret in more.items():
@@ -464,7 +473,7 @@ def with_secrets(
             values[name] = secret.decode()
         except UnicodeDecodeError:
             raise SubmitError(
-                f"--secret {name}: its value holds bytes that are no UTF-8, which YAML cannot carry"
+                f"--secret {name}: its value is not valid UTF-8, which YAML requires"
             ) from None
     for entry in task["Envs"]:
         if entry.get("IsPrivate"):
@@ -476,14 +485,15 @@ def with_secrets(
 
 
 def _set(task: dict[str, Any], path: str, value: Any) -> None:
-    """Set a field by its dotted path; a table adds to what is there."""
-    *way, last = path.split(".")
+    """Set a field by its dotted path; merge a table into an existing table."""
+    *parents, last = path.split(".")
     place = task
-    for name in way:
+    for name in parents:
         place = place.setdefault(name, {})
         if not isinstance(place, dict):
             raise SpecError(
-                f"--set {path}: {name} is no table", f"--set {way[0]}=VALUE sets all of it"
+                f"--set {path}: {name} is not a table",
+                f"set the whole field with --set {parents[0]}=VALUE",
             )
     if isinstance(value, dict) and isinstance(place.get(last), dict):
         for name, item in value.items():
@@ -500,5 +510,5 @@ def _at(task: Mapping[str, Any], path: str) -> Any:
 
 
 def names_of_secrets(options: Mapping[str, str]) -> Sequence[str]:
-    """Return the variables of this machine's that a job takes its secrets from."""
-    return tuple(Options.of(options).secrets.values())
+    """Return this machine's variables that hold a job's secrets."""
+    return tuple(MlpOptions.of(options).secrets.values())

@@ -1,6 +1,4 @@
-"""Slurm as a cluster: one homogeneous job, one agent a node through srun, and the queue asked for
-all jobs at once.
-"""
+"""The Slurm backend: one homogeneous job, one agent per node, one squeue for all jobs."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.backends import shared
 from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.backends.slurm import planning, status, submit
-from clusterjob.backends.slurm.client import Answer, Client
+from clusterjob.backends.slurm.client import Client, SlurmOutput
 from clusterjob.backends.slurm.mirror import directory_name
-from clusterjob.backends.slurm.queue import Accounting, Queue, Snapshot, explained
+from clusterjob.backends.slurm.queue import Accounting, Queue, QueueSnapshot, explained
 from clusterjob.backends.slurm.status import NAME, Cluster
 from clusterjob.core import arrays
 from clusterjob.core.plans import Plan
@@ -35,46 +33,43 @@ _SCANCEL_WORDS = 1000  # ids on one command line
 
 
 class SlurmBackend:
-    """Runs jobs under the Slurm whose client commands this machine has, or a login host that it
-    reaches over SSH.
-    """
+    """Run jobs under Slurm, with the client commands of this machine or of an SSH login host."""
 
     def __init__(self) -> None:
         self._clients: dict[Cluster, tuple[Client, Queue, Accounting]] = {}
         self._logins: LoginHosts | None = None
 
-    # -- planning ------------------------------------------------------------------------------------------------------
+    # -- planning ----------------------------------------------------------------------------------
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do. Only an array asks the cluster, for its
-        MaxArraySize.
+        """Return the plan of a job; only an array asks the cluster, for its MaxArraySize.
 
         Raises:
-            SpecError: an option makes no sense, or is not sbatch's.
+            SpecError: an option is invalid, or sbatch has no such option.
             TemplateError: the user's template cannot be rendered.
         """
         return planning.plan(spec)
 
-    def examine(self, spec: JobSpec) -> Iterator[Check]:
-        """Yield what is found of the cluster's fitness for a job.
+    def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield the doctor checks of the cluster for a job.
 
         Raises:
-            SpecError: the login host is none.
+            SpecError: the login host is invalid.
         """
         from clusterjob.backends.slurm.checks import SlurmCluster
 
         login = planning.login_of(spec)
-        return engine.examine(
-            SlurmCluster(spec, None if login is None else self._host(login)).looks()
+        return engine.run_checks(
+            SlurmCluster(spec, None if login is None else self._host(login)).check_steps()
         )
 
-    # -- submitting ----------------------------------------------------------------------------------------------------
+    # -- submitting --------------------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> Handle:
-        """Hand the planned script to Slurm, each piece of an array once.
+        """Submit the planned script to Slurm, once for each piece of an array.
 
         Raises:
-            SubmitError: Slurm refuses it; what it had taken of it is cancelled.
+            SubmitError: Slurm refuses a piece; the pieces submitted before are cancelled.
             SubmitInDoubtError: Slurm did not answer, and the job may run.
         """
         login = planning.login_of(plan.spec)
@@ -95,7 +90,7 @@ class SlurmBackend:
         )
 
     def _submit_there(self, plan: Plan, login: Login) -> Handle:
-        """Bring the job to a login host, and hand it to Slurm there."""
+        """Copy the job to a login host, and submit it to Slurm there."""
         host = self._host(login)
         client = Client(shell=host.within(plan.job_id))
         data: dict[str, Any] = {"conf": None, "login": login.to_json()}
@@ -117,24 +112,22 @@ class SlurmBackend:
         )
 
     def detach(self, handle: Handle) -> None:
-        """Nothing to let go: a job of Slurm's needs nobody."""
+        """Do nothing: a Slurm job does not depend on this process."""
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        """Return how jobs stand: from their directories, then from one squeue for all, then from
-        accounting.
-        """
+        """Return the status of jobs from their directories, then one squeue, then accounting."""
         found, open_ = status.by_directory(records)
         distant = [record for record in open_ if record.spec.get("login")]
         if distant:
-            troubles = self._login_hosts().look(distant)
-            told, still = status.by_directory(distant)
-            found |= told
+            errors = self._login_hosts().poll(distant)
+            ended, still = status.by_directory(distant)
+            found |= ended
             found |= {
-                record.job_id: status.unreached(record, troubles[record.job_id])
+                record.job_id: status.unreached(record, errors[record.job_id])
                 for record in still
-                if record.job_id in troubles
+                if record.job_id in errors
             }
         clusters: dict[Cluster, list[Record]] = {}
         for record in open_:
@@ -161,7 +154,7 @@ class SlurmBackend:
         return self._login_hosts().host(login)
 
     def close(self) -> None:
-        """Hang up on login hosts; jobs live on."""
+        """Close the sessions with login hosts; the jobs continue."""
         for _, queue, _ in self._clients.values():
             queue.close()
         self._clients.clear()
@@ -171,9 +164,13 @@ class SlurmBackend:
 
     def _ask(self, place: Cluster, records: Sequence[Record]) -> dict[str, Status]:
         client, queue, accounting = self._at(place)
-        snapshot = queue.look(urgent=any(status.has_news(record) for record in records))
-        if not snapshot.trouble:
-            self._tell(client, [record for record in records if status.is_untold(record)], snapshot)
+        snapshot = queue.poll(urgent=any(status.has_news(record) for record in records))
+        if not snapshot.error:
+            self._resend(
+                client,
+                [record for record in records if status.has_pending_cancel(record)],
+                snapshot,
+            )
         found: dict[str, Status] = {}
         forgotten: dict[str, tuple[Record, Handle]] = {}
         wholes: dict[str, Record] = {}
@@ -186,7 +183,7 @@ class SlurmBackend:
             if row is not None and status.is_of(row, record, handle=handle):
                 if status.needs_explanation(record, row):
                     row = explained(client, row)
-                found[record.job_id] = status.with_trouble(
+                found[record.job_id] = status.with_error(
                     status.from_row(record, handle, row=row), snapshot
                 )
             elif snapshot.taken_at < handle.data["at"] + status.SETTLING:
@@ -194,7 +191,7 @@ class SlurmBackend:
             else:
                 forgotten[handle.id] = (record, handle)
         if forgotten:
-            # By the cluster's clock, which may be another than this machine's.
+            # In the time of the cluster's clock, which may differ from this machine's.
             submitted = {
                 key: (
                     handle.data["at"] + handle.data.get("ahead", 0.0),
@@ -213,10 +210,8 @@ class SlurmBackend:
                 )
         return found
 
-    def _tell(self, client: Client, records: Sequence[Record], snapshot: Snapshot) -> None:
-        """Have Slurm cancel what it could not be told of before; whatever it answers, it has been
-        told.
-        """
+    def _resend(self, client: Client, records: Sequence[Record], snapshot: QueueSnapshot) -> None:
+        """Repeat the cancels that Slurm did not answer; keep them if it is silent again."""
         keys = [
             record.handle.id
             for record in records
@@ -226,21 +221,22 @@ class SlurmBackend:
         if keys and (answer := _scancel(client, keys)) is not None and answer.silent:
             return
         for record in records:
-            status.note_told(record)
+            status.clear_pending_cancel(record)
 
     def _may_run(self, record: Record) -> bool:
-        """Return whether a job whose end is guessed may run: Slurm shows it, or does not answer."""
-        snapshot = self._at(status.cluster_of(record))[1].look(urgent=True)
+        """Return whether a job with an end on record may run: Slurm shows it or is silent."""
+        snapshot = self._at(status.cluster_of(record))[1].poll(urgent=True)
         handle = record.handle or status.adopt(record, snapshot, wholes={})
-        return bool(snapshot.trouble) or (
+        return bool(snapshot.error) or (
             handle is not None and status.is_active(snapshot, record, handle=handle)
         )
 
-    # -- cancelling ----------------------------------------------------------------------------------------------------
+    # -- cancelling --------------------------------------------------------------------------------
 
     def collect(self, record: Record) -> None:
-        """Bring the logs from the login host; where there is none, the job writes into
-        `record.job_dir` itself.
+        """Copy the logs from the login host, if there is one.
+
+        Without a login host the job writes into `record.job_dir` itself.
         """
         login = status.cluster_of(record).login
         if login is not None:
@@ -253,15 +249,15 @@ class SlurmBackend:
         record: Record,
         paths: Sequence[str],
         target: Path,
-        nodes: Sequence[int] | None,  # noqa: ARG002 - all of them share what the login host sees
+        nodes: Sequence[int] | None,  # noqa: ARG002 - all nodes share the login host's file system
         may_replace: Callable[[list[str]], bool],
         limits: FetchLimits,
     ) -> list[Fetched]:
-        """Bring results from the login host; see `clusterjob.core.jobs.fetch`.
+        """Copy results from the login host; see `clusterjob.core.jobs.fetch`.
 
         Raises:
-            ClusterJobError: the job has none; it is not reached, has nothing at a path, or it
-                cannot be written here.
+            ClusterJobError: the job has no login host, the host is not reachable, a path does not
+                exist there, or a file cannot be written here.
         """
         login = status.cluster_of(record).login
         if login is None:
@@ -272,49 +268,50 @@ class SlurmBackend:
         return [self._host(login).fetch(request)]
 
     def interrupt(self, record: Record) -> bool:
-        """Have the agents, which see the request in the job's directory, interrupt the workers and
-        stop them after the job's grace.
+        """Ask the agents to interrupt the workers, and to stop them after the job's grace.
 
-        Returns at once; False where no worker of an agent runs, so that the job can only be
-        cancelled.
+        The agents see the request in the job's directory.
+
+        Returns:
+            True at once; False if no worker of an agent runs, so the job can only be cancelled.
 
         Raises:
-            ClusterJobError: its login host is not reached.
+            ClusterJobError: the login host is not reachable.
         """
         runs = (
             shared.progress(record.job_dir)[0] is not None
             and ends.read_result(record.job_dir) is None
-        )  # or it is queued again
+        )  # a result without a running job: the job is queued again
         if record.spec.get("launcher") == "srun" or not runs:
             return False
         ends.cancel(record.job_dir, interrupt=True)
         if (login := status.cluster_of(record).login) is not None:
-            self._host(login).wish_to_cancel([directory_name(record)], interrupt=True)
+            self._host(login).request_cancel([directory_name(record)], interrupt=True)
         return True
 
     def cancel(self, records: Sequence[Record]) -> None:
-        """Have agents and Slurm stop jobs, with one command to Slurm for all of a cluster.
+        """Cancel jobs through their agents and Slurm, with one scancel per cluster.
 
-        The agents see the request in the job's directory. Where Slurm does not answer, it is told
-        at the next look at the job.
+        The agents see the request in the job's directory. If Slurm does not answer, the next status
+        call repeats the cancel.
 
         Raises:
-            ClusterJobError: Slurm refuses, or does not answer and a job has no agents; or its login
-                host is not reached.
+            ClusterJobError: Slurm refuses; Slurm does not answer and a job has no agents; or the
+                login host is not reachable.
         """
         wanted: dict[Cluster, dict[str, Record]] = {}
         wholes: dict[str, Record] = {}
         distant: dict[Login, list[Record]] = {}
         records = [record for record in records if record.end is None or self._may_run(record)]
         for record in records:
-            shared.wish_to_cancel(record)
+            shared.request_cancel(record)
             if (login := status.cluster_of(record).login) is not None:
                 distant.setdefault(login, []).append(record)
         for login, group in distant.items():
-            self._host(login).wish_to_cancel([directory_name(record) for record in group])
+            self._host(login).request_cancel([directory_name(record) for record in group])
         for record in records:
             place = status.cluster_of(record)
-            snapshot = self._at(place)[1].look(urgent=True)
+            snapshot = self._at(place)[1].poll(urgent=True)
             handle = record.handle or status.adopt(record, snapshot, wholes=wholes)
             if handle is not None and not status.is_of_another(snapshot, record, handle=handle):
                 wanted.setdefault(place, {})[handle.id] = record
@@ -325,17 +322,18 @@ class SlurmBackend:
             if not answer.silent:
                 raise SubmitError(f"Slurm does not cancel the job: {answer.words}")
             for record in keys.values():
-                status.note_untold(record)
+                status.note_pending_cancel(record)
             without = [record.job_id for record in keys.values() if not status.has_agents(record)]
-            words = f"Slurm does not answer: {answer.words}"
+            message = f"Slurm does not answer: {answer.words}"
             if without:
                 raise SubmitError(
-                    f"{words}; job {without[0]} has no agents that could stop it",
-                    "the next `clusterjob status` tells Slurm",
+                    f"{message}; job {without[0]} has no agents that could stop it",
+                    "the next `clusterjob status` repeats the cancel",
                 )
             logging.getLogger("clusterjob").warning(
-                "clusterjob: %s; the job's agents stop it, and the next `clusterjob status` tells Slurm",
-                words,
+                "clusterjob: %s; the job's agents stop it,"
+                " and the next `clusterjob status` repeats the cancel",
+                message,
             )
 
 
@@ -346,10 +344,10 @@ def _preflight(client: Client, plan: Plan) -> None:
 def _submit_pieces(
     plan: Plan, client: Client, host: LoginHost | None = None
 ) -> tuple[list[str], str | None]:
-    """Hand each piece to Slurm; return the ids, and in a federation the cluster that took them.
+    """Submit each piece; return the ids and, in a federation, the cluster that accepted them.
 
     Raises:
-        SubmitError: Slurm refuses one; what it had taken is cancelled.
+        SubmitError: Slurm refuses a piece; the pieces submitted before are cancelled.
     """
     ids: list[str] = []
     cluster: str | None = None
@@ -360,10 +358,10 @@ def _submit_pieces(
             if ids:
                 Client(cluster=cluster, shell=host).run(["scancel", *ids])
             raise
-        except KeyboardInterrupt:  # sbatch heard it too, and may have been quicker
-            ends.cancel(plan.job_dir)  # which the script looks for, should the job be on its way
+        except KeyboardInterrupt:  # sbatch gets the SIGINT too, but may have submitted the job
+            ends.cancel(plan.job_dir)  # the script exits if it finds this request
             if host is not None:
-                host.wish_to_cancel([plan.job_id])
+                host.request_cancel([plan.job_id])
             taken = sorted({*ids, *(submit.find(client, plan.job_id) or ())})
             if taken:
                 Client(cluster=cluster, shell=host).run(["scancel", *taken])
@@ -372,9 +370,10 @@ def _submit_pieces(
     return ids, cluster
 
 
-def _scancel(client: Client, keys: Sequence[str]) -> Answer | None:
-    """Have Slurm cancel jobs; return its answer where it did not, None where it did or they had
-    ended.
+def _scancel(client: Client, keys: Sequence[str]) -> SlurmOutput | None:
+    """Cancel jobs with scancel; return its answer if it failed, else None.
+
+    Jobs that have ended are no failure.
     """
     words = _scancel_words(keys)
     for begin in range(0, len(words), _SCANCEL_WORDS):
@@ -389,7 +388,7 @@ def _scancel(client: Client, keys: Sequence[str]) -> Answer | None:
 
 
 def _scancel_words(keys: Sequence[str]) -> list[str]:
-    """Return ids as scancel takes them: the elements of one array as ``12_[0-3,7]``."""
+    """Return job ids in scancel's format: the elements of one array as ``12_[0-3,7]``."""
     words = [key for key in keys if "_" not in key]
     elements: dict[str, list[int]] = {}
     for key in keys:

@@ -1,6 +1,4 @@
-"""A Slurm before there is a job, looked at for `doctor`: its commands, its controller, what it has,
-and what it says to the job itself.
-"""
+"""Doctor checks of a Slurm cluster: its commands, controller, resources, and the job itself."""
 
 from __future__ import annotations
 
@@ -16,34 +14,32 @@ from typing import TYPE_CHECKING
 
 from clusterjob.backends import shared
 from clusterjob.backends.slurm import planning, submit
-from clusterjob.backends.slurm.client import Answer, Client, hint
+from clusterjob.backends.slurm.client import Client, SlurmOutput, hint
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
-from clusterjob.doctor.engine import Finding, Look, failed, listed, ok, unknown, warning
-from clusterjob.doctor.this_machine import directory_looks
+from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, listed, ok, unknown, warning
+from clusterjob.doctor.this_machine import directory_checks
 from clusterjob.errors import SubmitError
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
-_PATIENCE = (
-    20.0  # seconds: Slurm's commands themselves give up after 10, unless the site says otherwise
-)
-_SLOW = 3.0  # seconds for an answer of the controller
+_TIMEOUT = 20.0  # seconds; Slurm's own timeout is 10 s by default
+_SLOW = 3.0  # seconds of a controller answer above which a check warns
 _OLDEST = (
     20,
     11,
-)  # the first whose srun gives a step what is asked for alone; 22.05 is what this was built on
+)  # first release whose srun gives a step only its own resources; clusterjob was built on 22.05
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d{1,9})")
-_SHOWN = 8  # partitions that are listed where the job names none
+_SHOWN = 8  # partitions listed if the job names none
 
 
 @dataclass
 class _Partition:
-    """What sinfo says of one partition."""
+    """A partition in the output of sinfo."""
 
     name: str
     is_default: bool
@@ -57,7 +53,10 @@ class _Partition:
         states = ", ".join(f"{count} {state}" for state, count in self.nodes.items())
         limit = "no time limit" if self.limit == "infinite" else f"time limit {self.limit}"
         gpus = f", {self.gpus} GPUs a node" if self.gpus else ""
-        return f"{self.name}{' (default)' if self.is_default else ''}: {self.availability}, {limit}, nodes: {states or 'none'}{gpus}"
+        return (
+            f"{self.name}{' (default)' if self.is_default else ''}: {self.availability}, {limit},"
+            f" nodes: {states or 'none'}{gpus}"
+        )
 
     @property
     def usable(self) -> int:
@@ -67,11 +66,11 @@ class _Partition:
 
 
 class SlurmCluster:
-    """A cluster under Slurm.
+    """The doctor checks of a Slurm cluster.
 
     Args:
-        spec: the job that it is looked at for.
-        host: the login host; None where Slurm's commands are this machine's own.
+        spec: the job to check the cluster for.
+        host: the login host; None if this machine runs Slurm's commands.
     """
 
     def __init__(self, spec: JobSpec, host: LoginHost | None) -> None:
@@ -82,13 +81,13 @@ class SlurmCluster:
         self._partitions: dict[str, _Partition] = {}
         self._config: dict[str, str] = {}
 
-    def looks(self) -> list[Look]:
-        """Return the looks at it."""
+    def check_steps(self) -> list[CheckStep]:
+        """Return the checks."""
         there: tuple[str, ...] = ()
-        login: list[Look] = []
+        login: list[CheckStep] = []
         if self._host is not None:
             login = [
-                Look(
+                CheckStep(
                     "login",
                     self._login,
                     hint=f"`ssh {self._host.label}` has to work, without a password",
@@ -97,43 +96,44 @@ class SlurmCluster:
             there = ("login",)
         commands, controller = (*there, "commands"), ("controller",)
         return [
-            *directory_looks(),
+            *directory_checks(),
             *login,
-            Look("commands", self._commands, needs=there),
-            Look("controller", self._controller, needs=commands),
-            Look("version", self._version, needs=controller),
-            Look("partitions", self._show_partitions, needs=controller),
-            Look("GPUs", self._gpus, needs=("partitions",)),
-            Look("accounting", self._accounting, needs=controller),
-            Look("nodes", self._nodes, needs=there),
-            Look("job", self._job, needs=controller),
+            CheckStep("commands", self._commands, needs=there),
+            CheckStep("controller", self._controller, needs=commands),
+            CheckStep("version", self._version, needs=controller),
+            CheckStep("partitions", self._show_partitions, needs=controller),
+            CheckStep("GPUs", self._gpus, needs=("partitions",)),
+            CheckStep("accounting", self._accounting, needs=controller),
+            CheckStep("nodes", self._nodes, needs=there),
+            CheckStep("job", self._job, needs=controller),
         ]
 
-    # -- whether anybody answers ---------------------------------------------------------------------------------------
+    # -- access ------------------------------------------------------------------------------------
 
-    def _login(self) -> Iterator[Finding]:
+    def _login(self) -> Iterator[CheckFinding]:
         assert self._host is not None
         answer, _ = self._host.ask("check", need=0, torch=False, own=False)
         self._remote_home = answer["home"]
-        for trouble in answer["errors"]:
+        for error in answer["errors"]:
             yield failed(
-                f"{self._host.label}: {trouble}", "--set remote_home=DIR names another place there"
+                f"{self._host.label}: {error}",
+                "set another directory there with --set remote_home=DIR",
             )
         yield ok(f"{self._host.label} is {answer['host']}, Python {answer['python']}")
         space = fitness.space(answer["free"], f"{answer['home']} there")
-        yield Finding(
+        yield CheckFinding(
             space.state,
             space.words,
-            hint=space.hint and "--set remote_home=DIR names another place there",
+            hint=space.hint and "set another directory there with --set remote_home=DIR",
         )
 
-    def _commands(self) -> Iterator[Finding]:
+    def _commands(self) -> Iterator[CheckFinding]:
         where = " there" if self._host is not None else ""
         absent = [name for name in _COMMANDS if not self._has(name)]
         if absent:
             yield failed(
                 f"not on PATH{where}: {', '.join(absent)}",
-                "Slurm's client commands have to be installed, or a module loaded",
+                "install Slurm's client commands, or load their module",
             )
         else:
             yield ok(f"{', '.join(_COMMANDS)} are on PATH{where}")
@@ -142,14 +142,14 @@ class SlurmCluster:
         if self._client.is_local:
             return shutil.which(name) is not None
         try:
-            answer = self._client.run([name, "--version"], patience=_PATIENCE)
+            answer = self._client.run([name, "--version"], timeout=_TIMEOUT)
         except SubmitError as error:
             if "configuration" in error.message:
                 raise
             return False
         return answer.code == 0
 
-    def _controller(self) -> Iterator[Finding]:
+    def _controller(self) -> Iterator[CheckFinding]:
         submit.check_configuration(self._client)
         ping = self._ask("scontrol", "ping")
         lines = [line.strip() for line in ping.out.splitlines() if line.startswith("Slurmctld")]
@@ -164,26 +164,24 @@ class SlurmCluster:
         queue = self._ask("squeue", "--me", "--noheader")
         seconds = time.monotonic() - begin
         if queue.code != 0:
-            yield failed(
-                f"the controller gives no answer to squeue: {queue.words}", hint(queue.words)
-            )
+            yield failed(f"the controller does not answer squeue: {queue.words}", hint(queue.words))
         elif seconds > _SLOW:
             words = f"{'; '.join(lines)}; it took {seconds:.1f} s to answer"
-            yield warning(words, "it is busy: submitting and asking after jobs will be slow")
+            yield warning(words, "the controller is busy: submit and status will be slow")
         elif any(not line.endswith("UP") for line in lines):
             yield warning(
                 "; ".join(lines),
-                "one of its controllers is down: the site's administrators will want to know",
+                "one of the controllers is down: report it to the site's administrators",
             )
         else:
             yield ok(f"{'; '.join(lines)}; it answers in {seconds:.2f} s")
 
-    def _ask(self, *argv: str) -> Answer:
-        return self._client.run(argv, patience=_PATIENCE)
+    def _ask(self, *argv: str) -> SlurmOutput:
+        return self._client.run(argv, timeout=_TIMEOUT)
 
-    # -- what it has ---------------------------------------------------------------------------------------------------
+    # -- resources ---------------------------------------------------------------------------------
 
-    def _version(self) -> Iterator[Finding]:
+    def _version(self) -> Iterator[CheckFinding]:
         shown = self._ask("scontrol", "show", "config")
         self._config = {
             key: value.strip()
@@ -193,21 +191,22 @@ class SlurmCluster:
         here, there = own[0] if own else "", self._config.get("SLURM_VERSION", "")
         if not there or not here:
             yield unknown(
-                f"Slurm does not tell its version: {shown.words}", "`scontrol show config` shows it"
+                f"the version of Slurm is unknown: {shown.words}", "`scontrol show config` shows it"
             )
         elif _number(there) < _OLDEST:
             yield warning(
-                f"{there} is old", "this was built on 22.05; steps of srun were others before 20.11"
+                f"{there} is old",
+                "clusterjob was built on 22.05; srun created steps differently before 20.11",
             )
         elif _number(here) != _number(there):
             yield warning(
                 f"the commands are {here}, the controller is {there}",
-                "Slurm wants the commands no newer than the controller",
+                "Slurm's commands must not be newer than the controller",
             )
         else:
             yield ok(there)
 
-    def _show_partitions(self) -> Iterator[Finding]:
+    def _show_partitions(self) -> Iterator[CheckFinding]:
         hidden = ["--all"] if self._named() else []  # a hidden partition may be named
         shown = self._ask("sinfo", *hidden, "--noheader", "--format=%P|%a|%l|%D|%T|%G")
         if shown.code != 0:
@@ -217,19 +216,19 @@ class SlurmCluster:
         there = listed(self._partitions) or "no partition"
         if not wanted:
             yield failed(
-                "no partition is the default one, and the job names none",
-                f"--partition names one; there is {there}",
+                "there is no default partition, and the job names none",
+                f"choose one with --partition; there is {there}",
             )
         for name in wanted:
             partition = self._partitions.get(name)
             if partition is None:
                 yield failed(f"there is no partition {name}, or none for you", f"there is {there}")
             elif partition.availability != "up":
-                yield failed(partition.words, f"it takes or starts no job now; there is {there}")
+                yield failed(partition.words, f"it accepts or starts no jobs now; there is {there}")
             elif partition.usable == 0:
                 yield warning(
                     partition.words,
-                    "a job would wait until nodes are back: `sinfo -R` says why they are away",
+                    "a job would wait until nodes are back: `sinfo -R` shows why they are away",
                 )
             else:
                 yield ok(partition.words)
@@ -239,7 +238,8 @@ class SlurmCluster:
                 yield ok(partition.words)
             if others[_SHOWN:]:
                 yield ok(
-                    f"and {len(others) - _SHOWN} more: {listed(partition.name for partition in others[_SHOWN:])}"
+                    f"and {len(others) - _SHOWN} more:"
+                    f" {listed(partition.name for partition in others[_SHOWN:])}"
                 )
 
     def _named(self) -> list[str]:
@@ -251,7 +251,7 @@ class SlurmCluster:
             partition.name for partition in self._partitions.values() if partition.is_default
         ]
 
-    def _gpus(self) -> Iterator[Finding]:
+    def _gpus(self) -> Iterator[CheckFinding]:
         wanted = self._spec.resources.gpus_per_node
         chosen = [self._partitions[name] for name in self._wanted() if name in self._partitions]
         most = max((partition.gpus for partition in chosen), default=0)
@@ -260,26 +260,26 @@ class SlurmCluster:
             words = f"no node of {where} has {wanted} GPUs: Slurm knows of {most or 'none'}"
             yield failed(
                 words,
-                "`sinfo -o '%P %D %G'` shows the GPUs of each partition; only those of a gres can be asked for",
+                "`sinfo -o '%P %D %G'` shows the GPUs of each partition;"
+                " only GPUs of a gres can be requested",
             )
         elif most:
             yield ok(f"{most} a node in {where}, as gres")
         else:
-            yield ok(
-                f"none in {where}: a job finds those that a node shows to everybody, if it has any"
-            )
+            yield ok(f"none in {where}: a job finds only GPUs that a node shows to all processes")
 
-    def _accounting(self) -> Iterator[Finding]:
+    def _accounting(self) -> Iterator[CheckFinding]:
         kind = self._config.get("AccountingStorageType", "")
         remembered = self._config.get("MinJobAge", "300 sec").removesuffix(" sec")
         if not self._config:
             yield unknown(
-                "Slurm does not tell whether it has accounting",
+                "it is unknown whether Slurm has accounting",
                 "`scontrol show config` shows AccountingStorageType",
             )
         elif "slurmdbd" not in kind:
             yield ok(
-                f"none here: Slurm forgets a job {remembered} s after its end; one that left no word of its end by then is LOST"
+                f"none here: Slurm forgets a job {remembered} s after its end;"
+                " a job that wrote no result by then is LOST"
             )
         else:
             asked = self._ask(
@@ -293,12 +293,13 @@ class SlurmCluster:
                 words = f"sacct does not answer: {asked.words}"
                 yield warning(
                     words,
-                    f"a job that left no word of its end within {remembered} s of it is LOST until slurmdbd is back",
+                    f"a job that wrote no result within {remembered} s of its end is LOST"
+                    " until slurmdbd is back",
                 )
 
-    # -- the job itself ------------------------------------------------------------------------------------------------
+    # -- the job itself ----------------------------------------------------------------------------
 
-    def _nodes(self) -> Iterator[Finding]:
+    def _nodes(self) -> Iterator[CheckFinding]:
         place = f"{self._remote_home if self._host is not None else home()}/jobs"
         python = (
             "the image's Python and torch"
@@ -307,31 +308,33 @@ class SlurmCluster:
         )
         option = "--set remote_home=DIR" if self._host is not None else "CLUSTERJOB_HOME"
         yield unknown(
-            f"whether the nodes see {place} and have {python}, only a job can tell",
-            f"a short `clusterjob run` tells; {option} names another place, which has to be on a shared disk",
+            f"only a job can check that the nodes see {place} and have {python}",
+            f"check with a short `clusterjob run`; {option} sets another directory,"
+            " which must be on a shared disk",
         )
 
-    def _job(self) -> Iterator[Finding]:
+    def _job(self) -> Iterator[CheckFinding]:
         yield from shared.plannable(planning.plan, self._spec)
         plan = planning.plan(self._spec)
         with _script_of(plan, local=self._client.is_local) as argv:
             answer = submit.preflight(self._client, argv)
         submit.check_time(self._client, self._spec, preflight=answer)
         if answer.code != 0:
-            yield warning(f"sbatch --test-only: {answer.words}", "the job would be taken, and wait")
+            yield warning(
+                f"sbatch --test-only: {answer.words}",
+                "Slurm would accept the job, and it would wait",
+            )
         else:
             yield ok(f"sbatch --test-only: {answer.words}")
 
 
 @contextmanager
 def _script_of(plan: Plan, *, local: bool) -> Iterator[Sequence[str]]:
-    """Lend sbatch's command line with a script that is there: the job's directory is not."""
+    """Yield sbatch's command line with a temporary script: no job directory exists yet."""
     argv = plan.commands[0].argv
     name = next(word for word in argv if word.endswith(".sh") and not word.startswith("-"))
     words = list(argv[: argv.index(name)])
-    if (
-        not local
-    ):  # only a template of the user's own can say more to sbatch than its command line does
+    if not local:  # only a user's own template can contain #SBATCH lines; the plain script has none
         yield [*words, "--wrap=:"]
         return
     with tempfile.TemporaryDirectory(prefix="clusterjob-doctor-") as folder:
@@ -341,7 +344,7 @@ def _script_of(plan: Plan, *, local: bool) -> Iterator[Sequence[str]]:
 
 
 def _partitions(text: str) -> dict[str, _Partition]:
-    """Return the partitions by name, from sinfo's lines: one for each state and kind of node."""
+    """Return the partitions by name; sinfo prints a line for each state and kind of node."""
     found: dict[str, _Partition] = {}
     for line in text.splitlines():
         cells = line.split("|")
@@ -361,5 +364,5 @@ def _partitions(text: str) -> dict[str, _Partition]:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Return a version's first two numbers, which tell Slurm's releases apart."""
+    """Return the first two numbers of a version; they identify a Slurm release."""
     return tuple(map(int, re.findall(r"\d{1,9}", version)[:2]))

@@ -1,6 +1,4 @@
-"""Slurm's commands, run as a client runs them: with an environment that names no other job, and
-never for ever.
-"""
+"""Run Slurm's client commands with a timeout, in an environment that names no other job."""
 
 from __future__ import annotations
 
@@ -15,16 +13,16 @@ from typing import Any, Protocol
 from clusterjob.errors import SubmitError
 from clusterjob.node.environments.slurm_commands import slurm_environment
 
-UNREACHED = -1000  # in the place of an exit code: nobody knows what became of the command
-# Seconds for `scontrol ping`, where nobody names a cluster; 0.06 where there is no configuration.
+UNREACHED = -1000  # instead of an exit code: the result of the command is unknown
+# Seconds for `scontrol ping` if no cluster is named. It takes 0.06 s without a configuration.
 _PING = 3.0
-_MOST_WORDS = 2000  # characters of a complaint
-PATIENCE = 60.0  # seconds for one command; a client of Slurm gives up by itself after 10 to 30
+_MOST_WORDS = 2000  # characters of an error message
+TIMEOUT = 60.0  # seconds for one command; Slurm's commands have their own timeout of 10 to 30 s
 
-# After these words nobody knows whether the controller has taken the job: it may run once it is
-# back.
+# After these errors the controller may have accepted the job, and may start it once it is back.
 _IN_DOUBT = re.compile(
-    r"timed out|Zero Bytes were transmitted|Unexpected message|Insane message|communication failure",
+    r"timed out|Zero Bytes were transmitted|Unexpected message|Insane message"
+    r"|communication failure",
     re.IGNORECASE,
 )
 
@@ -35,20 +33,23 @@ _SILENT = re.compile(
 _HINTS = (
     (
         r"DNS SRV|configuration source|slurm.conf",
-        "there is no configuration of Slurm's: SLURM_CONF names one",
+        "no Slurm configuration found: set SLURM_CONF to the path of slurm.conf",
     ),
     (r"Unable to contact slurm controller", "`scontrol ping` shows whether the controller answers"),
-    (r"invalid partition", "`sinfo -s` lists the partitions; --partition names one"),
+    (r"invalid partition", "`sinfo -s` lists the partitions; choose one with --partition"),
     (r"generic resource|gres", "`sinfo -o '%P %D %G'` shows the GPUs of each partition"),
     (
         r"invalid account|account/partition",
-        "`sacctmgr show assoc user=$USER` lists your accounts; --account names one",
+        "`sacctmgr show assoc user=$USER` lists your accounts; choose one with --account",
     ),
-    (r"invalid qos|QOS", "`sacctmgr show qos` lists them; --set qos=NAME names one"),
-    (r"time limit", "`sinfo -o '%P %l'` shows the limit of each partition; --time sets the job's"),
+    (r"invalid qos|QOS", "`sacctmgr show qos` lists them; choose one with --set qos=NAME"),
+    (
+        r"time limit",
+        "`sinfo -o '%P %l'` shows the limit of each partition; set the job's with --time",
+    ),
     (
         r"invalid feature",
-        "`sinfo -o '%P %f'` lists the features; --set constraint=NAME asks for one",
+        "`sinfo -o '%P %f'` lists the features; choose one with --set constraint=NAME",
     ),
     (
         r"node count|more processors|node configuration|nodes required|CPU count",
@@ -57,13 +58,13 @@ _HINTS = (
     (r"node name", "`sinfo -N` lists the nodes"),
     (r"dependency", "`clusterjob list` shows your jobs"),
     (r"array", "`scontrol show config` shows MaxArraySize"),
-    (r"unrecognized option|invalid option", "`sbatch --help` lists what there is here"),
+    (r"unrecognized option|invalid option", "`sbatch --help` lists the options"),
 )
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command said."""
+class SlurmOutput:
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -71,7 +72,7 @@ class Answer:
 
     @property
     def words(self) -> str:
-        """The beginning of its complaint as one line, without the command's name before each."""
+        """The start of stderr as one line, without the prefix ``COMMAND: error:``."""
         begin = self.err[: 4 * _MOST_WORDS].splitlines()
         lines = [
             re.sub(r"^(?:\w+: (?:error: )?)?(?:allocation failure: )?", "", line).strip()
@@ -84,41 +85,43 @@ class Answer:
 
     @property
     def silent(self) -> bool:
-        """Whether there was nobody who could have answered, or who did."""
+        """Whether Slurm's controller did not answer, or its configuration was not found."""
         return self.in_doubt or _SILENT.search(self.err) is not None
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the controller may have done what it was asked to do."""
+        """Whether the controller may have executed the command although it failed."""
         return self.code != 0 and (self.code < 0 or _IN_DOUBT.search(self.err) is not None)
 
 
 class Started(Protocol):
-    """A command that was started, as `subprocess.Popen` has it."""
+    """A started command, with the interface of `subprocess.Popen`."""
 
     returncode: int | Any
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        """Return stdout and stderr once it has ended; raises `subprocess.TimeoutExpired`."""
+        """Return stdout and stderr once the command has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end within timeout (seconds).
+        """
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the command."""
 
 
 class Shell(Protocol):
-    """Another machine that Slurm's commands can be run on; see
-    `clusterjob.backends.slurm.login_host`.
-    """
+    """Another machine that runs Slurm's commands; see `clusterjob.backends.slurm.login_host`."""
 
     @property
     def name(self) -> str:
-        """What tells it from other machines."""
+        """A name that no other machine has."""
 
     def start(self, argv: Sequence[str], more: Mapping[str, str]) -> Started:
-        """Start a command in a clean environment of that machine's, with `more` added.
+        """Start a command in a clean environment of that machine, with `more` added.
 
         Raises:
-            SubmitError: it is not installed there.
+            SubmitError: the command is not installed there.
         """
 
 
@@ -126,13 +129,13 @@ class Client:
     """Runs Slurm's commands.
 
     Args:
-        conf: the configuration that the job was submitted with (SLURM_CONF); None for the
-            environment's.
-        cluster: name of the cluster in a federation, as ``sbatch --parsable`` told it; None for the
-            only one.
-        shell: where they are run; None for this machine.
-        hidden: variables of this process that the commands are not to see: sbatch hands all of its
-            own to the job.
+        conf: the configuration that the job was submitted with (SLURM_CONF); None for that of the
+            environment.
+        cluster: name of the cluster in a federation, as printed by ``sbatch --parsable``; None for
+            the only one.
+        shell: the machine that runs the commands; None for this machine.
+        hidden: variables of this process that are removed from the environment of the commands,
+            because sbatch passes its whole environment to the job.
     """
 
     def __init__(
@@ -149,12 +152,12 @@ class Client:
 
     @property
     def is_local(self) -> bool:
-        """Whether the commands are run on this machine."""
+        """Whether the commands run on this machine."""
         return self._shell is None
 
     @property
     def key(self) -> str:
-        """What tells clusters apart."""
+        """A string that differs between clusters."""
         place = (
             self.conf or os.environ.get("SLURM_CONF", "")
             if self._shell is None
@@ -164,10 +167,9 @@ class Client:
 
     @staticmethod
     def is_here() -> bool:
-        """Return whether this machine can submit to a Slurm: sbatch is there, and something says
-        where the controller is.
+        """Return whether this machine can submit to Slurm: it has sbatch and a configuration.
 
-        Where its configuration lies in another place than usual, `scontrol ping` knows: it names a
+        If no configuration is found in the usual places, `scontrol ping` decides: it names a
         controller, up or down.
         """
         if shutil.which("sbatch") is None:
@@ -183,15 +185,15 @@ class Client:
         ):
             return True
         try:
-            return "Slurmctld(" in Client().run(["scontrol", "ping"], patience=_PING).out
+            return "Slurmctld(" in Client().run(["scontrol", "ping"], timeout=_PING).out
         except SubmitError:
             return False
 
     def start(self, argv: Sequence[str], more: Mapping[str, str] | None = None) -> Started:
-        """Start a command of Slurm's, with the environment's own words of no job (submitit#1814).
+        """Start a Slurm command, without variables of an enclosing job (submitit#1814).
 
         Raises:
-            SubmitError: it is not installed.
+            SubmitError: the command is not installed.
         """
         words = [argv[0], *([f"--clusters={self.cluster}"] if self.cluster else []), *argv[1:]]
         added = ({"SLURM_CONF": self.conf} if self.conf else {}) | dict(more or {})
@@ -210,31 +212,31 @@ class Client:
         except OSError as error:
             raise SubmitError(
                 f"{argv[0]} cannot be run: {error.strerror}",
-                "Slurm's client commands have to be on PATH",
+                "add Slurm's client commands to PATH",
             ) from error
 
     def run(
-        self, argv: Sequence[str], more: Mapping[str, str] | None = None, patience: float = PATIENCE
-    ) -> Answer:
-        """Run a command of Slurm's to its end, or until patience (seconds) ends.
+        self, argv: Sequence[str], more: Mapping[str, str] | None = None, timeout: float = TIMEOUT
+    ) -> SlurmOutput:
+        """Run a Slurm command to its end, at most for timeout (seconds), then kill it.
 
         Raises:
-            SubmitError: it is not installed here.
+            SubmitError: the command is not installed.
         """
         process = self.start(argv, more)
         try:
-            out, err = process.communicate(timeout=patience)
+            out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return Answer(-9, "", err=f"{argv[0]}: timed out after {patience:g} s")
+            return SlurmOutput(-9, "", err=f"{argv[0]}: timed out after {timeout:g} s")
         except BaseException:
             process.kill()
             process.communicate()
             raise
-        return Answer(process.returncode, out, err=err)
+        return SlurmOutput(process.returncode, out, err=err)
 
 
 def hint(words: str) -> str:
-    """Return what to do about Slurm's words, as far as they are known."""
+    """Return the hint for an error message of Slurm; empty if there is none."""
     return next((text for pattern, text in _HINTS if re.search(pattern, words, re.IGNORECASE)), "")

@@ -1,6 +1,4 @@
-"""Containers under Slurm: through Pyxis, whose options srun takes, or through apptainer, which runs
-the node's script.
-"""
+"""Containers under Slurm: Pyxis (options of srun) or apptainer (runs the node's script)."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ _APPTAINER_SOURCES = (
 
 @dataclass(frozen=True)
 class Container:
-    """How the node's part of a job gets into its container.
+    """How a node of a job enters its container.
 
     Attributes:
-        srun_options: for Pyxis, srun's.
-        prefix: for apptainer, the words before the command that runs inside.
+        srun_options: the options of srun, for Pyxis.
+        prefix: the arguments before the command that runs inside, for apptainer.
     """
 
     srun_options: tuple[str, ...] = ()
@@ -39,19 +37,19 @@ class Container:
 
 
 def choose(spec: JobSpec, job_dir: Path, workdir: Path | None = None) -> Container:
-    """Return how a job's container is entered; without ``--container`` there is none.
+    """Return how the nodes enter the job's container; empty without ``--container``.
 
-    ``pyxis:IMAGE`` and ``apptainer:IMAGE`` say which engine; else a .sif file, a directory, or a
-    source of apptainer's such as ``docker://`` is apptainer's, and any other image is Pyxis'. The
-    job's directory and its working directory are mounted.
+    ``pyxis:IMAGE`` and ``apptainer:IMAGE`` name the engine. Otherwise apptainer runs a .sif file, a
+    directory, and an apptainer source such as ``docker://``; Pyxis runs any other image. The job's
+    directory and its working directory are mounted.
 
     Args:
         spec: the job.
-        job_dir: its directory, as the nodes have it.
-        workdir: its working directory, as the nodes have it; None for the one that was asked for.
+        job_dir: path of the job's directory on the nodes.
+        workdir: path of the working directory on the nodes; None for that of the spec.
 
     Raises:
-        SpecError: the image is none, or a directory cannot be mounted.
+        SpecError: ``--container`` names no image, or a directory cannot be mounted.
     """
     if not spec.container:
         return Container()
@@ -73,7 +71,8 @@ def choose(spec: JobSpec, job_dir: Path, workdir: Path | None = None) -> Contain
     for path in mounts:
         if "," in path or ":" in path or '"' in path:
             raise SpecError(
-                f"{path} holds a comma, a colon or a quote, and cannot be mounted into a container"
+                f"{path} contains a comma, a colon or a quote:"
+                " it cannot be mounted into a container"
             )
     if engine == "apptainer":
         image = str(workdir / image) if (spec.workdir / image).exists() else image

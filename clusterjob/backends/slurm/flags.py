@@ -1,5 +1,6 @@
-"""From a job to sbatch's and srun's options. All go on a command line, where no value needs a quote
-and none can become another line.
+"""Translate a job into options of sbatch and srun.
+
+All options go on a command line. No value needs quoting, and none contains a line break.
 
 Source: sbatch(1) and srun(1) of Slurm 22.05 to 26.05.
 """
@@ -34,7 +35,7 @@ _SWITCHES = frozenset({
 _WITH_OPTIONAL_VALUE = frozenset({"exclusive", "nice", "no-kill", "propagate"})
 KNOWN = _WITH_VALUE | _SWITCHES | _WITH_OPTIONAL_VALUE
 
-# What decides the shape of the job, which the script counts on, and who has the say in it instead.
+# Options that clusterjob sets itself, each with the way to set it. The script relies on them.
 _OURS = {
     "array": "--array", "chdir": "--workdir", "container": "--container",
     "cpus-per-task": "--cpus-per-task", "dependency": "--after", "error": "the job's own logs",
@@ -48,22 +49,21 @@ _OURS = {
     "test-only": "--dry-run", "time": "--time", "verbose": "the printed id",
     "wait": "clusterjob run", "wrap": "-- COMMAND",
 }  # fmt: skip
-# Which also has values that we have no word for: `--requeue=expedite` of Slurm 26.05.
+# Slurm 26.05 also accepts --requeue=expedite, which no option of clusterjob can express.
 _OURS_AS_A_SWITCH = "requeue"
 _TRUE, _FALSE = ("true", "yes", "on", ""), ("false", "no", "off")
 _AFTER = ("after", "afterany", "afterok", "afternotok", "aftercorr", "afterburstbuffer")
 
 
 def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return what ``--set`` and the profile ask for as sbatch's options, and the names that no
-    sbatch we know documents.
+    """Return the sbatch options for ``--set`` and the profile, and the unknown names.
 
-    A name that is not known may be an option of a plug-in of the site, such as ``container-image``:
-    `sbatch --help` lists those.
+    An unknown name is one that sbatch(1) does not document. It may be an option of a plug-in of
+    the site, such as ``container-image``: `sbatch --help` lists those.
 
     Raises:
-        SpecError: an option is one of ours, is a misspelt one of sbatch's, or its value makes no
-            sense.
+        SpecError: clusterjob sets the option itself, the name is a misspelt one of sbatch, or the
+            value is invalid.
     """
     words, unknown = [], []
     for key, value in given.items():
@@ -72,16 +72,16 @@ def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
             name == _OURS_AS_A_SWITCH and value.lower() not in (*_TRUE, *_FALSE)
         ):
             raise SpecError(
-                f"--set {name} does not go through to sbatch: the job needs it",
-                f"{_OURS[name]} has the say in it",
+                f"--set {name} is not allowed: clusterjob sets this sbatch option",
+                f"remove it from --set; clusterjob uses {_OURS[name]} instead",
             )
         if not name.isascii() or not name.replace("-", "").isalnum():
             raise SpecError(
                 f"--set {key!r} is no option of sbatch",
-                "write it as its long name, such as --set qos=high",
+                "use the long name, such as --set qos=high",
             )
         if name not in KNOWN and name != _OURS_AS_A_SWITCH:
-            # Pyxis' own, such as container-image, are near container-id and no slip of the pen.
+            # Options of Pyxis, such as container-image, resemble container-id but are not typos.
             near = (
                 []
                 if name.startswith("container-")
@@ -103,14 +103,12 @@ def _name(key: str) -> str:
 
 
 def _given(spec: JobSpec, name: str) -> str | None:
-    """Return the value of one of sbatch's options; None where it is not given."""
+    """Return the value given for an option of sbatch; None if it is not given."""
     return next((value for key, value in spec.options.items() if _name(key) == name), None)
 
 
 def requeue(spec: JobSpec) -> list[str]:
-    """Return the option that says whether Slurm may queue the job again; none where ``--set
-    requeue=VALUE`` does.
-    """
+    """Return ``--requeue`` or ``--no-requeue``; nothing if ``--set requeue=VALUE`` is given."""
     return (
         []
         if _given(spec, _OURS_AS_A_SWITCH) is not None
@@ -122,10 +120,10 @@ def _word(name: str, value: str) -> str:
     if isinstance(value, Structure):
         raise SpecError(
             f"{name}: {value[:80]} is not a text or a number",
-            "sbatch takes a list as one text, with commas between",
+            "write a list as one text with commas",
         )
     if "\0" in value or "\n" in value:
-        raise SpecError(f"--set {name}={value[:40]!r}: the value holds a line break")
+        raise SpecError(f"--set {name}={value[:40]!r}: the value contains a line break")
     if name in _WITH_VALUE:
         if not value:
             raise SpecError(f"--set {name} needs a value", f"write --set {name}=VALUE")
@@ -140,9 +138,7 @@ def _word(name: str, value: str) -> str:
 
 
 def shape(spec: JobSpec) -> list[str]:
-    """Return the options that give a job its nodes, tasks, cores, GPUs, memory and time: one
-    homogeneous job.
-    """
+    """Return the options for nodes, tasks, cores, GPUs, memory and time of a homogeneous job."""
     resources = spec.resources
     tasks = tasks_per_node(spec)
     words = [
@@ -171,11 +167,12 @@ def _typed(resources: Resources) -> str:
 
 
 def _in_gres(spec: JobSpec) -> bool:
-    """Return whether ``--set gres`` asks for the node's GPUs already: Slurm 26.05 takes only one of
-    the two options.
+    """Return whether ``--set gres`` already requests the node's GPUs.
+
+    Slurm 26.05 accepts only one of --gres and --gpus-per-node.
 
     Raises:
-        SpecError: it asks for others.
+        SpecError: ``--set gres`` and --gpus-per-node request different GPUs.
     """
     gres = _given(spec, "gres") or ""
     asked = [
@@ -197,43 +194,45 @@ def _in_gres(spec: JobSpec) -> bool:
 
 
 def notes(spec: JobSpec) -> list[str]:
-    """Return what the user should know of options that Slurm takes and that do not do what one may
-    expect.
-    """
+    """Return notes about options that Slurm accepts but may not apply as the user expects."""
     gpus, nodes = _given(spec, "gpus"), spec.resources.nodes
     if gpus is None or nodes == 1 or spec.resources.gpus_per_node:
         return []
     count = gpus.rpartition(":")[2]
     each = int(count) // nodes if count.isdigit() and int(count) % nodes == 0 else "N"
     return [
-        f"--set gpus={gpus[:80]}: Slurm may divide them unevenly among {nodes} nodes; --gpus-per-node {each} gives each as many"
+        (
+            f"--set gpus={gpus[:80]}: Slurm may divide them unevenly among {nodes} nodes;"
+            f" --gpus-per-node {each} gives each node the same number"
+        )
     ]
 
 
 def tasks_per_node(spec: JobSpec) -> int:
-    """Return Slurm's tasks on each node: one, the agent; under ``--launcher srun`` one for each
-    worker.
+    """Return the number of Slurm tasks on each node.
+
+    It is one, the agent; under ``--launcher srun`` it is one for each worker.
     """
     return spec.nproc_per_node if spec.launcher == "srun" else 1
 
 
 def cpus_per_task(spec: JobSpec) -> int | None:
-    """Return the cores of one task of Slurm's; None where another option says it, or the whole node
-    is the job's anyway.
+    """Return the cores of one Slurm task; None if another option gives them.
 
-    A task that asks for nothing gets one core, on which all of a node's workers would crowd:
-    without --cpus-per-task each worker has one. ``exclusive=user`` and the like keep others away
-    and give no core more.
+    It is also None with ``exclusive=true``, because the job then gets whole nodes. A task without
+    a request gets one core for all workers of the node, so the default is one core per worker.
+    ``exclusive=user`` and the like keep other users away but give the task no more cores.
 
     Raises:
-        SpecError: --cpus-per-task and ``tres-per-task`` both say it.
+        SpecError: --cpus-per-task and ``tres-per-task`` both give cores.
     """
     per_worker = spec.resources.cpus_per_task
     per_task = _given(spec, "tres-per-task") or ""
     if any(re.split("[:=]", item, maxsplit=1)[0].strip() == "cpu" for item in per_task.split(",")):
         if per_worker is not None:
             raise SpecError(
-                f"--cpus-per-task {per_worker} and --set tres-per-task={per_task[:80]} both give cores",
+                f"--cpus-per-task {per_worker} and --set tres-per-task={per_task[:80]}"
+                " both give cores",
                 "leave one of them out",
             )
         return None
@@ -247,27 +246,27 @@ def cpus_per_task(spec: JobSpec) -> int | None:
 
 
 def clock(seconds: int) -> str:
-    """Return a duration as Slurm takes it, D-HH:MM:SS; Slurm rounds up to minutes."""
+    """Return a duration in Slurm's format, D-HH:MM:SS; Slurm rounds it up to minutes."""
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:{rest:02}"
 
 
-def dependency(wishes: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return --dependency's value.
+def dependency(dependencies: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return the value of --dependency.
 
     Args:
-        wishes: for each wish the kind, such as ``afterok``, and the ids of the jobs.
+        dependencies: the kind, such as ``afterok``, and the job ids of each dependency.
     """
-    return ",".join(":".join((kind, *ids)) for kind, ids in wishes)
+    return ",".join(":".join((kind, *ids)) for kind, ids in dependencies)
 
 
 def split_after(text: str) -> tuple[str, str]:
-    """Return kind and job of an ``--after``: ``afterok`` where none is named.
+    """Return the kind and the job of an ``--after`` value; the default kind is ``afterok``.
 
     Raises:
-        SpecError: the kind is not one of Slurm's, or no job is named.
+        SpecError: Slurm has no such kind, or no job is named.
     """
     kind, colon, job = text.partition(":")
     if not colon:
@@ -283,47 +282,55 @@ def split_after(text: str) -> tuple[str, str]:
 
 
 def file_name(directory: str, name: str) -> str:
-    """Return the path of a file in a directory so that Slurm, which expands %j and the like, takes
-    the directory as it is.
+    """Return a file's path with the directory escaped, because Slurm expands %j and the like.
 
     Args:
-        directory: where the file is.
-        name: the file's name, in which Slurm is to expand what it knows.
+        directory: the directory of the file; Slurm expands nothing in it.
+        name: the name of the file, in which Slurm expands patterns such as %j.
 
     Raises:
-        SpecError: the directory holds a backslash, at which Slurm stops to expand anything.
+        SpecError: the directory contains a backslash, which stops Slurm's expansion, or a line
+            break.
     """
     if "\\" in directory or "\n" in directory:
-        raise SpecError(f"the job directory {directory!r} holds a backslash or a line break, which Slurm cannot take",
-                        "CLUSTERJOB_HOME names another")  # fmt: skip
+        raise SpecError(
+            f"the job directory {directory!r} contains a backslash or a line break,"
+            " which Slurm does not accept",
+            "set CLUSTERJOB_HOME to another directory",
+        )
     return f"{directory.replace('%', '%%')}/{name}"
 
 
 def check_warning(resources: Resources, signal_before: int | None) -> None:
-    """Refuse a warning for which the time limit leaves no room.
+    """Refuse a ``--signal-before`` that does not fit into the time limit.
 
     Slurm may send the signal up to 60 s early (sbatch(1), --signal).
 
     Raises:
-        SpecError: the job would be warned before it has begun.
+        SpecError: the signal would come before the job has started, or is above Slurm's maximum.
     """
     limit = resources.time_limit
     if signal_before is None:
         return
     if signal_before > 65535:
         raise SpecError(
-            f"--signal-before {signal_before} s is more than the 65535 s that Slurm can count"
+            f"--signal-before {signal_before} s: must be at most 65535 s, the maximum of Slurm"
         )
     if limit is not None and limit <= signal_before + 60:
         raise SpecError(
-            f"the time limit of {limit} s leaves no room for a warning {signal_before} s before it: Slurm may send it 60 s early",
-            f"give a --time of more than {signal_before + 60} s, or a shorter --signal-before",
+            f"the time limit of {limit} s leaves no room for a warning {signal_before} s before it:"
+            " Slurm may send it 60 s early",
+            f"set --time to more than {signal_before + 60} s, or shorten --signal-before",
         )
 
 
 def comment(job_id: str, spec: JobSpec | None = None) -> str:
-    """Return what a job can be found by, and after it the user's own comment."""
+    """Return the Slurm comment that identifies a job, followed by the user's own comment.
+
+    Raises:
+        SpecError: the user's comment contains an unprintable character.
+    """
     own = spec.options.get("comment", "") if spec is not None else ""
     if not own.isprintable():
-        raise SpecError(f"--set comment={own[:40]!r} holds a line break")
+        raise SpecError(f"--set comment={own[:40]!r} contains a line break")
     return f"{COMMENT}{job_id} {own}".strip()

@@ -1,5 +1,6 @@
-"""How a job of Slurm's ended: what its directory says comes first, then Slurm's own word. Absence
-is never success.
+"""Find out how a Slurm job ended, from its directory first, then from Slurm's state.
+
+A job without any sign of its end never counts as successful.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends.slurm.queue import Row
+from clusterjob.backends.slurm.queue import JobRow
 from clusterjob.core import arrays
 from clusterjob.errors import SpecError
-from clusterjob.node.logs import ends
+from clusterjob.node.logs import ends, failure_texts
 from clusterjob.node.logs.events import now
 from clusterjob.node.logs.log_files import last_lines, node_directory, rank_files
 from clusterjob.node.system.processes import signal_name
@@ -23,30 +24,28 @@ from clusterjob.node.verdict import (
     Failure,
     JobState,
     Verdict,
-    is_peer_loss,
-    last_exception,
 )
 
-LEASE = 60.0  # seconds without a sign of life from the batch script, which gives one every 10 s
+LEASE = 60.0  # seconds without a heartbeat from the batch script, which sends one every 10 s
 _OOM_EXIT_CODE = 137
 _TASKS_ENDED = re.compile(
     r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<how>.+)$", re.MULTILINE
 )
-_MOST_TASKS = 4096  # of which srun tells, that are looked at
+_MOST_TASKS = 4096  # tasks read from the output of srun
 _LOST = ("NODE_FAIL", "BOOT_FAIL", "REVOKED")
 
 
 def verdict_of(job_dir: Path) -> Verdict | None:
-    """Return the newest verdict that the agents wrote, or None."""
+    """Return the newest verdict of the agents, or None."""
     return ends.read_result(job_dir)
 
 
 def settled(verdict: Verdict, job_dir: Path) -> bool:
-    """Return whether a verdict of the agents needs no word of Slurm's.
+    """Return whether a verdict of the agents is final without Slurm's state.
 
-    A SIGTERM may be a scancel, the time limit or a preemption, after which the job is queued again:
-    only Slurm knows. It goes to every process of the step at once, so a worker may have ended by it
-    before its agent was told.
+    A SIGTERM may come from scancel, from the time limit, or from a preemption with a requeue: only
+    Slurm knows. It reaches all processes of the step at once, so it may end a worker before its
+    agent knows of it.
     """
     if verdict.state is JobState.FAILED:
         return not _by_the_way(verdict, job_dir)
@@ -56,8 +55,9 @@ def settled(verdict: Verdict, job_dir: Path) -> bool:
 
 
 def _by_the_way(verdict: Verdict, job_dir: Path) -> bool:
-    """Return whether a failure may be nothing but how a worker took its SIGTERM, or a node whose
-    agent had not begun to listen.
+    """Return whether a failure may be only a side effect of a cancel or SIGTERM.
+
+    It may be a worker's reaction to SIGTERM, or a node whose agent had not started to listen.
     """
     return (
         ends.cancelled(job_dir)
@@ -67,29 +67,29 @@ def _by_the_way(verdict: Verdict, job_dir: Path) -> bool:
 
 
 def by_a_node(verdict: Verdict) -> bool:
-    """Return whether a node failed as a whole: by itself, or because Slurm ended its shell in the
-    setup lines.
+    """Return whether a whole node failed.
+
+    It failed by itself, or Slurm ended its shell in the setup lines.
     """
     return verdict.failure is not None and verdict.failure.rank is None
 
 
-def explains(row: Row) -> bool:
-    """Return whether Slurm ended the job for a reason that it names: what single nodes have left
-    behind may then follow from it.
+def explains(row: JobRow) -> bool:
+    """Return whether Slurm's state names the reason of the end.
+
+    Failures of single nodes may follow from that reason.
     """
     return row.state in ("CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", *_LOST)
 
 
 def step_code(job_dir: Path) -> int | None:
-    """Return srun's exit code in the newest attempt, as the batch script wrote it; None when it did
-    not.
-    """
+    """Return srun's exit code of the newest attempt; None if the batch script wrote none."""
     found = {}
     for path in ends.directory(job_dir).glob("srun.*"):
         number = path.suffix[1:]
         try:
             text = path.read_bytes().strip()
-        except OSError:  # gone since it was listed
+        except OSError:  # deleted since it was listed
             continue
         if (
             number.isascii()
@@ -103,21 +103,21 @@ def step_code(job_dir: Path) -> int | None:
 
 
 def of_step(job_dir: Path, code: int, started_at: str | None) -> Verdict:
-    """Return the end of a job whose workers srun itself started: srun's code, and the task that it
-    names first.
-    """
+    """Return the verdict of a job with --launcher srun: srun's exit code and the failed task."""
     common: dict[str, Any] = {"started_at": started_at, "ended_at": now()}
     if code == 0:
         return Verdict(JobState.SUCCEEDED, 0, **common)
     failures = _failed_tasks(job_dir, code)
     if not failures:
         return Verdict(JobState.FAILED, code, reason=f"srun ended with exit code {code}", **common)
-    # srun's own code is the highest of all tasks, guilty or not. Of those that it names the guilty
-    # one is the first whose last words do not only say that another is gone, best one that had
-    # ended before srun killed the rest.
-    root = min(
-        failures, key=lambda failure: (is_peer_loss("\n".join(failure.last_lines)), failure.effect)
-    )
+
+    # srun returns the highest code of all tasks. The root cause is the first task whose last lines
+    # do more than report a lost peer, and preferably one that ended before srun killed the rest.
+    def rank_of(failure: Failure) -> tuple[bool, bool]:
+        by_text = failure_texts.is_effect(failure_texts.meanings(failure.last_lines))
+        return by_text, failure.effect
+
+    root = min(failures, key=rank_of)
     others = tuple(replace(failure, last_lines=()) for failure in failures if failure is not root)
     return Verdict(
         JobState.FAILED,
@@ -130,7 +130,7 @@ def of_step(job_dir: Path, code: int, started_at: str | None) -> Verdict:
 
 
 def alive(job_dir: Path, now_: float) -> bool:
-    """Return whether the batch script has given a sign of life within the job's lease.
+    """Return whether the batch script's last heartbeat is within the job's lease.
 
     Args:
         job_dir: the job's directory.
@@ -143,7 +143,7 @@ def alive(job_dir: Path, now_: float) -> bool:
 
 
 def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
-    """Return the tasks that srun says have failed, in the order in which it says so."""
+    """Return the failed tasks in srun's output, in the order of the output."""
     found: list[Failure] = []
     for path in sorted((job_dir / "logs").glob("slurm*.out")):
         ended_by_srun = False
@@ -154,7 +154,7 @@ def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
                 try:
                     ranks = arrays.indices(match["ranks"], line)[: _MOST_TASKS - len(found)]
                 except (SpecError, ValueError):
-                    continue  # srun writes no such list
+                    continue  # not a list that srun writes
                 found += [
                     _task(
                         job_dir,
@@ -176,9 +176,10 @@ def _task(
     signal = next((name for text, name in _SIGNALS if how.startswith(text)), None)
     own = min(int(exited[1]), 255) if exited else _SIGNAL_CODES.get(signal or "", code)
     node_rank, local_rank, lines = _rank_lines(job_dir, rank)
-    effect = is_peer_loss("\n".join(lines)) or (ended_by_srun and signal in ("SIGKILL", "SIGTERM"))
+    meanings = failure_texts.meanings(lines)
+    stopped = ended_by_srun and signal in ("SIGKILL", "SIGTERM")
     message = f"killed by {signal}" if signal else f"exited with code {own}" if exited else how
-    exception = last_exception(lines)
+    exception = failure_texts.last_exception(lines)
     if exception is not None and exited:
         message = f"{exception} ({message})"
     return Failure(
@@ -190,7 +191,8 @@ def _task(
         signal=signal,
         message=message,
         last_lines=lines,
-        effect=effect,
+        effect=stopped or failure_texts.is_effect(meanings),
+        kind=failure_texts.kind_of_end(None, meanings, signal, raised=exception is not None),
     )
 
 
@@ -205,9 +207,7 @@ _SIGNAL_CODES = {"SIGKILL": 137, "SIGTERM": 143, "SIGSEGV": 139, "SIGABRT": 134,
 
 
 def _rank_lines(job_dir: Path, rank: int) -> tuple[int, int | None, tuple[str, ...]]:
-    """Return a rank's node and its place there, as its log lies beside those of the others, and its
-    last words.
-    """
+    """Return a rank's node, local rank and last stderr lines, found by its log file."""
     for folder in sorted((job_dir / "logs").glob("node*")):
         number = folder.name.removeprefix("node")
         err = (
@@ -225,10 +225,8 @@ def _rank_lines(job_dir: Path, rank: int) -> tuple[int, int | None, tuple[str, .
     return 0, None, ()
 
 
-def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | None) -> Verdict:
-    """Return the end of a job from Slurm's final state and, where the agents wrote one that leaves
-    it open, from theirs.
-    """
+def of_slurm(row: JobRow, own: Verdict | None, job_dir: Path, started_at: str | None) -> Verdict:
+    """Return the verdict of a job from Slurm's final state and the agents' verdict, if any."""
     code = step_code(job_dir)
     common: dict[str, Any] = {"started_at": started_at, "ended_at": now()}
     why = f" ({row.reason})" if row.reason and row.reason != row.state else ""
@@ -243,7 +241,7 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         return Verdict(
             JobState.FAILED,
             _OOM_EXIT_CODE,
-            reason="the job ran out of the memory that it asked for: Slurm ended it",
+            reason="the job ran out of its requested memory: Slurm ended it",
             **common,
         )
     if row.state in _LOST:
@@ -251,7 +249,7 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         return Verdict(
             JobState.LOST,
             1,
-            reason=f"Slurm says {row.state}: a node of the job failed{which}",
+            reason=f"Slurm reports {row.state}: a node of the job failed{which}",
             **common,
         )
     if row.state == "PREEMPTED":
@@ -267,7 +265,7 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         and own.state in (JobState.FAILED, JobState.LOST)
         and _by_the_way(own, job_dir)
     ):
-        reason = "cancelled" if ends.cancelled(job_dir) else f"Slurm says CANCELLED{why}"
+        reason = "cancelled" if ends.cancelled(job_dir) else f"Slurm reports CANCELLED{why}"
         return replace(
             own,
             state=JobState.CANCELLED,
@@ -284,29 +282,34 @@ def of_slurm(row: Row, own: Verdict | None, job_dir: Path, started_at: str | Non
         and by_sigterm
         and not ends.cancelled(job_dir)
     ):
-        # The batch shell could not write how the step ended. Slurm then ends the step by SIGTERM,
-        # which is no cancel.
+        # The batch shell could not write srun's exit code. Slurm then ends the step with SIGTERM,
+        # which is not a cancel.
         killed = (
-            f"the job's batch shell was killed by {signal_name(row.signal)}: Slurm says FAILED{why}"
+            f"the job's batch shell was killed by {signal_name(row.signal)}:"
+            f" Slurm reports FAILED{why}"
         )
         return Verdict(JobState.FAILED, 128 + row.signal, reason=killed, **common)
     if own is not None and not (
         own.state is JobState.PREEMPTED and row.state == "CANCELLED"
-    ):  # which a SIGTERM looks like to agents
+    ):  # agents take the SIGTERM of a cancel for a preemption
         return own
     if row.state == "CANCELLED":
         return Verdict(
-            JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=f"Slurm says CANCELLED{why}", **common
+            JobState.CANCELLED,
+            CANCELLED_EXIT_CODE,
+            reason=f"Slurm reports CANCELLED{why}",
+            **common,
         )
     if row.state == "COMPLETED":
         return Verdict(
             JobState.LOST,
             1,
-            reason="Slurm says COMPLETED, but nothing in the job's directory says so: is the disk full?",
+            reason="Slurm reports COMPLETED, but the job's directory has no result:"
+            " is the disk full?",
             **common,
         )
-    words = last_lines(job_dir / "logs" / "slurm.out", 3)
-    said = f": {'; '.join(words)}" if words else ""
+    lines = last_lines(job_dir / "logs" / "slurm.out", 3)
+    output = f": {'; '.join(lines)}" if lines else ""
     return Verdict(
-        JobState.FAILED, code or 1, reason=f"Slurm says {row.state}{why}{said}", **common
+        JobState.FAILED, code or 1, reason=f"Slurm reports {row.state}{why}{output}", **common
     )

@@ -1,5 +1,6 @@
-"""A cluster that is reached through its login host: Slurm's commands run there, over one visit of a
-process, and its jobs mirrored here.
+"""A Slurm cluster behind an SSH login host: run commands there, and mirror its jobs here.
+
+A process uses one session with each login host.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.backends.slurm.client import UNREACHED
-from clusterjob.backends.slurm.mirror import Mirror
+from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.core import node_zip, plans, snapshot
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.core.plans import Plan
@@ -29,27 +30,27 @@ from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import for_each
 from clusterjob.remote.progress import Sending
 from clusterjob.remote.session import Session
-from clusterjob.remote.sessions import Place, Visits
+from clusterjob.remote.sessions import Place, Sessions
 
 OPTIONS = (*ssh_options.NAMES, "max_array_size")
 CODE = "code"
 _AT_ONCE = (
-    0.3  # seconds that a command's end is waited for with its start: most need no second question
+    0.3  # seconds that the start request waits for the end: most commands need no second request
 )
-_MARGIN = 50_000_000  # bytes that are to be free beyond what is sent: logs have to go somewhere
-_LONGEST_SILENCE = 15.0  # seconds between two tries at a host that is not reached
+_MARGIN = 50_000_000  # free bytes required beyond the size of the sent files, for logs
+_LONGEST_SILENCE = 15.0  # maximum seconds between two tries to reach a host
 _UNMOUNTABLE = ',:"'
 
 
 @dataclass(frozen=True)
 class Login:
-    """A login host, and how it is reached.
+    """A login host and its connection settings.
 
     Attributes:
-        host: as it was written.
-        home: where all of ours lies there.
-        ssh_config: a configuration in the place of the user's.
-        place: the same with what else a visit needs, which makes no other host of it.
+        host: the host as the user wrote it.
+        home: clusterjob's directory on the host.
+        ssh_config: the ssh configuration to use instead of the user's; None for the user's.
+        place: all settings of the session; excluded from equality.
     """
 
     host: Host
@@ -59,16 +60,16 @@ class Login:
 
     @classmethod
     def of(cls, spec: JobSpec) -> Login:
-        """Return the login host that a job names.
+        """Return the login host of a job.
 
         Raises:
-            SpecError: it is no host, or one of its options makes no sense.
+            SpecError: the host or one of its options is invalid.
         """
         return cls.named(spec.login, spec.options, setup=spec.setup)
 
     @classmethod
     def named(cls, text: str, given: Mapping[str, str], setup: Sequence[str]) -> Login:
-        """Return a login host by its name and the options of a job; see `of`."""
+        """Return the login host for a name and the options of a job; see `of`."""
         try:
             found = parse_hosts(text)
         except SpecError as error:
@@ -79,12 +80,12 @@ class Login:
         if len(found) != 1:
             raise SpecError(
                 f"--login {text!r} names {len(found)} hosts",
-                "a cluster is submitted to from one of its login hosts",
+                "name one login host",
             )
-        set_ = ssh_options.Options.of(given)
-        # The visit needs some Python there, not the job's, which may be on the nodes alone. With
-        # setup lines, any that is new enough is taken before those are run; so there is always one,
-        # which does nothing.
+        set_ = ssh_options.ConnectionSettings.of(given)
+        # The session needs any Python there: the job's may exist on the nodes only. With
+        # setup lines, the session looks for a new enough Python before it runs them. The line ":"
+        # does nothing; it makes sure that there is a setup line.
         place = Place(
             found,
             "python3",
@@ -96,18 +97,18 @@ class Login:
         return cls(found[0], set_.remote_home, set_.ssh_config, place)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the settings as JSON data."""
         return self.place.to_json()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Login:
-        """Return what `to_json` wrote."""
+        """Return the login host from the data of `to_json`."""
         place = Place.from_json(data)
         return cls(place.hosts[0], place.home, place.ssh_config, place)
 
 
 def of_record(record: Record) -> Login | None:
-    """Return the login host of a job; None where Slurm's commands are this machine's own."""
+    """Return the login host of a job; None if Slurm's commands run on this machine."""
     if not record.spec.get("login"):
         return None
     if record.handle is not None and "login" in record.handle.data:
@@ -118,19 +119,18 @@ def of_record(record: Record) -> Login | None:
 
 
 class LoginHost:
-    """One login host, as this process reaches it: the shell of a
-    `clusterjob.backends.slurm.client.Client`.
+    """One login host of this process: the shell of a `clusterjob.backends.slurm.client.Client`.
 
     Args:
-        visits: the sessions of this process.
-        login: which host, and how it is reached.
+        sessions: the sessions of this process.
+        login: the host and its connection settings.
     """
 
-    def __init__(self, visits: Visits, login: Login) -> None:
-        self._visits = visits
+    def __init__(self, sessions: Sessions, login: Login) -> None:
+        self._sessions = sessions
         self._login = login
-        self._mirror = Mirror(self.label)
-        self._trouble: HostError | None = None
+        self._mirror = ClusterMirror(self.label)
+        self._error: HostError | None = None
         self._failures = 0
         self._next_try = 0.0
         self.followed: set[str] = set()
@@ -142,74 +142,71 @@ class LoginHost:
 
     @property
     def timeout(self) -> float:
-        """Seconds that it may take to answer."""
+        """Timeout of a request in seconds."""
         return self._login.place.timeout
 
     @property
     def name(self) -> str:
-        """What tells it from other hosts, for the snapshot of its queue."""
+        """A name that no other login host has, for the snapshot of its queue."""
         return "\0".join((self.label, self._login.home, str(self._login.ssh_config or "")))
 
     def session(self) -> Session:
-        """Return the visit.
+        """Return the session with the host.
 
         Raises:
             HostError: the host cannot be used.
         """
-        return self._visits.session(self._login.place, 0)
+        return self._sessions.session(self._login.place, 0)
 
     def ask(self, op: str, **more: Any) -> tuple[Any, bytes]:
-        """Ask the host; see `clusterjob.remote.session.Session.ask`.
+        """Send a request to the host; see `clusterjob.remote.session.Session.ask`.
 
         Raises:
-            HostError: there is no answer, or what was asked for failed there.
+            HostError: there is no answer, or the request failed on the host.
         """
         return self.session().ask(op, **more)
 
-    # -- commands ------------------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
-    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> Errand:
-        """Start a command of Slurm's there.
+    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> RemoteCommand:
+        """Start a Slurm command on the login host.
 
         Raises:
-            SubmitError: it is not installed there.
+            SubmitError: the command is not installed there.
         """
-        return Errand(self, argv, more=more, job_id="")
+        return RemoteCommand(self, argv, more=more, job_id="")
 
-    def within(self, job_id: str) -> Within:
+    def within(self, job_id: str) -> JobShell:
         """Return this host as a shell whose commands run in a job's directory."""
-        return Within(self, job_id)
+        return JobShell(self, job_id)
 
-    # -- jobs ----------------------------------------------------------------------------------------------------------
+    # -- jobs --------------------------------------------------------------------------------------
 
-    def look(self, records: Sequence[Record]) -> dict[str, bool]:
-        """Bring what is new of jobs; return for each whether there is more. A host that was not
-        reached is let alone for a while.
+    def poll(self, records: Sequence[Record]) -> dict[str, bool]:
+        """Fetch new data of jobs; return for each job id whether more data is waiting.
+
+        After an error the host is not asked again for some seconds; the same error is raised.
 
         Raises:
             HostError: the host does not answer.
         """
-        if self._trouble is not None and time.monotonic() < self._next_try:
-            raise self._trouble
+        if self._error is not None and time.monotonic() < self._next_try:
+            raise self._error
         try:
-            more = self._mirror.look(
+            more = self._mirror.poll(
                 self.ask, [(record, record.job_id in self.followed) for record in records]
             )
         except HostError as error:
             self._failures += 1
             self._next_try = time.monotonic() + min(_LONGEST_SILENCE, 0.25 * 2**self._failures)
-            self._trouble = error
+            self._error = error
             raise
-        self._trouble, self._failures = None, 0
+        self._error, self._failures = None, 0
         return more
 
     def collect(self, record: Record, *, ended: bool) -> None:
-        """Bring a job's logs as far as they are written; from then on every look at the job brings
-        them.
-        """
-        whole = (
-            record.job_dir / "logs" / "whole"
-        )  # there when the logs of a job that has ended are all here
+        """Fetch the logs of a job; from then on each `poll` fetches them too."""
+        whole = record.job_dir / "logs" / "whole"  # exists once all logs of an ended job are here
         if (
             whole.exists()
             or not record.job_dir.is_dir()
@@ -218,45 +215,47 @@ class LoginHost:
             return
         self.followed.add(record.job_id)
         try:
-            while self.look([record])[record.job_id]:
+            while self.poll([record])[record.job_id]:
                 pass
         except HostError as error:
             if ended:
                 logging.getLogger("clusterjob").warning(
-                    "clusterjob: some logs are not here: %s", sanitize(error.message)
+                    "clusterjob: some logs could not be fetched: %s", sanitize(error.message)
                 )
             return
         if record.end is not None:
             with contextlib.suppress(
                 OSError
-            ):  # no logs have come, or the disk is full: they are asked for again
+            ):  # no logs directory, or the disk is full: the logs are requested again
                 whole.touch()
 
     def fetch(self, request: Request) -> Fetched:
-        """Bring results; see `clusterjob.remote.fetch.Fetch`."""
+        """Fetch results; see `clusterjob.remote.fetch.Fetch`."""
         return Fetch(self.session(), request).run()
 
-    def wish_to_cancel(self, names: Sequence[str], *, interrupt: bool = False) -> None:
-        """Note on the cluster that jobs are to end, by the names of their directories.
+    def request_cancel(self, names: Sequence[str], *, interrupt: bool = False) -> None:
+        """Write cancel requests into job directories on the cluster.
 
         Args:
-            names: the directories' names.
-            interrupt: whether the workers are to get SIGINT first.
+            names: the names of the directories.
+            interrupt: whether the workers get SIGINT first.
 
         Raises:
             HostError: the host does not answer.
         """
-        self.ask("wish", jobs=list(names), interrupt=interrupt)
+        self.ask("request_stop", jobs=list(names), interrupt=interrupt)
 
-    # -- submitting ----------------------------------------------------------------------------------------------------
+    # -- submitting --------------------------------------------------------------------------------
 
     def put(self, plan: Plan) -> dict[str, Any]:
-        """Make the job's directory there; return what is to be known of it: ``directory``, and
-        ``ahead``, seconds of its clock.
+        """Create the job's directory on the host and send the files of the plan.
+
+        Returns:
+            ``directory``, the path there, and ``ahead``, the seconds its clock is ahead.
 
         Raises:
-            HostError: the host cannot be used, or has no room.
-            SubmitError: the directory cannot be used.
+            HostError: the host cannot be used, or has too little free space.
+            SubmitError: the directory cannot be mounted into the container.
         """
         size = sum(len(file.data) for file in plan.files)
         answer, _ = self.ask("check", need=_MARGIN + size, torch=False, own=False)
@@ -265,8 +264,9 @@ class LoginHost:
         directory = f"{answer['home']}/jobs/{plan.job_id}"
         if plan.spec.container and any(character in directory for character in _UNMOUNTABLE):
             raise SubmitError(
-                f"{directory} holds a comma or a quote, and cannot be mounted into a container",
-                "--set remote_home=DIR",
+                f"{directory} contains a comma, a colon or a quote:"
+                " it cannot be mounted into a container",
+                "choose another directory with --set remote_home=DIR",
             )
         files = [
             *((file.path.name, file.mode, file.data) for file in plan.files),
@@ -276,29 +276,33 @@ class LoginHost:
         return {"directory": directory, "ahead": answer["time"] - time.time()}
 
     def send_code(self, plan: Plan) -> dict[str, Any] | None:
-        """Have the working directory in the job's directory there; return what is noted of it, None
-        where it is not sent.
+        """Send the working directory into the job's directory on the host.
+
+        Returns:
+            The data for the record: digest, files, bytes, git. None if the spec sends no code.
 
         Raises:
-            HostError: it cannot be written there.
-            SubmitError: it is too large, or cannot be read.
+            HostError: the files cannot be written there.
+            SubmitError: the directory is too large, or cannot be read.
         """
         spec = plan.spec
         if not spec.sync:
             return None
         code = snapshot.take(
             spec.workdir,
-            ssh_options.Options.of(spec.options).sync_limit,
+            ssh_options.ConnectionSettings.of(spec.options).sync_limit,
             include_secrets=spec.include_secrets,
         )
         with Sending([self.label]) as progress:
-            JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).land(code)
+            JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).install(
+                code
+            )
         code.keep(plan.job_dir)
         git = snapshot.keep_git(spec.workdir, plan.job_dir)
         return {"digest": code.digest, "files": code.files, "bytes": code.size, "git": git}
 
     def remove(self, job_id: str) -> None:
-        """Take away what was put there; a host that is not reached keeps it."""
+        """Delete the job's directory on the host, if the host is reachable."""
         try:
             self.ask("remove", job=job_id, node=0)
         except HostError:
@@ -306,7 +310,7 @@ class LoginHost:
 
 
 @dataclass(frozen=True)
-class Within:
+class JobShell:
     """A login host as a shell whose commands run in a job's directory.
 
     Attributes:
@@ -319,26 +323,27 @@ class Within:
 
     @property
     def name(self) -> str:
-        """As the host's."""
+        """The name of the host."""
         return self.host.name
 
-    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> Errand:
-        """As the host's."""
-        return Errand(self.host, argv, more=more, job_id=self.job_id)
+    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> RemoteCommand:
+        """Start a command in the job's directory; see `LoginHost.start`."""
+        return RemoteCommand(self.host, argv, more=more, job_id=self.job_id)
 
 
-class Errand:
-    """A command that runs on a login host, as `subprocess.Popen` has it; where the connection
-    breaks its code is UNREACHED.
+class RemoteCommand:
+    """A command on a login host, with the interface of `subprocess.Popen`.
+
+    Its return code is UNREACHED if the connection breaks.
 
     Args:
         host: the host.
         argv: the command line.
         more: variables added to its environment.
-        job_id: in whose directory it runs; empty for none.
+        job_id: the job whose directory it runs in; empty for none.
 
     Raises:
-        SubmitError: it is not installed there.
+        SubmitError: the command is not installed there.
     """
 
     def __init__(
@@ -347,7 +352,7 @@ class Errand:
         self._host = host
         self._session: Session | None = None
         self._number = 0
-        self._said = ("", "")
+        self._output = ("", "")
         self._ended = False
         self.args = list(argv)
         self.returncode: int = 0
@@ -355,14 +360,14 @@ class Errand:
         if "absent" in answer:
             raise SubmitError(
                 f"{host.label}: {argv[0]} cannot be run: {answer['absent']}",
-                "Slurm's commands have to be on PATH there",
+                "add Slurm's commands to PATH on the login host",
             )
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        """Return stdout and stderr once it has ended.
+        """Return stdout and stderr once the command has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it has not, within timeout (seconds).
+            subprocess.TimeoutExpired: it did not end within timeout (seconds).
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self._ended:
@@ -371,18 +376,18 @@ class Errand:
             self._ask(left, "reap", number=self._number, wait=left)
             if (
                 not self._ended and left > 1.0 and time.monotonic() - begin < left / 2
-            ):  # else it would be asked again at once
+            ):  # otherwise this loop would send requests without a pause
                 self._end(
                     UNREACHED,
                     "",
-                    f"ssh: {self._host.label}: it does not wait for the end of {self.args[0]}",
+                    f"ssh: {self._host.label}: it answered before the end of {self.args[0]}",
                 )
             if not self._ended and end is not None and time.monotonic() >= end:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self._said
+        return self._output
 
     def kill(self) -> None:
-        """End it, as far as the host is reached."""
+        """Kill the command if the host is reachable."""
         if not self._ended:
             self._ask(0.0, "drop", number=self._number)
             self._end(-9, "", "")
@@ -409,33 +414,36 @@ class Errand:
             self._end(
                 UNREACHED,
                 "",
-                f"ssh: {self._host.label}: it answers nonsense: neither an end of {self.args[0]} nor that it runs",
+                f"ssh: {self._host.label}: it sends a malformed answer:"
+                f" neither that {self.args[0]} runs nor how it ended",
             )
         found: dict[str, Any] = answer
         return found
 
     def _end(self, code: int, out: str, err: str) -> None:
-        self._ended, self.returncode, self._said = True, code, (out, err)
+        self._ended, self.returncode, self._output = True, code, (out, err)
 
 
 class LoginHosts:
-    """All login hosts of this process; each is reached when it is first asked."""
+    """All login hosts of this process; each connects at its first request."""
 
     def __init__(self) -> None:
-        self._visits: Visits | None = None
+        self._sessions: Sessions | None = None
         self._hosts: dict[Login, LoginHost] = {}
 
     def host(self, login: Login) -> LoginHost:
-        """Return the one object for a login host."""
-        if self._visits is None:
-            self._visits = Visits(_warn, lambda: node_zip.node_zip(node_zip.cache_directory()))
+        """Return the `LoginHost` of a login; there is one for each login."""
+        if self._sessions is None:
+            self._sessions = Sessions(_warn, lambda: node_zip.node_zip(node_zip.cache_directory()))
         if login not in self._hosts:
-            self._hosts[login] = LoginHost(self._visits, login)
+            self._hosts[login] = LoginHost(self._sessions, login)
         return self._hosts[login]
 
-    def look(self, records: Sequence[Record]) -> dict[str, str]:
-        """Bring what is new of jobs, with one question to each login host; return why by the ids of
-        jobs whose host was not reached.
+    def poll(self, records: Sequence[Record]) -> dict[str, str]:
+        """Fetch new data of jobs with one request to each login host.
+
+        Returns:
+            The error message for the id of each job whose host is not reachable.
         """
         groups: dict[Login, list[Record]] = {}
         for record in records:
@@ -443,14 +451,14 @@ class LoginHosts:
             if login is not None:
                 groups.setdefault(login, []).append(record)
         hosts = {login: self.host(login) for login in groups}
-        if len(groups) == 1:  # as almost always: Ctrl-C then meets the question itself
+        if len(groups) == 1:  # the usual case: Ctrl-C then interrupts the request itself
             for login, group in groups.items():
                 try:
-                    hosts[login].look(group)
+                    hosts[login].poll(group)
                 except HostError as error:
                     return {record.job_id: error.message for record in group}
             return {}
-        outcome = for_each(list(groups), lambda login: hosts[login].look(groups[login]))
+        outcome = for_each(list(groups), lambda login: hosts[login].poll(groups[login]))
         return {
             record.job_id: error.message
             for login, error in outcome.errors.items()
@@ -458,10 +466,10 @@ class LoginHosts:
         }
 
     def close(self) -> None:
-        """Hang up on all hosts; jobs live on."""
-        if self._visits is not None:
-            self._visits.close()
-            self._visits = None
+        """Close all sessions; the jobs continue."""
+        if self._sessions is not None:
+            self._sessions.close()
+            self._sessions = None
         self._hosts.clear()
 
 

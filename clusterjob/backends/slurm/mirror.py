@@ -1,6 +1,4 @@
-"""Jobs' directories here as mirrors of those on a cluster: each file by byte offset, many jobs with
-one question.
-"""
+"""ClusterMirror job directories from a login host: many jobs in one request, by byte offset."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from clusterjob.core.records import Record
 from clusterjob.errors import HostError
 from clusterjob.remote.mirror import EVENTS, LOG_BYTES, Volume, check_progress, contents, keep
 
-_AT_ONCE = 500  # jobs of one question
-_STATUS_BYTES = 1 << 20  # that are asked for at once, to tell how so many jobs stand
-# What may be written here: files that are replaced, and those that grow, by which logs are brought.
+_AT_ONCE = 500  # jobs in one request
+_STATUS_BYTES = 1 << 20  # most bytes of one answer that brings only the status of the jobs
+# The files that the login host may write here: replaced files, and growing files by log mode.
 _REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
 _ALWAYS = r"events\.jsonl|logs/slurm\.out"
 _GROWN = {
@@ -33,11 +31,11 @@ def directory_name(record: Record) -> str:
     return record.job_id if record.index is None else f"{record.whole_id}/elements/{record.index}"
 
 
-class Mirror:
-    """The directories of the jobs of one cluster.
+class ClusterMirror:
+    """Local copies of the job directories of one cluster.
 
     Args:
-        label: the login host, for errors.
+        label: name of the login host in error messages.
     """
 
     def __init__(self, label: str) -> None:
@@ -45,15 +43,15 @@ class Mirror:
         self._stamps: dict[str, dict[str, str]] = {}
         self._volumes: dict[str, Volume] = {}
 
-    def look(self, ask: Ask, wanted: Sequence[tuple[Record, bool]]) -> dict[str, bool]:
-        """Bring what is new; return for each job whether there is more.
+    def poll(self, ask: Ask, wanted: Sequence[tuple[Record, bool]]) -> dict[str, bool]:
+        """Fetch new data of jobs; return for each job id whether more data is waiting.
 
         Args:
-            ask: asks the login host, and returns its answer and bytes.
-            wanted: jobs, each with whether its logs are wanted.
+            ask: sends a request to the login host; returns its answer and the bytes after it.
+            wanted: the jobs, each with a flag that asks for its logs.
 
         Raises:
-            HostError: the host does not answer, or answers nonsense.
+            HostError: the host does not answer, or its answer is malformed.
         """
         more: dict[str, bool] = {}
         rest = iter(wanted)
@@ -65,12 +63,12 @@ class Mirror:
             ]
             bulk = any(job["logs"] != "none" for job in asked)
             most = LOG_BYTES if bulk else _STATUS_BYTES
-            answer, data = ask("looks", bulk=bulk, most=most, jobs=asked)
+            answer, data = ask("poll_jobs", bulk=bulk, most=most, jobs=asked)
             found = answer["jobs"]
             if len(found) != len(chunk):
                 raise HostError(
                     self._label,
-                    f"it answers for {len(found)} jobs where {len(chunk)} are asked for",
+                    f"it answers for {len(found)} jobs, but {len(chunk)} were requested",
                 )
             check_progress(self._label, found, data=data, most=most)
             parts = contents(
@@ -87,9 +85,7 @@ class Mirror:
         return more
 
     def _have(self, record: Record, *, logs: bool) -> dict[str, int | str]:
-        """Return how much of each file is here: bytes of those that grow, the stamps of those that
-        are replaced.
-        """
+        """Return the local version of each file: its size if it grows, its stamp if replaced."""
         stamps = self._stamps.setdefault(record.job_id, {})
         found: dict[str, int | str] = {}
         for path in (*_files_in(record.job_dir / "ends"), record.job_dir / "result.json"):
@@ -135,14 +131,16 @@ class Mirror:
         except OSError as error:
             raise HostError(
                 self._label,
-                f"what is gone there cannot be removed here: {error.strerror}: {record.job_dir / name}",
+                "cannot remove a file that the host has deleted:"
+                f" {error.strerror}: {record.job_dir / name}",
             ) from error
         stamps.pop(name, None)
 
 
 def _mode(record: Record, *, logs: bool) -> str:
-    """Return which logs are brought: where srun started the workers, the end is told from their
-    last words.
+    """Return which logs to fetch: none, all, or the stderr files ("last").
+
+    With --launcher srun the root cause is found in the last lines of the workers' stderr.
     """
     return "all" if logs else "last" if record.spec.get("launcher") == "srun" else "none"
 

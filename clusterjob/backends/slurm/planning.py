@@ -1,4 +1,4 @@
-"""From a job to its plan: sbatch's command line, the script and what lies beside it."""
+"""Plan a Slurm job: sbatch's command line, the script and its other files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
-from clusterjob.backends.slurm import containers, flags, submit
-from clusterjob.backends.slurm import job_end as slurm_ends
+from clusterjob.backends.slurm import containers, flags, job_end, submit
 from clusterjob.backends.slurm.client import Client
-from clusterjob.backends.slurm.status import NAME, cluster_of, told
+from clusterjob.backends.slurm.status import NAME, cluster_of, directory_verdict
 from clusterjob.core import arrays
 from clusterjob.core.arrays import Array, Piece
 from clusterjob.core.plans import Plan, PlannedCommand
@@ -30,21 +29,20 @@ if TYPE_CHECKING:
 _SCRIPT = "slurm.sh"
 CODE = shared.CODE
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
-_STRAGGLERS = 60  # seconds that srun lets tasks outlive the first that ended: agents end together
-_KILL_WAIT = 30  # seconds between Slurm's SIGTERM and its SIGKILL (KillWait), as it is by default
+_STRAGGLERS = 60  # seconds that srun lets tasks run after the first has ended: agents end together
+_KILL_WAIT = 30  # seconds between Slurm's SIGTERM and SIGKILL (default of KillWait)
 
 
 def plan(spec: JobSpec) -> Plan:
-    """Return what submitting the job would do. Only an array asks the cluster, for its
-    MaxArraySize.
+    """Return the plan of a job; only an array asks the cluster, for its MaxArraySize.
 
     Raises:
-        SpecError: an option makes no sense, or is not sbatch's.
+        SpecError: an option is invalid, or sbatch has no such option.
         TemplateError: the user's template cannot be rendered.
     """
     shared.refuse_hosts(spec, NAME)
     flags.check_warning(spec.resources, spec.signal_before)
-    login, spec = login_of(spec), replace(spec, nproc_open=False)
+    login, spec = login_of(spec), replace(spec, nproc_is_default=False)
     job_id, job_dir = shared.new_directory(spec.name)
     array = spec.elements()
     pieces = _pieces(array, spec)
@@ -55,14 +53,14 @@ def plan(spec: JobSpec) -> Plan:
     }
     options, unknown = flags.options(given)
     output = "slurm-%A_%a.out" if array else "slurm.out"
-    there: dict[str, Any] = {}
+    remote: dict[str, Any] = {}
     if login is None:
         script = str(job_dir / _SCRIPT)
         place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
-    else:  # whose home directory is not known here: sbatch is run in the job's directory
+    else:  # the host's home directory is unknown here: sbatch runs in the job's directory
         spec = replace(spec, program=shared.sent_program(spec))
         script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
-        there = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
+        remote = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
     common = [
         "--parsable", f"--job-name={spec.name}", f"--comment={flags.comment(job_id, spec)}", *place,
         "--open-mode=append", "--export=ALL", *flags.requeue(spec), *flags.shape(spec), *options,
@@ -89,14 +87,14 @@ def plan(spec: JobSpec) -> Plan:
         files=tuple(files),
         commands=tuple(
             PlannedCommand(
-                ("sbatch", *common, *_array_words(piece), script, *_offset(piece)), **there
+                ("sbatch", *common, *_array_words(piece), script, *_offset(piece)), **remote
             )
             for piece in pieces
         ),
         notes=(
             *flags.notes(spec),
             *(
-                f"--{name} is no option of sbatch's own: Slurm will say whether a plug-in here has it"
+                f"--{name} is not an option of sbatch: Slurm refuses it unless a plug-in has it"
                 for name in unknown
             ),
         ),
@@ -111,20 +109,20 @@ def plan(spec: JobSpec) -> Plan:
 
 
 def _dependencies(spec: JobSpec, login: Login | None) -> list[str]:
-    wishes = []
+    dependencies = []
     for text in spec.after:
         kind, job = flags.split_after(text)
         if job.isascii() and job.replace("_", "").isdigit():
-            wishes.append((kind, [job]))
+            dependencies.append((kind, [job]))
             continue
         record = Records().find(job)
         if record.backend != NAME or record.handle is None or cluster_of(record).login != login:
             raise SpecError(
-                f"--after {text!r}: job {record.job_id} is not in Slurm's hands",
-                "it has to be a job of the same cluster",
+                f"--after {text!r}: job {record.job_id} is not a Slurm job of this cluster",
+                "name a job of the same cluster: `clusterjob list` shows your jobs",
             )
         if not _met(kind, record):
-            wishes.append(
+            dependencies.append(
                 (
                     kind,
                     [record.handle.id]
@@ -133,18 +131,19 @@ def _dependencies(spec: JobSpec, login: Login | None) -> list[str]:
                 )
             )
     return (
-        [f"--dependency={flags.dependency(wishes)}", "--kill-on-invalid-dep=yes"] if wishes else []
+        [f"--dependency={flags.dependency(dependencies)}", "--kill-on-invalid-dep=yes"]
+        if dependencies
+        else []
     )
 
 
 def _met(kind: str, record: Record) -> bool:
-    """Return whether a job that another waits for has ended as it should, as far as records and
-    directories tell.
+    """Return whether a dependency is already met, from the records and the job directories.
 
-    Slurm takes a job that it has forgotten for one that succeeded.
+    Slurm treats a dependency on a job that it has forgotten as one that succeeded.
 
     Raises:
-        SpecError: it has ended otherwise, and the other would never run.
+        SpecError: the job has ended with another state, so the dependent job would never run.
     """
     ended = [(element, _known_end(element)) for element in Records().elements(record)]
     over = all(state is not None for _, state in ended)
@@ -153,40 +152,41 @@ def _met(kind: str, record: Record) -> bool:
         for element, state in ended
         if state is not None and (state is JobState.SUCCEEDED) is not (kind == "afterok")
     ]
-    # Of an array, afterok wants every element's success, afternotok one that has failed.
+    # For an array, afterok needs the success of all elements, afternotok one failed element.
     if (kind == "afterok" and wrong) or (kind == "afternotok" and len(wrong) == len(ended)):
-        raise SpecError(f"--after {kind}:{record.job_id}: job {wrong[0][0].job_id} has ended {wrong[0][1]}, so it would never run",
-                        "afterany: waits for the end alone")  # fmt: skip
+        raise SpecError(
+            f"--after {kind}:{record.job_id}: job {wrong[0][0].job_id} has ended {wrong[0][1]},"
+            " so it would never run",
+            f"`--after afterany:{record.job_id}` waits for any end",
+        )
     return over and kind in ("after", "afterany", "afterok", "afternotok")
 
 
 def _known_end(record: Record) -> JobState | None:
     if record.end is not None:
         return Verdict.from_json(record.end).state
-    verdict = told(record)
+    verdict = directory_verdict(record)
     return (
-        verdict.state
-        if verdict is not None and slurm_ends.settled(verdict, record.job_dir)
-        else None
+        verdict.state if verdict is not None and job_end.settled(verdict, record.job_dir) else None
     )
 
 
 def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
     if array is None:
         return [None]
-    if spec.login:  # which is not asked: more pieces than there have to be do no harm
+    if spec.login:  # the host is not asked: more pieces than necessary do no harm
         text = spec.options.get("max_array_size", str(_DEFAULT_ARRAY_SIZE))
         if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
             raise SpecError(
                 f"max_array_size: {text!r} is no number of elements",
-                "`scontrol show config` shows MaxArraySize there",
+                "`scontrol show config` on the login host shows MaxArraySize",
             )
         return [*arrays.pieces(array, int(text))]
     return [*arrays.pieces(array, submit.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
 
 
 def login_of(spec: JobSpec) -> Login | None:
-    """Return the login host that a job goes through; None where Slurm is reached from here."""
+    """Return the login host of a job; None if this machine runs Slurm's commands."""
     if not spec.login:
         return None
     from clusterjob.backends.slurm.login_host import Login
@@ -195,7 +195,7 @@ def login_of(spec: JobSpec) -> Login | None:
 
 
 def _login_options() -> Sequence[str]:
-    """Return what --set says of the way to a login host, and is none of sbatch's."""
+    """Return the names in --set that configure the login host and are no sbatch options."""
     from clusterjob.backends.slurm.login_host import OPTIONS
 
     return OPTIONS
@@ -241,8 +241,9 @@ def _values(
 
 
 def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, Any]:
-    """Return the template's values where the job's directory is not known: the one that sbatch is
-    run in, which Slurm tells the job.
+    """Return the template's values for a login host, whose job directory is not known here.
+
+    The script finds its directory in SLURM_SUBMIT_DIR, because sbatch runs in the job's directory.
     """
     place = Path(f"/{secrets.token_hex(16)}")
     values = _values(
@@ -258,7 +259,7 @@ def _launch(spec: JobSpec, program: Program) -> list[str]:
     more: dict[str, Any] = {"echo": False, "program": program}
     if spec.signal_before is not None or spec.requeue:
         more["time_limit"] = (
-            None  # the warning and Slurm's own limit end the job, which is to be queued again
+            None  # the warning and Slurm's own limit end the job, so that it can be queued again
         )
         more["warning"] = float(spec.signal_before or _KILL_WAIT)
     return spec.launch_options(**more).arguments()
@@ -270,7 +271,7 @@ def _srun_options(spec: JobSpec) -> list[str]:
         f"--nodes={spec.resources.nodes}",
         f"--ntasks={spec.resources.nodes * tasks}",
         f"--ntasks-per-node={tasks}",
-        # Agents see to each other's end; bare workers have only srun.
+        # Agents stop each other; with --launcher srun only srun can stop the other workers.
         f"--kill-on-bad-exit={1 if spec.launcher == 'srun' else 0}",
         f"--wait={_STRAGGLERS}",
         "--input=none",
@@ -280,4 +281,4 @@ def _srun_options(spec: JobSpec) -> list[str]:
     cpus = flags.cpus_per_task(spec)
     return (
         [*words, f"--cpus-per-task={cpus}"] if cpus is not None else words
-    )  # not inherited since Slurm 22.05
+    )  # srun does not inherit it since Slurm 22.05

@@ -1,8 +1,7 @@
-"""Slurm's queue as the user's jobs stand in it: one squeue for all jobs of a cluster, at most one
-in 5 s, whoever asks.
+"""Read Slurm's queue with at most one squeue per cluster in 5 s.
 
-Every process of the user shares one snapshot in a file. Whoever finds it too old asks Slurm for
-all.
+All processes of the user share one snapshot of the queue in a file. A process that finds the
+snapshot too old runs squeue and writes a new one.
 """
 
 from __future__ import annotations
@@ -21,20 +20,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends.slurm.client import UNREACHED, Answer, Client, Started
+from clusterjob.backends.slurm.client import UNREACHED, Client, SlurmOutput, Started
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.system import files, private_dirs
 
-COMMENT = "clusterjob:"  # begins the comment of each of our jobs, before the job's own id
-INTERVAL = 5.0  # seconds between two calls of one cluster, at least
-_SLOWEST = 30.0  # ... where nothing changes while jobs are followed
-_FIRST_PATIENCE = (
-    20.0  # for the first look of a process; a controller that is down answers after 10 to 30
-)
+COMMENT = "clusterjob:"  # prefix of the comment of a clusterjob job; the job id follows
+INTERVAL = 5.0  # minimum seconds between two calls to one cluster
+_SLOWEST = 30.0  # maximum seconds between two calls while the followed jobs do not change
+_FIRST_TIMEOUT = 20.0  # seconds for the first call; a controller that is down answers in 10 to 30 s
 _COLUMNS = ("%F", "%K", "%A", "%T", "%r", "%S", "%V", "%j", "%Z", "%k")  # see `_row`
 _EPOCH_TIMES = {"SLURM_TIME_FORMAT": "%s"}
 _ACCOUNTING_FIELDS = (
-    "JobID,State,Submit,ExitCode,NodeList,WorkDir"  # the directory last: it alone may hold a '|'
+    "JobID,State,Submit,ExitCode,NodeList,WorkDir"  # WorkDir last: only it may contain '|'
 )
 
 _MOST_TEXT = 4096  # characters of a field: the longest path
@@ -58,22 +55,21 @@ _WAITING = frozenset(
 
 
 @dataclass(frozen=True)
-class Row:
-    """One job as Slurm has it.
+class JobRow:
+    """One job in Slurm's queue.
 
     Attributes:
-        key: its id; ``12_3`` for an element of an array.
-        state: Slurm's word, such as RUNNING or TIMEOUT.
-        reason: why it waits, or ended so.
-        start: when it began or is expected to, local time; empty if Slurm does not say.
-        comment: what was given with the job: ours begins with the job's own id. Plug-ins and
-            `scontrol update` may change it.
+        key: the job id; ``12_3`` for an element of an array.
+        state: Slurm's state, such as RUNNING or TIMEOUT.
+        reason: Slurm's reason why the job waits, or why it ended this way.
+        start: actual or expected start, local time; empty if Slurm gives none.
+        comment: the comment of the job. For a clusterjob job it starts with the job's own id.
+            Plug-ins and `scontrol update` may change it.
         name: the job's name.
         directory: its working directory.
-        submitted: when Slurm took it, or queued it again, seconds since the epoch; 0 if Slurm does
-            not say.
-        failed_node: which node ended it by NODE_FAIL, in words; see `explained`.
-        signal: the number of the signal that ended the batch script; likewise.
+        submitted: time of submission or requeue, seconds since the epoch; 0 if Slurm gives none.
+        failed_node: text naming the node that failed (NODE_FAIL); see `explained`.
+        signal: number of the signal that ended the batch script; see `explained`.
     """
 
     key: str
@@ -89,36 +85,36 @@ class Row:
 
     @property
     def base(self) -> str:
-        """The id that sbatch printed: for an element that of its array."""
+        """The id that sbatch printed; for an array element, the id of its array."""
         return self.key.partition("_")[0]
 
     @property
     def active(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the job waits or runs."""
         return self.state in _ACTIVE
 
     @property
     def waiting(self) -> bool:
-        """Whether it waits for its nodes."""
+        """Whether the job waits for its nodes."""
         return self.state in _WAITING
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class QueueSnapshot:
     """The queue at one moment.
 
     Attributes:
-        taken_at: when Slurm was asked, seconds since the epoch; 0 if it has never answered.
+        taken_at: start of the squeue call, seconds since the epoch; 0 if none has succeeded.
         rows: the user's jobs that Slurm remembers, by key.
-        trouble: why the newest call failed; empty when it did not.
+        error: the error of the newest call; empty if it succeeded.
     """
 
     taken_at: float = 0.0
-    rows: Mapping[str, Row] = field(default_factory=dict)
-    trouble: str = ""
+    rows: Mapping[str, JobRow] = field(default_factory=dict)
+    error: str = ""
 
     @property
-    def active(self) -> list[Row]:
+    def active(self) -> list[JobRow]:
         """The jobs that have not ended."""
         return [row for row in self.rows.values() if row.active]
 
@@ -128,7 +124,7 @@ class Queue:
 
     Args:
         client: runs squeue.
-        directory: where the snapshot lies, in the user's own state.
+        directory: the directory of the snapshot, private to the user.
     """
 
     def __init__(self, client: Client, directory: Path) -> None:
@@ -137,17 +133,15 @@ class Queue:
         self._path = directory / f"queue-{name}.json"
         self._lock_path = directory / f"queue-{name}.lock"
         self._looked = False
-        self._asking: tuple[Started, float, str] | None = (
-            None  # the command, when it began, and the mark between its fields
-        )
+        # The running squeue, its start time and the separator of its fields.
+        self._asking: tuple[Started, float, str] | None = None
 
-    def look(self, *, urgent: bool = False) -> Snapshot:
-        """Return the newest snapshot; the first look of a process may wait for Slurm, a later one
-        never does.
+    def poll(self, *, urgent: bool = False) -> QueueSnapshot:
+        """Return the newest snapshot; only the first call of a process may wait for Slurm.
 
         Args:
-            urgent: there is news elsewhere that only Slurm can explain: the calls are not slowed
-                down.
+            urgent: whether to keep the shortest interval between calls, because a job's directory
+                has news that only Slurm can explain.
         """
         first, self._looked = not self._looked, True
         if first:
@@ -156,17 +150,17 @@ class Queue:
         age = time.time() - float(stored.get("asked_at", 0.0))
         quiet = int(stored.get("quiet", 0))
         if self._asking is not None:
-            self._collect(patience=0.0)
+            self._collect(timeout=0.0)
         elif (
             not 0.0 <= age < (INTERVAL if first or urgent else min(_SLOWEST, INTERVAL * 1.5**quiet))
         ):
             asking = self._ask(stored)
             if first and asking:
-                self._collect(patience=_FIRST_PATIENCE)
+                self._collect(timeout=_FIRST_TIMEOUT)
         return _snapshot(_read(self._path))
 
     def close(self) -> None:
-        """Leave a question that is under way."""
+        """Kill a running squeue."""
         if self._asking is not None:
             process, _, _ = self._asking
             process.kill()
@@ -174,9 +168,7 @@ class Queue:
             self._asking = None
 
     def _await_another(self) -> None:
-        """Let a process that has just asked get its answer, for as long as nobody else may ask
-        anyway.
-        """
+        """Wait for the answer to another process's recent call, for at most INTERVAL seconds."""
         while True:
             stored = _read(self._path)
             asked_at = float(stored.get("asked_at", 0.0))
@@ -189,15 +181,15 @@ class Queue:
             time.sleep(0.02)
 
     def _ask(self, stored: dict[str, Any]) -> bool:
-        """Start squeue, unless somebody else has just asked; returns whether it was started."""
+        """Start squeue unless another process has just started it; return whether it started."""
         private_dirs.make(self._path.parent)
         with self._locked() as mine:
             now = _read(self._path)
             if not mine or now.get("asked_at") != stored.get("asked_at"):
                 return False
             begin = time.time()
-            # Noted before, and the lock given back: whoever is stopped while it asks keeps nobody
-            # else from asking after it.
+            # Written before the call, and without holding the lock during it: a process that is
+            # stopped in between does not block the others.
             _keep(self._path, {**now, "asked_at": begin})
         mark = _new_mark()
         self._asking = (self._client.start(_squeue(mark), _EPOCH_TIMES), begin, mark)
@@ -206,9 +198,7 @@ class Queue:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the lock on the snapshot, for the time that a file takes; False where somebody else
-        does.
-        """
+        """Hold the snapshot's lock while writing it; yield False if another process has it."""
         lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -220,34 +210,34 @@ class Queue:
         finally:
             os.close(lock)
 
-    def _collect(self, patience: float) -> None:
-        """Take squeue's answer in, if it comes within patience (seconds)."""
+    def _collect(self, timeout: float) -> None:
+        """Store squeue's answer if it arrives within timeout (seconds)."""
         assert self._asking is not None
         process, begin, mark = self._asking
         try:
-            out, err = process.communicate(timeout=patience or 0.001)
+            out, err = process.communicate(timeout=timeout or 0.001)
         except subprocess.TimeoutExpired:
-            if patience:
+            if timeout:
                 self._note(
                     begin,
-                    {"failed_at": begin, "trouble": f"it did not answer within {patience:g} s"},
+                    {"failed_at": begin, "error": f"it did not answer within {timeout:g} s"},
                 )
             return
         self._asking = None
         atexit.unregister(self.close)
-        answer = Answer(process.returncode, out, err=err)
+        answer = SlurmOutput(process.returncode, out, err=err)
         if answer.code == 0:
-            self._note(begin, {"taken_at": begin, "rows": split(answer.out, mark), "trouble": ""})
+            self._note(begin, {"taken_at": begin, "rows": split(answer.out, mark), "error": ""})
         else:
-            self._note(begin, {"failed_at": begin, "trouble": answer.words})
+            self._note(begin, {"failed_at": begin, "error": answer.words})
 
     def _note(self, begin: float, news: dict[str, Any]) -> None:
         with self._locked():
             now = _read(self._path)
             if begin < float(now.get("taken_at", 0.0)) <= time.time():
-                return  # somebody has a newer answer
+                return  # another process has stored a newer answer
             if "rows" in news:
-                # That Slurm forgets an ended job is no news.
+                # Only active jobs count: Slurm also removes ended jobs from the list.
                 same = "rows" in now and _snapshot(news).active == _snapshot(now).active
                 quiet = int(now.get("quiet", 0)) + 1 if same else 0
                 news["quiet"] = min(quiet, 9)
@@ -265,19 +255,18 @@ def _keep(path: Path, value: dict[str, Any]) -> None:
     try:
         files.write_json(path, value)
     except OSError:
-        pass  # a full disk: the next look asks again
+        pass  # the disk is full: the next call asks again
 
 
 def _new_mark() -> str:
-    """Return what parts the fields of one squeue: a name or a comment that holds a '|' or a line
-    break cannot know it.
-    """
+    """Return a random field separator for one squeue: no job name or comment can contain it."""
     return f"|{secrets.token_hex(8)}|"
 
 
 def _squeue(mark: str) -> list[str]:
-    """Return the command line that shows the user's jobs. --all: without it those in hidden
-    partitions are missing, for all but root.
+    """Return the command line that shows the user's jobs.
+
+    Without --all, squeue leaves out jobs in hidden partitions, except for root.
     """
     return [
         "squeue",
@@ -290,21 +279,19 @@ def _squeue(mark: str) -> list[str]:
     ]
 
 
-def explained(client: Client, row: Row) -> Row:
-    """Return the row of an ended job with what squeue does not say: the node that failed, the
-    signal that ended the batch script.
-    """
+def explained(client: Client, row: JobRow) -> JobRow:
+    """Add what squeue does not show to an ended job's row: the failed node, the script's signal."""
     if row.state not in ("NODE_FAIL", "FAILED"):
         return row
     shown = _shown(client, "scontrol", "--all", "--oneliner", "show", "job", row.key)
-    said = {
+    values = {
         key: value[:_MOST_NODES]
         for key, value in re.findall(r"(?:^| )(FailedNode|NodeList|ExitCode)=(\S+)", shown)
         if value != "(null)"
     }
     if row.state == "FAILED":
-        return replace(row, signal=_signal(said.get("ExitCode", "")))
-    nodes = said.get("NodeList", "")
+        return replace(row, signal=_signal(values.get("ExitCode", "")))
+    nodes = values.get("NodeList", "")
     down = (
         _shown(
             client,
@@ -319,38 +306,35 @@ def explained(client: Client, row: Row) -> Row:
         if nodes
         else ""
     )
-    names = said.get("FailedNode") or ",".join(
-        dict.fromkeys(down[:_MOST_NODES].split())
-    )  # 22.05 has no FailedNode of a job that ended so
+    # Slurm 22.05 has no FailedNode for a job that ended by NODE_FAIL.
+    names = values.get("FailedNode") or ",".join(dict.fromkeys(down[:_MOST_NODES].split()))
     return replace(
         row, failed_node=f"node {names}" if names else f"one of {nodes}" if nodes else ""
     )
 
 
 def _signal(exit_code: str) -> int:
-    """Return the signal in Slurm's ``code:signal``; 0 where there is none."""
+    """Return the signal in Slurm's ``code:signal``; 0 if there is none."""
     number = exit_code.partition(":")[2]
     return int(number) if _is_number(number) else 0
 
 
 def _shown(client: Client, *argv: str) -> str:
     try:
-        return client.run(argv, patience=INTERVAL).out
+        return client.run(argv, timeout=INTERVAL).out
     except ClusterJobError:
         return ""
 
 
 def split(text: str, mark: str) -> list[list[str]]:
-    """Return what squeue printed as rows of fields."""
+    """Split the output of squeue into rows of fields."""
     fields, size = [field[:_MOST_TEXT] for field in text.split(mark)[:-1]], len(_COLUMNS)
     rows = [fields[begin : begin + size] for begin in range(0, len(fields) - size + 1, size)]
     return [[first.removeprefix("\n"), *others] for first, *others in rows]
 
 
-def ask(client: Client) -> Snapshot | None:
-    """Return the queue as Slurm has it now, for one question outside of the shared snapshot; None
-    where there is no answer.
-    """
+def ask(client: Client) -> QueueSnapshot | None:
+    """Run squeue now, without the shared snapshot; return None if it fails."""
     mark, begin = _new_mark(), time.time()
     answer = client.run(_squeue(mark), _EPOCH_TIMES)
     return (
@@ -360,22 +344,22 @@ def ask(client: Client) -> Snapshot | None:
     )
 
 
-def _snapshot(stored: dict[str, Any]) -> Snapshot:
+def _snapshot(stored: dict[str, Any]) -> QueueSnapshot:
     try:
         rows = [
             _row(*map(str, row)) for row in stored.get("rows", []) if _has_ids(*map(str, row[:3]))
         ]
-        return Snapshot(
+        return QueueSnapshot(
             float(stored.get("taken_at", 0.0)),
             {row.key: row for row in rows},
-            trouble=str(stored.get("trouble", "")),
+            error=str(stored.get("error", "")),
         )
     except (TypeError, ValueError):
-        return Snapshot()
+        return QueueSnapshot()
 
 
 def _has_ids(base: str, task: str, own: str) -> bool:
-    """Return whether a row names a job as Slurm does: its ids stand on command lines later."""
+    """Return whether the ids of a row are valid; they go on command lines later."""
     return _is_number(base) and _is_number(own) and (task == "N/A" or _is_number(task))
 
 
@@ -390,10 +374,10 @@ def _row(
     name: str,
     directory: str,
     comment: str,
-) -> Row:
+) -> JobRow:
     key = f"{base}_{task}" if task != "N/A" else own
     reason = "" if reason == "None" else reason
-    return Row(
+    return JobRow(
         key,
         state,
         reason=reason,
@@ -419,9 +403,10 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 12
 
 
-def bears_id(row: Row, job_id: str) -> bool:
-    """Return whether a row's comment or working directory names one of our jobs. A site may change
-    either, hardly both.
+def has_id(row: JobRow, job_id: str) -> bool:
+    """Return whether a row's comment or working directory contains a job's own id.
+
+    A site may change one of the two, but hardly both.
     """
     comment = f"{COMMENT}{job_id}"
     return (
@@ -431,13 +416,13 @@ def bears_id(row: Row, job_id: str) -> bool:
     )
 
 
-def rows_of(snapshot: Snapshot, job_id: str) -> list[Row]:
-    """Return the rows of one of our jobs; see `bears_id`."""
-    return [row for row in snapshot.rows.values() if bears_id(row, job_id)]
+def rows_of(snapshot: QueueSnapshot, job_id: str) -> list[JobRow]:
+    """Return the rows of one of our jobs; see `has_id`."""
+    return [row for row in snapshot.rows.values() if has_id(row, job_id)]
 
 
 class Accounting:
-    """Slurm's accounting, for jobs that squeue has forgotten; many sites have none.
+    """Slurm's accounting, for jobs that squeue no longer shows; many sites have none.
 
     Args:
         client: runs sacct.
@@ -448,14 +433,16 @@ class Accounting:
         self._absent = False
         self._asked_at = 0.0
 
-    def ended(self, wanted: Mapping[str, tuple[float, str]]) -> dict[str, Row] | None:
-        """Return the jobs that accounting knows, by key: one call for all, at most one in 5 s; None
-        when it is too early to ask again.
+    def ended(self, wanted: Mapping[str, tuple[float, str]]) -> dict[str, JobRow] | None:
+        """Return the jobs that accounting knows, by key, with one sacct for all jobs.
+
+        It runs sacct at most once in 5 s, and returns None if it is too early for the next call or
+        if the login host is not reachable.
 
         Args:
-            wanted: for each key when it was submitted, seconds since the epoch, and the directory
-                that it was submitted with, or the end of its path, which no other job has: another
-                may have got the same id.
+            wanted: for each key, the submit time in seconds since the epoch, and the end of the
+                path of the job's directory, which no other job has. Slurm may give the same id to
+                another job.
         """
         moment = time.monotonic()
         if self._absent or not wanted:
@@ -476,10 +463,10 @@ class Accounting:
         try:
             words = [*argv, f"--starttime={since}", f"--jobs={','.join(_bases(wanted))}"]
             answer = self._client.run(
-                words, {"SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}, _FIRST_PATIENCE
+                words, {"SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}, _FIRST_TIMEOUT
             )
         except ClusterJobError:
-            answer = Answer(127, "", err="")
+            answer = SlurmOutput(127, "", err="")
         if answer.code == UNREACHED:
             return None
         if answer.code != 0:
@@ -509,7 +496,7 @@ class Accounting:
                 )
                 newest[key], found[key] = (
                     at,
-                    Row(key, word, failed_node=node, signal=_signal(exit_code)),
+                    JobRow(key, word, failed_node=node, signal=_signal(exit_code)),
                 )
         return found
 

@@ -1,6 +1,4 @@
-"""How a job of Slurm's stands: what its directory tells comes first, then Slurm's row of it, then
-what is left to say.
-"""
+"""Work out the status of a Slurm job from its directory, then squeue, then accounting."""
 
 from __future__ import annotations
 
@@ -12,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
-from clusterjob.backends.slurm import job_end as slurm_ends
-from clusterjob.backends.slurm import queue
-from clusterjob.backends.slurm.queue import Row, Snapshot
+from clusterjob.backends.slurm import job_end, queue
+from clusterjob.backends.slurm.queue import JobRow, QueueSnapshot
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import ends
 from clusterjob.node.verdict import JobState, Verdict
@@ -23,19 +20,17 @@ if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login
 
 NAME = "slurm"
-SETTLING = 2.0  # seconds that an accepted job may take to be shown by squeue
+SETTLING = 2.0  # seconds until squeue shows an accepted job
 _SUBMIT_TIME = (
-    120.0  # seconds between Slurm's submit time and ours, the clocks' difference included
+    120.0  # maximum seconds between Slurm's submit time and ours, including the clocks' difference
 )
-_UNTOLD = "scancel.pending"  # in a job's directory: Slurm did not answer when the job was cancelled
-_UNSEEN_ALIVE = "Slurm does not show it, and it gave a sign of life less than a minute ago"
-_UNSEEN = 120.0  # seconds after which a job that Slurm has never shown did not get there
+_UNTOLD = "scancel.pending"  # file in a job's directory: Slurm did not answer its scancel
+_UNSEEN_ALIVE = "Slurm does not show it, but its last heartbeat is less than a minute old"
+_UNSEEN = 120.0  # seconds after which a job that Slurm has never shown counts as not submitted
 
 
 class Cluster(NamedTuple):
-    """What tells the clusters of jobs apart: the configuration, the name in a federation, the login
-    host.
-    """
+    """The identity of a cluster: configuration, name in a federation, login host."""
 
     conf: str | None
     cluster: str | None
@@ -43,7 +38,7 @@ class Cluster(NamedTuple):
 
 
 def cluster_of(record: Record) -> Cluster:
-    """Return where a job is to be asked for."""
+    """Return the cluster of a job."""
     data: Mapping[str, Any] = record.handle.data if record.handle is not None else {}
     login = None
     if record.spec.get("login"):
@@ -54,12 +49,12 @@ def cluster_of(record: Record) -> Cluster:
 
 
 def by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Record]]:
-    """Return the ends of the jobs whose directories tell them for good, and the other jobs."""
+    """Return the final status of jobs whose directory is conclusive, and the other jobs."""
     found: dict[str, Status] = {}
     others = []
     for record in records:
-        verdict = told(record)
-        if verdict is not None and slurm_ends.settled(verdict, record.job_dir):
+        verdict = directory_verdict(record)
+        if verdict is not None and job_end.settled(verdict, record.job_dir):
             found[record.job_id] = shared.ended(verdict)
         else:
             others.append(record)
@@ -72,40 +67,37 @@ def unreached(record: Record, why: str) -> Status:
     return Status(JobState.UNKNOWN, why, verdict=None, started_at=started_at, restarts=restarts)
 
 
-def is_of(row: Row, record: Record, handle: Handle) -> bool:
-    """Return whether a row with the job's id is this very job's: Slurm may give an id again to
-    another (submitit#1660).
+def is_of(row: JobRow, record: Record, handle: Handle) -> bool:
+    """Return whether a row with the job's Slurm id belongs to this job.
 
-    The comment and the working directory bear our own id. Where a site has changed both, the name
-    and the submit time tell.
+    Slurm may give the same id to another job (submitit#1660). The comment and the working directory
+    contain the job's own id. If a site has changed both, the name and the submit time decide.
     """
-    if queue.bears_id(row, record.whole_id):
+    if queue.has_id(row, record.whole_id):
         return True
     at = handle.data["at"] + handle.data.get("ahead", 0.0)  # by the cluster's clock
     return row.name == record.name and abs(row.submitted - at) < _SUBMIT_TIME
 
 
-def is_active(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
-    """Return whether Slurm shows this very job, and it waits or runs."""
+def is_active(snapshot: QueueSnapshot, record: Record, handle: Handle) -> bool:
+    """Return whether Slurm shows this job as waiting or running."""
     row = snapshot.rows.get(handle.id)
     return row is not None and row.active and is_of(row, record, handle=handle)
 
 
-def is_of_another(snapshot: Snapshot, record: Record, handle: Handle) -> bool:
-    """Return whether Slurm has given the job's id to another job, which is not to be cancelled in
-    its place.
-    """
+def is_of_another(snapshot: QueueSnapshot, record: Record, handle: Handle) -> bool:
+    """Return whether Slurm has given the job's id to another job; do not cancel that one."""
     row = snapshot.rows.get(handle.id)
     return row is not None and not is_of(row, record, handle=handle)
 
 
-def adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Handle | None:
-    """Return the handle of a job whose submitter could not note it: found by its comment.
+def adopt(record: Record, snapshot: QueueSnapshot, wholes: dict[str, Record]) -> Handle | None:
+    """Return the handle of a job whose submitter did not store it; find the job by its own id.
 
     Args:
         record: the job.
         snapshot: the queue.
-        wholes: the arrays that were looked for already, for all of their elements.
+        wholes: cache of the arrays found so far, by id, for their other elements.
     """
     if record.index is None:
         return _adopted(record, snapshot).handle
@@ -115,7 +107,7 @@ def adopt(record: Record, snapshot: Snapshot, wholes: dict[str, Record]) -> Hand
     return wholes[whole].element(record.index).handle
 
 
-def _adopted(record: Record, snapshot: Snapshot) -> Record:
+def _adopted(record: Record, snapshot: QueueSnapshot) -> Record:
     bases = sorted(
         {row.base for row in queue.rows_of(snapshot, record.job_id)}, key=int
     )  # in the order of submission
@@ -128,33 +120,32 @@ def _adopted(record: Record, snapshot: Snapshot) -> Record:
 
 
 def has_news(record: Record) -> bool:
-    """Return whether the job's directory tells of an end that only Slurm can explain."""
-    by_srun = _started_by_srun(record) and slurm_ends.step_code(record.job_dir) is not None
+    """Return whether the job's directory shows an end that only Slurm can explain."""
+    by_srun = _started_by_srun(record) and job_end.step_code(record.job_dir) is not None
     return (
-        by_srun
-        or ends.cancelled(record.job_dir)
-        or slurm_ends.verdict_of(record.job_dir) is not None
+        by_srun or ends.cancelled(record.job_dir) or job_end.verdict_of(record.job_dir) is not None
     )
 
 
-def told(record: Record) -> Verdict | None:
-    """Return how the job ended as its directory tells it: the agents' verdict; where srun started
-    the workers, its success.
+def directory_verdict(record: Record) -> Verdict | None:
+    """Return the verdict in the job's directory.
+
+    The agents write it. Under ``--launcher srun`` only a success is known from the directory.
     """
     if _started_by_srun(record):
         return (
-            slurm_ends.of_step(record.job_dir, 0, started_at=None)
-            if slurm_ends.step_code(record.job_dir) == 0
+            job_end.of_step(record.job_dir, 0, started_at=None)
+            if job_end.step_code(record.job_dir) == 0
             else None
         )
-    return slurm_ends.verdict_of(record.job_dir)
+    return job_end.verdict_of(record.job_dir)
 
 
-def unseen(record: Record, snapshot: Snapshot) -> Status:
+def unseen(record: Record, snapshot: QueueSnapshot) -> Status:
     """Return the status of a job without a handle that Slurm does not show."""
     if record.submitter is not None and record.submitter.alive():
         return Status(JobState.PENDING, "it is being submitted")
-    if snapshot.trouble:
+    if snapshot.error:
         return Status(JobState.UNKNOWN, _unanswered(snapshot))
     started_at, restarts, _ = shared.progress(record.job_dir)
     newest = max(
@@ -171,39 +162,39 @@ def unseen(record: Record, snapshot: Snapshot) -> Status:
     if snapshot.taken_at < newest:
         return Status(
             JobState.UNKNOWN,
-            "Slurm does not show it (yet): it was not known whether it had been taken",
+            "Slurm does not show it (yet): it is unknown whether Slurm accepted it",
         )
-    why = "the command that submitted it died before Slurm had taken the job"
-    return shared.ended(shared.end_without_lead(record.job_dir, None, restarts=0, otherwise=why))
+    why = "the command that submitted it died before Slurm accepted the job"
+    return shared.ended(
+        shared.verdict_without_coordinator(record.job_dir, None, restarts=0, otherwise=why)
+    )
 
 
 def _ran(record: Record, started_at: str | None) -> bool:
     return (
         started_at is not None
-        or slurm_ends.step_code(record.job_dir) is not None
+        or job_end.step_code(record.job_dir) is not None
         or bool(ends.refusals(record.job_dir))
     )
 
 
-def not_yet(record: Record, snapshot: Snapshot) -> Status:
-    """Return the status of a job of which Slurm was not, or could not be, asked since it was
-    submitted.
-    """
+def not_yet(record: Record, snapshot: QueueSnapshot) -> Status:
+    """Return the status of a job if no call to Slurm has succeeded since its submission."""
     started_at, restarts, waiting = shared.progress(record.job_dir)
-    trouble = _unanswered(snapshot) if snapshot.trouble else ""
-    state = JobState.RUNNING if started_at else JobState.UNKNOWN if trouble else JobState.PENDING
-    return Status(state, trouble or waiting, verdict=None, started_at=started_at, restarts=restarts)
+    error = _unanswered(snapshot) if snapshot.error else ""
+    state = JobState.RUNNING if started_at else JobState.UNKNOWN if error else JobState.PENDING
+    return Status(state, error or waiting, verdict=None, started_at=started_at, restarts=restarts)
 
 
-def from_row(record: Record, handle: Handle, row: Row) -> Status:
+def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
     """Return the status of a job that Slurm shows."""
     started_at, restarts, waiting = shared.progress(record.job_dir)
-    own, wished = slurm_ends.verdict_of(record.job_dir), ends.cancelled(record.job_dir)
+    own, cancelled = job_end.verdict_of(record.job_dir), ends.cancelled(record.job_dir)
     if row.waiting:
         again = (
             f"queued again, it was {own.state.value.lower()} before; " if own is not None else ""
         )
-        if wished:
+        if cancelled:
             return Status(
                 JobState.PENDING,
                 "it is being cancelled",
@@ -221,14 +212,14 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
             restarts=restarts,
             handle=handle,
         )
-    # Slurm marks a job before it signals it: while it says RUNNING, nobody has cancelled what has
-    # failed.
+    # Slurm changes the state before it sends a signal: a failed job in state RUNNING was not
+    # cancelled.
     if (
         row.state == "RUNNING"
-        and not wished
+        and not cancelled
         and own is not None
         and own.state is JobState.FAILED
-        and slurm_ends.by_a_node(own)
+        and job_end.by_a_node(own)
     ):
         return _with_handle(own, handle)
     if row.active:
@@ -241,42 +232,41 @@ def from_row(record: Record, handle: Handle, row: Row) -> Status:
             handle=handle,
         )
     if own is None:
-        code = slurm_ends.step_code(record.job_dir)
+        code = job_end.step_code(record.job_dir)
         if code is not None and _started_by_srun(record) and row.state in ("COMPLETED", "FAILED"):
-            own = slurm_ends.of_step(record.job_dir, code, started_at=started_at)
-    verdict = slurm_ends.of_slurm(row, own, job_dir=record.job_dir, started_at=started_at)
-    if own is None and (wished or not slurm_ends.explains(row)):
-        verdict = shared.end_without_lead(
+            own = job_end.of_step(record.job_dir, code, started_at=started_at)
+    verdict = job_end.of_slurm(row, own, job_dir=record.job_dir, started_at=started_at)
+    if own is None and (cancelled or not job_end.explains(row)):
+        verdict = shared.verdict_without_coordinator(
             record.job_dir, started_at, restarts=restarts, otherwise=verdict
         )
     return _with_handle(verdict, handle)
 
 
-def needs_explanation(record: Record, row: Row) -> bool:
-    """Return whether Slurm is to be asked what a row leaves open: which signal ended the batch
-    script, which node failed.
+def needs_explanation(record: Record, row: JobRow) -> bool:
+    """Return whether to ask Slurm for the signal or the failed node, which a row does not show.
 
-    A signal explains only an end that the batch script could not write. An end on record is not
-    asked for again.
+    The signal matters only if the batch script could not write its exit code. Slurm is not asked
+    again about an end on record.
     """
     if row.state == "FAILED":
-        return slurm_ends.step_code(record.job_dir) is None
+        return job_end.step_code(record.job_dir) is None
     return record.end is None
 
 
-def with_trouble(status: Status, snapshot: Snapshot) -> Status:
-    """Say of a job that has not ended, as Slurm had it a while ago, that Slurm does not answer now."""
-    if status.verdict is not None or not snapshot.trouble:
+def with_error(status: Status, snapshot: QueueSnapshot) -> Status:
+    """Add "Slurm does not answer" to the status of a job that has not ended."""
+    if status.verdict is not None or not snapshot.error:
         return status
     return replace(status, reason="; ".join(filter(None, (status.reason, _unanswered(snapshot)))))
 
 
-def _unanswered(snapshot: Snapshot) -> str:
-    return f"Slurm does not answer: {snapshot.trouble}"
+def _unanswered(snapshot: QueueSnapshot) -> str:
+    return f"Slurm does not answer: {snapshot.error}"
 
 
 def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
-    lost = verdict.state is JobState.LOST  # for want of a word of its end, which may come later
+    lost = verdict.state is JobState.LOST  # a message about the end may still arrive
     return Status(
         verdict.state,
         verdict.reason,
@@ -289,25 +279,25 @@ def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
 
 
 def has_agents(record: Record) -> bool:
-    """Return whether agents of the job see the request to cancel it, in its directory."""
+    """Return whether the job's agents see the cancel request in its directory."""
     return not _started_by_srun(record) and (
         ends.cancelled(record.job_dir) or bool(record.spec.get("login"))
     )
 
 
-def note_untold(record: Record) -> None:
-    """Note that Slurm is still to be told of a cancel."""
+def note_pending_cancel(record: Record) -> None:
+    """Note that Slurm has not answered a cancel, so that the next status call repeats it."""
     with contextlib.suppress(OSError):
         (record.job_dir / _UNTOLD).touch(0o600)
 
 
-def is_untold(record: Record) -> bool:
-    """Return whether Slurm is still to be told of a cancel."""
+def has_pending_cancel(record: Record) -> bool:
+    """Return whether a cancel must be sent to Slurm again."""
     return (record.job_dir / _UNTOLD).exists()
 
 
-def note_told(record: Record) -> None:
-    """Note that Slurm was told of a cancel."""
+def clear_pending_cancel(record: Record) -> None:
+    """Note that Slurm has answered the cancel."""
     with contextlib.suppress(OSError):
         (record.job_dir / _UNTOLD).unlink(missing_ok=True)
 
@@ -317,29 +307,28 @@ def _started_by_srun(record: Record) -> bool:
 
 
 def submitted_in(record: Record) -> str:
-    """Return the end of the directory in which sbatch was run, by which accounting tells a job from
-    another of the same id.
+    """Return the end of the path of sbatch's directory.
+
+    With it, accounting can tell a job from another job with the same id.
     """
     if record.spec.get("login"):
-        return f"/jobs/{record.whole_id}"  # below what only the cluster knows
+        return f"/jobs/{record.whole_id}"  # the part before it is known only on the cluster
     return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
 
 
-def _runs_unseen(record: Record, snapshot: Snapshot) -> bool:
-    """Return whether a job that Slurm does not show is still to be waited for: nothing says its
-    end, and its lease has not expired.
-    """
+def _runs_unseen(record: Record, snapshot: QueueSnapshot) -> bool:
+    """Return whether a job that Slurm does not show may run: no end on disk, lease not expired."""
     ended = (
-        slurm_ends.step_code(record.job_dir) is not None
-        or slurm_ends.verdict_of(record.job_dir) is not None
+        job_end.step_code(record.job_dir) is not None
+        or job_end.verdict_of(record.job_dir) is not None
     )
-    return not ended and slurm_ends.alive(record.job_dir, snapshot.taken_at)
+    return not ended and job_end.alive(record.job_dir, snapshot.taken_at)
 
 
-def forgotten(record: Record, handle: Handle, accounted: Row | None, snapshot: Snapshot) -> Status:
-    """Return the status of a job that squeue does not know any more: what it wrote itself, then
-    what accounting has.
-    """
+def forgotten(
+    record: Record, handle: Handle, accounted: JobRow | None, snapshot: QueueSnapshot
+) -> Status:
+    """Return the status of a job that squeue no longer shows, from accounting or its directory."""
     if accounted is not None:
         return from_row(record, handle, row=accounted)
     started_at, restarts, _ = shared.progress(record.job_dir)
@@ -351,13 +340,18 @@ def forgotten(record: Record, handle: Handle, accounted: Row | None, snapshot: S
 
 
 def _from_directory(record: Record, started_at: str | None, restarts: int) -> Verdict:
-    own = slurm_ends.verdict_of(record.job_dir)
-    code = slurm_ends.step_code(record.job_dir)
+    own = job_end.verdict_of(record.job_dir)
+    code = job_end.step_code(record.job_dir)
     if own is None and code is not None and _started_by_srun(record):
-        own = slurm_ends.of_step(record.job_dir, code, started_at=started_at)
+        own = job_end.of_step(record.job_dir, code, started_at=started_at)
     if own is None:
-        why = "Slurm does not know it any more, and it left no verdict: it was killed, or lost by Slurm"
-        own = shared.end_without_lead(record.job_dir, started_at, restarts=restarts, otherwise=why)
+        why = (
+            "Slurm does not know it any more, and it left no verdict:"
+            " it was killed, or lost by Slurm"
+        )
+        own = shared.verdict_without_coordinator(
+            record.job_dir, started_at, restarts=restarts, otherwise=why
+        )
     return own
 
 

@@ -1,6 +1,4 @@
-"""Getting a job into Slurm: asked first whether it could run at all, never submitted twice, looked
-for when Slurm did not answer.
-"""
+"""Submit a job to Slurm: check it first, submit it once, find it if Slurm did not answer."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from clusterjob.backends.slurm.client import Answer, Client, hint
+from clusterjob.backends.slurm.client import Client, SlurmOutput, hint
 from clusterjob.backends.slurm.flags import clock
 from clusterjob.backends.slurm.queue import ask, rows_of
 from clusterjob.core.spec import JobSpec
@@ -18,15 +16,15 @@ from clusterjob.errors import SubmitError, SubmitInDoubtError
 _LOOKS, _PAUSE = (
     3,
     1.0,
-)  # for a job of which nobody knows whether Slurm took it; seconds between two
-_CONFIG_PATIENCE = 5.0  # seconds: without an answer Slurm's default is as good a guess
-# sbatch takes such a job, and it waits until the nodes are back.
+)  # searches for a job that Slurm may have accepted; seconds between two searches
+_CONFIG_TIMEOUT = 5.0  # seconds; without an answer the default values of Slurm are used
+# sbatch accepts a job with one of these errors; it waits until the nodes are back.
 _ONLY_NOT_NOW = re.compile(
     r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE
 )
 _WOULD_START = re.compile(
     r"Job \d+ to start at .* in partition (?P<partition>\S+)"
-)  # what --test-only says of a job that could run
+)  # output of --test-only for a job that could run
 _PRINTED_ID = re.compile(
     r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$",
     re.ASCII | re.MULTILINE,
@@ -38,69 +36,69 @@ UNUSABLE = re.compile(
 
 
 def check_configuration(client: Client) -> None:
-    """Refuse a configuration that is not there: Slurm's commands would wait a minute for it.
+    """Refuse a missing configuration file: Slurm's commands would wait a minute for it.
 
     Raises:
         SubmitError: SLURM_CONF names a file that does not exist.
     """
     conf = client.conf or os.environ.get("SLURM_CONF")
     if client.is_local and conf and not os.path.exists(conf):
-        raise SubmitError(f"Slurm's configuration {conf} is not there", "SLURM_CONF names one")
+        raise SubmitError(
+            f"Slurm's configuration {conf} is not there", "set SLURM_CONF to the path of slurm.conf"
+        )
 
 
-def preflight(client: Client, argv: Sequence[str]) -> Answer:
-    """Ask Slurm whether the job could run: partition, GPUs, node count and each option; nothing is
-    queued.
+def preflight(client: Client, argv: Sequence[str]) -> SlurmOutput:
+    """Ask Slurm with --test-only whether the job could run; nothing is queued.
+
+    Slurm checks the partition, the GPUs, the node count and each option.
 
     Returns:
-        What Slurm says; a code other than 0 says that the job would have to wait for nodes that are
+        The answer of sbatch; a code other than 0 means that the job would wait for nodes that are
         down.
 
     Raises:
-        SubmitError: it could not; the message is Slurm's own.
+        SubmitError: the job could not run; the message is Slurm's own.
     """
     check_configuration(client)
     answer = client.run([argv[0], "--test-only", *argv[1:]])
     if (
         answer.code == 0 or _ONLY_NOT_NOW.search(answer.err) or _WOULD_START.search(answer.err)
-    ):  # a wrapper's code is its own
+    ):  # a wrapper of sbatch may return another code
         return answer
     if _NO_SUCH_NODES.search(answer.err) and _may_be_away(client, argv):
-        return answer  # sbatch itself takes it, unless there are no such nodes at all
+        return answer  # sbatch accepts it unless no such nodes exist at all
     raise _refused(answer)
 
 
 def _may_be_away(client: Client, argv: Sequence[str]) -> bool:
-    """Return whether the nodes that --test-only does not find may be some that are down or drained
-    (seen with 22.05).
-    """
+    """Return whether the nodes that --test-only misses may be down or drained (seen with 22.05)."""
     given = dict(
         word.partition("=")[::2] for word in argv if word.startswith(("--partition=", "--nodes="))
     )
-    # Where no partition is named, SBATCH_PARTITION, the script or a plug-in may choose another than
-    # the default one.
+    # If no partition is named, SBATCH_PARTITION, the script or a plug-in may choose another than
+    # the default.
     partition = [f"--partition={given['--partition']}"] if "--partition" in given else []
     shown = client.run(
         ["sinfo", "--all", "--noheader", "--Node", "--format=%N %T", *partition],
-        patience=_CONFIG_PATIENCE,
+        timeout=_CONFIG_TIMEOUT,
     )
     states = dict(row.split() for row in shown.out.splitlines() if len(row.split()) == 2)
     wanted = int(given.get("--nodes", "1").partition("-")[0])
     return wanted <= len(states) and any(UNUSABLE.search(state) for state in states.values())
 
 
-def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
-    """Refuse a time limit above that of each partition: without EnforcePartLimits Slurm takes such
-    a job, which then waits for ever.
+def check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
+    """Refuse a time limit above that of all partitions of the job.
 
-    SBATCH_PARTITION, a template or a plug-in may choose another partition than the default one, and
-    a quality of service may exceed the limit: where the limit that holds is not known, Slurm has
-    the last word.
+    Without EnforcePartLimits Slurm accepts such a job, which then waits forever. SBATCH_PARTITION,
+    a template or a plug-in may choose another partition than the default, and a quality of service
+    may exceed the limit: if the effective limit is unknown, the job is not refused.
 
     Args:
         client: runs scontrol.
         spec: the job.
-        preflight: what --test-only said of it.
+        preflight: the answer of --test-only.
 
     Raises:
         SubmitError: the job would never start.
@@ -112,45 +110,43 @@ def check_time(client: Client, spec: JobSpec, preflight: Answer) -> None:
     if seconds is None or would_start is None or has_qos or (by_others and named is None):
         return
     shown = client.run(
-        ["scontrol", "--all", "--oneliner", "show", "partition"], patience=_CONFIG_PATIENCE
+        ["scontrol", "--all", "--oneliner", "show", "partition"], timeout=_CONFIG_TIMEOUT
     )
     limits: dict[str, int] = {}
     default = ""
     for line in shown.out.splitlines():
-        said = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        limits[said.get("PartitionName", "")] = _seconds(said.get("MaxTime", ""))
-        if said.get("Default") == "YES":
-            default = said.get("PartitionName", "")
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        limits[fields.get("PartitionName", "")] = _seconds(fields.get("MaxTime", ""))
+        if fields.get("Default") == "YES":
+            default = fields.get("PartitionName", "")
     wanted = named.split(",") if named is not None else [default]
     if would_start["partition"] not in wanted or not limits.keys() >= set(wanted):
         return
     most = max(limits[name] for name in wanted)
     if -(-seconds // 60) * 60 > most and not _has_other_rules(client):
         raise SubmitError(
-            f"the time limit of {clock(seconds)} is above that of the partition {', '.join(wanted)}: {clock(most)}",
-            "`sinfo -o '%P %l'` shows the limit of each partition; a qos that may exceed it has to be named: --set qos=NAME",
+            f"the time limit of {clock(seconds)} is above that of the partition"
+            f" {', '.join(wanted)}: {clock(most)}",
+            "`sinfo -o '%P %l'` shows the limit of each partition;"
+            " name a qos that may exceed it with --set qos=NAME",
         )
 
 
 def _has_other_rules(client: Client) -> bool:
-    """Return whether a plug-in may choose another partition, or the user's default quality of
-    service exceed the limit.
-    """
-    shown = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE).out
-    said = {
+    """Return whether a plug-in or the user's default quality of service may lift the limit."""
+    shown = client.run(["scontrol", "show", "config"], timeout=_CONFIG_TIMEOUT).out
+    config = {
         key.strip(): value.strip()
         for key, equals, value in (line.partition("=") for line in shown.splitlines())
         if equals
     }
-    return said.get("JobSubmitPlugins") != "(null)" or "qos" in said.get(
+    return config.get("JobSubmitPlugins") != "(null)" or "qos" in config.get(
         "AccountingStorageEnforce", ""
     ).split(",")
 
 
 def _seconds(text: str) -> int:
-    """Return a time of Slurm's, [D-]HH:MM:SS; what is none, such as UNLIMITED, is as good as for
-    ever.
-    """
+    """Return the seconds of Slurm's [D-]HH:MM:SS; 10**6 days for other text such as UNLIMITED."""
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d\d?):(\d\d?)", text, re.ASCII)
     days, hours, minutes, rest = (
         (int(part or 0) for part in match.groups()) if match else (10**6, 0, 0, 0)
@@ -161,20 +157,20 @@ def _seconds(text: str) -> int:
 def submit(
     client: Client, argv: Sequence[str], job: str, known: Sequence[str]
 ) -> tuple[str, str | None]:
-    """Submit one script; returns the job's id and, in a federation, the cluster that took it.
+    """Submit one script; return the job's id and, in a federation, the cluster that accepted it.
 
-    A site may have a wrapper in the place of sbatch, which prints more than the id, or fails after
-    Slurm has taken the job.
+    A site may replace sbatch by a wrapper, which prints more than the id, or fails after Slurm has
+    accepted the job.
 
     Args:
         client: runs sbatch.
         argv: sbatch's command line.
-        job: our own id, which the job can be found by.
+        job: clusterjob's own job id, by which the job can be found.
         known: Slurm's ids of other pieces of the same job.
 
     Raises:
         SubmitError: Slurm refused it.
-        SubmitInDoubtError: nobody knows whether Slurm has taken it, and it is not to be seen yet.
+        SubmitInDoubtError: it is unknown whether Slurm accepted it, and squeue does not show it.
     """
     answer = client.run(argv)
     printed = _PRINTED_ID.findall(answer.out)
@@ -182,7 +178,7 @@ def submit(
         return printed[0][0], printed[0][1] or None
     if answer.silent and not answer.in_doubt:
         raise _refused(answer)  # Slurm was not reached
-    # Another sbatch might make two of it (nextflow#970).
+    # A second sbatch might submit the job twice (nextflow#970).
     in_doubt = answer.in_doubt or answer.code == 0 or bool(printed)
     for look in range(_LOOKS):
         time.sleep(_PAUSE if look else 0.0)
@@ -193,11 +189,11 @@ def submit(
         if found is not None and not in_doubt:
             raise _refused(answer)
     what = answer.words if answer.code else f"sbatch printed no job id: {answer.out.strip()[:80]!r}"
-    raise SubmitInDoubtError(f"nobody knows whether Slurm has taken the job: {what}")
+    raise SubmitInDoubtError(f"it is unknown whether Slurm accepted the job: {what}")
 
 
 def find(client: Client, job: str) -> list[str] | None:
-    """Return Slurm's ids of one of our jobs, by our own id; None where Slurm does not answer."""
+    """Return Slurm's ids of a job by clusterjob's own id; None if Slurm does not answer."""
     snapshot = ask(client)
     return (
         None
@@ -206,17 +202,18 @@ def find(client: Client, job: str) -> list[str] | None:
     )
 
 
-def _refused(answer: Answer) -> SubmitError:
+def _refused(answer: SlurmOutput) -> SubmitError:
     who = "Slurm does not answer" if answer.silent else "Slurm refuses the job"
     return SubmitError(f"{who}: {answer.words}", hint(answer.words))
 
 
 def largest_array(client: Client) -> int | None:
-    """Return MaxArraySize: each index of an array stays below it (submitit#1624); None where Slurm
-    does not say.
+    """Return MaxArraySize, or None if Slurm does not answer.
+
+    Each index of an array must be below it (submitit#1624).
     """
     try:
-        answer = client.run(["scontrol", "show", "config"], patience=_CONFIG_PATIENCE)
+        answer = client.run(["scontrol", "show", "config"], timeout=_CONFIG_TIMEOUT)
     except SubmitError:
         return None
     match = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})\s*$", answer.out, re.MULTILINE)

@@ -1,7 +1,7 @@
-"""Bare hosts as a cluster: an agent a host, started over SSH, that needs neither the submitter nor
-a shared disk afterwards.
+"""Run jobs on bare hosts: one agent per host, started over SSH.
 
-What the hosts write of a job is mirrored into its directory here whenever somebody asks
+After the start the agents need neither the submitter nor a shared disk. Each status or logs
+request mirrors the files of a job from its hosts into the job directory here
 (`clusterjob.remote.mirror`).
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.backends import shared
 from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.backends.ssh import planning, status
-from clusterjob.backends.ssh.planning import CODE, NAME, SCRIPT, Options
+from clusterjob.backends.ssh.planning import CODE, NAME, SCRIPT, SshOptions
 from clusterjob.backends.ssh.status import Job, Node
 from clusterjob.core import node_zip, plans
 from clusterjob.core.hosts import Host
@@ -38,42 +38,43 @@ from clusterjob.node.system.sanitize import sanitize
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Fetched
 
-_LOOK_PATIENCE = 1.0  # seconds that hosts which answer wait for one that does not
-_LONGEST_SILENCE = 15.0  # seconds between two tries at a host that is not reached
-_CANCEL_PATIENCE = 12.0  # seconds beyond the job's grace for a host to say that a job has stopped
+_POLL_TIMEOUT = 1.0  # seconds to wait for slow hosts once every host of a job has been polled
+_MAX_RETRY_DELAY = 15.0  # seconds between two polls of an unreachable host
+_CANCEL_TIMEOUT = 12.0  # seconds beyond the job's grace for a host to confirm a cancel
 
 
 class SshBackend:
-    """Runs jobs on hosts that are reached over SSH."""
+    """Run jobs on hosts that are reached over SSH."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, Job] = {}
-        self._visits_held: Any = None
+        self._open_sessions: Any = None
 
-    # -- planning ------------------------------------------------------------------------------------------------------
+    # -- planning ----------------------------------------------------------------------------------
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job would do. No host is asked.
+        """Return the plan of a job without contacting a host.
 
         Raises:
-            SpecError: there are no hosts, or fewer than nodes; or an option makes no sense here.
+            SpecError: there are no hosts, or fewer than nodes; or an option is not valid here.
             TemplateError: the user's template cannot be rendered.
         """
         return planning.plan(spec)
 
-    # -- submitting ----------------------------------------------------------------------------------------------------
+    # -- submitting --------------------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> Handle:
-        """Bring the job to its hosts and start it; from then on it needs nobody.
+        """Send the job to its hosts and start it; it then runs without this process.
 
         Raises:
-            SubmitError: hosts are unfit, each of which is named; nothing is left on any of them.
+            SubmitError: some hosts are unfit; the message names each of them, and no files or
+                processes of the job are left on any host.
         """
-        from clusterjob.backends.ssh.submit import Consignment, Submission
+        from clusterjob.backends.ssh.submit import HostFiles, Submission
         from clusterjob.core import snapshot
         from clusterjob.remote.progress import Sending
 
-        spec, options = plan.spec, Options.of(plan.spec.options)
+        spec, options = plan.spec, SshOptions.of(plan.spec.options)
         place = options.ssh.place(spec.hosts, spec.python, spec.setup)
         code = (
             snapshot.take(
@@ -82,7 +83,7 @@ class SshBackend:
             if spec.sync
             else None
         )
-        goods = Consignment(
+        files = HostFiles(
             job_id=plan.job_id,
             files=(
                 *((file.path.name, file.mode, file.data) for file in plan.files),
@@ -94,7 +95,7 @@ class SshBackend:
             snapshot=code,
             needs_torch=options.need_torch and spec.program.is_python,
             ports=candidate_ports.candidates(plan.job_id, 0),
-            patience=spec.join_timeout,
+            timeout=spec.join_timeout,
             grace=spec.grace,
             gpus=spec.gpus,
             gpus_per_node=spec.resources.gpus_per_node,
@@ -111,36 +112,34 @@ class SshBackend:
             }
         with Sending([str(host) for host in spec.hosts]) as progress:
             submission = Submission(
-                self._visits(),
+                self._sessions(),
                 place,
-                goods=goods,
+                files=files,
                 progress=progress,
                 warn=_warn,
-                unwanted=partial(ends.cancelled, plan.job_dir),
+                cancelled=partial(ends.cancelled, plan.job_dir),
             )
             try:
                 data["address"] = submission.run()
             except BaseException:
-                ends.cancel(plan.job_dir)  # for whoever asks after a job that was broken off here
+                ends.cancel(plan.job_dir)  # later status requests then show CANCELLED
                 raise
         return Handle(NAME, plan.job_id, data=data)
 
     def detach(self, handle: Handle) -> None:
-        """Do nothing: the agents never needed this process."""
+        """Do nothing: the agents do not depend on this process."""
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        """Return how jobs stand: every host of theirs is asked, all at once."""
+        """Return the status of each job; poll all their hosts in parallel."""
         for record in records:
-            self._look(record)
-        self._hear([self._job(record) for record in records])
+            self._start_polls(record)
+        self._store_polls([self._job(record) for record in records])
         return {record.job_id: status.status(record, self._job(record)) for record in records}
 
     def collect(self, record: Record) -> None:
-        """Bring the logs as far as they are written; from then on every look at the job brings
-        them.
-        """
+        """Copy the logs written so far; every later poll of the job copies new ones too."""
         job = self._job(record)
         ended = (
             record.end is not None or files.read_json(record.job_dir / "result.json") is not None
@@ -148,16 +147,15 @@ class SshBackend:
         if job.followed and not ended:
             return
         job.followed = True
-        whole = (
-            record.job_dir / "logs" / "whole"
-        )  # there when the logs of a job that has ended are all here
+        # This marker exists once all logs of an ended job have been copied.
+        whole = record.job_dir / "logs" / "whole"
         if whole.exists() or not record.job_dir.is_dir():
             return
         while True:
-            self._look(record, at_once=True)
-            self._hear([job], patient=True)
+            self._start_polls(record, at_once=True)
+            self._store_polls([job], patient=True)
             if not any(
-                node.look is not None and node.look["more"] and node.error is None
+                node.answer is not None and node.answer["more"] and node.error is None
                 for node in job.nodes
             ):
                 break
@@ -169,27 +167,29 @@ class SshBackend:
         else:
             with contextlib.suppress(
                 OSError
-            ):  # no logs have come, or the disk is full: they are asked for again
+            ):  # no logs directory, or the disk is full: the next call polls again
                 whole.touch()
 
     def cancel(self, records: Sequence[Record]) -> None:
-        """Have every agent stop its workers; kill the agents that do not within the job's grace.
+        """Stop the workers through every agent; kill agents that outlast the job's grace period.
 
         Raises:
-            ClusterJobError: hosts are not reached; what runs there ends when its agents miss the
-                others.
+            ClusterJobError: some hosts are unreachable; the processes there end when their agents
+                lose the heartbeat of the other agents.
         """
         for record in records:
             self._end(record, interrupt=False)
 
     def interrupt(self, record: Record) -> bool:
-        """Have every agent interrupt its workers and stop them after the job's grace.
+        """Interrupt the workers through every agent; stop them after the job's grace period.
 
-        Returns at once; False where no worker runs yet, so that the job can only be cancelled.
+        Returns:
+            False if no worker runs yet, so that the job can only be cancelled; else True, without
+            waiting for the end of the job.
 
         Raises:
-            ClusterJobError: hosts are not reached; what runs there ends when its agents miss the
-                others.
+            ClusterJobError: some hosts are unreachable; the processes there end when their agents
+                lose the heartbeat of the other agents.
         """
         if shared.progress(record.job_dir)[0] is None:
             return False
@@ -203,14 +203,14 @@ class SshBackend:
         place, grace = self._job(record).place, float(record.spec.get("grace", 3.0))
 
         def work(node: int) -> None:
-            session = self._visits().session(place, node)
+            session = self._sessions().session(place, node)
             session.ask(
                 "cancel",
                 job=record.job_id,
                 node=node,
                 grace=grace,
                 interrupt=interrupt,
-                timeout=grace + _CANCEL_PATIENCE,
+                timeout=grace + _CANCEL_TIMEOUT,
             )
 
         outcome = for_each(range(len(place.hosts)), work)
@@ -218,7 +218,7 @@ class SshBackend:
             message, hint = complaint(outcome.errors, len(place.hosts))
             raise ClusterJobError(
                 f"{message} (job {record.job_id})",
-                hint or "its agents end there when they miss the others",
+                hint or "its agents there end when they lose the other agents",
             )
 
     def fetch(
@@ -230,11 +230,11 @@ class SshBackend:
         may_replace: Callable[[list[str]], bool],
         limits: FetchLimits,
     ) -> list[Fetched]:
-        """Bring results from hosts; see `clusterjob.core.jobs.fetch`.
+        """Copy results from the hosts; see `clusterjob.core.jobs.fetch`.
 
         Raises:
-            ClusterJobError: a host is not reached, has nothing at a path, or it cannot be written
-                here.
+            ClusterJobError: a host is unreachable or has no file at a path, or a file cannot be
+                written here.
         """
         from clusterjob.remote.fetch import Fetch
         from clusterjob.remote.pool import complaint, for_each
@@ -252,107 +252,119 @@ class SshBackend:
             request = shared.fetch_request(
                 record, paths, target=folder, may_replace=one_at_a_time, limits=limits
             )
-            return Fetch(self._visits().session(place, node), request).run()
+            return Fetch(self._sessions().session(place, node), request).run()
 
         outcome = for_each(asked, work)
         if outcome.errors:
             raise ClusterJobError(*complaint(outcome.errors, len(asked)))
         return [outcome.results[node] for node in asked]
 
-    def examine(self, spec: JobSpec) -> Iterator[Check]:
-        """Yield what is found of the hosts' fitness for a job.
+    def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
+        """Yield the doctor checks of the hosts for a job.
 
         Raises:
-            SpecError: there are no hosts, or an option makes no sense here.
+            SpecError: there are no hosts, or an option is not valid here.
         """
         from clusterjob.backends.ssh.checks import Hosts
-        from clusterjob.doctor.this_machine import directory_looks
+        from clusterjob.doctor.this_machine import directory_checks
 
-        spec, options = planning.settled(spec), Options.of(spec.options)
+        spec, options = planning.settled(spec), SshOptions.of(spec.options)
         hosts = Hosts(
-            self._visits(),
+            self._sessions(),
             options.ssh.place(spec.hosts, spec.python, spec.setup),
             spec=spec,
             need_torch=options.need_torch,
         )
-        job = engine.Look("job", lambda: shared.plannable(self.plan, spec))
-        return engine.examine([job, *directory_looks(), *hosts.looks()])
+        job = engine.CheckStep("job", lambda: shared.plannable(self.plan, spec))
+        return engine.run_checks([job, *directory_checks(), *hosts.check_steps()])
 
     def close(self) -> None:
-        """Hang up on all hosts; jobs live on."""
-        if self._visits_held is not None:
-            self._visits_held.close()
-            self._visits_held = None
+        """Close all connections; jobs keep running."""
+        if self._open_sessions is not None:
+            self._open_sessions.close()
+            self._open_sessions = None
         self._jobs.clear()
 
-    # -- looks ---------------------------------------------------------------------------------------------------------
+    # -- polls -------------------------------------------------------------------------------------
 
-    def _visits(self) -> Any:
-        from clusterjob.remote.sessions import Visits
+    def _sessions(self) -> Any:
+        from clusterjob.remote.sessions import Sessions
 
-        if self._visits_held is None:
-            self._visits_held = Visits(_warn, lambda: node_zip.node_zip(node_zip.cache_directory()))
-        return self._visits_held
+        if self._open_sessions is None:
+            self._open_sessions = Sessions(
+                _warn, lambda: node_zip.node_zip(node_zip.cache_directory())
+            )
+        return self._open_sessions
 
     def _job(self, record: Record) -> Job:
         from clusterjob.remote import ssh_options
-        from clusterjob.remote.mirror import Mirror
+        from clusterjob.remote.mirror import JobMirror
         from clusterjob.remote.sessions import Place
 
         if record.job_id not in self._jobs:
             if record.handle is not None:
                 place = Place.from_json(record.handle.data)
             else:
-                options = ssh_options.Options.of(record.spec.get("options") or {}, must_exist=False)
+                options = ssh_options.ConnectionSettings.of(
+                    record.spec.get("options") or {}, must_exist=False
+                )
                 hosts = tuple(Host(**host) for host in record.spec["hosts"])
                 place = options.place(hosts, str(record.spec["python"]), record.spec["setup"])
             nodes = [
-                Node(Mirror(record.job_id, record.job_dir, node=node))
+                Node(JobMirror(record.job_id, record.job_dir, node=node))
                 for node in range(len(place.hosts))
             ]
             self._jobs[record.job_id] = Job(place, nodes)
         return self._jobs[record.job_id]
 
-    def _look(self, record: Record, *, at_once: bool = False) -> None:
-        """Begin to ask every host of a job that is not being asked already, and was not a moment
-        ago.
+    def _start_polls(self, record: Record, *, at_once: bool = False) -> None:
+        """Start a poll of each host of a job that has no poll running and is due for one.
+
+        Args:
+            record: the job.
+            at_once: ignore the delay between two polls of a host.
         """
         from clusterjob.remote.pool import in_background
 
         job = self._job(record)
         for index, node in enumerate(job.nodes):
-            if node.asking is None and (at_once or time.monotonic() >= node.next_try):
-                node.asking = in_background(partial(self._ask, job, index))
+            if node.polling is None and (at_once or time.monotonic() >= node.next_try):
+                node.polling = in_background(partial(self._poll, job, index))
 
-    def _ask(self, job: Job, index: int) -> Mapping[str, Any]:
-        session = self._visits().session(job.place, index)
-        look: Mapping[str, Any] = job.nodes[index].mirror.look(session, logs=job.followed)
-        return look
+    def _poll(self, job: Job, index: int) -> Mapping[str, Any]:
+        session = self._sessions().session(job.place, index)
+        answer: Mapping[str, Any] = job.nodes[index].mirror.poll(session, logs=job.followed)
+        return answer
 
-    def _hear(self, asked: Sequence[Job], *, patient: bool = False) -> None:
-        """Take in the answers: all of them the first time, later those that come soon."""
-        waiting = [node.asking for job in asked for node in job.nodes if node.asking is not None]
-        wait(waiting, None if patient or not all(job.looked for job in asked) else _LOOK_PATIENCE)
+    def _store_polls(self, asked: Sequence[Job], *, patient: bool = False) -> None:
+        """Store the answers to the running polls.
+
+        The first time all answers are awaited, later only those within `_POLL_TIMEOUT`.
+
+        Args:
+            asked: the jobs that are polled.
+            patient: wait for all answers.
+        """
+        waiting = [node.polling for job in asked for node in job.nodes if node.polling is not None]
+        wait(waiting, None if patient or not all(job.looked for job in asked) else _POLL_TIMEOUT)
         for job in asked:
             job.looked = True
             for node in job.nodes:
-                if node.asking is None or not node.asking.done():
+                if node.polling is None or not node.polling.done():
                     continue
-                asking, node.asking = node.asking, None
+                asking, node.polling = node.polling, None
                 try:
-                    node.look, node.error, node.failures = asking.result(), None, 0
-                    # Many hosts are asked less often, so that following a job costs the same.
+                    node.answer, node.error, node.failures = asking.result(), None, 0
+                    # A job with many hosts is polled less often, to keep the load constant.
                     node.next_try = time.monotonic() + min(2.0, 0.02 * len(job.nodes))
                 except HostError as error:
                     node.error = error
                     node.failures += 1
                     node.next_try = time.monotonic() + min(
-                        _LONGEST_SILENCE, 0.25 * 2**node.failures
+                        _MAX_RETRY_DELAY, 0.25 * 2**node.failures
                     )
 
 
 def _warn(text: str) -> None:
-    """Say a line to the user: the library's own logger shows warnings on stderr unless a program
-    wants them elsewhere.
-    """
+    """Show one line to the user through the library's logger, which writes to stderr by default."""
     logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))

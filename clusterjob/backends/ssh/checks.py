@@ -1,6 +1,4 @@
-"""Hosts before there is a job, looked at for `doctor`: the survey of them, their interpreters, and
-whether they reach each other.
-"""
+"""Check hosts for `clusterjob doctor`: connection, machine, interpreter and rendezvous."""
 
 from __future__ import annotations
 
@@ -11,31 +9,42 @@ from typing import Any
 from clusterjob.backends.ssh.coordinator_address import meet
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
-from clusterjob.doctor.engine import Finding, Look, failed, listed, of_hosts, ok, unknown, warning
+from clusterjob.doctor.engine import (
+    CheckFinding,
+    CheckStep,
+    failed,
+    listed,
+    of_hosts,
+    ok,
+    unknown,
+    warning,
+)
 from clusterjob.errors import HostError
 from clusterjob.node.environments import candidate_ports
-from clusterjob.remote.host_probe import HostReport, survey
+from clusterjob.remote.host_probe import HostReport, probe_hosts
 from clusterjob.remote.pool import for_each
-from clusterjob.remote.sessions import Place, Visits
+from clusterjob.remote.sessions import Place, Sessions
 
 _SLOW = 600.0  # seconds for setup lines and the import of torch
 _MOST_AHEAD = 30.0  # seconds that clocks may differ
 
 
 class Hosts:
-    """The hosts of a job.
+    """The doctor checks of a job's hosts.
 
     Args:
-        visits: the sessions.
-        place: where the job's nodes are.
+        sessions: the sessions with the hosts.
+        place: the hosts of the job.
         spec: the job.
-        need_torch: whether it makes no sense without torch.
+        need_torch: whether the job needs torch.
     """
 
-    def __init__(self, visits: Visits, place: Place, spec: JobSpec, *, need_torch: bool) -> None:
-        self._visits = visits
-        # A setup line that does nothing: the visit then takes any Python that is new enough, so
-        # that the job's can be asked after.
+    def __init__(
+        self, sessions: Sessions, place: Place, spec: JobSpec, *, need_torch: bool
+    ) -> None:
+        self._sessions = sessions
+        # With a setup line, even one that does nothing, the host server runs on any Python that is
+        # new enough. The job's own interpreter is then checked from there.
         self._place = replace(place, setup=(":", *place.setup))
         self._spec = spec
         self._need_torch = need_torch
@@ -43,37 +52,39 @@ class Hosts:
         self._reached: dict[int, HostReport] = {}
         self._answers: dict[int, Mapping[str, Any]] = {}
 
-    def looks(self) -> list[Look]:
-        """Return the looks at them."""
+    def check_steps(self) -> list[CheckStep]:
+        """Return the checks in the order in which they run."""
         spec = self._spec
         return [
-            Look("reached", self._survey),
-            Look("machines", self._machines),
-            Look("interpreter", self._interpreter),
-            Look(
+            CheckStep("reached", self._probe),
+            CheckStep("machines", self._machines),
+            CheckStep("interpreter", self._interpreter),
+            CheckStep(
                 "torch",
-                lambda: self._judged(
+                lambda: self._of_answered(
                     lambda answer, _: fitness.torch(answer, needed=self._need_torch)
                 ),
             ),
-            Look("versions", self._versions),
-            Look(
+            CheckStep("versions", self._versions),
+            CheckStep(
                 "start",
-                lambda: self._judged(lambda answer, _: fitness.start(answer, spec.start), "torch"),
+                lambda: self._of_answered(
+                    lambda answer, _: fitness.start(answer, spec.start), "torch"
+                ),
             ),
-            Look("GPUs", lambda: self._judged(self._gpus, "torch")),
-            Look(
+            CheckStep("GPUs", lambda: self._of_answered(self._gpus, "torch")),
+            CheckStep(
                 "disks",
                 lambda: self._of_reached(
                     lambda report: fitness.space(report.free or 0, report.home)
                 ),
             ),
-            Look("clock", lambda: self._of_reached(_clock)),
-            Look("rendezvous", self._meet),
+            CheckStep("clock", lambda: self._of_reached(_clock)),
+            CheckStep("rendezvous", self._meet),
         ]
 
-    def _survey(self) -> Iterator[Finding]:
-        self._all = survey(self._visits, self._place, own=False)
+    def _probe(self) -> Iterator[CheckFinding]:
+        self._all = probe_hosts(self._sessions, self._place, own=False)
         self._reached = {node: report for node, report in enumerate(self._all) if report.machine}
         for report in self._all:
             if report.error:
@@ -85,35 +96,35 @@ class Hosts:
         if fit:
             yield ok(listed(f"{report.host} ({report.address})" for report in fit))
 
-    def _of_reached(self, judge: Callable[[HostReport], Finding]) -> Iterator[Finding]:
+    def _of_reached(self, check: Callable[[HostReport], CheckFinding]) -> Iterator[CheckFinding]:
         yield from of_hosts(
-            {report.host: judge(report) for report in self._reached.values()}, len(self._all)
+            {report.host: check(report) for report in self._reached.values()}, len(self._all)
         )
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
 
     def _absent(
         self, nodes: Iterable[int], why: str = "not checked: it needs 'reached'"
-    ) -> Iterator[Finding]:
+    ) -> Iterator[CheckFinding]:
         hosts = [self._all[node].host for node in nodes]
         if hosts:
             yield unknown(f"{listed(hosts)}: {why}")
 
-    def _machines(self) -> Iterator[Finding]:
+    def _machines(self) -> Iterator[CheckFinding]:
         first: dict[str, HostReport] = {}
         for report in self._reached.values():
             other = first.setdefault(report.machine, report)
             if other is not report:
                 yield failed(
                     f"{report.host}: it is the same machine as {other.host}",
-                    "a host can be one node of a job alone",
+                    "a host can be only one node of a job",
                 )
         if len(first) == len(self._reached) > 0:
             yield ok(listed(f"{report.host} is {report.name}" for report in self._reached.values()))
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
 
-    # -- their interpreters --------------------------------------------------------------------------------------------
+    # -- interpreters ------------------------------------------------------------------------------
 
-    def _interpreter(self) -> Iterator[Finding]:
+    def _interpreter(self) -> Iterator[CheckFinding]:
         spec = self._spec
         workdir = "~" if spec.sync else str(spec.workdir)
         request: dict[str, Any] = {
@@ -124,7 +135,7 @@ class Hosts:
         }
 
         def ask(node: int) -> Mapping[str, Any]:
-            answer, _ = self._visits.session(self._place, node).ask(
+            answer, _ = self._sessions.session(self._place, node).ask(
                 "facts", timeout=_SLOW, **request
             )
             found: Mapping[str, Any] = answer
@@ -137,9 +148,10 @@ class Hosts:
         }
         for node, answer in outcome.results.items():
             finding = fitness.interpreter(answer)
-            if answer["setup"] and spec.sync:  # which may need the code: a job has it there by then
+            if answer["setup"] and spec.sync:  # setup lines may need the code, sent only with a job
                 finding = unknown(
-                    f"{finding.words}; a job's setup lines find its code, which is not there yet",
+                    f"{finding.words}; "
+                    "the setup lines may need the job's code, which is not sent yet",
                     finding.hint,
                 )
             elif not answer["unfit"]:
@@ -148,22 +160,24 @@ class Hosts:
         yield from of_hosts(found, len(self._all))
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
 
-    def _judged(
-        self, judge: Callable[[Mapping[str, Any], HostReport], Finding], needs: str = "interpreter"
-    ) -> Iterator[Finding]:
-        """Judge every host whose interpreter has answered, and found torch if that is needed."""
-        found: dict[str, Finding] = {}
+    def _of_answered(
+        self,
+        check: Callable[[Mapping[str, Any], HostReport], CheckFinding],
+        needs: str = "interpreter",
+    ) -> Iterator[CheckFinding]:
+        """Check each host whose interpreter has answered, and has torch if `needs` is "torch"."""
+        found: dict[str, CheckFinding] = {}
         absent = []
         for node, report in enumerate(self._all):
             answer = self._answers.get(node)
             if answer is None or (needs == "torch" and not fitness.has_torch(answer)):
                 absent.append(node)
             else:
-                found[report.host] = judge(answer, report)
+                found[report.host] = check(answer, report)
         yield from of_hosts(found, len(self._all))
         yield from self._absent(absent, f"not checked: it needs {needs!r}")
 
-    def _gpus(self, answer: Mapping[str, Any], report: HostReport) -> Finding:
+    def _gpus(self, answer: Mapping[str, Any], report: HostReport) -> CheckFinding:
         wanted = self._spec.resources.gpus_per_node
         return fitness.gpus(
             len(report.gpus),
@@ -172,9 +186,10 @@ class Hosts:
             required=self._spec.require_gpus or bool(self._spec.gpus),
         )
 
-    def _versions(self) -> Iterator[Finding]:
-        """Compare what has to be alike: one process group of several builds of torch hangs, or
-        answers wrongly.
+    def _versions(self) -> Iterator[CheckFinding]:
+        """Compare the versions of torch and Python on all hosts.
+
+        A process group with different builds of torch hangs or returns wrong results.
         """
         alike = True
         for what, of in (("torch", _torch_of), ("Python", _python_of)):
@@ -187,50 +202,51 @@ class Hosts:
                 words = "; ".join(
                     f"{version} on {listed(hosts)}" for version, hosts in versions.items()
                 )
-                judge = (
+                finding = (
                     failed
                     if what == "torch"
                     and len({version.partition("+")[0] for version in versions}) > 1
                     else warning
                 )
-                yield judge(
+                yield finding(
                     f"{what} differs: {words}",
-                    "the same environment on every host: --python names it",
+                    "use the same environment on every host; --python selects it",
                 )
         if not self._answers:
             yield unknown("not checked: it needs 'interpreter'")
         elif alike:
             yield ok(
-                "the same on all hosts" if len(self._answers) > 1 else "there is one host alone"
+                "the same on all hosts" if len(self._answers) > 1 else "there is only one host"
             )
 
-    # -- the way between them ------------------------------------------------------------------------------------------
+    # -- rendezvous --------------------------------------------------------------------------------
 
-    def _meet(self) -> Iterator[Finding]:
+    def _meet(self) -> Iterator[CheckFinding]:
         distinct: dict[str, int] = {}
         for node, report in self._reached.items():
             distinct.setdefault(report.machine, node)
         nodes = sorted(distinct.values())
         if len(self._place.hosts) == 1:
-            yield ok("one host needs none")
+            yield ok("one host needs no rendezvous")
             return
         if len(nodes) < 2:
-            yield unknown("not checked: it needs two hosts that are reached")
+            yield unknown("not checked: it needs two reachable hosts")
             return
-        lead = self._reached[nodes[0]]
+        first = self._reached[nodes[0]]
         place = replace(self._place, hosts=tuple(self._place.hosts[node] for node in nodes))
         try:
             address = meet(
-                self._visits,
+                self._sessions,
                 place,
                 ports=candidate_ports.candidates("doctor", 0),
-                likely=lead.reached_at,
+                likely=first.reached_at,
             )
         except HostError as error:
             yield failed(error.message, error.hint)
             return
         yield ok(
-            f"{lead.host} is reached at {address} by {listed(self._reached[node].host for node in nodes[1:])}"
+            f"{first.host} is reached at {address} by "
+            f"{listed(self._reached[node].host for node in nodes[1:])}"
         )
         yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
 
@@ -243,14 +259,12 @@ def _python_of(answer: Mapping[str, Any]) -> str:
     return ".".join(map(str, answer["version"][:2]))
 
 
-def _clock(report: HostReport) -> Finding:
+def _clock(report: HostReport) -> CheckFinding:
     ahead = report.ahead or 0.0
     if abs(ahead) < _MOST_AHEAD:
-        return ok("as here")
+        return ok("agrees with this machine's")
     much = (
         f"{round(abs(ahead) / 60)} min" if abs(ahead) >= 120 else f"{round(abs(ahead), -1):.0f} s"
-    )  # hosts that are alike are one line
+    )  # rounded: hosts with equal text share one line
     words = f"about {much} {'ahead of' if ahead > 0 else 'behind'} this machine's"
-    return warning(
-        words, "logs and results carry these times: chrony or ntpd keeps clocks together"
-    )
+    return warning(words, "logs and results carry these times; run chrony or ntpd on the hosts")

@@ -1,6 +1,4 @@
-"""Hosts before there is a job: are they reached, trusted and fit; and recording a host's key as
-trusted.
-"""
+"""Check hosts without a job, and record a host's key as trusted (`clusterjob hosts`)."""
 
 from __future__ import annotations
 
@@ -19,30 +17,30 @@ if TYPE_CHECKING:
     from clusterjob.remote.host_probe import HostReport
 
 
-def survey(settings: config.Settings, named: tuple[Host, ...]) -> list[HostReport]:
-    """Ask hosts, all at once, whether they are fit for jobs.
+def check_hosts(settings: config.Settings, named: tuple[Host, ...]) -> list[HostReport]:
+    """Check all hosts in parallel for fitness to run jobs.
 
     Args:
         settings: the interpreter, the setup lines and the options of the cluster.
         named: the hosts.
     """
-    from clusterjob.remote import host_probe as room
-    from clusterjob.remote.sessions import Visits
+    from clusterjob.remote import host_probe
+    from clusterjob.remote.sessions import Sessions
 
-    visits = Visits(_warn, lambda: node_zip.node_zip(node_zip.cache_directory()))
+    sessions = Sessions(_warn, lambda: node_zip.node_zip(node_zip.cache_directory()))
     try:
-        return room.survey(visits, _place(settings, named))
+        return host_probe.probe_hosts(sessions, _place(settings, named))
     finally:
-        visits.close()
+        sessions.close()
 
 
 def named_hosts(
     settings: config.Settings, environ: Mapping[str, str], directory: Path
 ) -> tuple[Host, ...]:
-    """Return the hosts that the settings, or else a platform, name.
+    """Return the hosts of the settings, or else those that a platform's variables name.
 
     Raises:
-        SpecError: there are none.
+        SpecError: there are no hosts.
     """
     values = settings.values
     found = hosts.named_hosts(
@@ -50,20 +48,21 @@ def named_hosts(
     ) or hosts.of_platform(environ)
     if not found:
         raise SpecError(
-            "there are no hosts", "--hosts a,b[1-4] or --hostfile FILE names them; so can a profile"
+            "there are no hosts",
+            "set --hosts a,b[1-4] or --hostfile FILE, or use a profile with hosts",
         )
     return found
 
 
 @dataclass(frozen=True)
 class Trusted:
-    """What came of trusting a host.
+    """The result of `trust`.
 
     Attributes:
-        host: as it was written.
-        kind, fingerprint: its key.
-        path: the file that has it; None if nothing is remembered (UserKnownHostsFile none).
-        news: whether it was written there just now.
+        host: the host as the user wrote it.
+        kind, fingerprint: type and fingerprint of its key.
+        path: the file with the key; None if no key is stored (UserKnownHostsFile none).
+        news: whether this call added the key to the file.
     """
 
     host: str
@@ -81,17 +80,17 @@ def trust(
     Args:
         settings: the options of the cluster.
         host: the host.
-        replace: whether another key that is known may be replaced.
-        expected: the fingerprint that it has to have; None for any.
-        compared: whether somebody sees the fingerprint; without, a new key is recorded only if it
-            is the expected one.
+        replace: whether this key may replace another known key of the host.
+        expected: the required fingerprint; None for any.
+        compared: whether a user compares the fingerprint on a terminal. If not, a new key is
+            recorded only if its fingerprint is `expected`.
 
     Raises:
-        HostError: it is not reached, its key is revoked or not the expected one, another one is
-            known, or nobody has compared it.
+        HostError: the host is unreachable, its key is revoked or not the expected one, another key
+            is known for it, or no user has compared the key.
     """
     from clusterjob.remote import connect, known_hosts
-    from clusterjob.remote.known_hosts import KnownHosts, Standing
+    from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts
     from clusterjob.remote.pool import Pool
 
     place = _place(settings, (host,))
@@ -109,35 +108,36 @@ def trust(
         raise HostError(
             str(host),
             f"its key is {key.kind} {shown}, not {expected}",
-            hint="this may be another machine: do not trust it",
+            hint="this may be another machine; do not trust it",
         )
     names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
-    standing, place_of_it = KnownHosts((*target.known_hosts, *target.system_known_hosts)).standing(
+    key_status, location = KnownHosts((*target.known_hosts, *target.system_known_hosts)).status(
         names, key.blob
     )
-    if standing is Standing.REVOKED:
+    if key_status is HostKeyStatus.REVOKED:
         raise HostError(
             str(host),
-            f"its key {key.kind} {shown} is revoked ({place_of_it})",
+            f"its key {key.kind} {shown} is revoked ({location})",
             hint="this host is not to be trusted",
         )
-    if standing is Standing.CHANGED and not replace:
-        why = f"its key is {key.kind} {shown}, and another one is known ({place_of_it})"
+    if key_status is HostKeyStatus.CHANGED and not replace:
+        why = f"its key is {key.kind} {shown}, and another key is known ({location})"
         raise HostError(
-            str(host), why, hint="--replace puts this one in its place, if that is meant"
+            str(host), why, hint="if the host's key has changed on purpose, add --replace"
         )
-    if standing is Standing.KNOWN:
+    if key_status is HostKeyStatus.KNOWN:
         return Trusted(
-            str(host), key.kind, fingerprint=shown, path=place_of_it.rpartition(":")[0], news=False
+            str(host), key.kind, fingerprint=shown, path=location.rpartition(":")[0], news=False
         )
     if expected is None and not compared:
-        why = f"its key is {key.kind} {shown}, and without a terminal nobody compares it with the host's own"
+        why = f"its key is {key.kind} {shown}, and there is no terminal to compare it on"
         raise HostError(
             str(host),
             why,
-            hint=f"`clusterjob hosts trust {host} --fingerprint SHA256:...` with what the host's owner says",
+            hint=f"`clusterjob hosts trust {host} --fingerprint SHA256:...` with the fingerprint "
+            "from the host's owner",
         )
-    if standing is Standing.CHANGED:
+    if key_status is HostKeyStatus.CHANGED:
         for file in target.known_hosts:
             try:
                 known_hosts.forget(file, names)
@@ -155,11 +155,11 @@ def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
 
     values = settings.values
     given = values.get("set", {})
-    # A profile of another backend has options of its own beside those of its login host.
+    # A profile of another backend has its own options beside the SSH options of its login host.
     options = (
-        planning.Options.of(given).ssh
+        planning.SshOptions.of(given).ssh
         if settings.backend == planning.NAME
-        else ssh_options.Options.of(given)
+        else ssh_options.ConnectionSettings.of(given)
     )
     return options.place(named, values.get("python", "python3"), values.get("setup", ()))
 

@@ -1,6 +1,4 @@
-"""From a job to its plan: the script, what lies beside it, and the command that starts each node's
-part on its host.
-"""
+"""Plan an SSH job: its files, its node script, and the command that starts each node."""
 
 from __future__ import annotations
 
@@ -27,46 +25,46 @@ _KNOWN = ("ssh_config", "connect_timeout", "sync_limit", "remote_home", "need_to
 
 
 @dataclass(frozen=True)
-class Options:
-    """The values of --set for this backend.
+class SshOptions:
+    """The ssh backend's values of --set.
 
     Attributes:
-        ssh: how hosts are reached.
+        ssh: connection settings of the hosts.
         need_torch: whether a host without torch is refused.
     """
 
-    ssh: ssh_options.Options
+    ssh: ssh_options.ConnectionSettings
     need_torch: bool
 
     @classmethod
-    def of(cls, options: Mapping[str, str]) -> Options:
+    def of(cls, options: Mapping[str, str]) -> SshOptions:
         """Return the options of a job, or of `clusterjob hosts`.
 
         Raises:
-            SpecError: one is unknown, or its value makes no sense.
+            SpecError: an option is unknown, or its value is not valid.
         """
         from clusterjob.remote import ssh_options
 
         unknown = next((key for key in options if key not in _KNOWN), None)
         if unknown is not None:
             raise SpecError(
-                f"the ssh cluster knows no option {unknown!r} (--set)",
-                f"there is {', '.join(_KNOWN)}",
+                f"unknown option {unknown!r} for the ssh cluster (--set)",
+                f"the options are {', '.join(_KNOWN)}",
             )
         torch = options.get("need_torch", "true").lower()
         if torch not in ("true", "false"):
             raise SpecError(f"need_torch: {torch!r} is neither true nor false")
-        return cls(ssh_options.Options.of(options), torch == "true")
+        return cls(ssh_options.ConnectionSettings.of(options), torch == "true")
 
 
 def plan(spec: JobSpec) -> Plan:
-    """Return what submitting the job would do. No host is asked.
+    """Return the plan of a job without contacting a host.
 
     Raises:
-        SpecError: there are no hosts, or fewer than nodes; or an option makes no sense here.
+        SpecError: there are no hosts, or fewer than nodes; or an option is not valid here.
         TemplateError: the user's template cannot be rendered.
     """
-    spec, options = settled(spec), Options.of(spec.options)
+    spec, options = settled(spec), SshOptions.of(spec.options)
     job_id, job_dir = shared.new_directory(spec.name)
     script = render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir=job_dir))
     remote = f"{options.ssh.remote_home}/jobs/{job_id}"
@@ -103,44 +101,42 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
 
 
 def settled(spec: JobSpec) -> JobSpec:
-    """Return the job with as many hosts as nodes, and its script relative to what is sent.
+    """Return the job with one host per node and its script path relative to the sent directory.
 
     Raises:
-        SpecError: there are too few hosts, or something that bare hosts do not have.
+        SpecError: there are too few hosts, or the job asks for something that bare hosts lack.
     """
     if not spec.hosts:
-        raise SpecError(
-            "the ssh cluster needs hosts", "--hosts a,b[1-4] or --hostfile FILE names them"
-        )
+        raise SpecError("the ssh cluster needs hosts", "set --hosts a,b[1-4] or --hostfile FILE")
     shared.refuse_queue(spec, NAME)
     nodes = spec.resources.nodes
     if nodes > len(spec.hosts):
         raise SpecError(
-            f"{nodes} nodes need as many hosts, and there are {len(spec.hosts)}",
-            "name more with --hosts, or fewer --nodes",
+            f"--nodes {nodes}: there are only {len(spec.hosts)} hosts",
+            "add hosts to --hosts, or lower --nodes",
         )
     _check_gpus(spec)
     return replace(
-        spec, program=shared.sent_program(spec), hosts=spec.hosts[:nodes], nproc_open=False
+        spec, program=shared.sent_program(spec), hosts=spec.hosts[:nodes], nproc_is_default=False
     )
 
 
 def _check_gpus(spec: JobSpec) -> None:
     asked = spec.resources.gpus_per_node
     if spec.gpus == "auto" and not asked:
-        raise SpecError("--gpus auto does not say how many", "--gpus-per-node N does")
+        raise SpecError("--gpus auto: the number of GPUs is missing", "add --gpus-per-node N")
     if spec.gpus and spec.gpus != "auto":
         listed = spec.gpus.split(",")
         if not all(re.fullmatch(r"\d{1,4}|GPU-[\w-]+", entry, re.ASCII) for entry in listed) or len(
             set(listed)
         ) < len(listed):
             raise SpecError(
-                f"--gpus {spec.gpus!r} is no list of GPUs",
-                "write it as 0,1,4, or auto for idle ones",
+                f"--gpus {spec.gpus!r} is not a list of GPUs",
+                "write it as 0,1,4, or auto for idle GPUs",
             )
         if asked != len(listed):
             raise SpecError(
-                f"--gpus {spec.gpus} are {len(listed)} on each host, --gpus-per-node says {asked}",
+                f"--gpus {spec.gpus} names {len(listed)} GPUs, but --gpus-per-node is {asked}",
                 "leave one of them out",
             )
 
@@ -150,8 +146,9 @@ def _uneven(spec: JobSpec) -> bool:
 
 
 def _environment(spec: JobSpec, node: int) -> dict[str, str]:
-    """Return the variables that the script of a node is started with; its master's address is added
-    when it is known.
+    """Return the variables of a node's script, without CLUSTERJOB_MASTER_ADDR.
+
+    The address of node 0 is added at the start, when it is known.
     """
     env = {"CLUSTERJOB_NODE_RANK": str(node), "CLUSTERJOB_HOST": str(spec.hosts[node])}
     if _uneven(spec):

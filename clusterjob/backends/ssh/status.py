@@ -1,6 +1,4 @@
-"""How a job on bare hosts stands: from what its hosts said last, and what of it has come into its
-directory here.
-"""
+"""Compute the status of an SSH job from its hosts' last answers and its mirrored files."""
 
 from __future__ import annotations
 
@@ -20,19 +18,19 @@ from clusterjob.node.verdict import JobState, Verdict
 
 @dataclass
 class Node:
-    """What is known of one node of a job that is asked after."""
+    """The poll state of one node of a job."""
 
     mirror: Any
-    look: Mapping[str, Any] | None = None
+    answer: Mapping[str, Any] | None = None
     error: HostError | None = None
-    asking: Future[Any] | None = None
+    polling: Future[Any] | None = None
     failures: int = 0
     next_try: float = 0.0
 
 
 @dataclass
 class Job:
-    """A job that is asked after, once or again and again."""
+    """The poll state of a job."""
 
     place: Any
     nodes: list[Node]
@@ -41,14 +39,14 @@ class Job:
 
 
 def status(record: Record, job: Job) -> Status:
-    """Return how a job stands, by the newest answers of its hosts."""
+    """Return the status of a job from the newest answers of its hosts."""
     job_dir = record.job_dir
-    told = ends.read_result(job_dir)
-    if told is not None:
-        return shared.ended(told)
+    result = ends.read_result(job_dir)
+    if result is not None:
+        return shared.ended(result)
     started_at, restarts, waiting = shared.progress(job_dir)
     errors = [node.error.message for node in job.nodes if node.error is not None]
-    alive = [bool(node.look and node.look["alive"]) for node in job.nodes]
+    alive = [bool(node.answer and node.answer["alive"]) for node in job.nodes]
     being_submitted = (
         record.handle is None and record.submitter is not None and record.submitter.alive()
     )
@@ -64,8 +62,8 @@ def status(record: Record, job: Job) -> Status:
     own = _verdict_in([end for end in written if end["node_rank"] == 0])
     if own is not None:
         return shared.ended(own)
-    lead = job.nodes[0]
-    reached = lead.error is None and lead.look is not None
+    node0 = job.nodes[0]
+    reached = node0.error is None and node0.answer is not None
     if reached and alive[0]:
         state = JobState.RUNNING if started_at else JobState.PENDING
         return Status(
@@ -75,11 +73,11 @@ def status(record: Record, job: Job) -> Status:
             started_at=started_at,
             restarts=restarts,
         )
-    told_others = _verdict_in(written)
-    if told_others is not None and not any(alive[1:]):
-        return shared.ended(told_others) if reached and not errors else _until_reached(told_others)
+    recorded = _verdict_in(written)
+    if recorded is not None and not any(alive[1:]):
+        return shared.ended(recorded) if reached and not errors else _until_reached(recorded)
     others_unknown = (
-        any(node.error is not None or node.look is None for node in job.nodes[1:])
+        any(node.error is not None or node.answer is None for node in job.nodes[1:])
         or len(job.nodes) == 1
     )
     if not reached and (any(alive[1:]) or others_unknown):
@@ -90,51 +88,51 @@ def status(record: Record, job: Job) -> Status:
             started_at=started_at,
             restarts=restarts,
         )
-    if lead.error is not None:
+    if node0.error is not None:
         others = next(
             (str(end["reason"]) for end in written if end.get("reason")),
             "they ended without a verdict",
         )
-        text = f"{lead.error.message}; the other nodes have ended: {others}"
-        verdict = shared.end_without_lead(job_dir, started_at, restarts=restarts, otherwise=text)
+        text = f"{node0.error.message}; the other nodes have ended: {others}"
+        verdict = shared.verdict_without_coordinator(
+            job_dir, started_at, restarts=restarts, otherwise=text
+        )
         return _until_reached(
             replace(verdict, reason=text) if verdict.state is JobState.LOST else verdict
         )
     if any(alive):
         return Status(
             JobState.RUNNING,
-            "node 0 has ended; the others are ending",
+            "node 0 has ended; the other nodes are ending",
             verdict=None,
             started_at=started_at,
             restarts=restarts,
         )
     if record.handle is None:
         why = "the command that submitted it died before the job had started"
-    elif not all(node.look and node.look["known"] for node in job.nodes):
+    elif not all(node.answer and node.answer["known"] for node in job.nodes):
         why = "its directory is gone from its hosts"
     else:
         why = "its agents ended without a verdict: they were killed, or the hosts were restarted"
-    verdict = shared.end_without_lead(job_dir, started_at, restarts=restarts, otherwise=why)
-    return _guessed(verdict) if errors else shared.ended(verdict)
+    verdict = shared.verdict_without_coordinator(
+        job_dir, started_at, restarts=restarts, otherwise=why
+    )
+    return _inferred(verdict) if errors else shared.ended(verdict)
 
 
-def _guessed(verdict: Verdict) -> Status:
-    """Return the status of a job whose end some host may know better: LOST until that host is
-    reached.
-    """
+def _inferred(verdict: Verdict) -> Status:
+    """Return an inferred status; LOST is provisional until the unreachable hosts answer."""
     return replace(shared.ended(verdict), provisional=verdict.state is JobState.LOST)
 
 
 def _until_reached(verdict: Verdict) -> Status:
-    """Return the status of a job by what some of its hosts say: it holds until the others are
-    reached.
-    """
-    # How long it may be corrected counts from here, not from a time that a host claims.
+    """Return a provisional status from some hosts; it holds until the other hosts answer."""
+    # The time limit for a correction starts at our clock, not at a time that a host claims.
     return replace(shared.ended(replace(verdict, ended_at=now())), provisional=True)
 
 
 def _verdict_in(written: Sequence[Mapping[str, Any]]) -> Verdict | None:
-    """Return node 0's verdict as nodes wrote it down; a success only where no node says otherwise."""
+    """Return node 0's verdict as recorded by the nodes; a success only if no node differs."""
     verdicts = []
     for end in written:
         if (
@@ -145,7 +143,7 @@ def _verdict_in(written: Sequence[Mapping[str, Any]]) -> Verdict | None:
             try:
                 verdicts.append(Verdict.from_json(end))
             except ValueError:
-                continue  # what a host has sent is no verdict
+                continue  # the host sent an invalid verdict
     if not verdicts:
         return None
     worst = next(

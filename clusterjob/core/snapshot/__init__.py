@@ -1,4 +1,4 @@
-"""The working directory as a snapshot: which files belong to it, and what each of them is."""
+"""List the files of the working directory to send, with mode, size and hash of each."""
 
 from __future__ import annotations
 
@@ -22,30 +22,28 @@ from clusterjob.errors import SubmitError
 from clusterjob.node.system import files
 from clusterjob.node.system.sanitize import sanitize
 
-LIMIT = (
-    512 * 1024**2
-)  # bytes; a directory that holds data by mistake would else be sent to every host
-MOST_ENTRIES = 100_000  # a home directory is not meant to be sent
+LIMIT = 512 * 1024**2  # bytes; prevents sending data to every host by mistake
+MOST_ENTRIES = 100_000  # prevents sending a home directory by mistake
 OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
 _CHUNK = 1 << 18
 _KEPT = "code.list"
 git_state, keep_git = git_revision.git_state, git_revision.keep_git
-_MOST_NAMED = 10  # secrets that are left out
-_MOST_PATTERNS = 1 << 20  # bytes of one file of patterns
-_MOST_LINES = 10_000  # of it: each is tried on each path
+_MOST_NAMED = 10  # excluded secrets that a message names
+_MOST_PATTERNS = 1 << 20  # bytes of one pattern file
+_MOST_LINES = 10_000  # lines of one pattern file: each is tried on each path
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One thing in a snapshot.
+class SnapshotEntry:
+    """One file, directory or link in a snapshot.
 
     Attributes:
-        path: relative to the directory, with slashes.
+        path: path relative to the snapshot's root, with slashes.
         kind: ``file``, ``dir`` or ``link``.
         mode: permission bits.
-        size: bytes of a file.
-        value: a file's digest (SHA-256), a link's target.
+        size: size of a file in bytes, else 0.
+        value: a file's digest (SHA-256), or a link's target.
     """
 
     path: str
@@ -57,16 +55,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A directory at one moment.
+    """The content of a directory at one moment.
 
     Attributes:
         root: the directory.
-        entries: all that belongs to it; a directory stands before what is in it.
-        secrets: what was left out because it looks like a secret.
+        entries: files, directories and links to send; a directory comes before its content.
+        secrets: paths that were left out because they look like secrets.
     """
 
     root: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[SnapshotEntry, ...]
     secrets: tuple[str, ...] = ()
 
     @property
@@ -76,13 +74,11 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all files."""
+        """Return the size of all files in bytes."""
         return sum(entry.size for entry in self.entries)
 
     def left_out(self, most: int = _MOST_NAMED) -> str:
-        """Return one line about what looks like a secret, with at most so many names; empty if
-        nothing does.
-        """
+        """Return one line that names at most `most` excluded secrets; empty if there are none."""
         shown = ", ".join(sanitize(path) for path in self.secrets[:most])
         more = f" and {len(self.secrets) - most} more" if len(self.secrets) > most else ""
         return (
@@ -92,7 +88,7 @@ class Snapshot:
         )
 
     def text(self) -> str:
-        """Return the list of files for people: size and path of each, and what was left out."""
+        """Return the list of files as text: size and path of each, and the excluded secrets."""
         rows = [f"{entry.size:>12} {entry.path}" for entry in self.entries if entry.kind == "file"]
         return "\n".join([*rows, *([self.left_out(len(self.secrets))] if self.secrets else [])])
 
@@ -112,23 +108,23 @@ class Snapshot:
 
     @property
     def digest(self) -> str:
-        """Return what names this content."""
+        """Return a hash of the snapshot's entries."""
         return hashlib.sha256(
             json.dumps([vars(entry) for entry in self.entries]).encode()
         ).hexdigest()
 
     def keep(self, folder: Path) -> None:
-        """Keep the list of entries in a job's directory; `sent_digests` reads it."""
+        """Write the list of entries into a job's directory; `sent_digests` reads it."""
         files.write_atomic(folder / _KEPT, self.packed())
 
     def packed(self) -> bytes:
-        """Return the list of entries as it travels."""
+        """Return the list of entries as compressed JSON, as it is sent and stored."""
         rows = [
             (entry.path, entry.kind, entry.mode, entry.size, entry.value) for entry in self.entries
         ]
         return zlib.compress(json.dumps(rows).encode(), 1)
 
-    def of_digests(self, wanted: set[str]) -> list[Entry]:
+    def of_digests(self, wanted: set[str]) -> list[SnapshotEntry]:
         """Return one file for each of the digests."""
         found = {
             entry.value: entry
@@ -137,11 +133,11 @@ class Snapshot:
         }
         return list(found.values())
 
-    def content(self, entries: list[Entry]) -> Iterator[bytes]:
-        """Yield the bytes of files, one after the other, in pieces.
+    def content(self, entries: list[SnapshotEntry]) -> Iterator[bytes]:
+        """Yield the bytes of files, one file after the other, in pieces.
 
         Raises:
-            SubmitError: one of them is no longer what it was.
+            SubmitError: a file cannot be read any more, or is shorter than before.
         """
         for entry in entries:
             left = entry.size
@@ -159,9 +155,7 @@ class Snapshot:
 
 
 def sent_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the files that were sent of a job's code, by path; none where that is
-    not known.
-    """
+    """Return the digests of a job's sent files by path; empty if they are unknown."""
     try:
         rows = json.loads(zlib.decompress((folder / _KEPT).read_bytes()))
     except (OSError, ValueError, zlib.error):
@@ -169,25 +163,30 @@ def sent_digests(folder: Path) -> dict[str, str]:
     return {path: value for path, kind, _, _, value in rows if kind == "file"}
 
 
-def changed(entry: Entry) -> SubmitError:
-    """Return what is to be said of a file that changes while it is sent."""
+def changed(entry: SnapshotEntry) -> SubmitError:
+    """Return the error for a file that changes while it is sent."""
     return SubmitError(
         f"{entry.path!r} changed while it was being sent",
         f"submit again, or leave it out in {OWN_IGNORE}",
     )
 
 
-def take(root: Path, limit: int = LIMIT, include_secrets: bool = False) -> Snapshot:  # noqa: FBT001, FBT002 - as a setting
-    """Return what a directory holds, without what .gitignore and .clusterjobignore leave out, and
-    without what looks like a secret.
+def take(
+    root: Path,
+    limit: int = LIMIT,
+    include_secrets: bool = False,  # noqa: FBT001, FBT002
+) -> Snapshot:
+    """Return a snapshot of a directory, without ignored files and without secrets.
+
+    Files that .gitignore or .clusterjobignore exclude are ignored.
 
     Args:
         root: the directory.
-        limit: the bytes that it may hold.
-        include_secrets: whether what looks like a secret belongs to it.
+        limit: largest total size of its files in bytes.
+        include_secrets: whether to include files that look like secrets.
 
     Raises:
-        SubmitError: it holds more, or something in it cannot be read.
+        SubmitError: the files exceed the limit, or a file or directory cannot be read.
     """
     found = listed(root, include_secrets=include_secrets)
     if found.size > limit:
@@ -204,10 +203,10 @@ def take(root: Path, limit: int = LIMIT, include_secrets: bool = False) -> Snaps
 
 
 def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
-    """Return what `take` would, of any size, without the digests of the files.
+    """Return the snapshot that `take` returns, but of any size and without the files' digests.
 
     Raises:
-        SubmitError: it holds too many files, or a directory cannot be read.
+        SubmitError: the directory holds too many files, or a directory cannot be read.
     """
     secrets: list[str] | None = None if include_secrets else []
     try:
@@ -234,14 +233,14 @@ def _unreadable(error: OSError) -> SubmitError:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The patterns of one file.
+    """The patterns of one file, and the directory that they apply to.
 
     Attributes:
-        patterns: what it says.
-        base: where it lies, relative to the root, with a slash at its end; empty for the root and
-            above it.
-        prefix: the root, relative to a directory above it where the file lies, with a slash at its
-            end.
+        patterns: the patterns.
+        base: the file's directory, relative to the root, with a slash at its end; empty for the
+            root and directories above it.
+        prefix: the root, relative to the file's directory if that is above the root, with a slash
+            at its end.
     """
 
     patterns: Patterns
@@ -249,7 +248,7 @@ class _Rules:
     prefix: str = ""
 
     def verdict(self, path: str, *, is_directory: bool) -> bool | None:
-        """Return whether a path is left out; None if nothing is said of it."""
+        """Return whether a path is excluded; None if no pattern matches it."""
         return self.patterns.verdict(
             self.prefix + path[len(self.base) :], is_directory=is_directory
         )
@@ -257,7 +256,7 @@ class _Rules:
 
 def _walk(
     root: Path, below: str, rules: list[_Rules], secrets: list[str] | None
-) -> Iterator[Entry]:
+) -> Iterator[SnapshotEntry]:
     directory = root / below
     rules = [*rules, *_rules_of(directory, below)]
     for item in sorted(os.scandir(directory), key=lambda item: item.name):
@@ -276,23 +275,23 @@ def _walk(
             continue
         mode = stat.S_IMODE(status.st_mode) & 0o777
         if is_directory:
-            yield Entry(path, "dir", mode=mode, size=0, value="")
+            yield SnapshotEntry(path, "dir", mode=mode, size=0, value="")
             yield from _walk(root, f"{path}/", rules=rules, secrets=secrets)
         elif stat.S_ISLNK(status.st_mode):
-            yield Entry(path, "link", mode=0, size=0, value=os.readlink(item.path))
+            yield SnapshotEntry(path, "link", mode=0, size=0, value=os.readlink(item.path))
         elif is_regular:
-            yield Entry(path, "file", mode=mode, size=status.st_size, value="")
+            yield SnapshotEntry(path, "file", mode=mode, size=status.st_size, value="")
 
 
 def _left_out(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
-    for rule in reversed(rules):  # the nearest directory's word counts first
+    for rule in reversed(rules):  # patterns of the nearest directory come first
         verdict = rule.verdict(path, is_directory=is_directory)
         if verdict is not None:
             return verdict
     return False
 
 
-def _hashed(root: Path, entry: Entry) -> Entry:
+def _hashed(root: Path, entry: SnapshotEntry) -> SnapshotEntry:
     found, size = hashlib.sha256(), 0
     with (root / entry.path).open("rb") as stream:
         while data := stream.read(_CHUNK):
@@ -312,14 +311,15 @@ def _patterns_in(path: Path) -> Patterns:
     if len(text) > _MOST_PATTERNS:
         raise SubmitError(f"{path} holds more than {show_size(_MOST_PATTERNS)} of patterns")
     lines = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if len(lines) - 1 > _MOST_LINES:  # a line break ends the last
+    if len(lines) - 1 > _MOST_LINES:  # the last line also ends with a line break
         raise SubmitError(f"{path} holds more than {_MOST_LINES:,} lines of patterns")
     return Patterns(lines)
 
 
 def _rules_above(root: Path) -> list[_Rules]:
-    """Return the user's own patterns for git, and those of the repository that the directory is a
-    part of, from its top down.
+    """Return the user's git ignore patterns and those of the repository above the directory.
+
+    The repository's patterns come in order from its top directory down.
     """
     own = git_revision.excludes_file(root)
     top = next((folder for folder in (root, *root.parents) if (folder / ".git").exists()), None)
@@ -338,14 +338,17 @@ def _rules_above(root: Path) -> list[_Rules]:
     return found
 
 
-def _too_large(root: Path, entries: Iterable[Entry], limit: int) -> SubmitError:
+def _too_large(root: Path, entries: Iterable[SnapshotEntry], limit: int) -> SubmitError:
     sizes: dict[str, int] = {}
     for entry in entries:
         top = entry.path.partition("/")[0]
         sizes[top] = sizes.get(top, 0) + entry.size
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     what = ", ".join(f"{name} ({show_size(sizes[name])})" for name in largest)
-    message = f"{root} holds {show_size(sum(sizes.values()))}, more than the {show_size(limit)} that are sent: {what}"
+    message = (
+        f"{root} holds {show_size(sum(sizes.values()))}, "
+        f"more than the limit of {show_size(limit)}: {what}"
+    )
     return SubmitError(
         message, f"leave data out in {OWN_IGNORE}, or raise the limit: --set sync_limit=2G"
     )

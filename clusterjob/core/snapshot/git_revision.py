@@ -1,8 +1,7 @@
-"""What git says of a working directory: its revision and its uncommitted changes, without running
-anything that a repository names.
+"""Read a working directory's git revision and uncommitted changes without running its hooks.
 
 A repository's own configuration and hooks may execute commands: filters, diff drivers, monitors,
-transports. Changes are therefore asked for with an empty configuration and another .git directory,
+transports. Therefore git reads the changes with an empty configuration and another .git directory,
 which has the repository's objects and a copy of its index.
 """
 
@@ -18,8 +17,8 @@ from typing import Any
 from clusterjob.node.system import files
 
 _MOST_DIFF = 4 << 20  # bytes of uncommitted changes that are kept
-_MOST_CHANGED = 1000
-_PATIENCE = 30.0  # seconds for one command
+_MOST_CHANGED = 1000  # names of changed files that are kept
+_TIMEOUT = 30.0  # seconds for one command
 _SAFE = (
     "-c",
     "core.fsmonitor=false",
@@ -35,8 +34,9 @@ _ELSEWHERE = (
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Return the revision of a directory and its uncommitted changes (``diff``); None if git knows
-    nothing of it, or does not trust it.
+    """Return a directory's revision, branch, changed files and uncommitted changes (``diff``).
+
+    None if the directory is in no git repository, or if git does not trust the repository.
     """
     asked = _git(
         root,
@@ -91,8 +91,9 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 
 def keep_git(root: Path, folder: Path) -> dict[str, Any] | None:
-    """Return what git says of the code, for a job's record; the uncommitted changes go into a file
-    of the job's directory.
+    """Return the code's git state for a job's record; write its diff into the job's directory.
+
+    None if the code is in no git repository.
     """
     state = git_state(root)
     if state is None:
@@ -105,7 +106,7 @@ def keep_git(root: Path, folder: Path) -> dict[str, Any] | None:
 
 
 def excludes_file(root: Path) -> Path | None:
-    """Return the user's own file of patterns for git (core.excludesFile); None if there is none."""
+    """Return the user's own git ignore file (core.excludesFile); None if there is none."""
     named = _git(root, "config", "--get", "--type=path", "core.excludesFile")
     if named:
         path = root / named.decode(errors="surrogateescape").rstrip("\n")
@@ -117,8 +118,9 @@ def excludes_file(root: Path) -> Path | None:
 
 
 def _make_empty(place: Path, revision: str, object_format: str, git_dir: Path) -> None:
-    """Make a .git directory that stands at a revision and has no configuration but what the
-    objects' format needs.
+    """Create a .git directory at a revision, with a copy of the index.
+
+    Its configuration holds only what the format of the objects needs.
     """
     (place / "refs").mkdir()
     (place / "info").mkdir()
@@ -141,7 +143,7 @@ def _git(root: Path, *words: str, more: dict[str, str] | None = None) -> bytes |
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *_SAFE, *words], capture_output=True, stdin=subprocess.DEVNULL,
-            timeout=_PATIENCE, env={**given, "GIT_OPTIONAL_LOCKS": "0", **(more or {})},
+            timeout=_TIMEOUT, env={**given, "GIT_OPTIONAL_LOCKS": "0", **(more or {})},
             check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):

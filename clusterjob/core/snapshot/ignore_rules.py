@@ -1,8 +1,8 @@
-"""Patterns of .gitignore as git reads them, in time that grows with their length and no faster.
+"""Match paths against .gitignore patterns, as git does, without exponential run time.
 
-Each pattern becomes one regular expression over bytes without nested retries: what follows a ``*``
-is matched where it is first found, and that choice is final, which loses no match. A pattern such
-as ``*a*a*a*a`` would else try every way to share a name out (hours).
+Each pattern becomes one regular expression over bytes without nested backtracking: the text after a
+``*`` is matched at its first occurrence, and no other one is tried. This loses no match. Otherwise
+a pattern such as ``*a*a*a*a`` would try every way to split a name, which can take hours.
 Source: gitignore(5), git's wildmatch.c.
 """
 
@@ -31,18 +31,18 @@ _CLASSES = {
         b"xdigit": rb"[0-9A-Fa-f]",
     }.items()
 }
-_MOST_BYTES = 4096  # of one line: Linux has no longer path
+_MOST_BYTES = 4096  # of one line; no path on Linux is longer
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """One line.
+    """One line of a pattern file.
 
     Attributes:
         regex: matches a path relative to the file's directory, or a name.
-        includes: whether it takes back what an earlier line left out (``!``).
-        directories: whether it names directories alone.
+        includes: whether it includes again what an earlier line excluded (``!``).
+        directories: whether it matches only directories.
         names: whether it is matched against the last part of a path, at any depth.
     """
 
@@ -53,13 +53,13 @@ class Pattern:
 
 
 class Patterns:
-    """The lines of one file.
+    """The patterns of one file.
 
     Args:
-        lines: as they stand there.
-        simple: whether they are known to be simple. One expression of them all then finds out
-            several times faster that a path matches none; of hostile lines it would take longer
-            than each line's own.
+        lines: lines of the file.
+        simple: whether the lines are known to be simple. One combined expression then rejects a
+            path that matches none of them several times faster. For hostile lines it would be
+            slower than one expression per line.
     """
 
     def __init__(self, lines: Iterable[bytes], *, simple: bool = False) -> None:
@@ -78,12 +78,13 @@ class Patterns:
             )
 
     def verdict(self, path: str, *, is_directory: bool) -> bool | None:
-        """Return whether the last line that names this very path leaves it out; None if no line
-        names it.
+        """Return whether the last line that matches a path excludes it; None if no line does.
+
+        A line that matches only a parent directory does not count.
 
         Args:
-            path: relative to the directory of the file, with slashes.
-            is_directory: whether it is one.
+            path: path relative to the directory of the file, with slashes.
+            is_directory: whether the path is a directory.
         """
         whole = os.fsencode(path)
         name = whole.rpartition(b"/")[2]
@@ -111,9 +112,8 @@ def _pattern(line: bytes) -> Pattern | None:
         return None
     names = b"/" not in line
     expression = _segment(line) if names else _path(line.removeprefix(b"/"))
-    if (
-        expression is None
-    ):  # a bracket or a backslash at its end: git takes such a line for one that matches nothing
+    # An open bracket, or a backslash at the end: in git such a line matches nothing.
+    if expression is None:
         return None
     return Pattern(
         re.compile(expression, re.DOTALL), includes, directories=directories, names=names
@@ -126,16 +126,16 @@ def _is_escaped(line: bytes, at: int) -> bool:
 
 
 def _path(line: bytes) -> bytes | None:
-    """Return the expression of a pattern with slashes: runs of segments between ``**``, each found
-    where it first is.
+    """Return the regular expression of a pattern with slashes; None if it is invalid.
+
+    Each run of segments between ``**`` is matched at its first occurrence.
     """
     segments = _split(line)
     runs: list[list[bytes]] = [[]]
     for index, segment in enumerate(segments):
         is_any_depth = len(segment) > 1 and not segment.strip(b"*")
-        read = (
-            b".+" if is_any_depth else _segment(segment)
-        )  # at the end: what is below, not the directory itself
+        # At the end, ``**`` matches everything below the directory, but not the directory itself.
+        read = b".+" if is_any_depth else _segment(segment)
         if is_any_depth and index < len(segments) - 1:
             runs.append([])
         elif read is None:
@@ -153,7 +153,7 @@ def _path(line: bytes) -> bytes | None:
 
 
 def _split(line: bytes) -> list[bytes]:
-    """Return the parts of a pattern between its slashes; one in brackets is no such slash."""
+    """Return the parts of a pattern between its slashes; a slash in brackets does not count."""
     parts, begin, at = [], 0, 0
     while at < len(line):
         character, end = line[at : at + 1], at + 1
@@ -169,7 +169,7 @@ def _split(line: bytes) -> list[bytes]:
 
 
 def _segment(text: bytes) -> bytes | None:
-    """Return the expression of a pattern without slashes; None if it is broken."""
+    """Return the regular expression of a pattern without slashes; None if it is invalid."""
     runs: list[bytes] = [b""]
     at = 0
     while at < len(text):
@@ -194,22 +194,23 @@ def _segment(text: bytes) -> bytes | None:
     first, *others = runs
     for run in others[:-1]:
         first += _found_first(b"[^/]*?" + run)
-    return (
-        first + b"[^/]*" + others[-1] if others else first
-    )  # the last is of one length: there is one place for it
+    # The last run has a fixed length, so it can match only at the end of the name.
+    return first + b"[^/]*" + others[-1] if others else first
 
 
 def _found_first(expression: bytes) -> bytes:
-    """Return an expression that matches where another first does, and tries no other place (an
-    atomic group, which Python 3.10 lacks).
+    """Return an expression that matches only where the given one first does.
+
+    It replaces an atomic group, which Python 3.10 lacks.
     """
     name = b"g%d" % next(_numbers)
     return b"(?=(?P<" + name + b">" + expression + b"))(?P=" + name + b")"
 
 
 def _bracket(text: bytes, begin: int) -> tuple[bytes, int] | None:
-    """Return the expression of a set such as ``[!a-z]``, and where it ends; None if it is not
-    closed.
+    """Return the regular expression of a set such as ``[!a-z]`` and the offset after it.
+
+    None if the set is not closed, or if it names an unknown class.
     """
     at = begin + 1
     negated = text[at : at + 1] in (b"!", b"^")

@@ -1,5 +1,6 @@
-"""Which files look like secrets, by their names: keys, passwords, tokens. They are not sent unless
-the user says so.
+"""Recognize files that look like secrets: keys, passwords, tokens.
+
+They are found by name, some also by content. They are not sent without --include-secrets.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _MAYBE_KEYS = Patterns(
     [b"id_*", b"*_rsa", b"*_ecdsa", b"*_ed25519", b"deploy_key*", b"deploy-key*", b".ssh_key*"],
     simple=True,
 )
-_MOST = 1 << 18  # bytes that are read of such a file
+_MOST = 1 << 18  # bytes read of a file that may be a key
 
 
 def looks_secret(root: Path, path: str, *, is_directory: bool) -> bool:
-    """Return whether something of a directory looks like a secret.
+    """Return whether a file or directory looks like a secret.
 
     Args:
-        root: the directory.
-        path: relative to it.
-        is_directory: whether it is one.
+        root: the working directory.
+        path: path of the file or directory, relative to root.
+        is_directory: whether the path is a directory.
     """
     lower = path.lower()
     named = bool(_NAMES.verdict(lower, is_directory=is_directory))
@@ -45,5 +46,5 @@ def looks_secret(root: Path, path: str, *, is_directory: bool) -> bool:
         return False
     with (root / path).open("rb") as stream:
         text = stream.read(_MOST)
-    bundle = b"-----BEGIN " in text and len(text) < _MOST  # of certificates
+    bundle = b"-----BEGIN " in text and len(text) < _MOST  # certificates or public keys only
     return b"PRIVATE KEY" in text or (named and not bundle)

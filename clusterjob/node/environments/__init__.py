@@ -1,8 +1,9 @@
-"""From whatever variables a platform sets to a place in a job: one pure function over a mapping.
+"""Detect a rank assignment from the environment variables of a launcher or platform.
 
-A family is a file with one function, ``detect(environ) -> Finding | None``. None means that none of
-its variables is there; a finding whose source is ``none``, that they are there and name no place,
-and why. To add a family, write the file and give it its place in `FAMILIES`, with the reason.
+Each family of variables has one file with one function, ``detect(environ) -> Finding | None``. It
+returns None if none of its variables is set. It returns a finding with the source ``none`` if they
+are set but give no rank assignment; the finding then names the reason. To add a family, write its
+file and add it to `FAMILIES` in the right order, with a comment that gives the reason.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import replace
 
 from clusterjob.node.environments import (
     clusterjob_env,
-    counted,
     flux_env,
     hydra_env,
     kubeflow_env,
     lsf_env,
+    missing_index,
     mlp_env,
     modelarts_env,
     mvapich_env,
@@ -30,60 +31,55 @@ from clusterjob.node.environments import (
     torch_env,
     volcano_env,
 )
-from clusterjob.node.environments.agreement import compare
-from clusterjob.node.environments.outside import look
+from clusterjob.node.environments.conflicts import compare
+from clusterjob.node.environments.lookups import look_up
 from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading
 
-__all__ = ["FAMILIES", "NOWHERE", "Finding", "Ignored", "Reading", "detect", "look"]
+__all__ = ["FAMILIES", "NOWHERE", "Finding", "Ignored", "Reading", "detect", "look_up"]
 
 Detector = Callable[[Mapping[str, str]], Finding | None]
 
-# The order is the meaning: the first family that applies wins. Whoever is nearer to the process
-# comes first.
+# The first family that applies wins. The launcher nearest to the process comes first.
 FAMILIES: tuple[Detector, ...] = (
-    # Whoever set a process's own variables came last: torchrun may run inside our node, Slurm, MPI
-    # or a platform.
+    # torchrun may run inside our agent, Slurm, MPI or a platform, so its variables are the newest.
     torch_env.detect,
-    # Our rendered script knows more of this job than the platform that it runs on.
+    # Our rendered script knows more about this job than the platform below it.
     clusterjob_env.detect,
-    # jsrun, PALS and Flux set Open MPI's or PMI's variables for their processes too, and say more
-    # by their own.
+    # jsrun, PALS and Flux also set Open MPI's or PMI's variables; their own contain more.
     lsf_env.detect,
     pals_env.detect,
     flux_env.detect,
-    # mpirun's processes inherit the variables of Slurm's step in which its daemons run, and those
-    # of the platform below.
+    # mpirun's processes inherit the variables of the platform and of the Slurm step of its daemons.
     openmpi_env.detect,
-    # MVAPICH2's launchers are Hydra's kin and set PMI_RANK as well.
+    # MVAPICH2's launchers are related to Hydra and set PMI_RANK too.
     mvapich_env.detect,
     hydra_env.detect,
-    # Paddle's launcher starts the processes of a node; whatever started the node is outside of it.
+    # Paddle's launcher starts a node's processes, inside the platform that started the node.
     paddle_env.detect,
-    # A step's variables are the scheduler's own word on this very task; a platform's would be those
-    # of the machine below it.
+    # A step's variables describe this task; a platform's variables describe the machine below it.
     slurm_env.detect,
-    # From here on platforms, which start one command a node. A machine is on one of them; two that
-    # disagree are a conflict.
+    # The platforms follow, which start one command per node. A machine belongs to one platform, so
+    # two that disagree are a conflict.
     mlp_env.detect,
-    # Trainer v2 is unmistakable, and v1 sets PET_ beside RANK, which says more than that.
+    # Trainer v2 is unambiguous: v1 sets PET_ variables too, but beside RANK, which contains more.
     kubeflow_env.detect,
-    # ModelArts runs on Volcano and counts its hosts itself.
+    # ModelArts runs on Volcano and has its own host count.
     modelarts_env.detect,
-    # RANK without LOCAL_RANK is the least telling name of all: after those who say more, but before
-    # Volcano's index, which counts within a task of the pod's, where RANK counts across them.
+    # RANK without LOCAL_RANK is ambiguous, so the more specific families come before it. Volcano's
+    # index comes after it: the index counts within one task of the job, RANK across all of them.
     rank_env.detect,
     volcano_env.detect,
     skypilot_env.detect,
-    # Its MPI jobs were Open MPI's; what is left has one command a host.
+    # Open MPI's family takes SageMaker's MPI jobs; its other jobs run one command per host.
     sagemaker_env.detect,
 )
 
 
 def detect(environ: Mapping[str, str]) -> Finding:
-    """Return what the variables say of this process's place, with the evidence.
+    """Return the detected rank assignment with its evidence.
 
-    Reads nothing but the mapping: no file, no socket, no clock. `look` adds what variables point
-    at.
+    The function reads only the mapping: no file, no socket, no clock. `look_up` adds the contents
+    of files, sockets and commands that variables point at.
     """
     ignored: tuple[Ignored, ...] = ()
     findings: list[Finding] = []
@@ -98,21 +94,22 @@ def detect(environ: Mapping[str, str]) -> Finding:
     found = (
         compare(findings[0], findings[1:])
         if findings
-        else counted.detect(environ) or Finding(source=NOWHERE, place=None)
+        else missing_index.detect(environ) or Finding(source=NOWHERE, place=None)
     )
     return replace(found, ignored=found.ignored + ignored + _other_meeting(found, environ))
 
 
 def _other_meeting(found: Finding, environ: Mapping[str, str]) -> tuple[Ignored, ...]:
-    """Return torch's variables of where rank 0 is met, which many a script exports, where the
-    family has not taken them.
+    """Return MASTER_ADDR and MASTER_PORT as ignored if they are set and the family used neither.
+
+    Many scripts export them.
     """
     if found.conflicts:
-        return ()  # they may be what is refused
+        return ()  # they may be the reason for the conflict
     why = (
-        "nothing beside it says that this is one of several"
+        "no other variable gives a rank"
         if found.source == NOWHERE
-        else f"{found.source} has its own word for it"
+        else f"{found.source} has its own variables for it"
     )
     known = {*found.evidence.values(), *(item.variable for item in found.ignored)}
     return tuple(

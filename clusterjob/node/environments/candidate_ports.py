@@ -1,7 +1,6 @@
-"""The ports at which processes of a job may meet where no platform names one: everyone computes the
-same by itself.
+"""Compute a job's candidate rendezvous ports, for platforms that set none.
 
-No shared file is needed, which NFS would show seconds late.
+Every process computes the same ports. No shared file is needed, which NFS would show seconds late.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ _LOWEST, _HIGHEST = 20000, 32000
 
 
 def candidates(job_id: str, attempt: int) -> list[int]:
-    """Return a job's ports, in the order in which they are tried.
+    """Return a job's candidate ports in the order to try them.
 
     Args:
         job_id: the job's id.
-        attempt: which start of the job this is; another attempt has another sequence.
+        attempt: the number of this start of the job; each attempt has another sequence.
     """
-    import hashlib  # slow to load, and most environments name a port
+    import hashlib  # slow to load, and most environments set a port
 
     seed = hashlib.sha256(f"{job_id}\0{attempt}".encode(errors="surrogateescape")).digest()
     width = _HIGHEST - _LOWEST

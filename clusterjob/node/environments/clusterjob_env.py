@@ -1,19 +1,22 @@
-"""The variables that our own rendered scripts set for a node, and that anyone may set by hand on
-bare machines.
+"""Detect a node from the CLUSTERJOB_* variables.
+
+Our rendered scripts set them; users may set them manually on bare machines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments.reading import Finding, Reading
 from clusterjob.node.environments.topology import Topology
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from CLUSTERJOB_NNODES and CLUSTERJOB_NODE_RANK; None when neither
-    is set.
+    """Return this node's topology from CLUSTERJOB_NNODES and CLUSTERJOB_NODE_RANK.
+
+    Returns:
+        The finding; None if neither variable is set.
     """
     if not environ.get("CLUSTERJOB_NNODES") and not environ.get("CLUSTERJOB_NODE_RANK"):
         return None
@@ -21,7 +24,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nnodes = reading.number("nnodes", "CLUSTERJOB_NNODES")
     node_rank = reading.number("node_rank", "CLUSTERJOB_NODE_RANK")
     nproc_per_node = reading.number("nproc_per_node", "CLUSTERJOB_NPROC_PER_NODE", required=False)
-    # Several nodes cannot meet at a default: each would find itself at localhost and train alone.
+    # Several nodes need an address: with localhost as default each node would train alone.
     master_addr = reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR", required=nnodes != 1)
     master_port = reading.number("master_port", "CLUSTERJOB_MASTER_PORT", required=False)
     if nnodes is None or node_rank is None or reading.conflicts:
@@ -37,5 +40,5 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
                 source=reading.source,
             )
         )
-    except PlaceError as error:
+    except PlacementError as error:
         return reading.refuse(error)

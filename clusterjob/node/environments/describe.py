@@ -1,5 +1,6 @@
-"""A finding as plain data and as text: what ``clusterjob env`` prints, also on a node that has no
-more than the node zip.
+"""Format a finding as plain data and as text, for ``clusterjob env``.
+
+It works on a node that has only the node zip.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from clusterjob.node.system.sanitize import sanitize
 
 
 def describe(finding: Finding) -> dict[str, Any]:
-    """Return a finding as plain data; what its level does not have is None."""
+    """Return a finding as plain data; fields that its level lacks are None."""
     place = finding.place
     worker = place if isinstance(place, Worker) else None
     topology: Topology | None = (
@@ -44,7 +45,7 @@ _FIELDS = (
 
 
 def text(found: dict[str, Any]) -> str:
-    """Return what `describe` gave for people: field by field, with the variable that gave each."""
+    """Return the data of `describe` as text: each field with its value and its variable."""
     lines = [f"source: {found['source']}   level: {found['level']}"]
     rows = [
         (name, str(found[name]), found["evidence"].get(name, ""))

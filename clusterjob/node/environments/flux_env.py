@@ -1,6 +1,6 @@
-"""A process of Flux, as `flux run` starts it.
+"""Detect a process that ``flux run`` started.
 
-The hosts are no variable's: ``flux hostlist local`` tells them. Source: the manual page
+No variable contains the hosts: ``flux hostlist local`` prints them. Source: the manual page
 flux-environment(7),
 https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
 """
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
 from clusterjob.node.environments.topology import expand_hostlist
 
-# What `outside.look` is told by `flux hostlist local`.
+# Key under which `lookups.look_up` stores the output of `flux hostlist local`.
 HOSTLIST = "flux hostlist local"
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from FLUX_TASK_RANK and its kin; None where they are not set."""
+    """Return this process's rank assignment from Flux's variables; None if they are not set."""
     reading = Reading(environ, "flux")
     if not reading.is_set("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"):
         return None
@@ -29,13 +29,13 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nnodes = reading.number("nnodes", "FLUX_JOB_NNODES")
     if world_size is None or not nnodes:
         return reading.finding(None)
-    # Flux does not say how many tasks a node has; it spreads them evenly, the first nodes having
-    # one more.
+    # Flux sets no number of tasks per node. It spreads them evenly; the first nodes get the rest.
     each, more = divmod(world_size, nnodes)
     local_world_size = each
     if more:
         reading.conflicts.append(
-            f"FLUX_JOB_SIZE={world_size} is no multiple of FLUX_JOB_NNODES={nnodes}: no variable says what each node has"
+            f"FLUX_JOB_SIZE={world_size} is not a multiple of FLUX_JOB_NNODES={nnodes}: no "
+            "variable gives the number of tasks of each node"
         )
     job = f"flux {reading.value('FLUX_JOB_ID')}" if reading.is_set("FLUX_JOB_ID") else ""
     return placing.worker(
@@ -60,7 +60,7 @@ def _first_host(reading: Reading) -> str | None:
         return None
     try:
         hosts = expand_hostlist(reading.value(HOSTLIST))
-    except PlaceError as error:
+    except PlacementError as error:
         reading.conflicts.append(f"`{HOSTLIST}`: {error.message}")
         return None
     return reading.as_host("master_addr", HOSTLIST, hosts[0]) if hosts else None

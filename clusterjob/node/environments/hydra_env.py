@@ -1,8 +1,8 @@
-"""A process of Hydra's mpiexec: MPICH's, Intel MPI's and their kin's.
+"""Detect a process of Hydra's mpiexec, as in MPICH, Intel MPI and related MPIs.
 
-PMI_RANK alone says little: srun, Flux and PALS set it for their tasks too. MPI_LOCALRANKID is
-Hydra's. Source: the documentation of Intel MPI, "Global Hydra Environment Variables", and dumps of
-MPICH 4.0.2.
+PMI_RANK alone is ambiguous: srun, Flux and PALS set it for their tasks too. Only Hydra sets
+MPI_LOCALRANKID. Source: the documentation of Intel MPI, "Global Hydra Environment Variables", and
+dumps of MPICH 4.0.2.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
 
-# What `outside.look` finds behind PMI_FD: the process that started all of this node's.
+# Key under which `lookups.look_up` stores the pid behind PMI_FD: the proxy that started the
+# processes of this node.
 PROXY = "PMI_FD peer"
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from PMI_RANK and MPI_LOCALRANKID; None where neither says that
-    this is Hydra's.
+    """Return this process's rank assignment from PMI_RANK and MPI_LOCALRANKID.
+
+    Returns:
+        The finding; None if the variables are not set, or PMI_RANK is a Slurm step's.
     """
     reading = Reading(environ, "hydra")
     if not reading.is_set("MPI_LOCALRANKID") and (

@@ -1,4 +1,4 @@
-"""A node of Kubeflow's trainer v2, which sets torchrun's own options as variables: PET_*.
+"""Detect a node of Kubeflow's trainer v2, which sets torchrun's options as PET_* variables.
 
 Source: pkg/constants/constants.go of https://github.com/kubeflow/trainer, and
 torch/distributed/run.py: each option has a PET_ variable.
@@ -16,8 +16,10 @@ _PROCESSES = ("PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from PET_NNODES, PET_NODE_RANK and their kin; None where neither is
-    set.
+    """Return this node's topology from the PET_* variables.
+
+    Returns:
+        The finding; None if neither PET_NNODES nor PET_NODE_RANK is set.
     """
     reading = Reading(environ, "kubeflow", quoted=True)
     if not reading.is_set("PET_NNODES", "PET_NODE_RANK"):
@@ -46,7 +48,8 @@ def _nnodes(reading: Reading) -> int | None:
         reading.evidence |= single.evidence
         return count
     reading.conflicts.append(
-        f"PET_NNODES={reading.value('PET_NNODES')[:80]!r} is elastic: the number of nodes has to be fixed"
+        f"PET_NNODES={reading.value('PET_NNODES')[:80]!r} is elastic: the number of nodes must "
+        "be fixed"
     )
     return None
 
@@ -54,7 +57,7 @@ def _nnodes(reading: Reading) -> int | None:
 def _nproc(reading: Reading) -> int | None:
     variable = reading.first_set(*_PROCESSES)
     if reading.value(variable).lower() in ("auto", "gpu", "cpu", "xpu"):
-        placing.ignore(reading, "torchrun counts devices for it, and so does launch", variable)
+        placing.ignore(reading, "launch counts the devices itself, as torchrun does", variable)
         return None
     return reading.number("nproc_per_node", variable, required=False)
 

@@ -1,9 +1,9 @@
-"""A process of IBM's jsrun under LSF.
+"""Detect a process of IBM's jsrun under LSF.
 
-LSB_DJOB_RANKFILE names a file with a host a line, of which the first is the launching node and no
-node of the job's. LSB_MCPU_HOSTS says the same in the variable itself: ``launch 1 host1 42 host2
-42``. Source: IBM's documentation of LSF, "Environment variables set for job execution", and
-Lightning's LSF environment, lightning/fabric/plugins/environments/lsf.py.
+LSB_DJOB_RANKFILE names a file with one host per line. The first host is the launch node, which is
+not a node of the job. LSB_MCPU_HOSTS contains the same list: ``launch 1 host1 42 host2 42``.
+Source: IBM's documentation of LSF, "Environment variables set for job execution", and Lightning's
+LSF environment, lightning/fabric/plugins/environments/lsf.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
 
-# What `outside.look` reads in the file that LSB_DJOB_RANKFILE names, and this host's own name.
+# Keys under which `lookups.look_up` stores the content of LSB_DJOB_RANKFILE and this host's name.
 RANKFILE = "LSB_DJOB_RANKFILE lines"
 OWN_NAME = "this host"
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from JSM_NAMESPACE_RANK and its kin; None where they are not set."""
+    """Return this process's rank assignment from jsrun's variables; None if they are not set."""
     reading = Reading(environ, "lsf")
     if not reading.is_set("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK"):
         return None
@@ -32,7 +32,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     )
     if local_world_size is None and not reading.is_set("JSM_NAMESPACE_LOCAL_SIZE"):
         if world_size is not None and nodes and world_size % len(nodes) == 0:
-            local_world_size = world_size // len(nodes)  # jsrun fills its resource sets evenly
+            local_world_size = world_size // len(nodes)  # jsrun fills resource sets evenly
         else:
             reading.conflicts.append("JSM_NAMESPACE_LOCAL_SIZE is not set (local_world_size)")
     alone = world_size is not None and world_size == local_world_size
@@ -66,9 +66,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
 
 
 def _nodes(reading: Reading) -> tuple[list[str], str]:
-    """Return the job's nodes in their order, each once, without the launching one; and which
-    variable told.
-    """
+    """Return the job's nodes in order, without the launch node, and their variable."""
     if reading.is_set(RANKFILE):
         return _short(reading.value(RANKFILE).split()[1:]), "LSB_DJOB_RANKFILE"
     return _short(reading.value("LSB_MCPU_HOSTS").split()[2::2]), "LSB_MCPU_HOSTS"

@@ -1,9 +1,10 @@
-"""A node of Volcengine's machine learning platform (MLP), or of one that sets the same variables.
+"""Detect a node of Volcengine's machine learning platform (MLP) or a compatible platform.
 
-Each node runs the entry command and finds MLP_ROLE, MLP_ROLE_INDEX and, for each role, the number
-of its nodes, their GPUs, hosts and ports. MLP_{ROLE}_{i}_HOST is the RDMA address where there is
-RDMA, _PRIMARY_HOST always the VPC one, which is right for TCP. MLP_{ROLE}_RACK_RANK_INDEX orders
-the nodes by switch; all have to use the same index, which the agents check when they meet.
+Each node runs the entry command. The platform sets MLP_ROLE, MLP_ROLE_INDEX and, for each role, the
+number of nodes, their GPUs, hosts and ports. MLP_{ROLE}_{i}_HOST is the RDMA address if the node
+has RDMA. _PRIMARY_HOST is always the VPC address, which is right for TCP.
+MLP_{ROLE}_RACK_RANK_INDEX orders the nodes by switch. All nodes must use the same index; the agents
+check this at the rendezvous.
 
 Source: the platform's documentation of its environment variables,
 https://www.volcengine.com/docs/6459/96563
@@ -22,7 +23,7 @@ _ROLES = ("WORKER", "CHIEF", "PS", "SERVER", "SCHEDULER", "EVALUATOR")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place among those of its role; None where no role's variables are set."""
+    """Return this node's topology within its role; None if no variable of a role is set."""
     reading = Reading(environ, SOURCE, quoted=True)
     signs = [
         f"MLP_{role}_{what}" for role in _ROLES for what in ("NUM", "0_HOST", "0_PRIMARY_HOST")
@@ -51,9 +52,9 @@ def _index(reading: Reading, role: str) -> int | None:
         return own
     index = reading.number("node_rank", by_rack)
     if own is not None and index is not None and (own == 0) != (index == 0):
-        # Worker 0, whose address all use, is the first in either order.
+        # All nodes use the address of worker 0, so it must be the first in both orders.
         reading.conflicts.append(
-            f"MLP_ROLE_INDEX={own} and {by_rack}={index} disagree about who is node 0"
+            f"MLP_ROLE_INDEX={own} and {by_rack}={index} disagree about node 0"
         )
     else:
         placing.ignore(
@@ -70,7 +71,7 @@ def _master(reading: Reading, role: str, nnodes: int | None) -> Master:
         addr = reading.host("master_addr", primary)
         placing.ignore(
             reading,
-            f"{primary} is its address in the VPC, which is right for TCP; this may be an RDMA one",
+            f"{primary} is the VPC address, which is right for TCP; this may be an RDMA address",
             host,
         )
     else:
@@ -79,7 +80,7 @@ def _master(reading: Reading, role: str, nnodes: int | None) -> Master:
 
 
 def _refuse_other_kinds(reading: Reading, role: str) -> None:
-    """Refuse what would train several times over, or alone, without a word."""
+    """Refuse roles and task kinds that would train alone or several times without an error."""
     others = [
         other
         for other in _ROLES
@@ -87,15 +88,17 @@ def _refuse_other_kinds(reading: Reading, role: str) -> None:
     ]
     if role != "WORKER" and "WORKER" in others:
         reading.conflicts.append(
-            f"MLP_ROLE={role}, beside MLP_WORKER_NUM={reading.value('MLP_WORKER_NUM')}: the workers train, this node does not"
+            f"MLP_ROLE={role}, but MLP_WORKER_NUM={reading.value('MLP_WORKER_NUM')}: only nodes "
+            "with the role worker train"
         )
     fanned = placing.hosts(reading, "MLP_MPI_HOSTS")
     if len(fanned) > 1:
         port = reading.value("MLP_SSH_PORT")
         reading.conflicts.append(
-            f"MLP_MPI_HOSTS is set: a task of the MPI kind runs its entry command on worker 0 alone, and there are {len(fanned)} hosts. "
-            "Choose the kind PyTorchDDP or Custom, or start `clusterjob run --cluster ssh --hostfile $MLP_MPI_HOSTFILE`"
-            + (f" (SSH listens at port {port[:9]})" if port else "")
+            "MLP_MPI_HOSTS is set: a task of the MPI kind runs its entry command on worker 0 "
+            f"alone, but there are {len(fanned)} hosts. "
+            "Choose the kind PyTorchDDP or Custom, or start `clusterjob run --cluster ssh "
+            "--hostfile $MLP_MPI_HOSTFILE`" + (f" (SSH listens on port {port[:9]})" if port else "")
         )
 
 

@@ -1,5 +1,6 @@
-"""A node of Huawei's ModelArts, which runs on Volcano and adds its own numbers: MA_NUM_HOSTS,
-MA_NUM_GPUS.
+"""Detect a node of Huawei's ModelArts.
+
+ModelArts runs on Volcano and adds MA_NUM_HOSTS and MA_NUM_GPUS.
 
 Source: https://support.huaweicloud.com/intl/en-us/develop-modelarts/develop-modelarts-0120.html
 """
@@ -14,8 +15,10 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from MA_NUM_HOSTS and VC_TASK_INDEX; None where the former is not
-    set.
+    """Return this node's topology from MA_NUM_HOSTS and VC_TASK_INDEX.
+
+    Returns:
+        The finding; None if MA_NUM_HOSTS is not set.
     """
     reading = Reading(environ, "modelarts", quoted=True)
     if not reading.is_set("MA_NUM_HOSTS"):

@@ -1,4 +1,4 @@
-"""A process of MVAPICH2's launchers.
+"""Detect a process of MVAPICH2's launchers.
 
 Source: the user guide of MVAPICH2 2.3, "Running Collectives with Hardware based Multicast support"
 and following, and https://mvapich.cse.ohio-state.edu/static/media/mvapich/mvapich2-userguide.html
@@ -13,9 +13,7 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from MV2_COMM_WORLD_RANK and its kin; None where they are not
-    set.
-    """
+    """Return this process's rank assignment from MVAPICH2's variables; None if they are not set."""
     reading = Reading(environ, "mvapich2")
     if not reading.is_set("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"):
         return None

@@ -1,9 +1,10 @@
-"""A process of Open MPI's mpirun, which Azure ML and SageMaker start too: they add where the master
-is.
+"""Detect a process of Open MPI's mpirun.
 
-OMPI_COMM_WORLD_NODE_RANK is the process's index on its node, not the node's. Source: Open MPI's
-FAQ, "Running MPI jobs", https://www.open-mpi.org/faq/?category=running#mpi-environmental-variables,
-and dumps of Open MPI 4.1.4. For Azure ML:
+Azure ML and SageMaker also start mpirun; they add variables with the master's address.
+OMPI_COMM_WORLD_NODE_RANK is the index of the process on its node, not of the node. Source: Open
+MPI's FAQ, "Running MPI jobs",
+https://www.open-mpi.org/faq/?category=running#mpi-environmental-variables, and dumps of Open MPI
+4.1.4. For Azure ML:
 https://learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu#mpi. For SageMaker:
 https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
 """
@@ -20,9 +21,7 @@ LAUNCHER = "OMPI_MCA_orte_hnp_uri"
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from OMPI_COMM_WORLD_RANK and its kin; None where they are not
-    set.
-    """
+    """Return this process's rank assignment from Open MPI's variables; None if they are not set."""
     reading = Reading(environ, "openmpi")
     if not reading.is_set("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         return None
@@ -55,7 +54,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
 
 
 def _elsewhere(reading: Reading, *, alone: bool, hosts: list[str]) -> tuple[str | None, int | None]:
-    """Return what else than MASTER_ADDR and MASTER_PORT says where rank 0 is."""
+    """Return rank 0's host and port from other variables than MASTER_ADDR and MASTER_PORT."""
     if not reading.is_set("MASTER_ADDR"):
         for variable in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):
             if reading.is_set(variable):
@@ -70,8 +69,9 @@ def _elsewhere(reading: Reading, *, alone: bool, hosts: list[str]) -> tuple[str 
 
 
 def _launcher(reading: Reading) -> str | None:
-    """Return mpirun's own address, from ``1234.0;tcp://10.0.0.1,172.17.0.1:41234``: rank 0 runs
-    where mpirun does unless told otherwise.
+    """Return mpirun's own address; by default rank 0 runs on mpirun's host.
+
+    The variable contains text such as ``1234.0;tcp://10.0.0.1,172.17.0.1:41234``.
     """
     found = re.search(r"tcp6?://\[?([^,;\]/]+?)\]?(?:,[^;]*)?:\d+(?:;|$)", reading.value(LAUNCHER))
     return reading.as_host("master_addr", LAUNCHER, found[1]) if found else None

@@ -1,10 +1,9 @@
-"""What PaddlePaddle's processes want to know beside torch's variables: an endpoint each, and a port
-where they meet.
+"""Provide the endpoints and the rendezvous port that PaddlePaddle's processes need.
 
-Rank 0 binds PADDLE_MASTER itself and can be handed no socket. So each agent holds ports for its
-workers: bound, and never listening, with SO_REUSEADDR. Linux gives such a port to nobody who asks
-for any port, nor to a connection that goes out, while a process that sets SO_REUSEADDR, as
-PaddlePaddle and Python's servers do, can bind it and listen.
+Rank 0 binds PADDLE_MASTER itself; it cannot inherit a bound socket. So each agent reserves ports
+for its workers: it binds them with SO_REUSEADDR and never listens. Linux does not assign such a
+port to a bind to port 0 or to an outgoing connection. A process that sets SO_REUSEADDR can still
+bind it and listen; PaddlePaddle and Python's servers do so.
 
 Source: PaddlePaddle 3.3.1, python/paddle/distributed/parallel.py and
 launch/controllers/collective.py.
@@ -19,26 +18,28 @@ from collections.abc import Mapping, Sequence
 from clusterjob.node.program import Program
 from clusterjob.node.system import network
 
-# What is set for each worker; a job started from inside another must not inherit them.
+# Variables set for each worker; a job started inside another job must not inherit them.
 VARIABLES = (
     "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS",
     "PADDLE_CURRENT_ENDPOINT", "PADDLE_MASTER", "PADDLE_NNODES", "PADDLE_RANK_IN_NODE",
     "PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE", "FLAGS_selected_gpus",
 )  # fmt: skip
 _BACKEND = "PADDLE_DISTRI_BACKEND"
-# Of PADDLE_TRAINER_ENDPOINTS: about 4,500 processes. Linux starts no program with a variable of
-# more than 131,072 bytes.
+# Limit of PADDLE_TRAINER_ENDPOINTS, in characters: about 4,500 processes. Linux starts no program
+# with a variable of more than 131,072 bytes.
 _LONGEST = 100_000
 
 
 class HeldPorts:
-    """Ports of this machine that are kept for processes which will bind them themselves, until
-    `close`.
+    """Reserve ports of this machine until `close`, for processes that bind them themselves.
+
+    Attributes:
+        ports: the reserved ports; empty if not all could be reserved.
     """
 
     def __init__(self, count: int) -> None:
         self._holders: list[socket.socket] = []
-        with contextlib.suppress(OSError):  # too many open files: what cannot be held is not named
+        with contextlib.suppress(OSError):  # too many open files: `ports` is then empty
             for _ in range(count):
                 holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
                 self._holders.append(holder)
@@ -49,17 +50,17 @@ class HeldPorts:
             self.close()
 
     def close(self) -> None:
-        """Let go of the ports."""
+        """Release the ports."""
         for holder in self._holders:
             holder.close()
         self._holders, self.ports = [], []
 
 
 def own_address(master_addr: str, node_rank: int) -> str:
-    """Return the address by which the other nodes reach this one.
+    """Return the address at which the other nodes reach this one.
 
     Args:
-        master_addr: node 0's, as all of them know it.
+        master_addr: node 0's address, as all nodes know it.
         node_rank: this node's index.
     """
     return (
@@ -70,16 +71,17 @@ def own_address(master_addr: str, node_rank: int) -> str:
 
 
 def endpoint(address: str, port: int) -> str:
-    """Return an address and a port as one text."""
+    """Return ``address:port``, with brackets around an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def may_be_used(program: Program) -> bool:
-    """Return whether this node's workers may be PaddlePaddle's: its interpreter has it, or a
-    command brings one of its own.
+    """Return whether this node's workers may use PaddlePaddle.
+
+    They may if this interpreter has it, or if the program is a command with its own interpreter.
 
     Args:
-        program: what each worker runs.
+        program: the program of each worker.
     """
     import importlib.util
 
@@ -87,19 +89,21 @@ def may_be_used(program: Program) -> bool:
 
 
 def listed(endpoints: Sequence[str]) -> str:
-    """Return PADDLE_TRAINER_ENDPOINTS; empty where it would be longer than an environment may
-    carry: gloo and NCCL do without.
+    """Return PADDLE_TRAINER_ENDPOINTS; empty if it is too long for an environment variable.
+
+    gloo and NCCL do not need it.
     """
     text = ",".join(endpoints)
     return text if len(text) <= _LONGEST else ""
 
 
 def backend_default(environ: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Return the backend for a node without GPUs, as PaddlePaddle's launcher chooses it, unless the
-    user has set one.
+    """Return the backend variable for a node without GPUs, unless the user has set it.
+
+    PaddlePaddle's launcher chooses the same backend.
 
     Args:
         environ: the environment that the workers inherit.
-        gpus: GPUs that a worker sees.
+        gpus: number of GPUs that a worker sees.
     """
     return {} if gpus or _BACKEND in environ else {_BACKEND: "gloo"}

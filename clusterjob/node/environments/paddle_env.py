@@ -1,7 +1,7 @@
-"""A process of PaddlePaddle's launcher, or a node where its variables are a platform's.
+"""Detect a process of PaddlePaddle's launcher, or a node whose platform sets its variables.
 
-PADDLE_TRAINER_ENDPOINTS has an entry for each process, so that a process's place on its node can be
-counted where no variable says it.
+PADDLE_TRAINER_ENDPOINTS has an entry for each process. The local rank can be counted from it if no
+variable gives it.
 Source: https://www.paddlepaddle.org.cn/documentation/docs/en/api/paddle/distributed/launch_en.html
 and runs of PaddlePaddle 3.3.1.
 """
@@ -16,7 +16,7 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from PADDLE_TRAINER_ID and its kin; None where they are not set."""
+    """Return this process's rank assignment from Paddle's variables; None if they are not set."""
     reading = Reading(environ, "paddle")
     if not reading.is_set("PADDLE_TRAINER_ID"):
         return None
@@ -29,7 +29,8 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     ]
     if endpoints and world_size is not None and len(endpoints) != world_size:
         reading.conflicts.append(
-            f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} processes, PADDLE_TRAINERS_NUM is {world_size}"
+            f"PADDLE_TRAINER_ENDPOINTS lists {len(endpoints)} processes, PADDLE_TRAINERS_NUM "
+            f"is {world_size}"
         )
     hosts = [item.rpartition(":")[0] or item for item in endpoints]
     local = reading.first_set("PADDLE_RANK_IN_NODE", "PADDLE_LOCAL_RANK")
@@ -58,7 +59,8 @@ def _check_own(reading: Reading, listed: str, rank: int) -> None:
     own = reading.value("PADDLE_CURRENT_ENDPOINT")
     if own and own != listed:
         reading.conflicts.append(
-            f"PADDLE_CURRENT_ENDPOINT={own[:80]!r} is not entry {rank} of PADDLE_TRAINER_ENDPOINTS, {listed[:80]!r}"
+            f"PADDLE_CURRENT_ENDPOINT={own[:80]!r} is not entry {rank} of "
+            f"PADDLE_TRAINER_ENDPOINTS, {listed[:80]!r}"
         )
 
 

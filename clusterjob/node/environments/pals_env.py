@@ -1,6 +1,6 @@
-"""A process of PALS, HPE Cray's launcher under PBS.
+"""Detect a process of PALS, HPE Cray's launcher under PBS.
 
-PBS_NODEFILE names a file with a host a line, the first of which has rank 0. Source: aprun(1) and
+PBS_NODEFILE names a file with one host per line; the first host has rank 0. Source: aprun(1) and
 mpiexec(1) of HPE's PALS, and https://docs.alcf.anl.gov/polaris/running-jobs/
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
 
-# What `outside.look` reads in the file that PBS_NODEFILE names.
+# Key under which `lookups.look_up` stores the first line of the file that PBS_NODEFILE names.
 FIRST_NODE = "PBS_NODEFILE first"
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from PALS_RANKID and its kin; None where they are not set."""
+    """Return this process's rank assignment from PALS's variables; None if they are not set."""
     reading = Reading(environ, "pals")
     if not reading.is_set("PALS_RANKID", "PALS_LOCAL_RANKID"):
         return None

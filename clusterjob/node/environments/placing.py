@@ -1,12 +1,10 @@
-"""What the families have in common once their variables are read: numbers into a place, or one more
-conflict.
-"""
+"""Turn the numbers that a family has read into a `Topology`, a `Worker` or a conflict."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments.candidate_ports import candidates
 from clusterjob.node.environments.reading import Finding, Ignored, Reading, whole_number
 from clusterjob.node.environments.topology import Topology, Worker
@@ -17,11 +15,11 @@ OWN_ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Master:
-    """Where rank 0 is met.
+    """Address of rank 0 for the rendezvous.
 
     Attributes:
-        addr: its host; None with a conflict.
-        port: its TCP port; None where nothing names one.
+        addr: the host of rank 0; None with a conflict.
+        port: the TCP port; None if no variable gives one.
     """
 
     addr: str | None
@@ -37,15 +35,16 @@ def node(
     master: Master,
     one_means_here: bool = True,
 ) -> Finding:
-    """Close a reading with a node's place.
+    """Return the finding of a reading for a node.
 
     Args:
-        reading: what was read.
+        reading: the variables that were read.
         nnodes: number of nodes; None with a conflict.
         node_rank: this node's index; None with a conflict.
-        nproc_per_node: None where nothing says, also for 0: a machine without GPUs.
-        master: node 0; its address may be missing where there is one node.
-        one_means_here: whether a single node without an address is met at this machine's own.
+        nproc_per_node: number of workers on this node; None if no variable gives it, or 0 on a
+            machine without GPUs.
+        master: address of node 0; a single node needs none.
+        one_means_here: whether a single node without an address uses `OWN_ADDRESS`.
     """
     if nproc_per_node == 0:
         reading.evidence.pop("nproc_per_node", None)
@@ -66,7 +65,7 @@ def node(
                 source=reading.source,
             )
         )
-    except PlaceError as error:
+    except PlacementError as error:
         return reading.refuse(error)
 
 
@@ -81,18 +80,18 @@ def worker(
     node_rank: int | None = None,
     nnodes: int | None = None,
 ) -> Finding:
-    """Close a reading with a process's place.
+    """Return the finding of a reading for a process.
 
     Args:
-        reading: what was read.
-        rank: index of the process; None, as for the next three, with a conflict.
+        reading: the variables that were read.
+        rank: index of the process; None with a conflict, as for the next three.
         world_size: number of processes.
         local_rank: index of the process on its node.
         local_world_size: number of processes on its node.
-        master: where rank 0 is met.
-        node_rank: None where no variable says; then as if every node had as many processes, in the
-            order of ranks.
-        nnodes: None where no variable says; likewise.
+        master: address of rank 0.
+        node_rank: index of the node; None if no variable gives it. It is then computed as if
+            every node had `local_world_size` processes, in the order of ranks.
+        nnodes: number of nodes; None if no variable gives it. It is then computed likewise.
     """
     if (
         rank is None
@@ -125,23 +124,22 @@ def worker(
                 local_world_size=local_world_size,
             )
         )
-    except PlaceError as error:
+    except PlacementError as error:
         return reading.refuse(error)
 
 
 def refuse_own_address(reading: Reading, addr: str, nnodes: int) -> None:
-    """Note a conflict where several nodes are to meet at an address that means each of them itself."""
+    """Add a conflict if several nodes have a loopback address as the address of node 0."""
     if nnodes > 1 and is_loopback(addr):
         name = reading.evidence.get("master_addr", "the master's address")
         reading.conflicts.append(
-            f"{name} is {addr!r}, which each of the {nnodes} nodes is itself (master_addr); node 0's own address in the network works"
+            f"{name} is {addr!r}, a loopback address, but there are {nnodes} nodes (master_addr): "
+            "set node 0's address in the network"
         )
 
 
 def given_master(reading: Reading) -> Master:
-    """Return what MASTER_ADDR and MASTER_PORT say, as users of launchers export them; both may be
-    missing.
-    """
+    """Return MASTER_ADDR and MASTER_PORT, which users may export; None for what is not set."""
     return Master(
         reading.host("master_addr", "MASTER_ADDR", required=False),
         reading.number("master_port", "MASTER_PORT", required=False),
@@ -157,17 +155,17 @@ def process_master(
     key: str = "",
     key_variable: str = "",
 ) -> Master:
-    """Return where the processes of a launcher meet that does not say so itself.
+    """Return the address of rank 0 for a launcher that sets no variable for it.
 
     Args:
-        reading: what was read.
+        reading: the variables that were read.
         alone: whether all processes run on one node.
-        fallback: the host, where MASTER_ADDR is not set; None for none.
-        fallback_port: the port, where MASTER_PORT is not set.
-        key: text that is the same for all processes of this start and of no other, from which a
-            port is computed where nothing names one; empty for none.
-        key_variable: where the key is from; empty for launchers that have none, where a port has to
-            be named.
+        fallback: the host to use if MASTER_ADDR is not set; None for none.
+        fallback_port: the port to use if MASTER_PORT is not set.
+        key: text shared by all processes of this start and by no other start. If no variable gives
+            a port, it is computed from this text. Empty for none.
+        key_variable: the variable that the key comes from; empty for launchers without one, for
+            which MASTER_PORT is required.
     """
     given = given_master(reading)
     addr = given.addr
@@ -188,8 +186,9 @@ def process_master(
 
 
 def endpoint(reading: Reading, variable: str) -> Master:
-    """Return a variable ``host:port``, ``[v6]:port`` or ``host``; both are None where it is not
-    set.
+    """Return the host and port of a variable such as ``host:port``, ``[v6]:port`` or ``host``.
+
+    Both are None if the variable is not set.
     """
     text = reading.value(variable)
     if not text:
@@ -197,7 +196,7 @@ def endpoint(reading: Reading, variable: str) -> Master:
     host, colon, port = text.rpartition(":")
     if not colon or (
         ":" in host and not host.endswith("]")
-    ):  # a bare IPv6 address holds colons of its own
+    ):  # an IPv6 address without brackets contains colons
         host, port = text, ""
     addr = reading.as_host("master_addr", variable, host)
     if not port:
@@ -211,8 +210,9 @@ def endpoint(reading: Reading, variable: str) -> Master:
 
 
 def hosts(reading: Reading, variable: str) -> list[str]:
-    """Return a variable's list of hosts, parted by commas or white space, each without its port;
-    empty where it is not set.
+    """Return a variable's hosts without their ports; empty if the variable is not set.
+
+    Commas or white space separate them.
     """
     found = []
     for item in reading.value(variable).replace(",", " ").split():
@@ -227,7 +227,7 @@ def hosts(reading: Reading, variable: str) -> list[str]:
 
 
 def ignore(reading: Reading, why: str, *variables: str) -> None:
-    """Note variables that are set and were not used."""
+    """Add those of the variables that are set to the reading's ignored variables."""
     reading.ignored += [
         Ignored(variable, why) for variable in variables if reading.is_set(variable)
     ]

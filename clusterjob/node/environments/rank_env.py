@@ -1,8 +1,9 @@
-"""A node where RANK and WORLD_SIZE count nodes: Kubeflow's PyTorchJob v1, Volcano's pytorch plugin,
-PAI DLC, Baidu's AIHC.
+"""Detect a node of a platform on which RANK and WORLD_SIZE count nodes.
 
-The same names count processes under torchrun. LOCAL_RANK tells them apart: whoever starts processes
-sets it. Sources: https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/,
+These are Kubeflow's PyTorchJob v1, Volcano's pytorch plugin, PAI DLC and Baidu's AIHC. Under
+torchrun the same variables count processes. LOCAL_RANK makes the difference: a launcher of
+processes sets it. Sources:
+https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/,
 https://volcano.sh/en/docs/pytorch_on_volcano/,
 https://help.aliyun.com/zh/pai/user-guide/built-in-environment-variables,
 https://cloud.baidu.com/doc/AIHC/index.html
@@ -16,7 +17,7 @@ from clusterjob.node.environments import placing
 from clusterjob.node.environments.placing import Master
 from clusterjob.node.environments.reading import Finding, Reading
 
-# Variables by which a platform is known, for its name alone.
+# Prefixes of variables by which a platform is recognized; used only for the source's name.
 _PLATFORMS = (
     ("pai", ("DLC_", "PAI_")),
     ("aihc", ("AIHC_",)),
@@ -26,8 +27,10 @@ _PLATFORMS = (
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from RANK and WORLD_SIZE without LOCAL_RANK; None where RANK is not
-    set, or LOCAL_RANK is.
+    """Return this node's topology from RANK and WORLD_SIZE without LOCAL_RANK.
+
+    Returns:
+        The finding; None if RANK is not set or LOCAL_RANK is set.
     """
     reading = Reading(environ, "nodes", quoted=True)
     if not reading.is_set("RANK") or reading.is_set("LOCAL_RANK"):

@@ -1,5 +1,6 @@
-"""A node of Amazon SageMaker, which lists the hosts as JSON; its MPI jobs are Open MPI's processes
-and take the node's place from here.
+"""Detect a node of Amazon SageMaker, which lists the hosts as JSON.
+
+The family of Open MPI detects the processes of SageMaker's MPI jobs and uses `nodes`.
 
 Source: https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
 """
@@ -16,7 +17,7 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 @dataclass(frozen=True)
 class Nodes:
-    """What SageMaker says of its machines; None and empty where this is none of them."""
+    """SageMaker's hosts and this one's index; empty and None outside SageMaker."""
 
     hosts: list[str] = field(default_factory=list)
     node_rank: int | None = None
@@ -24,7 +25,7 @@ class Nodes:
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from SM_HOSTS and SM_CURRENT_HOST; None where they are not set."""
+    """Return this node's topology from SM_HOSTS and SM_CURRENT_HOST; None if they are not set."""
     reading = Reading(environ, "sagemaker")
     if not reading.is_set("SM_HOSTS", "SM_CURRENT_HOST"):
         return None
@@ -48,8 +49,8 @@ def nodes(reading: Reading, *, required: bool = False) -> Nodes:
     """Return SageMaker's hosts and this one's index among them.
 
     Args:
-        reading: notes the evidence, and a conflict where the variables contradict each other.
-        required: whether their absence is a conflict.
+        reading: records the evidence, and a conflict if the variables contradict each other.
+        required: whether missing variables are a conflict.
     """
     if not reading.is_set("SM_HOSTS", "SM_CURRENT_HOST") and not required:
         return Nodes()
@@ -68,7 +69,7 @@ def nodes(reading: Reading, *, required: bool = False) -> Nodes:
         or not listed
         or not all(isinstance(name, str) and name for name in listed)
     ):
-        reading.conflicts.append(f"SM_HOSTS={text[:80]!r} is no JSON list of hosts")
+        reading.conflicts.append(f"SM_HOSTS={text[:80]!r} is not a JSON list of hosts")
         return Nodes()
     if own not in listed:
         reading.conflicts.append(f"SM_CURRENT_HOST={own[:80]!r} is not in SM_HOSTS")

@@ -1,5 +1,6 @@
-"""``clusterjob env``: which place in a job is found here and why. The standard library suffices, so
-it works inside any job.
+"""Implement ``clusterjob env``: show the detected environment.
+
+It uses only the standard library, so it works inside any job.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ SCHEMA = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the place that is found here; returns 1 where the variables are half-set or in
-    conflict.
+    """Print the detected environment.
 
     Args:
-        argv: what follows ``env`` on the command line.
+        argv: the arguments after ``env`` on the command line.
+
+    Returns:
+        The exit code: 1 if the variables are incomplete or contradict each other, else 0.
     """
     parser = argparse.ArgumentParser(
         prog="clusterjob env",
-        description="Show the place in a job that is found here: which variable gave each field, what was ignored, what conflicts.",
+        description="Show the detected environment: the variable that gave each field, ignored "
+        "variables and conflicts.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
@@ -32,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(*, as_json: bool) -> int:
-    """Print the place that is found here; returns the exit code."""
-    found = describe(environments.detect(environments.look(os.environ)))
+    """Print the detected environment and return the exit code, 1 with a conflict."""
+    found = describe(environments.detect(environments.look_up(os.environ)))
     if as_json:
-        # ASCII alone: whatever a variable holds, this can be written anywhere.
+        # ASCII only, so that any encoding of stdout can represent it.
         print(json.dumps({"schema": SCHEMA, **found}, indent=1))
     else:
         print(text(found))

@@ -1,4 +1,4 @@
-"""A node of SkyPilot, which lists the nodes' addresses one a line.
+"""Detect a node of SkyPilot, which lists the nodes' addresses, one per line.
 
 Source: https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html
 """
@@ -13,7 +13,7 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from SKYPILOT_NODE_RANK and its kin; None where they are not set."""
+    """Return this node's topology from SkyPilot's variables; None if they are not set."""
     reading = Reading(environ, "skypilot")
     if not reading.is_set("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"):
         return None
@@ -29,7 +29,8 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
             addr = reading.as_host("master_addr", "SKYPILOT_NODE_IPS", lines[0])
             if nnodes is not None and len(lines) != nnodes:
                 reading.conflicts.append(
-                    f"SKYPILOT_NODE_IPS lists {len(lines)} addresses, SKYPILOT_NUM_NODES is {nnodes}"
+                    f"SKYPILOT_NODE_IPS lists {len(lines)} addresses, SKYPILOT_NUM_NODES is "
+                    f"{nnodes}"
                 )
     return placing.node(
         reading,

@@ -1,6 +1,6 @@
-"""Node 0's address where its name does not resolve: what Slurm knows of it.
+"""Find node 0's address with Slurm if its name does not resolve.
 
-A NodeName of Slurm need not be a host's name; NodeAddr is what Slurm itself connects to.
+A NodeName of Slurm need not be a host name; Slurm itself connects to NodeAddr.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments import slurm_env
 from clusterjob.node.environments.topology import Topology, expand_hostlist
 from clusterjob.node.system import network
 from clusterjob.node.system.network import is_loopback
 
-_PATIENCE = 4.0  # seconds for one question to Slurm's controller
+_TIMEOUT = 4.0  # seconds for one scontrol command
 
 
-def settle(topology: Topology, environ: Mapping[str, str]) -> Topology:
-    """Return the topology with an address of node 0 that resolves here; it is the topology itself
-    wherever its own does.
+def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> Topology:
+    """Return the topology with an address of node 0 that resolves here.
 
     Args:
-        topology: a place, of which only Slurm's are looked after.
-        environ: what it was found in.
+        topology: the detected topology; only one from Slurm is changed.
+        environ: the environment that it was detected in.
+
+    Returns:
+        A new topology; the given one if its address resolves or its source is not Slurm.
 
     Raises:
-        PlaceError: neither the resolver nor Slurm knows the name.
+        PlacementError: neither the resolver nor Slurm knows the name.
     """
     if topology.source != slurm_env.SOURCE:
         return topology
-    trouble = network.why_unresolvable(topology.master_addr)
-    if not trouble:
+    error = network.why_unresolvable(topology.master_addr)
+    if not error:
         return topology
     address = (
         "127.0.0.1"
@@ -40,30 +42,34 @@ def settle(topology: Topology, environ: Mapping[str, str]) -> Topology:
         else _launch_address(topology, environ) or _node_address(topology.master_addr, environ)
     )
     if address is None:
-        raise PlaceError(
-            f"node 0 is {topology.master_addr}, which does not resolve here ({trouble}), and Slurm tells no address of it",
-            "MASTER_ADDR, exported before srun, names an address of the step's first node",
+        raise PlacementError(
+            f"node 0 is {topology.master_addr}, which does not resolve here ({error}), and Slurm "
+            "gives no address for it",
+            "`export MASTER_ADDR=ADDRESS` before srun sets the address of the step's first node",
         )
     return replace(topology, master_addr=address)
 
 
 def _launch_address(topology: Topology, environ: Mapping[str, str]) -> str | None:
-    """Return the address of the node that ran srun, where that is node 0: in a batch script, on the
-    first node of the job.
+    """Return the address of the node that ran srun, if that is node 0.
+
+    It is node 0 if srun ran in a batch script, which runs on the job's first node.
     """
     address = environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()
     if environ.get("ENVIRONMENT") != "BATCH" or not address or is_loopback(address):
         return None
     try:
         first = expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))[:1]
-    except PlaceError:
+    except PlacementError:
         return None
     return address if first == [topology.master_addr] else None
 
 
 def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
-    """Return NodeAddr as ``scontrol show node`` tells it; None where there is no scontrol, no
-    answer, or no such node.
+    """Return NodeAddr from ``scontrol show node``.
+
+    Returns:
+        The address; None without scontrol, an answer or such a node, or if it does not resolve.
     """
     if name.startswith("-"):
         return None
@@ -78,7 +84,7 @@ def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
     try:
         shown = subprocess.run(
             ["scontrol", "--oneliner", "show", "node", name], env=kept, stdin=subprocess.DEVNULL,
-            capture_output=True, timeout=_PATIENCE, check=False,
+            capture_output=True, timeout=_TIMEOUT, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None

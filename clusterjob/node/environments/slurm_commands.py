@@ -1,6 +1,4 @@
-"""The environment for a scheduler's commands: without what belongs to the job in which they may be
-run.
-"""
+"""Build the environment for Slurm's commands, without the variables of a surrounding job."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Mapping
 
 from clusterjob.node.contract import LAUNCH_VARIABLES
 
-# Inside a job all of Slurm's variables are that job's, but for those that say where the cluster is.
+# Inside a job all of Slurm's variables belong to that job, except those that locate the cluster.
 # In a login shell they are the user's own defaults, such as SBATCH_ACCOUNT.
 _KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _OF_A_JOB = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
@@ -19,9 +17,9 @@ _NAMES_OF_A_JOB = (
     "ZE_AFFINITY_MASK",
 )
 
-# Defaults of the user's that would make an answer another than what was asked for: squeue's of one
-# partition alone, say; or a job another than its record says: an array, or a command that waits for
-# the job's end.
+# User defaults that would change a command's answer, such as a partition filter for squeue. Below
+# are defaults that would make the job differ from its record, such as an array, or that make
+# sbatch wait for the job's end.
 _DEFAULTS_OF_ANSWERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 _DEFAULTS_OF_SHAPE = frozenset(
     f"SBATCH_{name}"
@@ -46,11 +44,11 @@ _DEFAULTS_OF_SHAPE = frozenset(
 
 
 def slurm_environment(environ: Mapping[str, str], command: str) -> dict[str, str]:
-    """Return the environment for a command of Slurm's (submitit#1814).
+    """Return the environment for a Slurm command (submitit#1814).
 
     Args:
-        environ: this process's own.
-        command: such as ``sbatch``.
+        environ: this process's own environment.
+        command: the command's name, such as ``sbatch``.
     """
     inside = bool(environ.get("SLURM_JOB_ID"))
     dropped = () if command == "sbatch" else _DEFAULTS_OF_ANSWERS

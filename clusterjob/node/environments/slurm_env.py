@@ -1,10 +1,11 @@
-"""A Slurm step, as srun sets it for each task: one task a node is a node's place, several are each
-a process's.
+"""Detect a task of a Slurm step from the variables that srun sets.
 
-Outside of a step, in a batch script or in salloc's shell, the same variables are set and mean
-nothing: SLURM_PROCID is 0 there beside SLURM_NTASKS=16, and whoever trusts it waits for ever
-(Lightning#20776). SLURM_STEP_ID tells: it is set in a step alone. The lists of the job name all of
-its nodes, those of the step its own.
+With one task per node the task is a node; with several tasks per node each task is a process.
+
+Outside a step, in a batch script or in salloc's shell, the same variables are set but are
+meaningless: SLURM_PROCID is 0 there with SLURM_NTASKS=16, and a program that uses it waits forever
+(Lightning#20776). Only a step sets SLURM_STEP_ID. The job's node lists contain all nodes of the
+job; the step's lists contain the nodes of the step.
 
 Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES", https://slurm.schedmd.com/srun.html, and dumps of
 Slurm 22.05.
@@ -14,18 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments.candidate_ports import candidates
 from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, whole_number
 from clusterjob.node.environments.topology import Topology, Worker, expand_hostlist
 from clusterjob.node.system.network import is_loopback
 
 SOURCE = "slurm"
-# Beside the same RANK: our script has set torch's variables from the step's own.
+# Equal to RANK if `slurm_task` has set torch's variables from the step's variables.
 TASK_RANK = "CLUSTERJOB_TASK_RANK"
 
-# slurm.h: batch scripts, salloc's shell and the like are steps with ids of their own, as numbers or
-# as names.
+# slurm.h: batch scripts, salloc's shell and similar steps have reserved ids, as numbers or names.
 _LOWEST_OF_NO_STEP = 0xFFFFFFF0
 _NO_STEPS = ("batch", "interactive", "extern")
 _MOST_NODES = 65536
@@ -33,8 +33,10 @@ _SIGNS = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_JOB_ID")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return the place of this task of a step: a `Topology` where each node has one task, else a
-    `Worker`.
+    """Return this task's rank assignment: a `Topology` with one task per node, else a `Worker`.
+
+    Returns:
+        The finding; outside a step one with the source ``none``; None without Slurm's variables.
     """
     step = environ.get("SLURM_STEP_ID", "").strip()
     number = whole_number(step)
@@ -46,15 +48,16 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     del reading.evidence["step"]
     if environ.get("SLURM_HET_SIZE", "").strip() not in ("", "0", "1"):
         reading.conflicts.append(
-            "SLURM_HET_SIZE is set: the components of a heterogeneous job do not know each other's ranks"
+            "SLURM_HET_SIZE is set: the components of a heterogeneous job have no common ranks"
         )
         return reading.finding(None)
     return _place(reading)
 
 
 def nodes_outside_a_step(environ: Mapping[str, str]) -> int:
-    """Return how many nodes an allocation has whose steps this is not one of: a batch script,
-    salloc's shell. 0 elsewhere.
+    """Return the number of nodes of the allocation if this runs in it, but outside its steps.
+
+    That is the case in a batch script and in salloc's shell. Elsewhere the number is 0.
     """
     finding = detect(environ)
     if finding is None or finding.source != NOWHERE:
@@ -68,17 +71,17 @@ def nodes_outside_a_step(environ: Mapping[str, str]) -> int:
 
 
 def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
-    """Return the place of a step's only task on its node as a process's: its rank is the node's.
+    """Return a step's only task on its node as a process; its rank is the node's rank.
 
     Args:
-        topology: what `detect` found.
-        environ: what it was found in.
+        topology: the topology that `detect` returned.
+        environ: the environment that it was detected in.
 
     Raises:
-        PlaceError: nothing says at which port the tasks meet.
+        PlacementError: no variable gives the rendezvous port.
     """
     if topology.master_port is None and not environ.get("SLURM_JOB_ID", "").strip():
-        raise PlaceError("SLURM_JOB_ID is not set (master_port)")
+        raise PlacementError("SLURM_JOB_ID is not set (master_port)")
     port = topology.master_port or meeting_port(environ)
     node = Topology(
         topology.nnodes,
@@ -94,11 +97,10 @@ def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
 
 
 def meeting_port(environ: Mapping[str, str]) -> int:
-    """Return where a step's tasks meet when nobody names a port: all compute it from the job, the
-    step and the restart.
+    """Return the rendezvous port of a step's tasks for a step without MASTER_PORT.
 
-    Rank 0 binds it when it gets there. Under our agents nothing is left to this: theirs is bound
-    before anybody is told.
+    All tasks compute it from the ids of the job and the step and from the restart count. Rank 0
+    binds it when it starts. Our agents do not use it: they bind a port first and then announce it.
     """
     job, step = (environ.get(name, "").strip() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return candidates(
@@ -111,9 +113,9 @@ def _no_step(environ: Mapping[str, str], step: str) -> Finding | None:
     if not seen:
         return None
     why = (
-        f"{step} is no step of srun's"
+        f"SLURM_STEP_ID={step} is not a step of srun"
         if step
-        else "SLURM_STEP_ID is not set: a batch script, or a shell in an allocation, is no step"
+        else "SLURM_STEP_ID is not set: this is a batch script or a shell, not a step of srun"
     )
     return Finding(NOWHERE, None, ignored=tuple(Ignored(name, why) for name in seen))
 
@@ -126,7 +128,7 @@ def _place(reading: Reading) -> Finding:
     local_rank = reading.number("local_rank", "SLURM_LOCALID")
     ntasks = "SLURM_STEP_NUM_TASKS" if reading.is_set("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     if not reading.is_set(ntasks):
-        ntasks = "SLURM_STEP_NUM_TASKS"  # the one to name
+        ntasks = "SLURM_STEP_NUM_TASKS"  # the name for the error message
     world_size = reading.number("world_size", ntasks)
     tasks = _tasks_per_node(reading)
     master_addr = _master_addr(reading, nnodes)
@@ -138,12 +140,14 @@ def _place(reading: Reading) -> Finding:
         or reading.conflicts
     ):
         return reading.finding(None)
-    assert nnodes is not None and node_rank is not None and rank is not None  # noqa: PT018 - for the type checker
+    # The type checker needs these.
+    assert nnodes is not None and node_rank is not None and rank is not None  # noqa: PT018
     assert local_rank is not None and world_size is not None and master_addr is not None  # noqa: PT018
     if (len(tasks), sum(tasks)) != (nnodes, world_size):
         reading.conflicts.append(
-            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE'][:80]!r} is {sum(tasks)} tasks on {len(tasks)} nodes, "
-            f"SLURM_STEP_NUM_NODES={nnodes} and {ntasks}={world_size} say otherwise"
+            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE'][:80]!r} gives "
+            f"{sum(tasks)} tasks on {len(tasks)} nodes, but "
+            f"SLURM_STEP_NUM_NODES={nnodes} and {ntasks}={world_size}"
         )
         return reading.finding(None)
     try:
@@ -172,9 +176,9 @@ def _place(reading: Reading) -> Finding:
             master_addr=master_addr,
             master_port=master_port,
             source=SOURCE,
-        )  # so that an impossible node is named first
+        )  # reports an impossible node first
         if master_port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
-            master_port = meeting_port(environ)  # without a job's id every job would meet there
+            master_port = meeting_port(environ)  # needs a job id: else all jobs share one port
         node = Topology(
             nnodes,
             node_rank,
@@ -183,7 +187,7 @@ def _place(reading: Reading) -> Finding:
             master_port=master_port,
             source=SOURCE,
         )
-        # The rank is the task's own: under a cyclic distribution no arithmetic over nodes gives it.
+        # Use the task's own rank: with a cyclic distribution it cannot be computed from the node.
         return reading.finding(
             Worker(
                 node,
@@ -193,13 +197,14 @@ def _place(reading: Reading) -> Finding:
                 local_world_size=tasks[node_rank],
             )
         )
-    except PlaceError as error:
+    except PlacementError as error:
         return reading.refuse(error)
 
 
 def _tasks_per_node(reading: Reading) -> list[int]:
-    """Return how many tasks each node of the step has, from a list such as ``8(x2),4``; empty with
-    a conflict.
+    """Return the number of tasks on each node of the step; empty with a conflict.
+
+    The variable contains a list such as ``8(x2),4``.
     """
     variable = "SLURM_STEP_TASKS_PER_NODE"
     text = reading.text("local_world_size", variable)
@@ -222,22 +227,22 @@ def _tasks_per_node(reading: Reading) -> list[int]:
 
 
 def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
-    """Return node 0's name: as our script gives it, as the user does, else the first of the step's
-    nodes as Slurm lists them.
-    """
+    """Return node 0's name: CLUSTERJOB_MASTER_ADDR, MASTER_ADDR or the step's first node."""
     if reading.is_set("CLUSTERJOB_MASTER_ADDR"):
         return reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR")
     given = reading.host("master_addr", "MASTER_ADDR", required=False)
     if given is not None and is_loopback(given) and nnodes != 1:
         reading.conflicts.append(
-            f"MASTER_ADDR={given[:80]!r} is each node itself, and there are {nnodes} (master_addr); node 0's own address works"
+            f"MASTER_ADDR={given[:80]!r} is a loopback address, but there are {nnodes} nodes "
+            "(master_addr): set node 0's address in the network"
         )
         return None
     nodes = _hosts(reading, "SLURM_STEP_NODELIST", required=given is None)
     if given is None:
         if nodes and is_loopback(nodes[0]) and nnodes != 1:
             reading.conflicts.append(
-                f"SLURM_STEP_NODELIST begins with {nodes[0]!r}, and there are {nnodes} nodes (master_addr)"
+                f"SLURM_STEP_NODELIST begins with {nodes[0]!r}, but there are {nnodes} nodes "
+                "(master_addr)"
             )
         return nodes[0] if nodes else None
     whole = "SLURM_JOB_NODELIST"
@@ -249,7 +254,8 @@ def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
     others = {name.partition(".")[0] for name in [*nodes[1:], *more]}
     if nodes and given.partition(".")[0] in others - {nodes[0].partition(".")[0]}:
         reading.conflicts.append(
-            f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, {nodes[0]!r}, where rank 0 is"
+            f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, "
+            f"{nodes[0]!r}, where rank 0 runs"
         )
         return None
     return given
@@ -262,12 +268,12 @@ def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
     text = reading.text("master_addr", variable, required=required)
     if not required:
         reading.evidence.clear()
-        reading.evidence.update(kept)  # looked at, but not what the field came from
+        reading.evidence.update(kept)  # the list is only compared, so it is no evidence
     if text is None:
         return []
     try:
         hosts = expand_hostlist(text)
-    except PlaceError as error:
+    except PlacementError as error:
         reading.conflicts.append(f"{variable}: {error.message}")
         return []
     if not hosts:

@@ -1,8 +1,7 @@
-"""Set torch's variables for one task of a Slurm step (``--launcher srun``), then become the
-program.
+"""Set torch's variables for one task of a Slurm step, then exec the program.
 
-Plain ``env://`` scripts read them. Without MASTER_ADDR some fail, and others wait without a word
-(dino, Lightning).
+``--launcher srun`` uses it. Plain ``env://`` scripts read the variables. Without MASTER_ADDR some
+scripts fail and others wait without a message (dino, Lightning).
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from clusterjob.node.environments.topology import Topology, Worker
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Become the program; a step whose place cannot be told leaves the variables unset, and one
-    line says why.
+    """Exec the program with torch's variables.
+
+    If the step gives no rank assignment, the variables stay unset and one line on stderr gives
+    the reason.
 
     Args:
         argv: the program's command line.
@@ -42,24 +43,27 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables for this task, and what lets `bootstrap` know them for Slurm's; none
-    outside of a step.
+    """Return torch's variables for this task; none outside a step.
+
+    One more variable, `slurm_env.TASK_RANK`, lets `bootstrap` recognize that they are Slurm's.
 
     Args:
-        environ: the task's own.
+        environ: the task's own environment.
 
     Raises:
-        PlaceError: the step's variables contradict each other, or node 0 has no address.
+        PlacementError: the step's variables contradict each other, or node 0 has no address.
     """
-    finding = environments.detect(environments.look(environ)).check()
+    finding = environments.detect(environments.look_up(environ)).check()
     place = finding.place
     if finding.source != slurm_env.SOURCE or place is None:
         return {}
     worker = slurm_env.as_worker(place, environ) if isinstance(place, Topology) else place
-    worker = replace(worker, topology=slurm_addresses.settle(worker.topology, environ))
+    worker = replace(
+        worker, topology=slurm_addresses.resolve_master_address(worker.topology, environ)
+    )
     own = _torch_variables(worker)
     quiet = contract.quiet_defaults(environ, own["MASTER_ADDR"], nnodes=worker.topology.nnodes)
-    # In these two words the address is ours, and `slurm_env` takes it as it is.
+    # `slurm_env` compares MASTER_ADDR with the step's nodes, but takes these two as they are.
     ours = {
         "CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"],
         "CLUSTERJOB_MASTER_PORT": own["MASTER_PORT"],

@@ -1,8 +1,8 @@
-"""One node's place in a job, and one process's place: two types on purpose.
+"""Define `Topology`, a node's rank assignment, and `Worker`, a process's rank assignment.
 
-A platform that starts one command per node gives a `Topology` (a launcher is still needed); one
-that starts a command per process gives a `Worker`. Mixing the two up is the classic bug of
-distributed launching.
+A platform that starts one command per node gives a `Topology`: a launcher is still needed. A
+platform that starts one command per process gives a `Worker`. Two types prevent the common error
+of confusing node ranks with process ranks.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 
-_MOST_NAMES = 65536  # what Slurm's own tools expand at most
+_MOST_NAMES = 65536  # the limit of Slurm's own tools
 _LONGEST_NAME = 255  # characters, as for any host name
 _LONGEST_LIST = 1 << 22  # characters
 _IN_A_NAME = "._-:%@+"
@@ -21,18 +21,18 @@ _IN_A_NAME = "._-:%@+"
 
 @dataclass(frozen=True)
 class Topology:
-    """One node's place in a job.
+    """The rank assignment of one node of a job.
 
     Attributes:
         nnodes: number of nodes, at least 1.
         node_rank: this node's index, 0 to nnodes - 1.
-        nproc_per_node: number of workers on this node; None when the environment does not say.
-        master_addr: host name or address of node 0 as the other nodes reach it.
-        master_port: TCP port on node 0 that the platform set aside; None when it names none.
-        source: the family of variables that this was read from.
+        nproc_per_node: number of workers on this node; None if the environment does not give it.
+        master_addr: host name or address at which the other nodes reach node 0.
+        master_port: TCP port on node 0 that the platform reserved; None if it gives none.
+        source: the family of variables that was read.
 
     Raises:
-        PlaceError: a number is out of range, or the master has no address.
+        PlacementError: a number is out of range, or the master has no address.
     """
 
     nnodes: int
@@ -44,34 +44,35 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
-            raise PlaceError(f"nnodes is {self.nnodes}: a job has at least 1 node")
+            raise PlacementError(f"nnodes is {self.nnodes}: a job has at least 1 node")
         if not 0 <= self.node_rank < self.nnodes:
-            raise PlaceError(
-                f"node_rank is {self.node_rank}, outside 0..{self.nnodes - 1} (nnodes is {self.nnodes})"
+            raise PlacementError(
+                f"node_rank is {self.node_rank}, outside 0..{self.nnodes - 1} (nnodes is "
+                f"{self.nnodes})"
             )
         if self.nproc_per_node is not None and self.nproc_per_node < 1:
-            raise PlaceError(
+            raise PlacementError(
                 f"nproc_per_node is {self.nproc_per_node}: a node has at least 1 worker"
             )
         if self.master_port is not None and not 0 < self.master_port < 65536:
-            raise PlaceError(f"master_port is {self.master_port}, outside 1..65535")
+            raise PlacementError(f"master_port is {self.master_port}, outside 1..65535")
         if not self.master_addr:
-            raise PlaceError("master_addr is empty")
+            raise PlacementError("master_addr is empty")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One process's place in a job.
+    """The rank assignment of one process of a job.
 
     Attributes:
-        topology: the place of the node that the process runs on.
+        topology: the node that the process runs on.
         rank: index of the process in the whole job, 0 to world_size - 1.
         local_rank: index of the process on its node, 0 to local_world_size - 1.
         world_size: number of processes in the job.
         local_world_size: number of processes on this node.
 
     Raises:
-        PlaceError: a number is out of range.
+        PlacementError: a number is out of range.
     """
 
     topology: Topology
@@ -82,27 +83,29 @@ class Worker:
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise PlaceError(f"world_size is {self.world_size}: a job has at least 1 process")
+            raise PlacementError(f"world_size is {self.world_size}: a job has at least 1 process")
         if not 0 <= self.rank < self.world_size:
-            raise PlaceError(
-                f"rank is {self.rank}, outside 0..{self.world_size - 1} (world_size is {self.world_size})"
+            raise PlacementError(
+                f"rank is {self.rank}, outside 0..{self.world_size - 1} (world_size is "
+                f"{self.world_size})"
             )
         if not 1 <= self.local_world_size <= self.world_size:
-            raise PlaceError(
+            raise PlacementError(
                 f"local_world_size is {self.local_world_size}, outside 1..{self.world_size}"
             )
         if not 0 <= self.local_rank < self.local_world_size:
-            raise PlaceError(
-                f"local_rank is {self.local_rank}, outside 0..{self.local_world_size - 1} (local_world_size is {self.local_world_size})"
+            raise PlacementError(
+                f"local_rank is {self.local_rank}, outside 0..{self.local_world_size - 1} "
+                f"(local_world_size is {self.local_world_size})"
             )
 
 
 def ranks_by_node(first_ranks: Sequence[int], ranks: Iterable[int]) -> dict[int, list[int]]:
-    """Return ranks by the node that each runs on.
+    """Return the given ranks grouped by node.
 
     Args:
         first_ranks: the rank of each node's first worker.
-        ranks: those that are asked about, each below the world size.
+        ranks: the ranks to group, each below the world size.
     """
     found: dict[int, list[int]] = {}
     for rank in ranks:
@@ -111,21 +114,21 @@ def ranks_by_node(first_ranks: Sequence[int], ranks: Iterable[int]) -> dict[int,
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Return the host names of a list as Slurm writes it, such as ``gpu[01-03,7]-ib,login``, in the
-    written order.
+    """Return the host names of a Slurm host list, in the written order.
 
-    Ranges count up and keep the zeros of their first number; several brackets in a name count like
-    digits, the last one fastest. (Slurm 22.05 agrees on up to two brackets, refuses text after a
-    bracket in some places, and counts three otherwise.)
+    An example is ``gpu[01-03,7]-ib,login``. Ranges count up and keep the leading zeros of their
+    first number. Several brackets in a name count like digits, the last one fastest. (Slurm 22.05
+    does the same for up to two brackets. It refuses text after a bracket in some places, and
+    counts three brackets in another order.)
 
     Args:
-        text: the list; names are parted by commas or white space.
+        text: the list; commas or white space separate the names.
 
     Raises:
-        PlaceError: it is no such list, or it names more than 65,536 hosts.
+        PlacementError: the text is not a host list, or it names more than 65,536 hosts.
     """
     if len(text) > _LONGEST_LIST:
-        raise PlaceError(f"the host list is {len(text)} characters long")
+        raise PlacementError(f"the host list is {len(text)} characters long")
     names: list[str] = []
     for item in _split_hostlist(text):
         names += _expand_name(item, text, most=_MOST_NAMES - len(names))
@@ -133,7 +136,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _split_hostlist(text: str) -> list[str]:
-    """Cut a host list at the commas and the white space outside of brackets."""
+    """Split a host list at commas and white space outside brackets."""
     items, start, depth = [], 0, 0
     for index, letter in enumerate(text):
         if letter in "[]":
@@ -168,8 +171,9 @@ def _expand_name(item: str, text: str, most: int) -> list[str]:
 
 
 def _expand_numbers(numbers: str, text: str, most: int) -> list[str]:
-    """Return what stands for one bracket, ``01-03,7``; each count is checked before anything is
-    made of it.
+    """Return the numbers of one bracket, such as ``01-03,7``.
+
+    The size of each range is checked before the range is expanded.
     """
     found: list[str] = []
     for part in numbers.split(","):
@@ -186,20 +190,18 @@ def _expand_numbers(numbers: str, text: str, most: int) -> list[str]:
 
 
 def _checked(part: str, text: str) -> str:
-    """Return a part of a name; what could mean something to a shell is in no host's name
-    (CVE-2024-27763).
-    """
-    strange = next(
+    """Return a part of a name if it has no characters special to a shell (CVE-2024-27763)."""
+    invalid = next(
         (letter for letter in part if not (letter.isalnum() or letter in _IN_A_NAME)), None
     )
-    if strange is not None:
-        raise _no_hostlist(text, f"{strange!r} is in no host's name")
+    if invalid is not None:
+        raise _no_hostlist(text, f"a host name cannot contain {invalid!r}")
     return part
 
 
-def _no_hostlist(text: str, why: str) -> PlaceError:
-    return PlaceError(f"{text[:80]!r} is not a list of hosts: {why}")
+def _no_hostlist(text: str, why: str) -> PlacementError:
+    return PlacementError(f"{text[:80]!r} is not a list of hosts: {why}")
 
 
-def _too_many(text: str) -> PlaceError:
+def _too_many(text: str) -> PlacementError:
     return _no_hostlist(text, f"it names more than {_MOST_NAMES} hosts")

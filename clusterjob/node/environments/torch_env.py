@@ -1,4 +1,4 @@
-"""The variables that torch itself reads, as torchrun and our own agent set them for each process.
+"""Detect a process from torch's own variables, as torchrun and our agent set them.
 
 Source: torch's documentation of torchrun ("Environment Variables"),
 https://docs.pytorch.org/docs/stable/elastic/run.html
@@ -8,28 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterjob.errors import PlaceError
+from clusterjob.errors import PlacementError
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
 from clusterjob.node.environments.slurm_env import TASK_RANK
 from clusterjob.node.environments.topology import Topology, Worker
 
-# RANK alone counts nodes on several platforms; beside one of these it counts processes.
+# RANK alone counts nodes on several platforms; with one of these variables it counts processes.
 _OF_A_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-# Launchers that have met at the master address themselves before they handed it on.
+# Launchers that used the master address for their own rendezvous before they set the variable.
 _MET = ("clusterjob", "torchrun")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this process's place from RANK, LOCAL_RANK and their kin; None where nothing says that
-    they are a process's.
+    """Return this process's rank assignment from RANK, LOCAL_RANK and related variables.
+
+    Returns:
+        The finding; None if the variables do not describe a process.
     """
     if (
         environ.get(TASK_RANK)
         and environ.get(TASK_RANK) == environ.get("RANK")
         and not environ.get("TORCHELASTIC_RUN_ID")
     ):
-        return None  # the step's own variables say as much, and more
+        return None  # the step's own variables contain the same and more
     if environ.get("LOCAL_RANK") or (
         environ.get("RANK") and any(environ.get(name) for name in _OF_A_PROCESS)
     ):
@@ -38,7 +40,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
 
 
 def read(environ: Mapping[str, str]) -> Finding:
-    """Return the place that torch's variables give a process, or which of them are missing."""
+    """Return the rank assignment from torch's variables; missing ones are conflicts."""
     reading = Reading(environ, _launcher(environ))
     rank = reading.number("rank", "RANK")
     world_size = reading.number("world_size", "WORLD_SIZE")
@@ -62,8 +64,7 @@ def read(environ: Mapping[str, str]) -> Finding:
         )
         return reading.finding(None)
     if local_world_size is None and nnodes in (None, 1) and rank != local_rank:
-        # On one node the two are the same: there are more, and nothing says how many processes each
-        # has.
+        # On one node both ranks are equal, so there are several nodes of unknown size.
         reading.conflicts.append(
             "LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK"
         )
@@ -96,7 +97,7 @@ def read(environ: Mapping[str, str]) -> Finding:
                 local_world_size=local_world_size,
             )
         )
-    except PlaceError as error:
+    except PlacementError as error:
         return reading.refuse(error)
 
 

@@ -1,5 +1,6 @@
-"""A node of Volcano, whose svc and env plugins list the hosts of each task: VC_<TASK>_HOSTS,
-VC_<TASK>_NUM, VC_TASK_INDEX.
+"""Detect a node of Volcano, whose svc and env plugins list the hosts of each task.
+
+The variables are VC_<TASK>_HOSTS, VC_<TASK>_NUM and VC_TASK_INDEX.
 
 Source: https://github.com/volcano-sh/volcano/blob/master/docs/user-guide/how_to_use_svc_plugin.md
 and how_to_use_env_plugin.md
@@ -18,7 +19,7 @@ _HOSTS = re.compile(r"VC_(\w+)_HOSTS\Z")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this node's place from its index and its task's hosts; None where no index is set."""
+    """Return this node's topology from its index and its task's hosts; None without an index."""
     reading = Reading(environ, "volcano", quoted=True)
     index = reading.first_set("VC_TASK_INDEX", "VK_TASK_INDEX")
     if not reading.is_set(index):
@@ -63,7 +64,7 @@ def _own_list(reading: Reading, lists: dict[str, list[str]]) -> str | None:
     if not lists:
         reading.conflicts.append("VC_WORKER_HOSTS is not set (nnodes)")
         return None
-    # An index counts within a task, and nothing names the pod's own but its host name.
+    # An index counts within a task. Only the pod's host name shows which task it belongs to.
     own = reading.value("HOSTNAME")
     mine = [
         name
@@ -73,8 +74,9 @@ def _own_list(reading: Reading, lists: dict[str, list[str]]) -> str | None:
     others = [name for name in lists if name not in mine]
     reading.conflicts.append(
         f"{' and '.join(lists)} list several tasks"
-        + (f", of which this is {mine[0]}'s" if mine else "")
-        + ", and nothing says how "
-        f"{'they' if not mine else 'it and ' + ' and '.join(others)} are counted together: the pytorch plugin sets RANK and WORLD_SIZE"
+        + (f"; this host is in {mine[0]}" if mine else "")
+        + "; no variable counts the nodes across "
+        f"{'them' if not mine else 'it and ' + ' and '.join(others)}: Volcano's pytorch plugin "
+        "sets RANK and WORLD_SIZE"
     )
     return None

@@ -1,5 +1,6 @@
-"""Host server: what a host does for a remote submitter, who starts it over SSH from the node zip.
+"""Host server: handle a remote submitter's requests on this host.
 
-Requests and answers go over stdin and stdout: one line of JSON, followed by the number of bytes
-that it announces. The session ends with stdin; processes that it started run on.
+The submitter starts it over SSH from the node zip. Requests and answers go over stdin and stdout:
+one line of JSON, followed by the number of bytes that the line announces. The session ends when
+stdin ends; processes that it started run on.
 """

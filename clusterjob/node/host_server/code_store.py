@@ -22,7 +22,7 @@ def _blob(home: Path, digest: str) -> Path:
     return home / "store" / digest[:2] / digest
 
 
-def land(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any]:
+def install(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any]:
     """Create a job's copy of the code if the store has all its files.
 
     Args:

@@ -94,9 +94,9 @@ class Commands:
         self._running[self._count] = _Command(process, name, out=out, err=err)
         return self._reap(self._count, float(request["wait"]))
 
-    def _reap(self, number: int, patience: float) -> tuple[dict[str, Any], bytes]:
+    def _reap(self, number: int, timeout: float) -> tuple[dict[str, Any], bytes]:
         command = self._running[number]
-        end, pause = time.monotonic() + patience, _PAUSE
+        end, pause = time.monotonic() + timeout, _PAUSE
         while (code := command.process.poll()) is None:
             if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MAX_OUTPUT:
                 command.process.kill()
@@ -121,9 +121,10 @@ class Commands:
         return {"code": code, "out": len(out)}, out + err
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Return the environment for a command: this login's, or a login shell's.
+        """Return the environment for a command: this session's, or a login shell's.
 
-        The login shell's is used if only it finds the command in PATH: modules may put it there.
+        The login shell's environment is used if only its PATH contains the command: environment
+        modules may add it there.
         """
         if shutil.which(name) is not None:
             return dict(os.environ)

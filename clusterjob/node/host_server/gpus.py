@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.system import devices
+
 AUTO = "auto"
 # Bytes of used memory below which a GPU is idle: a driver reserves less.
 _IDLE_MEMORY = 1 << 30
@@ -145,12 +147,17 @@ def _ask(query: str) -> list[list[str]]:
 def visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
     """Return the GPUs that the login's CUDA_VISIBLE_DEVICES allows; all if it is not set.
 
-    As in CUDA, the list ends at the first entry that is not a GPU.
+    As in CUDA, the list ends at the first GPU that this host does not have. A MIG device counts as
+    an idle GPU of its own: its memory and processes are not read.
     """
     if listed is None:
         return list(gpus)
     found: list[Gpu] = []
-    for entry in (part.strip() for part in listed.split(",")):
+    for entry in devices.cuda_devices(listed):
+        if entry.startswith("MIG-"):
+            index = len(gpus) + len(found)
+            found.append(Gpu(index, entry, name="MIG device", used=0, total=0))
+            continue
         by_uuid = entry.startswith("GPU-")
         gpu = next(
             (
@@ -219,10 +226,10 @@ class Reservation:
 def lock_directories() -> list[Path]:
     """Return the directories of this user's locks on this machine.
 
-    A GPU is locked in all of them. They are not in the home directory, which machines may share.
-    In XDG_RUNTIME_DIR no other user can create files, but not every login has it, and it is removed
-    with the user's last login. In /tmp another user may have created a directory of that name: it
-    is not used then.
+    A GPU is locked in all of them. They are not in the home directory, which several machines may
+    share. In XDG_RUNTIME_DIR no other user can create files, but not every login has it, and it is
+    removed when the user's last login ends. A directory in /tmp is used unless another user created
+    it.
 
     Raises:
         OSError: no directory belongs to this user.
@@ -277,7 +284,7 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
                 if gpu is None:
                     known = ", ".join(str(gpu.index) for gpu in there) or "none"
                     raise TooFewGpusError(
-                        f"there is no GPU {entry}; there is {known} "
+                        f"GPU {entry} does not exist; existing GPUs: {known} "
                         "(--gpus lists GPUs, --gpus-per-node counts them)"
                     )
                 if holder := held.take(gpu):
@@ -316,7 +323,7 @@ def share(count: int, environ: Mapping[str, str]) -> str | None:
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(index) for index in range(len(os.listdir(_DRIVER)))] if _DRIVER.is_dir() else []
     if listed is not None:
-        names = [entry.strip() for entry in listed.split(",") if entry.strip() not in ("", "-1")]
+        names = devices.cuda_devices(listed)
     if len(names) < count:
         raise TooFewGpusError(f"{len(names)} GPUs where {count} are asked for")
     return ",".join(names[:count]) if len(names) > count else None

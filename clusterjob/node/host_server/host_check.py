@@ -244,9 +244,8 @@ def _misfit(
     version: list[int], executable: str, *, has_torch: bool, needs_torch: bool
 ) -> list[str]:
     if version[:2] < [3, 10]:
-        return [
-            f"Python too old: {executable} is {'.'.join(map(str, version))}, 3.10 or newer is needed"
-        ]
+        found = ".".join(map(str, version))
+        return [f"Python too old: {executable} is {found}, 3.10 or newer is needed"]
     if needs_torch and not has_torch:
         return [f"no torch: {executable} does not find it"]
     return []
@@ -277,7 +276,8 @@ def _megabytes(size: int) -> str:
 def _identity() -> str:
     """Return an identity of the machine that does not depend on its names and addresses.
 
-    Containers on one kernel have different identities, by their network and PID namespaces.
+    Containers on one kernel have different identities, because their network and PID namespaces
+    differ.
     """
     spaces = []
     for name in ("net", "pid"):

@@ -37,7 +37,7 @@ def agent_of(job_dir: Path, node_rank: int) -> int | None:
     return int(noted["pid"])
 
 
-def look(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def poll_node(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Return the state of a node and new data in its files.
 
     Args:

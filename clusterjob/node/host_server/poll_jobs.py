@@ -15,7 +15,7 @@ _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _MAX_LAST = 1 << 20  # bytes of a worker's stderr that is sent for its last lines
 
 
-def looks(home: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def poll_jobs(home: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Return new data in the directories of jobs.
 
     Args:

@@ -1,4 +1,4 @@
-"""Find the address of node 0 that other hosts can reach: list its addresses and try each one."""
+"""Find an address of node 0 that other hosts can reach: try each of its addresses."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Listener:
 
 
 def _listen(ports: Sequence[int]) -> socket.socket:
-    trouble: OSError | None = None
+    last_error: OSError | None = None
     for port in ports:
         try:
             return socket.create_server(
@@ -143,8 +143,8 @@ def _listen(ports: Sequence[int]) -> socket.socket:
             try:
                 return socket.create_server(("", port), backlog=1024)
             except OSError:
-                trouble = error if isinstance(error, OSError) else None
-    raise trouble or OSError("no port is free")
+                last_error = error if isinstance(error, OSError) else None
+    raise last_error or OSError("no port is free")
 
 
 def probe(addresses: Sequence[str], port: int, nonce: str, timeout: float) -> dict[str, Any]:

@@ -37,8 +37,8 @@ class RemoteProcesses:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request that has no bytes."""
-        if request["op"] == "wish":
-            return self._wish(request)
+        if request["op"] == "request_stop":
+            return self._request_stop(request)
         job_dir, node = self._home / "jobs" / request["job"], int(request["node"])
         if request["op"] == "reserve":
             return self._reserve(request)
@@ -80,8 +80,8 @@ class RemoteProcesses:
             files.write_atomic(job_dir / name, read(size), mode=mode)
         return {}
 
-    def _wish(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Write stop requests of jobs; an array element that has not begun gets a directory."""
+    def _request_stop(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write a stop request for each job; create the directory of an element not started yet."""
         for name in request["jobs"]:
             job_dir = self._home / "jobs" / name
             if (self._home / "jobs" / name.partition("/")[0]).is_dir():
@@ -130,7 +130,7 @@ class RemoteProcesses:
 
 
 def _up(job_dir: Path, node: int) -> dict[str, Any]:
-    """Return whether the job's script runs the agent; ``why`` is set if it never will."""
+    """Return whether the agent runs; ``why`` is the reason if it will never run."""
     pid = agent_of(job_dir, node)
     refused = next(
         (failure for failure in ends.refusals(job_dir) if failure.node_rank == node), None

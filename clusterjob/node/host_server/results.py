@@ -40,7 +40,7 @@ def _walk(
     root: str, path: str, entries: list[tuple[str, str, int, int, int, str]], most: int
 ) -> None:
     if len(entries) >= most:
-        raise OSError(0, f"more than {most} files: name a part of them, or raise --max-files", path)
+        raise OSError(0, f"more than {most} files: fetch fewer paths, or raise --max-files", path)
     status = os.lstat(path)
     name = os.path.relpath(path, root)
     mode = stat.S_IMODE(status.st_mode) & 0o777

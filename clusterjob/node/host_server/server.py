@@ -71,15 +71,15 @@ class RequestHandler:
     def answer(self, request: dict[str, Any], body: RequestBody) -> tuple[dict[str, Any], bytes]:
         """Return the answer to a request: a JSON object and bytes."""
         op = request["op"]
-        if op in ("looks", "run", "reap", "drop"):
+        if op in ("poll_jobs", "run", "reap", "drop"):
             return (
-                poll_jobs.looks(self.home, request)
-                if op == "looks"
+                poll_jobs.poll_jobs(self.home, request)
+                if op == "poll_jobs"
                 else self._commands.answer(request)
             )
-        if op in ("look", "tree", "digests", "get"):
+        if op in ("poll_node", "tree", "digests", "get"):
             return self._read(op, request)
-        if op in ("listen", "hush", "probe"):
+        if op in ("listen", "stop_listening", "probe"):
             return self._meet(op, request), b""
         if op == "check":
             return host_check.check(self.home, request), b""
@@ -92,16 +92,16 @@ class RequestHandler:
             ), b""
         if op == "put":
             return self._work.put(request, body.read), b""
-        if op == "land":
-            return code_store.land(self.home, request, packed=body.read()), b""
+        if op == "install":
+            return code_store.install(self.home, request, packed=body.read()), b""
         if op == "blobs":
             return code_store.receive(self.home, request, read=body.read), b""
         return self._work.answer(request), b""
 
     def _read(self, op: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         job_dir = self.home / "jobs" / request["job"]
-        if op == "look":
-            return poll.look(job_dir, request)
+        if op == "poll_node":
+            return poll.poll_node(job_dir, request)
         root = Path(os.path.normpath(job_dir / request["workdir"]))
         if op == "get":
             return results.get(root, request)
@@ -127,7 +127,7 @@ class RequestHandler:
 
 def main(home: str) -> None:
     """Answer requests until stdin ends."""
-    visit = RequestHandler(Path(home))
+    handler = RequestHandler(Path(home))
     while True:
         # After a network failure stdin never ends: SIGALRM, which has no handler, ends the process.
         signal.alarm(_IDLE_TIMEOUT)
@@ -138,7 +138,7 @@ def main(home: str) -> None:
         request = json.loads(line)
         body = RequestBody(sys.stdin.buffer, request.get("size", 0))
         try:
-            answer, data = visit.answer(request, body)
+            answer, data = handler.answer(request, body)
         except EOFError:
             return
         except OSError as error:

@@ -26,7 +26,7 @@ def facts() -> dict[str, Any]:
         message about the driver; ``backends``: backends of torch.distributed.
     """
     begin = time.monotonic()
-    why = preload.warm_up()
+    why = preload.preload_torch()
     seconds = time.monotonic() - begin
     torch = sys.modules.get("torch")
     there = torch is not None and hasattr(torch, "__version__")

@@ -1,7 +1,7 @@
-"""All that an agent writes on its own stdout and stderr, from a thread of its own.
+"""Write the agent's stdout and stderr from a separate thread.
 
-Whoever reads them may pause (``| less``) or go away (``| head``): the agent's heartbeat must not
-wait for a full pipe, and a closed one must not end the job.
+The reader of a pipe may pause (``| less``) or exit (``| head``). The agent's heartbeat must not
+wait for a full pipe, and a closed pipe must not end the job.
 """
 
 from __future__ import annotations
@@ -23,54 +23,47 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 
 
-class Voice:
-    """Says lines on stderr and, where a reader is given, shows the workers' output, each line with
-    its rank.
+class Console:
+    """Write messages to stderr and the workers' output, each line with its rank.
 
     Args:
-        reader: reads the output of this node's workers; None leaves it in its files.
-        numbered: all goes to stdout, each line with a number, for a submitter who sees nothing but
-            that; see `numbered`.
+        reader: reads the output of this node's workers; None leaves the output in its files.
+        numbered: write everything to stdout in numbered lines, for a submitter who sees only this
+            log; see `clusterjob.node.logs.log_protocol`.
     """
 
     def __init__(self, reader: LogReader | None = None, *, numbered: bool = False) -> None:
         self._reader = reader
         self._writer = Writer() if numbered else None
         if numbered and isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # whatever the image's locale is
-        self._queue: queue.SimpleQueue[tuple[str, Any]] = (
-            queue.SimpleQueue()
-        )  # (what to do, with what)
+            sys.stdout.reconfigure(encoding="utf-8")  # the image's locale may be another
+        self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()  # (action, value)
         self._live = LiveLines()
-        self._look_waits = (
-            False  # whether a wish to look at the output is in the queue: one is enough
-        )
-        self._thread = threading.Thread(target=self._run, name="clusterjob-voice", daemon=True)
+        self._show_queued = False  # one "show" in the queue is enough
+        self._thread = threading.Thread(target=self._run, name="clusterjob-console", daemon=True)
         self._thread.start()
 
     def say(self, text: str) -> None:
-        """Show one line to whoever watches this node; a submitted job keeps it in agent.log."""
+        """Write a message; a submitted job has it in agent.log."""
         self._queue.put(("say", text))
 
     def tell(self, verdict: Verdict) -> None:
-        """Show how the job ended to a submitter who reads numbered lines; people were told in
-        words.
-        """
+        """Write the verdict as JSON if lines are numbered; the messages state it for people."""
         if self._writer is not None:
             self._queue.put(("tell", verdict.to_json()))
 
     def show(self) -> None:
-        """Show what the workers wrote since the last look."""
-        if not self._look_waits:
-            self._look_waits = True
+        """Show the workers' output since the last call."""
+        if not self._show_queued:
+            self._show_queued = True
             self._queue.put(("show", ""))
 
     def finish(self) -> None:
-        """Show what is left of the workers' output, their last line without an end included."""
+        """Show the rest of the workers' output, including last lines without a newline."""
         self._queue.put(("finish", ""))
 
     def close(self) -> None:
-        """Return once all was written, or nobody reads any more."""
+        """Wait until everything is written or the pipes are closed."""
         self._queue.put(("close", ""))
         self._thread.join()
 
@@ -84,7 +77,7 @@ class Voice:
             elif what == "tell" and self._writer is not None:
                 _write(sys.stdout, self._writer.verdict(value))
             elif self._reader is not None:
-                self._look_waits = False
+                self._show_queued = False
                 self._show(self._reader, end=what == "finish")
 
     def _say(self, text: str) -> None:
@@ -96,9 +89,8 @@ class Voice:
 
     def _show(self, reader: LogReader, *, end: bool) -> None:
         folder, has_grown = Folder(), False
-        for lines in reader.batches(
-            end=end
-        ):  # each of one file: lines of several ranks fold only within one folder
+        # Each batch comes from one file, so one folder must take all batches to fold their lines.
+        for lines in reader.batches(end=end):
             has_grown = True
             self._print(folder.add(lines))
         self._print(folder.flush())
@@ -123,8 +115,8 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
         stream.flush()
     except OSError:
-        # Nobody reads any more, or the disk is full. What comes next goes nowhere, and the exit
-        # code stays the job's own.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        # The pipe is closed or the disk is full. Discard later output, so that the exit code stays
+        # the job's own.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)

@@ -1,14 +1,18 @@
-"""How nodes and jobs ended, written where they ended.
+"""Read and write the files that record how nodes and jobs ended.
 
-``ends/node<k>.json`` is an agent's word; ``ends/node<k>.refused`` that of a script that could not
-start one: line 1 the exit code, line 2 ``host: why``. ``result.json`` is the job's verdict. Wishes
-lie beside them: ``detached``, the job lives on without the submitting side, and ``cancelled``, it
-is to end (by SIGINT, where that file says ``interrupt``), hold for the job;
-``ends/warned.<attempt>``, the end is near, for one start of it.
+All are in the job's directory:
 
-A job that is queued again starts again in the same directory. What an older start left does not
-count for a later one: ends and verdicts bear their attempt, and from the second on a refusal does
-so in its name, ``node<k>.attempt<n>.refused``.
+- ``ends/node<k>.json``: a node's end, written by its agent.
+- ``ends/node<k>.refused``: written by a script that could not start an agent. Line 1 is the exit
+  code, line 2 is ``host: why``.
+- ``result.json``: the job's verdict.
+- ``detached``: a request that the job runs on without the submitting process.
+- ``cancelled``: a request that the job end; by SIGINT if the file contains ``interrupt``.
+- ``ends/warned.<attempt>``: a preemption warning for one start of the job.
+
+A job that is queued again runs again in the same directory. The files of an older start do not
+count for a later one: ends and verdicts contain their attempt. From the second start on, the name
+of a refusal contains it: ``node<k>.attempt<n>.refused``.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from typing import Any
 
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files
-from clusterjob.node.verdict import Failure, Verdict
+from clusterjob.node.verdict import Failure, FailureKind, Verdict
 
-_ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108 - used only where it is a directory of this user alone
+# Used only if it is a directory of this user alone.
+_ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108
 _KEPT_ASIDE = 30 * 86400.0  # seconds
 _INTERRUPT = b"interrupt\n"  # in ``cancelled``
 _SHORT_TEXT = 4000  # characters
@@ -36,33 +41,34 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
 def directory(job_dir: Path) -> Path:
-    """Return where the ends of a job's nodes lie."""
+    """Return the directory with the ends of a job's nodes."""
     return job_dir / "ends"
 
 
 def detached(job_dir: Path) -> bool:
-    """Return whether the job may live on without the process that submitted it."""
+    """Return whether the job may run on without the process that submitted it."""
     return (job_dir / "detached").exists()
 
 
 def detach(job_dir: Path) -> None:
-    """Let the job live on without this process.
+    """Let the job run on without this process.
 
     Raises:
-        OSError: the wish cannot be written.
+        OSError: the request cannot be written.
     """
     files.write_atomic(job_dir / "detached", b"")
 
 
 def cancelled(job_dir: Path) -> bool:
-    """Return whether somebody wished the job to end: an agent that is only starting cannot write
-    that down.
+    """Return whether the job has a cancel request.
+
+    It explains the end of a job whose agent was still starting and could not write a verdict.
     """
     return (job_dir / "cancelled").exists()
 
 
 def interrupted(job_dir: Path) -> bool:
-    """Return whether the job is to end by Ctrl-C: its workers get SIGINT in the place of SIGTERM."""
+    """Return whether the cancel came from Ctrl-C: workers then get SIGINT instead of SIGTERM."""
     try:
         return (job_dir / "cancelled").read_bytes() == _INTERRUPT
     except OSError:
@@ -70,12 +76,11 @@ def interrupted(job_dir: Path) -> bool:
 
 
 def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
-    """Note the wish that the job end; a full disk, or a directory that is gone, costs the note
-    alone.
+    """Write a cancel request; an error such as a full disk or a missing directory is ignored.
 
     Args:
         job_dir: the job's directory.
-        interrupt: whether the workers are to get SIGINT first.
+        interrupt: whether the workers get SIGINT first.
     """
     try:
         files.write_atomic(job_dir / "cancelled", _INTERRUPT if interrupt else b"")
@@ -84,13 +89,14 @@ def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
 
 
 def warned(job_dir: Path, attempt: int) -> bool:
-    """Return whether this start of the job was told that its end is near."""
+    """Return whether this start of the job has a preemption warning."""
     return warning_file(job_dir, attempt).exists()
 
 
 def warn(job_dir: Path, attempt: int) -> None:
-    """Note that the end of this start is near, for whoever cannot be told; what cannot be written
-    costs the note alone.
+    """Write a preemption warning for this start, for processes not started by our forkserver.
+
+    They poll the file. An error in writing is ignored.
     """
     try:
         warning_file(job_dir, attempt).touch(0o600)
@@ -99,15 +105,20 @@ def warn(job_dir: Path, attempt: int) -> None:
 
 
 def warning_file(job_dir: Path, attempt: int) -> Path:
-    """Return the file whose being there says that the end of this start is near."""
+    """Return the file that marks a preemption warning for this start of the job."""
     return directory(job_dir) / f"warned.{attempt}"
 
 
 def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
-    """Record a node's end, which says of which attempt it is; that of a later one stays.
+    """Write a node's end, unless the end of a later attempt is on record.
+
+    Args:
+        job_dir: the job's directory.
+        node_rank: the node.
+        end: the end, with its ``attempt``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = directory(job_dir) / f"node{node_rank}.json"
     if _attempt_of(path) <= int(end.get("attempt", 0)):
@@ -115,7 +126,7 @@ def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
 
 
 def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
-    """Return the ends of one start of the job that agents wrote, in the order of their nodes."""
+    """Return the ends that agents wrote for one start of the job, in the order of nodes."""
     found = []
     for path in _glob(directory(job_dir), "node*.json"):
         end = files.read_json(path)
@@ -125,19 +136,19 @@ def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
             or type(end.get("node_rank")) is not int
         ):
             continue
-        if (
-            path.stem == f"node{end['node_rank']}"
-        ):  # a node speaks for itself alone, whatever its host has written
+        if path.stem == f"node{end['node_rank']}":  # ignore an end of another node's rank
             found.append(end | {"reason": str(end.get("reason") or "")[:_SHORT_TEXT]})
     return sorted(found, key=lambda end: end["node_rank"])
 
 
 def write_result(job_dir: Path, verdict: Verdict) -> None:
-    """Record the job's end; on a read-only disk beside it, where `read_result` of this machine
-    looks.
+    """Write the job's verdict.
+
+    If the directory cannot be written, the verdict goes to a directory in /tmp, where
+    `read_result` on this machine finds it.
 
     Raises:
-        OSError: it cannot be written into the job's directory.
+        OSError: the verdict cannot be written to the job's directory.
     """
     try:
         files.write_reserved(job_dir / "result.json", _fitting(verdict.to_json()))
@@ -150,15 +161,16 @@ def write_result(job_dir: Path, verdict: Verdict) -> None:
 
 
 def reserve(job_dir: Path, node_rank: int) -> None:
-    """Take the space that this node's end, and node 0's verdict, will need, while there is some."""
+    """Reserve disk space for this node's end, and on node 0 for the verdict."""
     files.reserve(directory(job_dir) / f"node{node_rank}.json")
     if node_rank == 0:
         files.reserve(job_dir / "result.json")
 
 
 def _fitting(end: dict[str, Any]) -> bytes:
-    """Return an end as JSON; one that is larger than what is reserved for it without what its logs
-    say too.
+    """Return an end as JSON; shortened if it is larger than the reserved space.
+
+    The removed parts are in the logs too.
     """
     data = files.json_bytes(end)
     if len(data) <= files.RESERVED:
@@ -178,9 +190,7 @@ def _fitting(end: dict[str, Any]) -> bytes:
 
 
 def read_result(job_dir: Path) -> Verdict | None:
-    """Return the newest verdict on record; None where there is none, or what is there is no
-    verdict.
-    """
+    """Return the verdict on record; None if there is no file with a valid verdict."""
     for path in (job_dir / "result.json", _aside(job_dir)):
         try:
             return Verdict.from_json(files.read_json(path))
@@ -195,18 +205,17 @@ def _write_aside(job_dir: Path, verdict: Verdict) -> None:
         if _is_ours(_ASIDE):
             files.write_json(_aside(job_dir), verdict.to_json())
             for old in _ASIDE.iterdir():
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # another job's: renamed or removed at this moment
+                with contextlib.suppress(FileNotFoundError):  # another process removed it
                     if time.time() - old.stat().st_mtime > _KEPT_ASIDE:
                         old.unlink()
     except OSError:
-        pass  # it is told to whoever is connected, and to nobody else
+        pass  # only connected processes then receive the verdict
 
 
 def _aside(job_dir: Path) -> Path:
-    """Return where a verdict lies that did not get into the job's directory; nowhere, where another
-    user has made that place.
+    """Return the file for a verdict that cannot be written to the job's directory.
+
+    It is a path that does not exist if another user created the directory in /tmp.
     """
     name = hashlib.sha256(os.fsencode(job_dir)).hexdigest()
     return _ASIDE / f"{name}.json" if _is_ours(_ASIDE) else Path("/nonexistent")
@@ -223,16 +232,17 @@ def _is_ours(path: Path) -> bool:
 
 
 def has_result(job_dir: Path, attempt: int) -> bool:
-    """Return whether the end of this start of the job, or of a later one, is on record."""
+    """Return whether the verdict of this start of the job, or of a later one, is on record."""
     return _attempt_of(job_dir / "result.json") >= attempt
 
 
 def put_aside_result(job_dir: Path, attempt: int) -> None:
-    """Move the verdict of an older start to ``ends/result.attempt<n>.json``: the job runs again,
-    and has none.
+    """Move the verdict of an older start to ``ends/result.attempt<n>.json``.
+
+    A job that runs again must have no verdict.
 
     Raises:
-        OSError: it cannot be moved.
+        OSError: the file cannot be moved.
     """
     path = job_dir / "result.json"
     older = _attempt_of(path)
@@ -243,24 +253,24 @@ def put_aside_result(job_dir: Path, attempt: int) -> None:
 
 
 def _attempt_of(path: Path) -> int:
-    """Return which start of the job a verdict or a node's end is of; -1 where there is none."""
+    """Return the attempt of a verdict or of a node's end; -1 if there is none."""
     end = files.read_json(path)
     attempt = end.get("attempt", 0) if isinstance(end, dict) else -1
     return attempt if type(attempt) is int else -1
 
 
 def refuse(job_dir: Path, node_rank: int, attempt: int, exit_code: int, why: str) -> None:
-    """Record that a node could not start its agent; the first word of it stays.
+    """Record that a node could not start its agent; the first record stays.
 
     Args:
         job_dir: the job's directory.
         node_rank: the node.
-        attempt: the start of the job.
-        exit_code: of its script.
-        why: ``host: why``.
+        attempt: the number of this start of the job.
+        exit_code: the exit code of the node's script.
+        why: the host and the reason, as ``host: why``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = directory(job_dir) / f"node{node_rank}{_refusal_suffix(attempt)}"
     if not path.exists():
@@ -268,10 +278,10 @@ def refuse(job_dir: Path, node_rank: int, attempt: int, exit_code: int, why: str
 
 
 def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
-    """Return the nodes whose script could not start an agent, as failures with the last lines that
-    it printed.
+    """Return a failure for each node whose script could not start an agent.
 
-    A directory that cannot be read, as for want of descriptors, tells of nobody.
+    Each has the last lines of the node's agent.log. The list is empty if the directory cannot be
+    read, for example because too many files are open.
     """
     found = []
     suffix = _refusal_suffix(attempt)
@@ -284,21 +294,19 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
                 .partition("\n")
             )
         except (OSError, ValueError):
-            continue  # taken away since it was listed, or none of ours
+            continue  # removed since it was listed, or written by another program
         host, _, why = message.partition(": ")
         number = path.name.removeprefix("node").removesuffix(suffix)
         if _NUMBER.fullmatch(number):
             exit_code = int(code) if _NUMBER.fullmatch(code) and 0 < int(code) <= 255 else 1
             last = last_lines(node_directory(job_dir, int(number)) / "agent.log")
             found.append(
-                Failure(
-                    None,
-                    None,
-                    node_rank=int(number),
-                    host=host[:_SHORT_TEXT],
-                    exit_code=exit_code,
-                    signal=None,
+                Failure.of_node(
+                    int(number),
+                    host[:_SHORT_TEXT],
                     message=why[:_SHORT_TEXT],
+                    kind=FailureKind.LAUNCH,
+                    exit_code=exit_code,
                     last_lines=last,
                 )
             )

@@ -1,6 +1,4 @@
-"""The job's story as lines of JSON: what happened, on which node, by the wall clock and by the
-monotonic one.
-"""
+"""Write and read a job's events as lines of JSON, each with wall-clock and monotonic time."""
 
 from __future__ import annotations
 
@@ -13,11 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-_LONGEST_LINE, _LARGEST_FILE = 1 << 20, 256 << 20  # bytes that are read
-_LONGEST_TEXT, _LONGEST_ITEM = (
-    4000,
-    1000,
-)  # characters of a text, and of one in a list: nodes send up to 256 long ones
+_LONGEST_LINE, _LARGEST_FILE = 1 << 20, 256 << 20  # bytes to read at most
+# Characters of a text, and of an item in a list: nodes send lists with up to 256 long items.
+_LONGEST_TEXT, _LONGEST_ITEM = 4000, 1000
 
 
 def now() -> str:
@@ -26,16 +22,18 @@ def now() -> str:
 
 
 class EventLog:
-    """Appends to ``events.jsonl``. One process of a job writes it: the lead, which the other agents
-    tell their part.
+    """Append events to ``events.jsonl``.
+
+    Only the coordinator writes the file; the other agents send their events to it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, event: str, **details: Any) -> str:
-        """Append one event and return its time; long texts are cut. A full disk costs the line and
-        not the job.
+        """Append one event and return its time.
+
+        Long texts are cut. An error such as a full disk loses the line and does not end the job.
         """
         at = now()
         line = {"time": at, "monotonic": round(time.monotonic(), 6), "event": event}
@@ -55,8 +53,9 @@ def _cut(value: Any) -> Any:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events that were written whole; a job that has none yields none. A line that is too
-    long or no event costs itself.
+    """Yield a job's complete events; none if the file cannot be read.
+
+    Lines that are too long or are not events are skipped.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
@@ -66,7 +65,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     event = json.loads(line.decode(errors="replace"))
                 except (ValueError, RecursionError):
-                    # The last line of a writer that died, or a part of one that is too long.
+                    # The writer died within its last line, or the line is too long.
                     continue
                 if isinstance(event, dict):
                     yield event

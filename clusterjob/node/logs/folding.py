@@ -1,4 +1,4 @@
-"""Fold lines that several ranks write alike into one: ``[0-15] loading``."""
+"""Fold equal lines of several ranks into one: ``[0-15] loading``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from clusterjob.node.logs.log_files import Line
+from clusterjob.node.logs.log_files import LogLine
 
-WINDOW = 2.0  # seconds within which ranks write the same line
-# Lines of one rank that may be shown before their time, so that a line behind them is folded.
+WINDOW = 2.0  # seconds within which equal lines of several ranks are folded
+# Lines of one rank that may be shown early, so that a later line of the rank can be folded.
 _MOST_AHEAD = 32
-_MOST_HELD, _MOST_HELD_BYTES = 5_000, 4 << 20  # lines that are held back for others like them
-_MOST_AT_ONCE = 1 << 16  # characters that are shown with one write
+_MOST_HELD, _MOST_HELD_BYTES = 5_000, 4 << 20  # lines to hold back until equal lines arrive
+_MOST_AT_ONCE = 1 << 16  # characters to show with one write
 
 
 class Folded(NamedTuple):
-    """A line as it is shown: by whom, on which stream, what.
+    """A line to show, with the ranks that wrote it.
 
     Attributes:
-        label: whose it is: ranks, nodes of a torchrun.
+        label: the ranks that wrote it, or the nodes whose torchrun did.
         stream: ``out`` or ``err``.
-        text: the line without its end.
-        ended: whether it has an end; see `clusterjob.node.logs.log_files.Line`.
+        text: the line without its newline.
+        ended: whether it has a newline; see `clusterjob.node.logs.log_files.LogLine`.
     """
 
     label: str
@@ -36,68 +36,62 @@ class Folded(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """Who writes a line, and on which stream."""
+    """The writer of a line and the stream."""
 
-    node: int  # of a torchrun, which has no rank; else -1
+    node: int  # the node of a torchrun, which has no rank; else -1
     rank: int
     stream: str
 
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """One writer's lines that were not shown, and how many were."""
+    """One writer's lines that are not shown yet, and counts of its lines."""
 
     key: _Key
     label: str
-    lines: deque[Line] = field(default_factory=deque)
+    lines: deque[LogLine] = field(default_factory=deque)
     added: int = 0
     shown: int = 0
-    passed: int = (
-        0  # lines that have left the order of time, those that were shown with others included
-    )
+    passed: int = 0  # lines taken from the queue, including those already shown with other ranks
     newest: float = 0.0
 
 
-# Where a text stands in each writer's lines, counted from 1. Most lines of a large output are
-# written once: they need no tables.
+# Positions of a text in each writer's lines, counted from 1. Most lines of a large output occur
+# once and need no dict.
 _Once = tuple[_Writer, int]
 _Often = dict[_Writer, "int | deque[int]"]
 
 
-def fold(lines: Iterable[Line]) -> list[Folded]:
-    """Merge lines that several ranks wrote alike; each rank's own lines keep their order."""
+def fold(lines: Iterable[LogLine]) -> list[Folded]:
+    """Fold equal lines of several ranks; each rank's own lines keep their order."""
     folder = Folder()
     return [*folder.add(lines), *folder.flush()]
 
 
 class Folder:
-    """Folds a stream of lines: holds a line back until none like it, of about the same time, can
-    come any more.
+    """Fold a stream of lines; hold each line back until no equal line within `WINDOW` can come.
 
-    The oldest line that was not shown yet is shown together with every other rank that writes the
-    same within `WINDOW`. What such a rank has written before goes first, unless that, too, is still
-    to come from the one whose line it is.
+    The oldest line not shown yet is shown together with every other rank that writes the same line
+    within `WINDOW`. Earlier lines of such a rank are shown first. A rank is not folded if one of
+    its earlier lines is still to come from the first rank too.
 
-    Most lines of a large output are written by one rank alone: what is done for each of these is
-    the time that `run` needs.
+    Most lines of a large output are written by one rank only. The work per such line determines
+    the time that a large output takes.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Line] = (
-            deque()
-        )  # in the order of time; those that were shown with others included
-        self._whose: deque[_Writer] = deque()  # the writer of each
+        # In the order of time, including lines already shown with other ranks.
+        self._waiting: deque[LogLine] = deque()
+        self._whose: deque[_Writer] = deque()  # the writer of each waiting line
         self._writers: dict[_Key, _Writer] = {}
         self._sources: dict[tuple[int, int | None, str], _Writer] = {}
-        self._places: dict[str, dict[str, _Once | _Often]] = {
-            "out": {},
-            "err": {},
-        }  # by stream and text
+        # By stream and text.
+        self._places: dict[str, dict[str, _Once | _Often]] = {"out": {}, "err": {}}
         self._newest = 0.0
         self._bytes = 0
 
-    def add(self, lines: Iterable[Line]) -> Iterator[Folded]:
-        """Take lines in; yield those that are not held back any longer."""
+    def add(self, lines: Iterable[LogLine]) -> Iterator[Folded]:
+        """Add lines; yield the lines that are no longer held back."""
         for source, run in itertools.groupby(lines, key=_source):
             if source not in self._sources:
                 key = _key(*source)
@@ -106,17 +100,17 @@ class Folder:
         return self._release(all_=False)
 
     def flush(self) -> Iterator[Folded]:
-        """Yield all lines that are held back."""
+        """Yield all lines that are still held back."""
         return self._release(all_=True)
 
-    def _hold(self, writer: _Writer, lines: Iterable[Line]) -> None:
+    def _hold(self, writer: _Writer, lines: Iterable[LogLine]) -> None:
         places = self._places[writer.key.stream]
         hold, hold_own, whose = self._waiting.append, writer.lines.append, self._whose.append
         number, newest, size = writer.added, writer.newest, 0
         for line in lines:
             if line.seconds != newest:
                 if line.seconds < newest:
-                    line = replace(line, seconds=newest)  # noqa: PLW2901 - its node's clock was set back
+                    line = replace(line, seconds=newest)  # noqa: PLW2901 - the clock was set back
                 newest = line.seconds
             hold_own(line)
             hold(line)
@@ -149,7 +143,7 @@ class Folder:
             self._bytes -= len(line.text)
             writer.passed += 1
             if writer.passed <= writer.shown:
-                continue  # it went with an earlier line of another rank
+                continue  # it was shown with a line of another rank
             places = self._places[line.stream]
             known = places[line.text]
             if isinstance(known, dict) and len(known) > 1:
@@ -161,8 +155,8 @@ class Folder:
             writer.shown += 1
             yield Folded(writer.label, line.stream, text=line.text, ended=line.ended)
 
-    def _together(self, writer: _Writer, line: Line, places: _Often) -> Iterator[Folded]:
-        """Yield a line that others may write, too, after what these have written before."""
+    def _together(self, writer: _Writer, line: LogLine, places: _Often) -> Iterator[Folded]:
+        """Yield a line that other ranks may write too, after the earlier lines of those ranks."""
         until = line.seconds + WINDOW
         for other, place in sorted(
             self._others(writer, places, until=until), key=lambda pair: pair[0].key
@@ -172,8 +166,9 @@ class Folder:
         yield self._show(line, until)
 
     def _others(self, writer: _Writer, places: _Often, until: float) -> list[tuple[_Writer, int]]:
-        """Return who else writes this line soon, and where in their lines it stands, if what they
-        write before may go first.
+        """Return the other writers of this line within the window, with its position in theirs.
+
+        A writer is left out if its earlier lines cannot be shown first.
         """
         found = []
         for other, numbers in places.items():
@@ -188,15 +183,15 @@ class Folder:
                 found.append((other, place))
         return found
 
-    def _comes(self, writer: _Writer, line: Line, until: float) -> bool:
-        """Return whether a writer has this line, too, among those that were not shown."""
+    def _comes(self, writer: _Writer, line: LogLine, until: float) -> bool:
+        """Return whether a writer has the same line, not shown yet, before the time limit."""
         places = self._places[line.stream][line.text]
         if isinstance(places, tuple) or writer not in places:
-            return False  # the other's own
+            return False  # only the other writer has it
         return writer.lines[_first(places, writer) - writer.shown - 1].seconds <= until
 
-    def _show(self, line: Line, until: float) -> Folded:
-        """Show the next line of one rank, together with all whose next line is the same."""
+    def _show(self, line: LogLine, until: float) -> Folded:
+        """Return the next line of one rank, folded with all ranks whose next line is equal."""
         by_text = self._places[line.stream]
         known = by_text[line.text]
         places: _Often = {known[0]: known[1]} if isinstance(known, tuple) else known
@@ -224,7 +219,7 @@ def _first(places: _Often, writer: _Writer) -> int:
 
 
 def _drop_first(places: _Often, writer: _Writer) -> bool:
-    """Forget a writer's first place; return whether that was the last one of all."""
+    """Remove a writer's first position; return whether no position of any writer is left."""
     numbers = places[writer]
     if isinstance(numbers, deque) and len(numbers) > 1:
         numbers.popleft()
@@ -234,12 +229,11 @@ def _drop_first(places: _Often, writer: _Writer) -> bool:
 
 
 def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator[tuple[str, str]]:
-    """Yield lines that follow each other on one stream as one text, with the stream's name: one
-    write in the place of many.
+    """Yield consecutive lines of one stream as one text, with the stream's name, for one write.
 
     Args:
         lines: the lines.
-        shown: how each is shown, with its end.
+        shown: returns the text of a line, with its newline.
     """
     stream, parts, size = "", list[str](), 0
     for line in lines:
@@ -253,8 +247,8 @@ def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator
         yield stream, "".join(parts)
 
 
-def label(line: Line) -> str:
-    """Return whose line it is."""
+def label(line: LogLine) -> str:
+    """Return the label of a line's writer."""
     return _label((_key(*_source(line)),))
 
 

@@ -1,4 +1,4 @@
-"""Lines at the bottom of a terminal that change in place: progress bars, prompts."""
+"""Show progress bars and prompts at the bottom of a terminal and update them in place."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from clusterjob.node.system.sanitize import sanitize
 
-_MOST = 16  # lines; of more, the first
-_UP, _ERASE = "\x1b[{}A", "\r\x1b[J"  # ECMA-48: cursor up; erase from here to the end of the screen
+_MOST = 16  # lines to show; of more lines, the first
+_UP, _ERASE = "\x1b[{}A", "\r\x1b[J"  # ECMA-48: cursor up; erase to the end of the screen
 
 
 class LiveLines:
-    """Shows lines without an end below what was printed, and replaces them when they change; where
-    stderr is a terminal.
+    """Show lines without a newline below the printed output, if stderr is a terminal.
+
+    Changed lines replace the earlier ones.
     """
 
     def __init__(self) -> None:
@@ -24,19 +25,19 @@ class LiveLines:
 
     @property
     def has_terminal(self) -> bool:
-        """Whether lines are shown at all: stderr is a terminal that can move its cursor."""
+        """Whether stderr is a terminal that can move its cursor; else no lines are shown."""
         if self._is_terminal is None:
             self._is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         return self._is_terminal
 
     def show(self, lines: Sequence[str]) -> None:
-        """Show these lines in the place of those before."""
+        """Replace the lines shown before with these."""
         if not self.has_terminal or not (lines or self._shown):
             return
         try:
             size = os.get_terminal_size(sys.stderr.fileno())
         except OSError:
-            self._is_terminal = False  # it was closed
+            self._is_terminal = False  # the terminal was closed
             return
         most = max(1, min(_MOST, size.lines - 1))
         wanted = [_cut(sanitize(line), (size.columns or 80) - 1) for line in lines[:most]]
@@ -50,7 +51,7 @@ class LiveLines:
         self._shown = wanted
 
     def clear(self) -> None:
-        """Take the lines away, before anything else is printed."""
+        """Erase the lines; call it before other output is printed."""
         if self._shown:
             self._write((_UP.format(len(self._shown) - 1) if len(self._shown) > 1 else "") + _ERASE)
             self._shown = []
@@ -62,13 +63,11 @@ class LiveLines:
             )
             sys.stderr.flush()
         except OSError:
-            self._is_terminal = False  # it was closed
+            self._is_terminal = False  # the terminal was closed
 
 
 def _cut(text: str, columns: int) -> str:
-    """Return as much of a text as fits into so many columns; a line that wraps could not be
-    replaced.
-    """
+    """Return the part of a text that fits into the columns; a wrapped line cannot be replaced."""
     used = 0
     for index, character in enumerate(text):
         used += 2 if unicodedata.east_asian_width(character) in "WF" else 1

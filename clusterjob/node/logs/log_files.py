@@ -1,13 +1,16 @@
-"""Where the workers' output lies, and how it is read as one stream.
+"""Name the files of the workers' output and read them as one stream.
 
-Each worker writes straight into files of its own: no pipe, so no line is lost when an agent dies
-and no worker waits for a reader. ``timeline`` notes, ten times a second, how far each file of the
-node had grown, which is what lets a reader on another day show all ranks in the order of time.
+Each worker writes directly to its own files. There is no pipe, so no line is lost if an agent dies,
+and no worker waits for a reader. The agent records the size of each log file of its node ten times
+a second in the file ``timeline``. With it a reader can later show the lines of all ranks in the
+order of time.
 
-    logs/node0/rank0.out  rank0.err  rank1.out ...      first start logs/node0/rank0.restart1.out
-    ...                   after a restart of the workers logs/node0/rank0.attempt1.out ...
-    of the job that was queued again logs/node0/timeline                                 "<seconds>
-    <file> <size>" a line
+The files of node 0 in ``logs/node0/``:
+
+- ``rank0.out``, ``rank0.err``, ``rank1.out``, ...: the first start.
+- ``rank0.restart1.out``, ...: after a restart of the workers.
+- ``rank0.attempt1.out``, ...: after the job was queued again.
+- ``timeline``: one line ``<seconds> <file> <size>`` per change.
 """
 
 from __future__ import annotations
@@ -25,29 +28,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-INTERVAL = 0.1  # seconds between two looks at the files
-LONGEST = 1 << 20  # bytes of a line; a longer one is given in parts
-_PIECE = 1 << 16  # bytes that are read at once
-_LONGEST_OPEN = 4096  # bytes of a line without an end that are shown
+INTERVAL = 0.1  # seconds between two polls of the files
+LONGEST = 1 << 20  # bytes of a line; a longer line is returned in parts
+_PIECE = 1 << 16  # bytes to read at once
+_LONGEST_OPEN = 4096  # bytes to show of a line without a newline
 _NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
 _NAME = re.compile(
-    r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?(?:\.restart(?P<restart>\d{1,9}))?\.(?P<stream>out|err)",
+    r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?"
+    r"(?:\.restart(?P<restart>\d{1,9}))?\.(?P<stream>out|err)",
     re.ASCII,
 )
 
 
 def node_directory(job_dir: Path, node_rank: int) -> Path:
-    """Return the directory of one node's logs."""
+    """Return the log directory of one node."""
     return job_dir / "logs" / f"node{node_rank}"
 
 
 def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tuple[Path, Path]:
-    """Return one worker's files for stdout and stderr."""
+    """Return the stdout and stderr files of one worker."""
     return _files(directory, f"rank{rank}", restart=restart, attempt=attempt)
 
 
 def torchrun_files(directory: Path, restart: int, attempt: int = 0) -> tuple[Path, Path]:
-    """Return the files of one node's torchrun, which mixes its workers' output itself."""
+    """Return the stdout and stderr files of one node's torchrun, which merges workers' output."""
     return _files(directory, "torchrun", restart=restart, attempt=attempt)
 
 
@@ -58,8 +62,12 @@ def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path
 
 
 def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...]:
-    """Return the last lines of a file, at most `count` of them and from its last `limit` bytes;
-    none if there is no file.
+    """Return the last lines of a file; none if it cannot be read.
+
+    Args:
+        path: the file.
+        count: the maximum number of lines.
+        limit: read at most this number of bytes from the end.
     """
     try:
         with path.open("rb") as stream:
@@ -72,8 +80,9 @@ def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...
 
 
 def append(path: Path, lines: Sequence[str]) -> None:
-    """Add lines to a worker's file, marked as ours, in one write among the worker's own. A full
-    disk costs them.
+    """Append lines with the prefix ``clusterjob:`` to a worker's file, in one write.
+
+    An error such as a full disk loses them.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -87,26 +96,26 @@ def append(path: Path, lines: Sequence[str]) -> None:
 
 
 def _shown(part: bytes) -> str:
-    return _standing(part.decode(errors="replace"))
+    return _last_state(part.decode(errors="replace"))
 
 
-def _standing(text: str) -> str:
-    """Return a line as a terminal would leave it: a progress bar rewrites its line, and its last
-    state is left standing.
-    """
+def _last_state(text: str) -> str:
+    """Return a line as a terminal shows it in the end: a progress bar rewrites its line."""
     return text.rstrip("\r").rpartition("\r")[2]
 
 
 class Timeline:
-    """The agent's side: notes how far each log file of its node has grown."""
+    """Record the sizes of a node's log files over time; the agent writes it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._sizes: dict[str, int] = {}
 
     def note(self) -> None:
-        """Look once and append what has grown. A full disk costs the note: readers then take the
-        rest of the file last.
+        """Append the sizes of the files that have grown.
+
+        An error such as a full disk loses the record: readers then read that part of the files at
+        the end.
         """
         moment = f"{time.time():.3f}"
         grown = []
@@ -124,17 +133,17 @@ class Timeline:
 
 
 @dataclass(slots=True)  # not frozen: a large output has millions of them
-class Line:
+class LogLine:
     """One line of output.
 
     Attributes:
         node_rank: the node that it comes from.
-        rank: the worker's rank; None for a torchrun, which mixes its workers' lines.
+        rank: the worker's rank; None for a torchrun, which merges its workers' lines.
         stream: ``out`` or ``err``.
-        text: the line without its end; bytes that are no UTF-8 are shown as U+FFFD.
-        seconds: of the epoch, when it was noted; 0 where nobody noted it.
-        ended: whether it has an end; not so the last line of a file, and parts of a line longer
-            than `LONGEST`.
+        text: the line without its newline; bytes that are not UTF-8 are replaced by U+FFFD.
+        seconds: time since the epoch at which the timeline recorded it; 0 without a record.
+        ended: whether it has a newline; False for the last line of a file without one, and for
+            parts of a line longer than `LONGEST`.
     """
 
     node_rank: int
@@ -147,7 +156,7 @@ class Line:
 
 @dataclass
 class _File:
-    """One file as far as it was read; `rest` is the beginning of a line whose end was not."""
+    """The reading state of one file; `rest` is the beginning of a line that has no newline yet."""
 
     node_rank: int
     rank: int | None
@@ -157,9 +166,12 @@ class _File:
     offset: int = 0
     rest: bytes = b""
 
-    def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[Line]]:
-        """Yield the lines as far as the file has this size, in pieces of little memory; None for as
-        far as it goes.
+    def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[LogLine]]:
+        """Yield the lines up to this file size, in batches that need little memory.
+
+        Args:
+            size: the size in bytes; None for the whole file.
+            seconds: the time of the lines.
         """
         try:
             stream = _open_regular(self.path)
@@ -181,12 +193,12 @@ class _File:
                     self.rest = b""
                 yield lines
 
-    def last_line(self, seconds: float) -> list[Line]:
+    def last_line(self, seconds: float) -> list[LogLine]:
         rest, self.rest = self.rest, b""
         return [self._line(rest, seconds, ended=False)] if rest else []
 
     def skip_to_tail(self, count: int) -> None:
-        """Go on where the last `count` lines begin, without reading what is before them."""
+        """Continue at the last `count` lines, without reading the lines before them."""
         try:
             stream = _open_regular(self.path)
         except OSError:
@@ -195,7 +207,7 @@ class _File:
             begin, left = (
                 os.fstat(stream.fileno()).st_size,
                 count + 1,
-            )  # the last line may have an end
+            )  # the last line may have a newline
             while begin > 0 and left > 0:
                 end, begin = begin, max(0, begin - _PIECE)
                 stream.seek(begin)
@@ -211,42 +223,50 @@ class _File:
                 break
             self.offset = begin
 
-    def _lines(self, whole: bytes, seconds: float) -> list[Line]:
-        """Return lines that have an end, without the last one's."""
-        texts = whole.decode(errors="surrogateescape" if self.raw else "replace").split(
-            "\n"
-        )  # at once: line by line takes much longer
+    def _lines(self, whole: bytes, seconds: float) -> list[LogLine]:
+        """Return complete lines from bytes that lack the last newline."""
+        # Decode all lines at once: line by line takes much longer.
+        texts = whole.decode(errors="surrogateescape" if self.raw else "replace").split("\n")
         if not self.raw and b"\r" in whole:
-            texts = [_standing(text) for text in texts]
+            texts = [_last_state(text) for text in texts]
         node_rank, rank, stream = self.node_rank, self.rank, self.stream
-        return [Line(node_rank, rank, stream=stream, text=text, seconds=seconds) for text in texts]
+        return [
+            LogLine(node_rank, rank, stream=stream, text=text, seconds=seconds) for text in texts
+        ]
 
-    def _line(self, part: bytes, seconds: float, *, ended: bool = True) -> Line:
+    def _line(self, part: bytes, seconds: float, *, ended: bool = True) -> LogLine:
         text = part.decode(errors="surrogateescape") if self.raw else _shown(part)
-        return Line(
+        return LogLine(
             self.node_rank, self.rank, stream=self.stream, text=text, seconds=seconds, ended=ended
         )
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """Open a regular file; a pipe or a device, which could be waited for without end, is none."""
-    stream = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+    """Open a regular file; refuse a pipe or a device, which could block forever.
+
+    The caller closes it.
+
+    Raises:
+        OSError: the path is not a regular file, or it cannot be opened.
+    """
+    stream = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)  # noqa: SIM115
     if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         return stream
     stream.close()
-    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def _without_overwritten(part: bytes) -> bytes:
-    """Return a line that goes on without what a terminal has overwritten by now: `_shown` gives the
-    same of both.
+    """Return an incomplete line without the parts that a terminal has overwritten.
+
+    `_shown` returns the same text for both.
     """
     bare = part.rstrip(b"\r")
     return bare[bare.rfind(b"\r") + 1 :] + part[len(bare) :][:1]
 
 
 class _Note(NamedTuple):
-    """One line of a timeline: a file of a node had this size at this moment."""
+    """One line of a timeline: the size of a node's file at one time."""
 
     seconds: float
     node_rank: int
@@ -259,16 +279,15 @@ class _Note(NamedTuple):
 
 
 class LogReader:
-    """Reads a job's logs as one stream in the order of time, from the beginning and then as they
-    grow.
+    """Read a job's logs as one stream in the order of time, also while they grow.
 
     Args:
         job_dir: the job's directory.
-        rank: only this worker's lines.
-        node: only this node's lines.
-        attempt: only the lines of this start of the job.
-        raw: give each line's bytes as they are (as ``surrogateescape`` decodes them), carriage
-            returns included.
+        rank: return only this worker's lines.
+        node: return only this node's lines.
+        attempt: return only the lines of this start of the job.
+        raw: return each line's bytes unchanged (decoded with ``surrogateescape``), including
+            carriage returns.
     """
 
     def __init__(
@@ -289,19 +308,21 @@ class LogReader:
         self._timelines: dict[int, _File] = {}
         self._moment = 0.0
 
-    def read(self) -> list[Line]:
-        """Return the whole lines that were noted since the last call."""
+    def read(self) -> list[LogLine]:
+        """Return the complete lines that the timelines recorded since the last call."""
         return [line for lines in self.batches(end=False) for line in lines]
 
-    def finish(self) -> list[Line]:
-        """Return all that is left, lines without an end included: for a job that is over, or of
-        which this is enough.
+    def finish(self) -> list[LogLine]:
+        """Return all remaining lines, including those without a newline.
+
+        Call it for a job that has ended, or to stop reading.
         """
         return [line for lines in self.batches(end=True) for line in lines]
 
-    def batches(self, *, end: bool) -> Iterator[list[Line]]:
-        """Yield what `read`, or at the end `finish`, returns, in pieces of little memory; an empty
-        one where an open line has grown.
+    def batches(self, *, end: bool) -> Iterator[list[LogLine]]:
+        """Yield the lines of `read`, or with `end` of `finish`, in batches that need little memory.
+
+        A batch is empty if only a line without a newline has grown.
         """
         for note in heapq.merge(
             *(self._notes(node_rank) for node_rank in self._nodes()),
@@ -322,17 +343,15 @@ class LogReader:
                     yield file.last_line(self._moment)
 
     def skip_to_tail(self, count: int) -> None:
-        """Go on at the last `count` lines of each file, or before them."""
+        """Continue at the last `count` lines of each file, or before them."""
         for node_rank in self._nodes():
             for name in _names(node_directory(self._logs.parent, node_rank)):
                 file = self._file(node_rank, name)
                 if file is not None:
                     file.skip_to_tail(count)
 
-    def open_lines(self) -> list[Line]:
-        """Return the lines that have no end yet, such as progress bars: of each worker's newest
-        files.
-        """
+    def open_lines(self) -> list[LogLine]:
+        """Return lines without a newline, such as progress bars, of each worker's newest files."""
         newest: dict[tuple[int, int, str], tuple[tuple[int, int, int, str], _File]] = {}
         for (node_rank, name), file in self._files.items():
             key = (node_rank, -1 if file.rank is None else file.rank, file.stream)
@@ -342,7 +361,7 @@ class LogReader:
                 key=lambda pair: pair[0],
             )
         return [
-            Line(
+            LogLine(
                 file.node_rank,
                 file.rank,
                 stream=file.stream,
@@ -354,17 +373,14 @@ class LogReader:
         ]
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
-        """Yield what a node's timeline has noted since the last call; of one moment in the order of
-        starts.
-        """
+        """Yield the new records of a node's timeline; those of one time in the order of starts."""
         path = node_directory(self._logs.parent, node_rank) / "timeline"
         timeline = self._timelines.setdefault(
             node_rank, _File(node_rank, None, stream="out", path=path)
         )
         lines = (line for piece in timeline.lines_up_to(None) for line in piece)
-        matches = (
-            match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None
-        )  # a full disk may cut a line short
+        # A full disk may cut a line short.
+        matches = (match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None)
         notes = (
             _Note(float(match[1]), node_rank, order=_by_start(match[2]), size=int(match[3]))
             for match in matches
@@ -373,8 +389,9 @@ class LogReader:
             yield from sorted(together)
 
     def _unnoted(self) -> list[_Note]:
-        """Return how far the files of nodes without an agent have grown: nobody else notes it there
-        (``--launcher srun``).
+        """Return the current file sizes of nodes without an agent (``--launcher srun``).
+
+        These nodes have no timeline.
         """
         found = []
         for node_rank in self._nodes():
@@ -419,9 +436,7 @@ class LogReader:
 
 
 def _names(directory: Path) -> list[str]:
-    """Return what lies in a directory, as it was begun; nothing where it was taken away since it
-    was seen.
-    """
+    """Return a directory's file names in the order of starts; none if it was removed."""
     try:
         return sorted(os.listdir(directory), key=_by_start)
     except OSError:
@@ -436,7 +451,7 @@ def _size(path: Path) -> int:
 
 
 def _by_start(name: str) -> tuple[int, int, int, str]:
-    """Order files as they were written: start by start, and in each by rank."""
+    """Return the sort key of a file: attempt, restart, rank, name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return 0, 0, -1, name

@@ -1,16 +1,19 @@
-"""Lines that carry a number: how output and verdict come back where the submitter sees nothing but
-a platform's log of each node.
+"""Number a node's log lines, for a submitter who sees only the platform's log of each node.
 
-    <n>[@<seconds>] [<label>] <text>      a worker's stdout; the label is as people see it: 0-3,5,
-    or node0 for a torchrun's <n>[@<seconds>] [<label>]! <text>     a worker's stderr <n>
-    clusterjob: <text>                the agent's own words <n> clusterjob-verdict <json>
-    once, the last line, of node 0 alone clusterjob-refused <code> <host>: <why>    without a
-    number: of a node that could not start its agent
+The lines carry the workers' output, the agent's messages and the verdict:
 
-The numbers count a node's lines from 1, so that a reader who gets lines twice, late, or not at all
-sees that. The seconds (of the epoch) hold until the next line that has some: by them the lines of
-several nodes find their order. A ``+`` after the bracket, the colon or ``verdict`` says that the
-text goes on in the next line: a container's runtime cuts lines of more than 16 KiB.
+- ``<n>[@<seconds>] [<label>] <text>``: a worker's stdout. The label lists ranks, such as 0-3,5, or
+  is node0 for a torchrun.
+- ``<n>[@<seconds>] [<label>]! <text>``: a worker's stderr.
+- ``<n> clusterjob: <text>``: an agent's message.
+- ``<n> clusterjob-verdict <json>``: the verdict, once, as the last line of node 0.
+- ``clusterjob-refused <code> <host>: <why>``: without a number, from a node that could not start
+  its agent.
+
+The numbers count a node's lines from 1. A reader uses them to detect lines that come twice, late or
+not at all. The seconds since the epoch apply until the next line that has some. They order the
+lines of several nodes. A ``+`` after the bracket, the colon or ``verdict`` means that the text
+continues on the next line: a container runtime cuts lines of more than 16 KiB.
 """
 
 from __future__ import annotations
@@ -26,25 +29,26 @@ from clusterjob.node.logs.folding import Folded
 LONGEST = 8000  # bytes of text on one line
 _LINE = re.compile(
     r"(?P<number>[1-9]\d{0,11})(?:@(?P<seconds>\d{1,12}\.\d))? "
-    r"(?:\[(?P<label>(?:\d{1,9}(?:-\d{1,9})?|node\d{1,9})(?:,\d{1,9}(?:-\d{1,9})?|,node\d{1,9})*)\](?P<err>!?)|clusterjob(?P<own>:|-verdict))"
+    r"(?:\[(?P<label>(?:\d{1,9}(?:-\d{1,9})?|node\d{1,9})"
+    r"(?:,\d{1,9}(?:-\d{1,9})?|,node\d{1,9})*)\](?P<err>!?)|clusterjob(?P<own>:|-verdict))"
     r"(?P<more>\+?)(?: (?P<text>.*))?",
     re.ASCII | re.DOTALL,
 )
 _REFUSED = re.compile(r"clusterjob-refused (?P<code>\d{1,3}) (?P<why>.*)", re.ASCII | re.DOTALL)
-_MOST_OF_A_LABEL = 1025  # ranks: no node has so many workers
+_MOST_OF_A_LABEL = 1025  # ranks; no node has more workers
 
 
 @dataclass(frozen=True)
-class Numbered:
-    """One line with a number.
+class NumberedLine:
+    """A numbered line.
 
     Attributes:
-        number: its place among this node's lines, from 1.
+        number: the position among this node's lines, from 1.
         kind: ``out`` or ``err`` of workers, ``agent`` or ``verdict``.
-        label: of workers, whose line it is; see `ranks`.
-        text: without the mark before it.
-        more: whether the next line goes on with it.
-        seconds: of the epoch, when it was shown; None for as the line before.
+        label: the ranks that wrote a worker's line; see `ranks`.
+        text: the text after the label.
+        more: whether the text continues on the next line.
+        seconds: time since the epoch at which it was shown; None for the time of the line before.
     """
 
     number: int
@@ -56,13 +60,18 @@ class Numbered:
 
 
 class Writer:
-    """Gives a node's lines their numbers."""
+    """Number a node's lines."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def output(self, lines: list[Folded], seconds: float) -> str:
-        """Return workers' lines, read at one moment, with their numbers."""
+        """Return workers' lines with their numbers.
+
+        Args:
+            lines: lines that were read at the same time.
+            seconds: that time, since the epoch.
+        """
         stamp, parts = f"@{seconds:.1f}", []
         for line in lines:
             parts.append(
@@ -72,12 +81,13 @@ class Writer:
         return "".join(parts)
 
     def words(self, text: str) -> str:
-        """Return the agent's words, each line of them with a number."""
+        """Return the lines of an agent's message with their numbers."""
         return "".join(self._line("clusterjob:", line) for line in text.split("\n"))
 
     def verdict(self, verdict: Mapping[str, Any]) -> str:
-        """Return how the job ended; of workers that failed as a consequence without their last
-        lines, which are in their logs.
+        """Return the numbered line of the verdict.
+
+        It omits the last lines of workers that failed as a consequence; these are in their logs.
         """
         consequences = [failure | {"last_lines": []} for failure in verdict["consequences"]]
         return self._line(
@@ -91,7 +101,8 @@ class Writer:
         for index, piece in enumerate(pieces):
             self._count += 1
             lines.append(
-                f"{self._count}{stamp if not index else ''} {mark}{'+' * (index < len(pieces) - 1)} {piece}\n"
+                f"{self._count}{stamp if not index else ''} "
+                f"{mark}{'+' * (index < len(pieces) - 1)} {piece}\n"
             )
         return "".join(lines)
 
@@ -101,7 +112,7 @@ def _pieces(text: str) -> list[str]:
     pieces, begin = [], 0
     while True:
         end = min(len(data), begin + LONGEST)
-        while end < len(data) and data[end] & 0xC0 == 0x80:  # not inside of a character
+        while end < len(data) and data[end] & 0xC0 == 0x80:  # do not split a character
             end -= 1
         pieces.append(data[begin:end].decode())
         if end == len(data):
@@ -109,8 +120,8 @@ def _pieces(text: str) -> list[str]:
         begin = end
 
 
-def parse(line: str) -> Numbered | None:
-    """Return a line that bears a number; None for any other, such as one of a setup line's."""
+def parse(line: str) -> NumberedLine | None:
+    """Parse a numbered line; None for any other line, such as the output of a setup line."""
     match = _LINE.fullmatch(line.rstrip("\r\n"))
     if match is None:
         return None
@@ -118,7 +129,7 @@ def parse(line: str) -> Numbered | None:
         match["own"] or "", "err" if match["err"] else "out"
     )
     seconds = float(match["seconds"]) if match["seconds"] else None
-    return Numbered(
+    return NumberedLine(
         int(match["number"]),
         kind,
         label=match["label"] or "",
@@ -129,7 +140,7 @@ def parse(line: str) -> Numbered | None:
 
 
 def ranks(label: str) -> list[int | None]:
-    """Return whose line it is: ranks, and None for a node's torchrun."""
+    """Return the ranks of a label; a node's torchrun gives None."""
     found: list[int | None] = []
     for part in label.split(","):
         if part.startswith("node"):
@@ -143,11 +154,11 @@ def ranks(label: str) -> list[int | None]:
 
 
 def refusal(exit_code: int, host: str, why: str) -> str:
-    """Return the line of a node that cannot start its agent."""
+    """Return the line of a node that cannot start its agent; it has no number."""
     return f"clusterjob-refused {exit_code} {host}: {' '.join(why.split())}\n"
 
 
 def parse_refusal(line: str) -> tuple[int, str] | None:
-    """Return the exit code and ``host: why`` of a line that `refusal` made; None for any other."""
+    """Return the exit code and ``host: why`` of a line of `refusal`; None for any other line."""
     match = _REFUSED.fullmatch(line.rstrip("\r\n"))
     return None if match is None else (int(match["code"]), match["why"])

@@ -1,3 +1,1 @@
-"""How the agents of a job meet and stay together: one authenticated connection from every agent to
-node 0's, the lead.
-"""
+"""Rendezvous of agents: each holds one authenticated connection to node 0's coordinator."""

@@ -1,6 +1,4 @@
-"""Accept connections at node 0, whatever strangers open: few wait unauthenticated, and no error of
-accept(2) ends the job.
-"""
+"""Accept connections at node 0, with a bound on those that have not authenticated."""
 
 from __future__ import annotations
 
@@ -11,42 +9,41 @@ from collections.abc import Awaitable, Callable
 
 from clusterjob.node.rendezvous import protocol
 
-MOST_WAITING = 128  # unauthenticated connections beyond the agents that are still to come
-_PAUSE = 0.1  # seconds after an accept that failed, as for want of descriptors
+MAX_WAITING = 128  # unauthenticated connections beyond the agents that have not joined
+_PAUSE = 0.1  # seconds after a failed accept(2), for example without free descriptors
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Acceptor:
-    """Accepts connections one by one, and hands each to a task of its own.
+    """Accept connections one by one and serve each in its own task.
 
-    asyncio.start_server cannot do it: it sets the backlog to 100, and accepts all that wait before
-    the first handler runs, so that a thousand idle connections take every descriptor of this
-    process.
+    asyncio.start_server sets the backlog to 100, and accepts all waiting connections before the
+    first handler runs: a thousand idle connections would take every descriptor of this process.
+    No error of accept(2) ends the job.
 
     Args:
-        listener: a socket that listens.
+        listener: a listening socket.
         handle: serves a connection until its end.
-        most_waiting: returns how many connections may be unauthenticated now; beyond it the oldest
-            one is closed. An agent authenticates in milliseconds, and tries again.
-        dropped: is told the reason for each connection that is closed so.
+        max_waiting: returns how many connections may be unauthenticated now. Beyond it the
+            oldest is closed: an agent authenticates in milliseconds, and retries.
+        dropped: called with the address and the reason when a connection is closed.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         handle: Handler,
-        most_waiting: Callable[[], int],
+        max_waiting: Callable[[], int],
         dropped: Callable[[str, str], None],
     ) -> None:
         listener.setblocking(False)
         self._listener = listener
         self._handle = handle
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._dropped = dropped
-        self._waiting: dict[
-            asyncio.Task[None], str
-        ] = {}  # unauthenticated, oldest first; the peer's address
+        # The addresses of unauthenticated peers, oldest first.
+        self._waiting: dict[asyncio.Task[None], str] = {}
         self._all: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -63,8 +60,8 @@ class Acceptor:
             task = asyncio.create_task(self._serve_one(connection))
             self._waiting[task] = str(address)
             self._all.add(task)
-            if len(self._waiting) > max(1, self._most_waiting()):
-                self._drop_oldest("too many connections wait unauthenticated")
+            if len(self._waiting) > max(1, self._max_waiting()):
+                self._drop_oldest("too many unauthenticated connections")
             await asyncio.sleep(0)  # sock_accept does not yield while connections wait
 
     def admit(self) -> None:
@@ -73,13 +70,13 @@ class Acceptor:
         if task is not None:
             self._waiting.pop(task, None)
 
-    async def close(self, patience: float) -> None:
-        """Close the listener, give the peers some seconds (patience) to hang up, then hang up."""
+    async def close(self, timeout: float) -> None:
+        """Close the listener, and after `timeout` seconds all connections that are still open."""
         self._listener.close()
         for task in list(self._waiting):
             task.cancel()
         if self._all:
-            await asyncio.wait(self._all, timeout=patience)
+            await asyncio.wait(self._all, timeout=timeout)
         for task in self._all:
             task.cancel()
         if self._all:
@@ -101,8 +98,8 @@ class Acceptor:
             )
             await self._handle(reader, writer)
         except asyncio.CancelledError:
-            pass  # closed here; nobody waits for this task, so nobody is told
-        except Exception as error:  # whatever a stranger sends harms his connection alone
+            pass  # the connection is closed below, and no task awaits this one
+        except Exception as error:  # foreign input ends its own connection only
             self._dropped(str(self._waiting.get(task, "")), f"{type(error).__name__}: {error}")
         finally:
             if writer is None:

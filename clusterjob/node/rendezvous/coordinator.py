@@ -1,76 +1,52 @@
-"""Node 0's part: calls the roll, starts each round of workers, hears of the first failure, stops
-all, gives the verdict.
-"""
+"""The coordinator on node 0: start rounds of workers, find the root cause, give the verdict."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from clusterjob.node.contract import World
-from clusterjob.node.environments import paddle_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, now
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous import missing_ranks, ports
-from clusterjob.node.rendezvous.failure_poll import Check
+from clusterjob.node.rendezvous import messages, missing_ranks, outcome, ports, worlds
+from clusterjob.node.rendezvous.failure_poll import FailurePoll
 from clusterjob.node.rendezvous.identity import JobIdentity
-from clusterjob.node.rendezvous.membership import Gathering, Peer
-from clusterjob.node.rendezvous.preemption import Notice
-from clusterjob.node.rendezvous.protocol import Message
-from clusterjob.node.rendezvous.root_cause import Judge
+from clusterjob.node.rendezvous.membership import Membership, Peer
+from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.preemption import Preemption
+from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.rendezvous.stragglers import Stragglers
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import (
-    CANCELLED_EXIT_CODE,
-    PREEMPTED_EXIT_CODE,
-    TIMEOUT_EXIT_CODE,
-    Failure,
-    JobState,
-    Verdict,
-)
+from clusterjob.node.verdict import Failure, JobState, Verdict
 
-_MOST_CONSEQUENCES = 256  # failures after the first that a verdict lists
-_LONGEST_MESSAGE = 200  # characters of each
-_FAILURE_GRACE = (
-    0.5  # between SIGTERM and SIGKILL once a worker has failed: its peers have nothing left to save
-)
-_WAITING_NOTICE = 5.0  # between two lines that say who is missing
-_MOST_SHOWN = 8  # workers of a node that still run whose stacks are shown
-_STOP_PATIENCE = 5.0  # beyond the grace, for an agent that does not answer the order to stop
-_ROLL_CALL_LOOK = 0.25  # between two looks for a node that said it cannot start
+_MAX_CONSEQUENCES = 256  # failures after the first that a verdict lists
+_MAX_MESSAGE = 200  # characters of each
+# Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
+_FAILURE_GRACE = 0.5
+_NOTICE_INTERVAL = 5.0  # seconds between two notices about missing nodes
+_MAX_SHOWN = 8  # workers of a node that still run whose stacks are shown
+_STOP_TIMEOUT = 5.0  # seconds after the grace for an agent to answer the stop order
+_REFUSALS_INTERVAL = 0.25  # seconds between two checks for a node that cannot start
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a round ended: exactly one of success (all None), a failure, or a reason to stop."""
-
-    state: JobState
-    exit_code: int = 0
-    reason: str = ""
-    failure: Failure | None = None
-    signal: int = signal.SIGTERM  # that asks the workers to end
-
-
-class Lead:
+class Coordinator:
     """The coordinator of a job.
 
     Args:
-        topology: node 0's place.
-        options: what the nodes were told.
+        topology: node 0.
+        options: the node's options.
         job: the job's identity and secret.
-        job_dir: where events and the verdict are written.
-        say: shows one line to whoever watches this node.
-        watch: hears of the error with which a task ends that nobody waits for.
+        job_dir: the directory for events and the verdict.
+        say: prints one line for the user.
+        watch: reports the error of a background task.
 
     Attributes:
-        gathering: the agents that have come; node 0's own joins it too.
+        membership: the agents that have joined, node 0's included.
     """
 
     def __init__(
@@ -89,532 +65,445 @@ class Lead:
         self._say = say
         self._watch = watch
         self._events = EventLog(job_dir / "events.jsonl")
-        self.gathering = Gathering(topology.nnodes, options, job=job, events=self._events)
-        self._inbox = self.gathering.inbox
-        self._peers = self.gathering.peers
+        self.membership = Membership(topology.nnodes, options, job=job, events=self._events)
+        self._inbox = self.membership.inbox
+        self._peers = self.membership.peers
         self._started_at: str | None = None
         self._deadline = float("inf")
-        self._clock_runs = False  # of the time limit
-        self._unstarted: set[int] = set()  # nodes whose workers have not begun, in this round
-        self._undone: set[int] = set()  # ... whose workers have not all ended
-        self._unstopped: set[int] = (
-            set()
-        )  # ... that have not said that nothing of this round runs any more
+        self._time_limit_runs = False
+        # Nodes of this round whose workers have not all started, not all ended, not all been
+        # stopped.
+        self._unstarted: set[int] = set()
+        self._undone: set[int] = set()
+        self._unstopped: set[int] = set()
         self._restarts = 0
-        self._judge = Judge()
-        self._check = Check(0, self._judge, gathering=self.gathering, options=options)
-        self._notice = Notice(options.warning, options.grace)
-        self._search = missing_ranks.Search()
-        self._stragglers = Stragglers()
+        self._preemption = Preemption(options.warning, options.grace)
+        self._begin_round()
+        self._handlers: dict[type, Callable[[Peer, Any], Outcome | None]] = {
+            messages.Joined: self._ignore,
+            messages.KillNow: self._ignore,
+            messages.Hello: self._ignore,
+            messages.Running: self._on_running,
+            messages.Done: self._on_done,
+            messages.Stopped: self._on_stopped,
+            messages.Succeeded: self._on_succeeded,
+            messages.StartedByExec: self._on_started_by_exec,
+            messages.Failing: self._on_failing,
+            messages.RanksMissing: self._on_ranks_missing,
+            messages.RanksProbed: self._on_ranks_probed,
+            messages.FailuresReported: self._on_failures_reported,
+            messages.Cancel: self._on_cancel,
+            messages.PreemptionWarning: self._on_preemption_warning,
+            messages.CoordinatorLost: self._on_lost,
+            messages.ConnectionLost: self._on_lost,
+        }
 
-    # -- the story -----------------------------------------------------------------------------------------------------
+    # -- the job -----------------------------------------------------------------------------------
 
-    async def lead(self) -> Verdict:
-        """Run the job from the roll-call to the verdict, which is on disk and with every agent when
-        this returns.
+    async def run(self) -> Verdict:
+        """Run the job; return the verdict after it is on disk and was sent to every agent.
 
         Raises:
-            GangError: node 0 cannot listen.
+            RendezvousError: node 0 cannot listen.
         """
-        await self.gathering.open(
-            ports.listen(
-                self._topology.master_addr, self._job.ports, alone=self._topology.nnodes == 1
-            ),
-            self._topology.master_addr,
+        listener = ports.listen(
+            self._topology.master_addr, self._job.ports, alone=self._topology.nnodes == 1
         )
-        for task in self.gathering.tasks:
+        await self.membership.open(listener, self._topology.master_addr)
+        for task in self.membership.tasks:
             self._watch(task)
         if self._job.attempt:
             self._say(f"attempt {self._job.attempt}: the job was queued again")
         try:
-            outcome = await self._roll_call()
-            while outcome is None:
+            end = await self._wait_for_nodes()
+            while end is None:
                 self._start_round()
-                outcome = await self._round()
-                cancelled = await self._stop_round(outcome)
-                if self._may_restart(outcome):
-                    self._note_restart(outcome)
-                    outcome = cancelled
-            return self._give_verdict(outcome)
-        except Exception as error:  # the others hear of it at once, and not by their leases
-            self.give_up(
+                end = await self._wait_for_round()
+                cancelled = await self._stop_round(end)
+                if self._may_restart(end):
+                    self._note_restart(end)
+                    end = cancelled
+            return self._give_verdict(end)
+        except Exception as error:  # the other agents must not wait for their leases
+            self.abort(
                 Verdict(
                     JobState.FAILED,
                     1,
-                    reason=f"node 0 broke: {type(error).__name__}: {error}",
+                    reason=f"node 0 failed: {type(error).__name__}: {error}",
                     attempt=self._job.attempt,
                     ended_at=now(),
                 )
             )
             raise
         finally:
-            await self.gathering.close()
+            await self.membership.close()
 
-    def give_up(self, verdict: Verdict) -> None:
-        """End the job at the other nodes; node 0's own agent has come to a verdict itself.
+    def abort(self, verdict: Verdict) -> None:
+        """End the job on the other nodes, with the verdict of node 0's agent."""
+        self.membership.broadcast(messages.End(verdict))
 
-        Args:
-            verdict: what the others are told.
-        """
-        self.gathering.tell_all({"t": "end", "verdict": verdict.to_json()})
-
-    def _note_restart(self, outcome: Outcome) -> None:
+    def _note_restart(self, end: Outcome) -> None:
         self._restarts += 1
-        self._say(f"restart {self._restarts} of {self._options.max_restarts}: {outcome.reason}")
-        self._events.add("restart", restart=self._restarts, why=outcome.reason)
+        self._say(f"restart {self._restarts} of {self._options.max_restarts}: {end.reason}")
+        self._events.add("restart", restart=self._restarts, why=end.reason)
 
-    def _may_restart(self, outcome: Outcome) -> bool:
-        """A worker that failed may be started again; a node that is gone, or a launcher that is
-        broken, may not.
-        """
-        worker_failed = outcome.failure is not None and (
-            outcome.failure.rank is not None or self._options.launcher == "torchrun"
+    def _may_restart(self, end: Outcome) -> bool:
+        """Return whether to start the workers again: not after the failure or loss of a node."""
+        worker_failed = end.failure is not None and (
+            end.failure.rank is not None or self._options.launcher == "torchrun"
         )
-        nobody_lost = not any(peer.lost for peer in self._peers.values())
-        return worker_failed and nobody_lost and self._restarts < self._options.max_restarts
+        none_lost = not any(peer.lost for peer in self._peers.values())
+        return worker_failed and none_lost and self._restarts < self._options.max_restarts
 
-    # -- the roll-call ------------------------------------------------------------------------------------------------------
+    # -- waiting for the nodes ---------------------------------------------------------------------
 
-    async def _roll_call(self) -> Outcome | None:
-        """Wait until every node's agent is here; an outcome instead if the job cannot begin."""
-        begin = told = looked = time.monotonic()
+    async def _wait_for_nodes(self) -> Outcome | None:
+        """Wait until every node has joined; return an outcome if the job cannot start."""
+        begin = noticed = checked = time.monotonic()
         while len(self._peers) < self._topology.nnodes:
-            message = await self._next_message(looked + _ROLL_CALL_LOOK - time.monotonic())
-            outcome = self._decisive(*message) if message is not None else None
-            if outcome is not None or self.gathering.refusals:
-                return self._refused_nodes() or outcome
-            if time.monotonic() - looked < _ROLL_CALL_LOOK:
+            message = await self._next_message(checked + _REFUSALS_INTERVAL - time.monotonic())
+            end = self._handle(*message) if message is not None else None
+            if end is not None or self.membership.refusals:
+                return self._refused_nodes() or end
+            if time.monotonic() - checked < _REFUSALS_INTERVAL:
                 continue
-            looked = time.monotonic()
-            outcome = self._refused_nodes() or self._still_missing(begin, told)
-            if outcome is not None:
-                return outcome
-            told = looked if looked - told > _WAITING_NOTICE else told
-        outcome = (
-            self._hear_waiting()
-        )  # no worker starts in a job that was cancelled when the last agent came
-        if outcome is None and self._notice.why:
+            checked = time.monotonic()
+            end = self._refused_nodes() or self._check_missing_nodes(begin, noticed)
+            if end is not None:
+                return end
+            noticed = checked if checked - noticed > _NOTICE_INTERVAL else noticed
+        # Start no worker if the job was cancelled when the last agent joined.
+        end = self._handle_waiting()
+        if end is None and self._preemption.reason:
             return self._preempted("before its workers had started")
-        return outcome
+        return end
 
     def _refused_nodes(self) -> Outcome | None:
-        """A node whose script could not even start the agent says so in a file, where the directory
-        is shared.
-        """
-        refused = self.gathering.refusals or ends.refusals(self._job_dir, self._job.attempt)
-        return self._failed(refused[0]) if refused else None
+        """Return the failure of a node that cannot start, as it or the job directory reports it."""
+        refused = self.membership.refusals or ends.refusals(self._job_dir, self._job.attempt)
+        return outcome.failed(refused[0]) if refused else None
 
-    def _still_missing(self, begin: float, told: float) -> Outcome | None:
-        """Return the outcome once nodes cannot be waited for any longer; until then, say every few
-        seconds which are missing.
-        """
+    def _check_missing_nodes(self, begin: float, noticed: float) -> Outcome | None:
+        """Return an outcome after --join-timeout; before, print the missing nodes every 5 s."""
         waited = time.monotonic() - begin
-        if time.monotonic() > self._notice.due:
+        if time.monotonic() > self._preemption.due:
             return self._preempted("before its workers had started")
-        if waited <= self._options.join_timeout and time.monotonic() - told <= _WAITING_NOTICE:
+        if waited <= self._options.join_timeout and time.monotonic() - noticed <= _NOTICE_INTERVAL:
             return None
         missing = [rank for rank in range(self._topology.nnodes) if rank not in self._peers]
-        names = "node " + ", ".join(map(str, missing))
+        names = f"node {', '.join(map(str, missing))} of {self._topology.nnodes}"
         if waited > self._options.join_timeout:
-            text = f"{names} of {self._topology.nnodes} never joined within {self._options.join_timeout:g} s"
-            return self._failed(
-                Failure(
-                    None,
-                    None,
-                    node_rank=missing[0],
-                    host="unknown",
-                    exit_code=1,
-                    signal=None,
-                    message=f"{text}: never heard of",
-                )
-            )
-        self._say(f"waiting for {names} of {self._topology.nnodes}, {waited:.0f} s so far")
+            text = f"{names} never joined within {self._options.join_timeout:g} s"
+            return outcome.failed(Failure.of_node(missing[0], "unknown", message=text))
+        self._say(f"waiting for {names}, {waited:.0f} s so far")
         self._events.add("waiting", missing=missing, seconds=round(waited, 1))
         return None
 
-    async def _next_message(self, patience: float) -> tuple[int, Message] | None:
-        """Return the next message of an agent and its node_rank; None after so many seconds
-        (patience) without one.
-        """
+    async def _next_message(self, timeout: float) -> tuple[int, Any] | None:
+        """Return the next message and its sender's node_rank; None after `timeout` seconds."""
         if not self._inbox.empty():
             return self._inbox.get_nowait()
         try:
-            return await asyncio.wait_for(self._inbox.get(), max(0.0, patience))
+            return await asyncio.wait_for(self._inbox.get(), max(0.0, timeout))
         except asyncio.TimeoutError:
             return None
 
-    def _hear_waiting(self) -> Outcome | None:
-        """Take in the messages that have come in, up to the first that ends the round; return its
-        outcome.
-        """
+    def _handle_waiting(self) -> Outcome | None:
+        """Handle the waiting messages until one ends the round; return its outcome."""
         while not self._inbox.empty():
-            outcome = self._decisive(*self._inbox.get_nowait())
-            if outcome is not None:
-                return outcome
+            end = self._handle(*self._inbox.get_nowait())
+            if end is not None:
+                return end
         return None
 
-    # -- one round -----------------------------------------------------------------------------------------------------
+    # -- one round ---------------------------------------------------------------------------------
+
+    def _begin_round(self, first_ranks: list[int] | None = None, world_size: int = 0) -> None:
+        self._root_cause = RootCause()
+        self._failure_poll = FailurePoll(
+            self._restarts, self._root_cause, membership=self.membership, options=self._options
+        )
+        self._missing_ranks = missing_ranks.MissingRanks(first_ranks or (), world_size)
+        self._stragglers = Stragglers(first_ranks or (), world_size)
+        self._preemption.begin_round()
 
     def _start_round(self) -> None:
-        self._judge = Judge()
-        self._check = Check(
-            self._restarts, self._judge, gathering=self.gathering, options=self._options
+        plan = worlds.plan_round(
+            [self._peers[rank] for rank in sorted(self._peers)],
+            self._restarts,
+            topology=self._topology,
+            job=self._job,
+            serve_store=self._options.launcher == "agent" and self._job.has_torch,
         )
-        self._notice.begin_round()
-        self._unstarted, self._undone, self._unstopped = (
-            set(self._peers),
-            set(self._peers),
-            set(self._peers),
-        )
-        peers = [self._peers[rank] for rank in sorted(self._peers)]
-        serve = self._options.launcher == "agent" and self._job.has_torch
-        candidates = (
-            [0]
-            if serve
-            else ports.of_workers(self._job.job_id, self._job.attempt, restart=self._restarts)
-        )
-        store = ports.listen(
-            self._topology.master_addr, candidates, alone=self._topology.nnodes == 1
-        )
-        port = int(store.getsockname()[1])
-        world_size = sum(peer.nproc for peer in peers)
-        if not serve:
-            store.close()  # rank 0, or torchrun's own agent, binds the port itself
-        first_ranks = [0, *accumulate(peer.nproc for peer in peers)]
-        self._search = missing_ranks.Search(first_ranks[:-1], world_size)
-        self._stragglers = Stragglers(first_ranks[:-1], world_size)
-        held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
-        wanted = held and any(
-            peer.wants_endpoints for peer in peers
-        )  # a list as long as the job, once for each node
-        endpoints = (
-            paddle_endpoints.listed(
-                [each for peer in peers for each in peer.endpoints[: peer.nproc]]
-            )
-            if wanted
-            else ""
-        )
-        for peer, first_rank in zip(peers, first_ranks, strict=False):
-            world = World(
-                self._restarts,
-                self._topology.master_addr,
-                master_port=port,
-                agent_store=serve,
-                node_rank=peer.node_rank,
-                nnodes=len(peers),
-                nproc=peer.nproc,
-                first_rank=first_rank,
-                world_size=world_size,
-                paddle_master=peers[0].endpoints[-1] if held else "",
-                endpoints=endpoints if peer.wants_endpoints else "",
-                own_endpoints=",".join(peer.endpoints[: peer.nproc]),
-            )
-            peer.send(
-                {"t": "start", "world": asdict(world)}
-                | ({"store": store} if serve and peer.node_rank == 0 else {})
-            )
+        self._begin_round(plan.first_ranks, plan.world_size)
+        self._unstarted = set(self._peers)
+        self._undone = set(self._peers)
+        self._unstopped = set(self._peers)
+        for world in plan.worlds:
+            start = messages.Start(world)
+            if plan.store is not None and world.node_rank == 0:
+                start = messages.StartWithStore(world, plan.store)
+            self._peers[world.node_rank].send(start)
         at = self._events.add(
             "started",
             attempt=self._job.attempt,
             restart=self._restarts,
-            world_size=world_size,
-            master_port=port,
+            world_size=plan.world_size,
+            master_port=plan.master_port,
         )
         if self._started_at is None:
             self._started_at = at
-            if (
-                self._options.time_limit is not None
-            ):  # counts from when all workers run; an import that hangs does not put it off for ever
-                self._deadline = (
-                    time.monotonic() + self._options.join_timeout + self._options.time_limit
-                )
+            if self._options.time_limit is not None:
+                # The limit counts from when all workers run, or at the latest from --join-timeout
+                # on: an import may hang.
+                limit = self._options.join_timeout + self._options.time_limit
+                self._deadline = time.monotonic() + limit
 
-    async def _round(self) -> Outcome:
-        """Wait until all workers have ended, or one has failed, or someone wants an end."""
-        while self._undone or self._notice.suspicion_due < float("inf") or self._is_unexplained():
+    async def _wait_for_round(self) -> Outcome:
+        """Wait until all workers have ended, one has failed, or the job must end."""
+        while self._undone or self._preemption.suspects_due < float("inf") or self._unexplained():
             due = min(
-                self._judge.stop_due(),
-                self._notice.suspicion_due,
-                self._notice.due,
+                self._root_cause.stop_due(),
+                self._preemption.suspects_due,
+                self._preemption.due,
                 self._deadline,
                 self._stragglers.due,
             )
-            outcome = None
+            end = None
             if due > time.monotonic():
                 message = await self._next_message(min(due - time.monotonic(), 3600.0))
-                if (
-                    message is not None
-                ):  # and all that came in with it, before the failures are ranked again
-                    outcome = self._decisive(*message) or self._hear_waiting()
+                if message is not None:
+                    # All waiting messages, before the failures are ranked again.
+                    end = self._handle(*message) or self._handle_waiting()
             else:
-                outcome = self._overdue()
-            if outcome is not None:
-                return outcome
+                end = self._handle_due()
+            if end is not None:
+                return end
         root = self._root()
         if root is not None:
-            return self._failed(root)
-        return (
-            self._preempted("its workers left to be queued again")
-            if self._notice.left
-            else Outcome(JobState.SUCCEEDED)
-        )
+            return outcome.failed(root)
+        if self._preemption.left:
+            return self._preempted("its workers left to be queued again")
+        return Outcome(JobState.SUCCEEDED)
 
-    def _is_unexplained(self) -> bool:
-        """Return whether workers have failed of a lost peer alone, so that all nodes are to be
-        asked for the cause.
-        """
+    def _unexplained(self) -> bool:
+        """Return whether all failures are effects; then the nodes are asked for the cause."""
         root = self._root()
         return root is not None and root.effect
 
-    def _overdue(self) -> Outcome | None:
-        """Return the outcome now that something cannot be waited for any longer; None if it can,
-        after all.
-        """
+    def _handle_due(self) -> Outcome | None:
+        """Handle a deadline that has passed; return an outcome if it ends the round."""
         moment = time.monotonic()
         if self._stragglers.due <= moment:
             self._name_stragglers()
-        self._notice.give_up(self._judge, moment)
+        self._preemption.release(self._root_cause, moment)
         root = self._root()
-        if (
-            root is not None
-            and self._judge.stop_due() <= moment
-            and (not root.effect or self._check.is_over(moment))
-        ):
-            return self._failed(root)
-        if self._notice.due <= moment:
-            return self._preempted(
-                f"its workers still ran {self._notice.seconds:g} s later and were stopped"
-            )
+        stop_is_due = root is not None and self._root_cause.stop_due() <= moment
+        if root is not None and stop_is_due:
+            explained = not root.effect or self._failure_poll.is_over(moment)
+            if explained:
+                return outcome.failed(root)
+        if self._preemption.due <= moment:
+            seconds = self._preemption.seconds
+            return self._preempted(f"its workers still ran {seconds:g} s later and were stopped")
         if self._deadline <= moment:
-            return self._failed(root) if root is not None else self._out_of_time()
+            if root is not None:
+                return outcome.failed(root)
+            return outcome.out_of_time(self._options.time_limit or 0.0)
         return None
 
     def _root(self) -> Failure | None:
-        """Return the first failure; one that only tells of a peer that has left on purpose is none."""
-        if self._notice.left:
-            self._judge.pardon_effects()
-        return self._judge.root()
+        """Return the first failure; ignore effects if a worker left because of a preemption."""
+        if self._preemption.left:
+            self._root_cause.drop_effects()
+        return self._root_cause.root()
 
-    def _decisive(self, node_rank: int, message: Message) -> Outcome | None:
-        """Take in one message; return an outcome if it ends the round at once."""
-        peer = self._peers[node_rank]
-        kind = message["t"]
-        if kind == "failing":
-            failure, at = (
-                Failure.from_json(message["failure"]),
-                time.monotonic() - float(message["age"]),
-            )
-            if not self._notice.takes(failure, at, exited=message["exited"]):
-                self._judge.hear(failure, at, exited=message["exited"])
-                self._search.note(failure)
-                self._blame_the_missing()
-        elif kind == "missing" and message["restart"] == self._restarts:
-            self._search_for(node_rank, message)
-        elif kind == "where" and message["restart"] == self._restarts:
-            self._hear_where(node_rank, message)
-        elif kind in ("succeeded", "running", "done", "stopped"):
-            if self._started_at is not None:  # before the first round no agent has workers
-                self._note_progress(kind, peer, message=message)
-        elif kind == "checked" and message["restart"] == self._restarts:
-            self._check.answer(node_rank, message)
-        elif kind == "exec":
-            self._events.add("exec", node_rank=node_rank, why=message["why"])
-        elif kind in ("cancel", "interrupt"):
-            number = signal.SIGINT if kind == "interrupt" else signal.SIGTERM
-            return Outcome(
-                JobState.CANCELLED,
-                CANCELLED_EXIT_CODE,
-                reason=sanitize(message["why"]),
-                signal=number,
-            )
-        elif kind == "warned":
-            self._warn(sanitize(message["why"]))
-        elif kind in ("lost", "gave_up") and not peer.lost:
-            return self._lose(peer, message)
-        return None
+    def _preempted(self, how: str) -> Outcome:
+        return outcome.preempted(f"{self._preemption.reason}: {how}")
 
     def _name_stragglers(self) -> None:
-        """Have workers that still run named, with their stacks, in their own logs: whoever follows
-        the job sees them.
-        """
+        """Print the workers that still run, and write their stacks to their logs."""
         text, by_node = self._stragglers.name()
         self._events.add("stragglers", text=text)
         for node_rank, ranks in by_node.items():
-            self._peers[node_rank].send(
-                {"t": "where", "ranks": ranks[:_MOST_SHOWN], "final": False, "note": text}
-            )
+            probe = messages.ProbeRanks(tuple(ranks[:_MAX_SHOWN]), final=False, note=text)
+            self._peers[node_rank].send(probe)
 
-    def _note_progress(self, kind: str, peer: Peer, message: Message) -> None:
-        """Note that one of a node's workers has ended with 0, or that all have begun, have ended,
-        or do not run any more.
-        """
-        if kind == "succeeded":
-            if message["local_rank"] < peer.nproc:
-                self._stragglers.ended(peer.node_rank, message["local_rank"])
+    # -- messages of the agents --------------------------------------------------------------------
+
+    def _handle(self, node_rank: int, message: Any) -> Outcome | None:
+        """Handle one message; return an outcome if it ends the round."""
+        return self._handlers[type(message)](self._peers[node_rank], message)
+
+    def _ignore(self, _peer: Peer, _message: object) -> None:
+        return None
+
+    def _on_running(self, peer: Peer, _message: messages.Running) -> None:
+        self._unstarted.discard(peer.node_rank)
+        if self._started_at is None or self._unstarted or self._time_limit_runs:
             return
-        {"running": self._unstarted, "done": self._undone, "stopped": self._unstopped}[
-            kind
-        ].discard(peer.node_rank)
-        if not self._unstarted and not self._clock_runs:
-            self._clock_runs = True
-            self._events.add("running", restart=self._restarts)
-            if (
-                self._options.time_limit is not None
-            ):  # of which no second is spent on importing torch
-                self._deadline = time.monotonic() + self._options.time_limit
+        self._time_limit_runs = True
+        self._events.add("running", restart=self._restarts)
+        if self._options.time_limit is not None:  # importing torch does not count
+            self._deadline = time.monotonic() + self._options.time_limit
 
-    def _lose(self, peer: Peer, message: Message) -> Outcome:
-        """End the round because of a node that is gone, or that has given up node 0."""
+    def _on_done(self, peer: Peer, _message: messages.Done) -> None:
+        self._undone.discard(peer.node_rank)
+
+    def _on_stopped(self, peer: Peer, _message: messages.Stopped) -> None:
+        self._unstopped.discard(peer.node_rank)
+
+    def _on_succeeded(self, peer: Peer, message: messages.Succeeded) -> None:
+        if self._started_at is not None and message.local_rank < peer.nproc:
+            self._stragglers.ended(peer.node_rank, message.local_rank)
+
+    def _on_started_by_exec(self, peer: Peer, message: messages.StartedByExec) -> None:
+        self._events.add("exec", node_rank=peer.node_rank, why=message.why)
+
+    def _on_failing(self, _peer: Peer, message: messages.Failing) -> None:
+        at = time.monotonic() - message.age
+        if not self._preemption.explains(message.failure, at, exited=message.exited):
+            self._root_cause.add(message.failure, at, exited=message.exited)
+            self._missing_ranks.note(message.failure)
+            self._add_missing_ranks()
+
+    def _on_ranks_missing(self, peer: Peer, message: messages.RanksMissing) -> None:
+        """Ask the agents what the ranks do for which a worker waits."""
+        if message.restart != self._restarts:
+            return
+        by_node = self._missing_ranks.ask(peer.node_rank, message)
+        if message.final and by_node:
+            until = time.monotonic() + missing_ranks.ANSWER_TIMEOUT
+            self._root_cause.wait_for_cause(until, "missing ranks")
+        for node_rank, ranks in by_node.items():
+            self._peers[node_rank].send(messages.ProbeRanks(tuple(ranks), final=message.final))
+
+    def _on_ranks_probed(self, peer: Peer, message: messages.RanksProbed) -> None:
+        if message.restart != self._restarts:
+            return
+        self._events.add("missing", node_rank=peer.node_rank, workers=list(message.lines))
+        found = self._missing_ranks.receive(peer.node_rank, message)
+        if found is not None:
+            self._peers[found[0]].send(found[1])
+        if message.final and self._missing_ranks.answered:
+            self._root_cause.wait_for_cause(0.0, "missing ranks")
+        self._add_missing_ranks()
+
+    def _add_missing_ranks(self) -> None:
+        for failure in self._missing_ranks.causes():
+            self._root_cause.add(failure, time.monotonic(), exited=True)
+
+    def _on_failures_reported(self, peer: Peer, message: messages.FailuresReported) -> None:
+        if message.restart == self._restarts:
+            self._failure_poll.receive(peer.node_rank, message)
+
+    def _on_cancel(self, _peer: Peer, message: messages.Cancel) -> Outcome:
+        return outcome.cancelled(sanitize(message.why), interrupt=message.interrupt)
+
+    def _on_preemption_warning(self, _peer: Peer, message: messages.PreemptionWarning) -> None:
+        why = sanitize(message.why)
+        if not self._preemption.warn(why, time.monotonic()):
+            return
+        seconds = self._preemption.seconds
+        self._say(f"warning: {why}: the workers have {seconds:g} s to leave")
+        self._events.add("warned", attempt=self._job.attempt, why=why, seconds=seconds)
+        self.membership.broadcast(messages.Warn())
+
+    def _on_lost(
+        self, peer: Peer, message: messages.CoordinatorLost | messages.ConnectionLost
+    ) -> Outcome | None:
+        """End the round because an agent is lost, or has lost the coordinator."""
+        if peer.lost:
+            return None
         peer.lost = True
         self._unstopped.discard(peer.node_rank)
-        self._events.add("lost", node_rank=peer.node_rank, host=peer.host, why=message["why"])
-        agent, why = f"the agent on {peer.host} (pid {peer.pid})", message["why"]
-        failure = Failure(
-            None,
-            None,
-            node_rank=peer.node_rank,
-            host=peer.host,
-            exit_code=1,
-            signal=None,
-            message=f"{agent} was lost: {why}",
+        why = sanitize(message.why)
+        self._events.add("lost", node_rank=peer.node_rank, host=peer.host, why=why)
+        failure = self._loss(peer, why, by_agent=isinstance(message, messages.CoordinatorLost))
+        if self._preemption.reason and self._root() is None:
+            return self._preempted(failure.message)  # the scheduler has taken the node
+        self._root_cause.add(failure, time.monotonic(), exited=True)
+        return outcome.failed(self._root_cause.root() or failure)
+
+    def _loss(self, peer: Peer, why: str, *, by_agent: bool) -> Failure:
+        """Return the failure of the node at fault when two agents have lost each other."""
+        agent = f"the agent on {peer.host} (pid {peer.pid})"
+        if not by_agent:
+            text = f"{agent} was lost: {why}"
+            return Failure.of_node(peer.node_rank, peer.host, message=text)
+        stalled = self.membership.stalls.recent(self._options.lease)
+        if not stalled:
+            text = f"{agent} lost node 0, which still hears it: {why}"
+            return Failure.of_node(peer.node_rank, peer.host, message=text)
+        own = self._peers[0]
+        text = (
+            f"the agent on {own.host} (pid {own.pid}) did not run for {stalled:.0f} s (stopped,"
+            f" suspended or without a CPU), and node {peer.node_rank} lost it"
         )
-        if message["t"] == "gave_up":
-            failure = replace(
-                failure, message=f"{agent} gave node 0 up, which still hears it: {sanitize(why)}"
-            )
-            stalled = self.gathering.stalls.recent(self._options.lease)
-            if stalled:
-                own = self._peers[0]
-                text = f"the agent on {own.host} (pid {own.pid}) did not run for {stalled:.0f} s (stopped, suspended or without a CPU)"
-                failure = Failure(
-                    None,
-                    None,
-                    node_rank=0,
-                    host=own.host,
-                    exit_code=1,
-                    signal=None,
-                    message=f"{text}, and node {peer.node_rank} gave it up",
-                )
-        if self._notice.why and self._root() is None:
-            return self._preempted(failure.message)  # whoever warned has taken the node
-        self._judge.hear(failure, time.monotonic(), exited=True)
-        return self._failed(self._judge.root() or failure)
+        return Failure.of_node(0, own.host, message=text)
 
-    def _search_for(self, node_rank: int, message: Message) -> None:
-        """Ask the agents what has become of workers for which another one waits."""
-        questions = self._search.ask(node_rank, message)
-        if message["final"] and questions:
-            self._judge.await_cause(time.monotonic() + missing_ranks.PATIENCE, "missing")
-        for asked, ranks in questions.items():
-            self._peers[asked].send({"t": "where", "ranks": ranks, "final": message["final"]})
+    # -- the end -----------------------------------------------------------------------------------
 
-    def _hear_where(self, node_rank: int, message: Message) -> None:
-        self._events.add("missing", node_rank=node_rank, workers=message["lines"])
-        told = self._search.answer(node_rank, message)
-        if told is not None:
-            self._peers[told[0]].send(told[1])
-        if message["final"] and self._search.answered:
-            self._judge.await_cause(0.0, "missing")
-        self._blame_the_missing()
-
-    def _blame_the_missing(self) -> None:
-        for failure in self._search.causes():
-            self._judge.hear(failure, time.monotonic(), exited=True)
-
-    def _warn(self, why: str) -> None:
-        if not self._notice.begin(why, time.monotonic()):
-            return
-        self._say(f"warned: {why}: the workers have {self._notice.seconds:g} s to leave")
-        self._events.add("warned", attempt=self._job.attempt, why=why, seconds=self._notice.seconds)
-        self.gathering.tell_all({"t": "warn"})
-
-    async def _stop_round(self, outcome: Outcome) -> Outcome | None:
-        """Have every agent stop what still runs, and wait for their word; return the wish to cancel
-        if one came meanwhile.
-        """
+    async def _stop_round(self, end: Outcome) -> Outcome | None:
+        """Stop what still runs on every node; return the cancellation that arrived meanwhile."""
         cancelled = None
-        self._notice.end_round(self._judge)
-        self._judge.stopped(time.monotonic())
-        grace = (
-            0.0
-            if outcome.state is JobState.SUCCEEDED
-            else _FAILURE_GRACE
-            if outcome.failure
-            else self._options.grace
-        )
-        self.gathering.tell_all({"t": "stop", "grace": grace, "signal": int(outcome.signal)})
-        deadline, stalled = time.monotonic() + grace + _STOP_PATIENCE, self.gathering.stalls.total
+        self._preemption.end_round(self._root_cause)
+        self._root_cause.note_stop(time.monotonic())
+        grace = _FAILURE_GRACE if end.failure else self._options.grace
+        if end.state is JobState.SUCCEEDED:
+            grace = 0.0
+        self.membership.broadcast(messages.Stop(grace, int(end.signal)))
+        stalls = self.membership.stalls
+        deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
         while self._unstopped:
             message = await self._next_message(deadline - time.monotonic())
             if message is not None:
-                if message[1]["t"] == "at_once":
-                    self.gathering.tell_all({"t": "stop", "grace": 0.0})
-                wish = self._decisive(*message)
-                cancelled = (
-                    wish if wish is not None and wish.state is JobState.CANCELLED else cancelled
-                )
+                if isinstance(message[1], messages.KillNow):
+                    self.membership.broadcast(messages.Stop(0.0, int(end.signal)))
+                other = self._handle(*message)
+                if other is not None and other.state is JobState.CANCELLED:
+                    cancelled = other
                 continue
-            self.gathering.stalls.tick()
-            if self.gathering.stalls.total > stalled:  # it was this process that did not run
-                deadline, stalled = (
-                    time.monotonic() + grace + _STOP_PATIENCE,
-                    self.gathering.stalls.total,
-                )
+            stalls.tick()
+            if stalls.total > stalled:  # this process itself did not run
+                deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
                 continue
             for peer in map(self._peers.__getitem__, sorted(self._unstopped)):
                 peer.lost = True
-                self._say(f"node {peer.node_rank} on {peer.host} does not answer the order to stop")
+                self._say(f"node {peer.node_rank} on {peer.host} does not answer the stop order")
             self._unstopped.clear()
         return cancelled
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
-    def _failed(self, failure: Failure) -> Outcome:
-        return Outcome(
-            JobState.FAILED,
-            failure.exit_code or 1,
-            reason=f"{failure.who}: {failure.message}",
-            failure=failure,
-        )
-
-    def _preempted(self, how: str) -> Outcome:
-        return Outcome(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, reason=f"{self._notice.why}: {how}")
-
-    def _out_of_time(self) -> Outcome:
-        return Outcome(
-            JobState.FAILED,
-            TIMEOUT_EXIT_CODE,
-            reason=f"the time limit of {self._options.time_limit:g} s was reached",
-        )
-
-    def _give_verdict(self, outcome: Outcome) -> Verdict:
-        if outcome.failure is not None and outcome.failure.rank is not None:
-            root = (
-                self._judge.root() or outcome.failure
-            )  # what came in while stopping may be older, or know more
-            outcome = self._failed(root)
-        # Each has its own log; all that a thousand ranks have to say would not fit into a message
+    def _give_verdict(self, end: Outcome) -> Verdict:
+        if end.failure is not None and end.failure.rank is not None:
+            # A report that arrived during the stop may be older, or more complete.
+            end = outcome.failed(self._root_cause.root() or end.failure)
+        # Every worker has its own log; the messages of a thousand ranks do not fit into one message
         # between agents.
-        others = [item for item in self._judge.consequences() if item != outcome.failure][
-            :_MOST_CONSEQUENCES
-        ]
+        others = [item for item in self._root_cause.consequences() if item != end.failure]
         consequences = tuple(
-            replace(item, last_lines=(), message=item.message[:_LONGEST_MESSAGE]) for item in others
+            replace(item, last_lines=(), message=item.message[:_MAX_MESSAGE])
+            for item in others[:_MAX_CONSEQUENCES]
         )
         verdict = Verdict(
-            outcome.state, outcome.exit_code, reason=outcome.reason, failure=outcome.failure,
-            consequences=consequences if outcome.failure else (), restarts=self._restarts, attempt=self._job.attempt,
-            started_at=self._started_at, ended_at=now(),
-        )  # fmt: skip
+            end.state,
+            end.exit_code,
+            reason=end.reason,
+            failure=end.failure,
+            consequences=consequences if end.failure else (),
+            restarts=self._restarts,
+            attempt=self._job.attempt,
+            started_at=self._started_at,
+            ended_at=now(),
+        )
         try:
             ends.write_result(self._job_dir, verdict)
         except OSError as error:
             self._say(f"the verdict cannot be written to {self._job_dir}: {error.strerror}")
-            verdict = replace(
-                verdict, reason=f"{verdict.reason} (not recorded: {error.strerror})".strip()
-            )
+            reason = f"{verdict.reason} (not recorded: {error.strerror})".strip()
+            verdict = replace(verdict, reason=reason)
         self._events.add(
             "ended", state=str(verdict.state), exit_code=verdict.exit_code, reason=verdict.reason
         )
-        self.gathering.tell_all({"t": "end", "verdict": verdict.to_json()})
+        self.membership.broadcast(messages.End(verdict))
         return verdict

@@ -1,8 +1,7 @@
-"""Before a failure that only says "my peer is gone" stands alone, every node is asked for what it
-has not told yet.
+"""Ask every node for unreported failures before a verdict that only names a lost peer.
 
-Under load, or behind a cut in the network, the effect may be heard of long before its cause: a node
-that is silent has a lease, and until that is over it may be the cause itself.
+Under load, or when the network is cut, an effect may be reported long before its cause. A silent
+node has a lease, and it may be the cause itself until the lease ends.
 """
 
 from __future__ import annotations
@@ -10,60 +9,57 @@ from __future__ import annotations
 import time
 
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous.membership import Gathering
-from clusterjob.node.rendezvous.protocol import Message
-from clusterjob.node.rendezvous.root_cause import Judge
-from clusterjob.node.verdict import Failure
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.membership import Membership
+from clusterjob.node.rendezvous.root_cause import RootCause
 
-_ASKED = "all nodes"
+_SOURCE = "all nodes"
 
 
-class Check:
-    """One round's question to all nodes, which an agent answers once its starter has told it of
-    every end so far.
+class FailurePoll:
+    """One poll of all nodes in one round.
+
+    An agent answers after its forkserver has reported every worker that has ended.
 
     Args:
-        restart: which round it is.
-        judge: told of the ranks that have ended with exit code 0.
-        gathering: the agents.
-        options: the lease of a node that does not answer.
+        restart: the round.
+        root_cause: receives the ranks that have ended with exit code 0.
+        membership: the agents.
+        options: the heartbeat interval and the lease of a node that does not answer, in seconds.
     """
 
     def __init__(
-        self, restart: int, judge: Judge, gathering: Gathering, options: LaunchOptions
+        self, restart: int, root_cause: RootCause, membership: Membership, options: LaunchOptions
     ) -> None:
         self._restart = restart
-        self._judge = judge
-        self._gathering = gathering
+        self._root_cause = root_cause
+        self._membership = membership
         self._options = options
-        self._open: set[int] = set()
+        self._unanswered: set[int] = set()
         self._asked = False
 
     def is_over(self, moment: float) -> bool:
-        """Return whether all have answered, or cannot be waited for; asks them if they were not
-        yet.
+        """Return whether the poll has ended; send it first if it was not sent.
 
         Args:
-            moment: now, by the lead's monotonic clock.
+            moment: the coordinator's monotonic time.
         """
-        if not self._asked:
-            self._asked = True
-            self._open = {
-                peer.node_rank for peer in self._gathering.peers.values() if not peer.lost
-            }
-            self._judge.await_cause(
-                moment + self._options.lease + 2 * self._options.heartbeat, _ASKED
-            )
-            self._gathering.tell_all({"t": "check", "restart": self._restart})
-            return False
-        return True
+        if self._asked:
+            return True
+        self._asked = True
+        self._unanswered = {
+            peer.node_rank for peer in self._membership.peers.values() if not peer.lost
+        }
+        self._root_cause.wait_for_cause(
+            moment + self._options.lease + 2 * self._options.heartbeat, _SOURCE
+        )
+        self._membership.broadcast(messages.ReportFailures(self._restart))
+        return False
 
-    def answer(self, node_rank: int, message: Message) -> None:
-        """Take in a node's answer: what had failed there was told before it."""
-        for each in message["exits"]:
-            self._judge.note_exit(
-                Failure.from_json(each["failure"]), time.monotonic() - float(each["age"])
-            )
-        self._open.discard(node_rank)
-        if self._asked and not self._open:
-            self._judge.await_cause(0.0, _ASKED)
+    def receive(self, node_rank: int, answer: messages.FailuresReported) -> None:
+        """Record a node's answer; the node sent its failures before it."""
+        for each in answer.exits:
+            self._root_cause.add_early_exit(each.failure, time.monotonic() - each.age)
+        self._unanswered.discard(node_rank)
+        if self._asked and not self._unanswered:
+            self._root_cause.wait_for_cause(0.0, _SOURCE)

@@ -1,4 +1,4 @@
-"""Which job, which start of it, and how its agents know each other."""
+"""The identity of a job: its id, its attempt, and the secret that its agents share."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What makes an agent one of this job's.
+    """What an agent must know to join a job.
 
     Attributes:
         job_id: the job's id.
-        attempt: which start of the whole job this is, from 0; an agent of another attempt is
-            refused.
+        attempt: the number of this start of the job, from 0; agents of other attempts are refused.
         token: the job's secret; never in argv, logs or records.
-        ports: where node 0 may listen, in order.
-        has_torch: whether this node's interpreter finds torch, so that its store can be served.
-        counted_by: the platform's variable that gave this node's index; empty where it was given by
-            hand. Where a platform has several indices, all nodes have to use the same.
+        ports: the ports at which node 0 may listen, in order.
+        has_torch: whether this node's interpreter finds torch and can serve its store.
+        counted_by: the platform's variable from which node_rank was read; empty if the user set it.
+            A platform may have several such variables; all nodes must use the same one.
     """
 
     job_id: str

@@ -1,209 +1,305 @@
-"""What an agent may say to node 0: each message is checked before anything is done with it.
+"""The messages between the agents of a job and its coordinator.
 
-The token tells an agent from a stranger. It does not tell a sound agent from one on a compromised
-host, and no message of that one may raise an exception in the coordinator or speak for another
-node.
+The token proves that an agent belongs to the job. It does not prove that the agent's host is
+sound: `check_sender` refuses a message in which an agent reports a failure of another node.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from clusterjob.node.rendezvous.protocol import Message
-from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Failure
+from clusterjob.node.contract import World
+from clusterjob.node.system.codec import Codec, Limit, MalformedMessageError
+from clusterjob.node.verdict import Failure, Verdict
 
-_MOST_RANKS = 1 << 24
-_MOST_PROCESSES = 1 << 12  # workers of one node
-_LONGEST_TEXT = 65_536
-_LONGEST_NAME = 300
-_MOST_ITEMS = 256
+_MAX_EXIT_CODE = 255
+Rank = Annotated[int, Limit((1 << 24) - 1)]
+LocalRank = Annotated[int, Limit((1 << 12) - 1)]
+Name = Annotated[str, Limit(300)]
 
-Check = Callable[[Any, int], bool]  # (value, the speaker's node_rank)
+# -- from both -----------------------------------------------------------------------------------
 
 
-class MalformedMessageError(ValueError):
-    """No agent of ours says this; the text says what is wrong with it."""
+@dataclass(frozen=True)
+class Heartbeat:
+    """The sender is alive."""
+
+
+# -- from an agent -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Hello:
-    """How an agent introduces itself."""
+    """The first message of an agent.
 
-    node_rank: int
-    host: str
-    pid: int
-    attempt: int
-    nnodes: int
-    nproc: int
-    counted_by: str
-    endpoints: tuple[str, ...]
-    wants_endpoints: bool
-
-
-def read_hello(message: Message) -> Hello:
-    """Return an agent's introduction.
-
-    Raises:
-        MalformedMessageError: it is none.
+    Attributes:
+        counted_by: the platform's variable from which node_rank was read.
+        endpoints: the host:port that this node holds for each worker of PaddlePaddle.
+        wants_endpoints: whether its workers need the endpoints of all nodes.
     """
-    for name, limit in (
-        ("node_rank", _MOST_RANKS),
-        ("pid", 1 << 31),
-        ("attempt", _MOST_RANKS),
-        ("nnodes", _MOST_RANKS),
-    ):
-        if not _whole(message.get(name), limit):
-            raise MalformedMessageError(f"its {name} is no number of this kind")
-    nproc, endpoints = message.get("nproc"), message.get("endpoints", [])
-    if type(nproc) is not int or not 0 < nproc <= _MOST_PROCESSES:
-        raise MalformedMessageError("its nproc is no number of processes")
-    if (
-        not isinstance(endpoints, list)
-        or len(endpoints) > nproc + 1
-        or not all(_text(each, _LONGEST_NAME) for each in endpoints)
-    ):
-        raise MalformedMessageError("its endpoints are no list of addresses")
-    names = {name: message.get(name, "") for name in ("host", "counted_by")}
-    if not all(_text(name, _LONGEST_NAME) for name in names.values()):
-        raise MalformedMessageError("its host is no name")
-    return Hello(
-        message["node_rank"], sanitize(names["host"]), pid=message["pid"], attempt=message["attempt"],
-        nnodes=message["nnodes"], nproc=nproc, counted_by=sanitize(names["counted_by"]), endpoints=tuple(map(sanitize, endpoints)),
-        wants_endpoints=message.get("wants_endpoints") is True,
-    )  # fmt: skip
+
+    node_rank: Rank
+    host: Name
+    pid: int
+    attempt: Rank
+    nnodes: Rank
+    nproc: Annotated[int, Limit(1 << 12, minimum=1)]
+    counted_by: Name = ""
+    endpoints: Annotated[tuple[Name, ...], Limit((1 << 12) + 1)] = ()
+    wants_endpoints: bool = False
 
 
-def check(message: Message, node_rank: int) -> None:
-    """Check what an agent that has joined says.
+@dataclass(frozen=True)
+class Running:
+    """All workers of the node have been started."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """All workers of the node have ended."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """No process of this round is left on the node."""
+
+
+@dataclass(frozen=True)
+class StartedByExec:
+    """The node starts its workers by exec, not by fork, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End the job; `interrupt` after Ctrl-C, so that workers get SIGINT."""
+
+    why: str
+    interrupt: bool = False
+
+
+@dataclass(frozen=True)
+class KillNow:
+    """Stop the workers without grace: a second Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class PreemptionWarning:
+    """The scheduler has announced that it will take the node."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class CoordinatorLost:
+    """The agent has lost the coordinator and stops its workers."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Succeeded:
+    """A worker has ended with exit code 0."""
+
+    local_rank: LocalRank
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A worker or the node fails.
+
+    Attributes:
+        age: seconds since it began, by the agent's monotonic clock.
+        exited: whether the process has ended.
+    """
+
+    failure: Failure
+    age: float
+    exited: bool
+
+
+@dataclass(frozen=True)
+class RanksMissing:
+    """A worker waits for ranks that have not joined.
+
+    Attributes:
+        restart: the round.
+        local_rank: the worker that waits.
+        ranks: the ranks that have not joined.
+        final: whether the worker gives up now.
+    """
+
+    restart: Rank
+    local_rank: LocalRank
+    ranks: tuple[Rank, ...]
+    final: bool
+
+
+@dataclass(frozen=True)
+class RanksProbed:
+    """The answer to `ProbeRanks`.
+
+    Attributes:
+        lines: one line for each worker.
+        failures: the workers as failures, if the ranks that waited for them have given up.
+    """
+
+    restart: Rank
+    final: bool
+    lines: tuple[str, ...]
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """A rank that ended with exit code 0, `age` seconds ago by the agent's monotonic clock."""
+
+    failure: Failure
+    age: float
+
+
+@dataclass(frozen=True)
+class FailuresReported:
+    """The answer to `ReportFailures`: all failures of the node were sent before it."""
+
+    restart: Rank
+    exits: tuple[EarlyExit, ...]
+
+
+# -- from the coordinator ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The agent has joined."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The agent may not join."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start one round of workers."""
+
+    world: World
+
+
+@dataclass(frozen=True)
+class StartWithStore(Start):
+    """The same for node 0, in the coordinator's own process, with the socket of torch's store."""
+
+    store: socket.socket
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop the workers: send `signal`, and SIGKILL `grace` seconds later."""
+
+    grace: float
+    signal: int
+
+
+@dataclass(frozen=True)
+class Warn:
+    """Tell the workers that a preemption is near."""
+
+
+@dataclass(frozen=True)
+class ProbeRanks:
+    """Report what these ranks do.
+
+    Attributes:
+        final: whether the ranks that wait for them have given up.
+        note: a line for the log of each; the coordinator then needs no answer.
+    """
+
+    ranks: tuple[Rank, ...]
+    final: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class RanksFound:
+    """What the ranks do for which a worker waits, for the log of that worker."""
+
+    local_rank: LocalRank
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReportFailures:
+    """Report every failure that is known by now, then answer `FailuresReported`."""
+
+    restart: Rank
+
+
+@dataclass(frozen=True)
+class End:
+    """The job has ended."""
+
+    verdict: Verdict
+
+
+# -- inside one process, never on the wire -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An agent has joined."""
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """The connection to an agent, or to the coordinator, has ended or is silent."""
+
+    why: str
+
+
+FROM_AGENT = Codec(
+    Hello, Heartbeat, Running, Done, Stopped, StartedByExec, Cancel, KillNow, PreemptionWarning,
+    CoordinatorLost, Succeeded, Failing, RanksMissing, RanksProbed, FailuresReported,
+)  # fmt: skip
+FROM_COORDINATOR = Codec(
+    Heartbeat, Welcome, Refused, Start, Stop, Warn, ProbeRanks, RanksFound, ReportFailures, End
+)
+
+
+def check_sender(message: object, node_rank: int) -> None:
+    """Check that an agent reports failures of its own node only.
 
     Args:
-        message: its words.
-        node_rank: its own.
+        message: a decoded message of an agent.
+        node_rank: the agent's node.
 
     Raises:
-        MalformedMessageError: no agent says this.
+        MalformedMessageError: a failure belongs to another node, or its worker or exit code is
+            impossible.
     """
-    kind = message.get("t")
-    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
-    if fields is None:
-        raise MalformedMessageError("a message of no known kind")
-    for name, is_right in fields.items():
-        if not is_right(message.get(name), node_rank):
-            raise MalformedMessageError(f"{kind} with a wrong {name}")
+    for failure in _failures(message):
+        if failure.node_rank != node_rank:
+            raise MalformedMessageError(f"a failure of node {failure.node_rank}")
+        if (failure.rank is None) != (failure.local_rank is None):
+            raise MalformedMessageError("a failure with half of a rank")
+        if min(failure.rank or 0, failure.local_rank or 0) < 0:
+            raise MalformedMessageError(f"a failure of rank {failure.rank}")
+        if not 0 <= failure.exit_code <= _MAX_EXIT_CODE:
+            raise MalformedMessageError(f"a failure with exit code {failure.exit_code}")
+    if isinstance(message, FailuresReported) and any(e.failure.rank is None for e in message.exits):
+        raise MalformedMessageError("an early exit without a rank")
 
 
-def _whole(value: Any, limit: int) -> bool:
-    return type(value) is int and 0 <= value < limit
-
-
-def _text(value: Any, limit: int) -> bool:
-    return isinstance(value, str) and len(value) <= limit
-
-
-def _flag(value: Any, _: int) -> bool:
-    return isinstance(value, bool)
-
-
-def _rank(value: Any, _: int) -> bool:
-    return _whole(value, _MOST_RANKS)
-
-
-def _why(value: Any, _: int) -> bool:
-    return _text(value, _LONGEST_TEXT)
-
-
-def _age(value: Any, _: int) -> bool:
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and 0 <= value < 1e9
-    )
-
-
-def _ranks(value: Any, node_rank: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MOST_ITEMS
-        and all(_rank(each, node_rank) for each in value)
-    )
-
-
-def _lines(value: Any, node_rank: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MOST_ITEMS
-        and all(_why(each, node_rank) for each in value)
-    )
-
-
-def _failure(value: Any, node_rank: int) -> bool:
-    """A failure of the speaker's own node: no agent speaks for another."""
-    return (
-        isinstance(value, dict)
-        and value.keys() == Failure.__dataclass_fields__.keys()
-        and type(value["node_rank"]) is int
-        and value["node_rank"] == node_rank
-        and all(
-            value[name] is None or _rank(value[name], node_rank) for name in ("rank", "local_rank")
-        )
-        and (value["rank"] is None) == (value["local_rank"] is None)
-        and _whole(value["exit_code"], 256)
-        and _text(value["host"], _LONGEST_NAME)
-        and all(
-            value[name] is None or _text(value[name], _LONGEST_NAME) for name in ("signal", "kind")
-        )
-        and _why(value["message"], node_rank)
-        and _lines(value["last_lines"], node_rank)
-        and _flag(value["effect"], node_rank)
-    )
-
-
-def _failures(value: Any, node_rank: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MOST_ITEMS
-        and all(_failure(each, node_rank) for each in value)
-    )
-
-
-def _process(value: Any, node_rank: int) -> bool:  # noqa: ARG001
-    return _whole(value, _MOST_PROCESSES)
-
-
-def _exits(value: Any, node_rank: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MOST_ITEMS
-        and all(
-            isinstance(each, dict)
-            and each.keys() == {"failure", "age"}
-            and _failure(each["failure"], node_rank)
-            and each["failure"]["rank"] is not None
-            and _age(each["age"], node_rank)
-            for each in value
-        )
-    )
-
-
-_FIELDS: dict[str, dict[str, Check]] = {
-    "beat": {},
-    "running": {},
-    "done": {},
-    "stopped": {},
-    "exec": {"why": _why},
-    "cancel": {"why": _why},
-    "interrupt": {"why": _why},
-    "succeeded": {"local_rank": _process},
-    "at_once": {},
-    "warned": {"why": _why},
-    "gave_up": {"why": _why},
-    "failing": {"failure": _failure, "age": _age, "exited": _flag},
-    "missing": {"restart": _rank, "local_rank": _rank, "ranks": _ranks, "final": _flag},
-    "where": {"restart": _rank, "final": _flag, "lines": _lines, "failures": _failures},
-    "checked": {"restart": _rank, "exits": _exits},
-}
+def _failures(message: object) -> list[Failure]:
+    if isinstance(message, Failing):
+        return [message.failure]
+    if isinstance(message, RanksProbed):
+        return list(message.failures)
+    if isinstance(message, FailuresReported):
+        return [each.failure for each in message.exits]
+    return []

@@ -1,8 +1,7 @@
-"""Where node 0 listens: at the port that a platform names, else at one of a sequence that every
-agent computes by itself.
+"""Choose the coordinator's port: the platform's, else one of a computed sequence.
 
-The lead binds the first candidate that is free, the others try them in turn, and the handshake
-tells the lead from a stranger.
+All agents compute the same sequence. The coordinator binds the first free candidate. The other
+agents try the candidates in turn, and recognise the coordinator by its proof of the token.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import errno
 import socket
 from collections.abc import Sequence
 
-from clusterjob.errors import GangError
+from clusterjob.errors import RendezvousError
 from clusterjob.node.environments.candidate_ports import COUNT
 from clusterjob.node.environments.candidate_ports import candidates as _candidates
 from clusterjob.node.system import network
@@ -22,35 +21,40 @@ _BACKLOG = 4096
 
 
 def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
-    """Return the ports at which the lead may listen, in the order in which it tries them.
+    """Return the ports at which the coordinator may listen, in the order in which it tries them.
 
     Args:
         job_id: the job's id.
-        attempt: which start of the job this is; another attempt has another sequence.
-        named_port: the port that the platform set aside, which is then the only candidate.
+        attempt: the number of this start of the job; each attempt has its own sequence.
+        named_port: the port that the platform reserves, then the only candidate.
     """
     return [named_port] if named_port is not None else _candidates(job_id, attempt)
 
 
 def of_workers(job_id: str, attempt: int, restart: int) -> list[int]:
-    """Return ports for workers that bind theirs themselves, seconds later: none that the kernel
-    deals out meanwhile.
+    """Return ports for workers that bind their port later themselves.
+
+    The kernel assigns none of them to other sockets meanwhile.
 
     Args:
         job_id: the job's id.
-        attempt: which start of the job this is.
-        restart: how often the workers were started again in it.
+        attempt: the number of this start of the job.
+        restart: the number of this round of workers in the attempt.
     """
     return _candidates(f"{job_id}\0{restart}", attempt)
 
 
 def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:
-    """Return a socket that listens at the first port that is free; one of a job of one node (alone)
-    is reached from here only.
+    """Return a socket that listens at the first free port.
+
+    Args:
+        master_addr: the address to bind.
+        ports: the candidate ports.
+        alone: whether the job has one node; then only this machine can connect.
 
     Raises:
-        GangError: none is free, or the address does not resolve; the message says what the kernel
-            said.
+        RendezvousError: no port is free, or the address does not resolve; the message has the
+            kernel's error.
     """
     taken = []
     for port in ports:
@@ -58,10 +62,11 @@ def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> so
             return network.listen_at(master_addr, port, backlog=_BACKLOG, alone=alone)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise GangError(
+                raise RendezvousError(
                     f"node 0 cannot listen at {master_addr}:{port}: {error.strerror or error}"
                 ) from error
             taken.append(str(port))
-    raise GangError(
-        f"node 0 finds no free port at {master_addr}: {', '.join(taken)} {'is' if len(taken) == 1 else 'are'} taken"
+    raise RendezvousError(
+        f"node 0 finds no free port at {master_addr}:"
+        f" {', '.join(taken)} {'is' if len(taken) == 1 else 'are'} in use"
     )

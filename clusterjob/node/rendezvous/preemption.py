@@ -1,38 +1,40 @@
-"""What the lead knows of a preemption: that the end is near, how long the workers have, and which
-of their ends belong to it.
+"""Track a preemption: the warning, the deadline, and the workers that end because of it.
 
-A scheduler warns a job before it takes its nodes. Workers then save, and leave with the exit code
-75 in order to be queued again; or they know nothing of it, and are stopped in time for a verdict.
-The scheduler's signals reach agents and workers of all nodes at about the same time, so an end by
-such a signal may be heard of before the warning that explains it.
+A scheduler warns a job before it takes its nodes. A worker then saves a checkpoint and exits with
+code 75, to be queued again; a worker that ignores the warning is stopped in time for a verdict. The
+scheduler's signals reach the agents and workers of all nodes at about the same time, so a worker's
+end by such a signal may be reported before the warning that explains it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clusterjob.node.rendezvous.root_cause import Judge
-from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, is_termination
+from clusterjob.node.rendezvous.root_cause import RootCause
+from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, FailureKind
 
-SUSPICION = (
-    3.0  # seconds for which a worker's end that looks like a preemption's waits for the warning
-)
-_MARGIN = 2.0  # seconds that are kept, beside the grace, for the verdict itself
+# Seconds for which a worker's end that looks like a preemption waits for the warning.
+WARNING_TIMEOUT = 3.0
+_MARGIN = 2.0  # seconds for the verdict, beyond the grace
 
 
 @dataclass
 class _Suspect:
     failure: Failure
-    at: float  # the lead's monotonic clock
+    at: float  # the coordinator's monotonic time
     exited: bool
 
 
-class Notice:
-    """The warning of one start of a job, and the workers that went because of it.
+class Preemption:
+    """The warning of one attempt, and the workers that ended because of it.
 
     Args:
-        warning: seconds between a warning and the end; None for a job that may not be preempted.
-        grace: seconds between SIGTERM and SIGKILL when workers have to be stopped.
+        warning: seconds between a warning and the end; None for a job that cannot be preempted.
+        grace: seconds between SIGTERM and SIGKILL when workers are stopped.
+
+    Attributes:
+        reason: the warning, such as ``SIGUSR1 on gpu7``; empty before it.
+        due: the coordinator's monotonic time at which the workers must be stopped.
     """
 
     def __init__(self, warning: float | None, grace: float) -> None:
@@ -41,63 +43,63 @@ class Notice:
         self._suspects: list[_Suspect] = []
         self._left: set[tuple[int, int | None]] = set()
         self._stopping = False
-        self.why = ""  # empty while there was no warning
-        self.due = float("inf")  # when the workers are to be stopped, by the lead's monotonic clock
+        self.reason = ""
+        self.due = float("inf")
 
     @property
     def seconds(self) -> float:
-        """How long the workers have from the warning on."""
+        """The seconds that the workers have after the warning."""
         if self._warning is None:
             return float("inf")
         return max(self._warning / 2, self._warning - self._grace - _MARGIN)
 
     @property
     def left(self) -> bool:
-        """Whether a worker has left because of the warning."""
+        """Whether a worker has ended because of the warning."""
         return bool(self._left)
 
     @property
-    def suspicion_due(self) -> float:
-        """When a worker's end can wait for a warning no longer, by the lead's monotonic clock."""
-        return min((suspect.at + SUSPICION for suspect in self._suspects), default=float("inf"))
+    def suspects_due(self) -> float:
+        """The coordinator's monotonic time at which the first suspect counts as a failure."""
+        return min((each.at + WARNING_TIMEOUT for each in self._suspects), default=float("inf"))
 
-    def begin(self, why: str, at: float) -> bool:
-        """Take in a warning; return whether it is the first.
+    def warn(self, reason: str, at: float) -> bool:
+        """Record a warning; return whether it is the first.
 
         Args:
-            why: who warned, such as ``SIGUSR1 on gpu7``.
-            at: when, by the lead's monotonic clock.
+            reason: the warning, such as ``SIGUSR1 on gpu7``.
+            at: the coordinator's monotonic time.
         """
-        if self.why:
+        if self.reason:
             return False
-        self.why, self.due = why, at + self.seconds
+        self.reason, self.due = reason, at + self.seconds
         for suspect in self._suspects:
-            self._note(suspect.failure)
+            self._note_left(suspect.failure)
         self._suspects.clear()
         return True
 
     def begin_round(self) -> None:
-        """Forget the workers of the last round; the warning stands."""
+        """Forget the workers of the last round; keep the warning."""
         self._left.clear()
         self._suspects.clear()
         self._stopping = False
 
-    def takes(self, failure: Failure, at: float, *, exited: bool) -> bool:
-        """Return whether a worker's end is a preemption's work, or may turn out to be, and so no
-        failure.
+    def explains(self, failure: Failure, at: float, *, exited: bool) -> bool:
+        """Return whether a preemption explains a worker's end, or may still explain it.
 
         Args:
-            failure: what the agent knows of it.
-            at: when it began, by the lead's monotonic clock.
+            failure: the worker's end.
+            at: when it began, by the coordinator's monotonic clock.
             exited: whether the worker has ended.
         """
-        if self._stopping or (self._warning is None and not self.why):
+        if self._stopping or (self._warning is None and not self.reason):
             return False
         key = (failure.node_rank, failure.local_rank)
-        leaves = failure.exit_code == PREEMPTED_EXIT_CODE or is_termination(failure)
-        if self.why:
+        terminated = failure.kind is FailureKind.TERMINATED
+        leaves = terminated or failure.exit_code == PREEMPTED_EXIT_CODE
+        if self.reason:
             if leaves or (self._left and failure.effect):
-                self._note(failure)
+                self._note_left(failure)
             return key in self._left
         known = [
             suspect
@@ -110,20 +112,21 @@ class Notice:
             suspect.exited |= exited
         return leaves or bool(known)
 
-    def end_round(self, judge: Judge) -> None:
-        """Leave to the judge what was not explained so far, and what comes now that the workers are
-        being stopped.
-        """
-        self.give_up(judge)
+    def end_round(self, root_cause: RootCause) -> None:
+        """Count all suspects as failures; later ends are caused by the stop order."""
+        self.release(root_cause)
         self._stopping = True
 
-    def give_up(self, judge: Judge, moment: float = float("inf")) -> None:
-        """Hand the judge what no warning has explained in time, up to a moment of the lead's
-        monotonic clock.
-        """
-        for suspect in [suspect for suspect in self._suspects if suspect.at + SUSPICION <= moment]:
-            self._suspects.remove(suspect)
-            judge.hear(suspect.failure, suspect.at, exited=suspect.exited)
+    def release(self, root_cause: RootCause, moment: float = float("inf")) -> None:
+        """Count suspects as failures that no warning has explained within 3 s.
 
-    def _note(self, failure: Failure) -> None:
+        Args:
+            root_cause: receives the failures.
+            moment: the coordinator's monotonic time.
+        """
+        for suspect in [each for each in self._suspects if each.at + WARNING_TIMEOUT <= moment]:
+            self._suspects.remove(suspect)
+            root_cause.add(suspect.failure, suspect.at, exited=suspect.exited)
+
+    def _note_left(self, failure: Failure) -> None:
         self._left.add((failure.node_rank, failure.local_rank))

@@ -1,10 +1,9 @@
-"""One connection between two agents: who the other is, proved by the job's token, and messages that
-nobody else can send.
+"""Authenticated connections between agents.
 
-The token never travels. Both sides answer the other's random challenge with an HMAC; a session key
-made of both challenges then signs every message together with its number, so that nothing can be
-forged, replayed or reordered. Messages are JSON, one a line. They are not encrypted: they carry no
-secret.
+The token never travels. Each side answers the other's random challenge with an HMAC. A session key
+made of both challenges then signs every message together with its number, so that no message can be
+forged, replayed or reordered. Messages are JSON objects, one on a line. They are not encrypted:
+they carry no secret.
 """
 
 from __future__ import annotations
@@ -14,25 +13,28 @@ import hashlib
 import hmac
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
-from clusterjob.errors import GangError
+from clusterjob.errors import RendezvousError
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.system.codec import Codec, MalformedMessageError
 
 PROTOCOL = 1
 LINE_BYTES = 1 << 18  # the longest message
-_HELLO_BYTES = 4096  # the longest line from someone who has proved nothing yet
+_UNAUTHENTICATED_LINE_BYTES = 4096
 HANDSHAKE_SECONDS = 5.0
 
-Message = dict[str, Any]
+
+class UnauthenticatedError(RendezvousError):
+    """The peer does not prove this job's token, or does not speak this protocol."""
 
 
-class Stranger(GangError):
-    """Whoever is at the other end does not know this job's token, or does not speak this protocol."""
+class RefusedError(RendezvousError):
+    """The coordinator refuses an agent of this job.
 
-
-class Refused(GangError):
-    """The lead knows the token and does not want this agent: a rank that is taken, an old attempt,
-    another world size.
+    Reasons: its node_rank is taken, or it counts another number of nodes, or it belongs to another
+    attempt.
     """
 
 
@@ -40,38 +42,48 @@ class Channel:
     """An authenticated connection: messages in order, each signed.
 
     Args:
-        reader, writer: the connection.
-        send_key, receive_key: one key for each direction, so that no message can be reflected.
+        reader: the reading side of the connection.
+        writer: the writing side of the connection.
+        sends: the messages that this side sends.
+        receives: the messages that this side accepts.
+        send_key: signs sent messages; each direction has its own, so no message can be reflected.
+        receive_key: verifies received messages.
     """
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        *,
+        sends: Codec,
+        receives: Codec,
         send_key: bytes,
         receive_key: bytes,
     ) -> None:
         self._reader = reader
         self._writer = writer
+        self._sends = sends
+        self._receives = receives
         self._send_key = send_key
         self._receive_key = receive_key
         self._sent = 0
         self._received = 0
 
-    def send(self, message: Message) -> None:
-        """Send a message; a connection that is gone shows at the receiving side."""
+    def send(self, message: Any) -> None:
+        """Send a message; do nothing if the connection is closed, which the receiver notices."""
         if self._writer.is_closing():
             return
-        payload = json.dumps(message).encode()
+        payload = json.dumps(self._sends.encode(message)).encode()
         signature = _sign(self._send_key, str(self._sent).encode(), payload)
         self._sent += 1
         self._writer.write(signature + b" " + payload + b"\n")
 
-    async def receive(self) -> Message | None:
+    async def receive(self) -> Any:
         """Return the next message, or None when the connection has ended.
 
         Raises:
-            Stranger: a message is not signed by the other end of this connection.
+            UnauthenticatedError: a message is not signed by the other end of this connection.
+            MalformedMessageError: a signed message is unknown or has a wrong field.
         """
         try:
             line = await self._reader.readline()
@@ -80,15 +92,14 @@ class Channel:
         if not line.endswith(b"\n"):
             return None
         signature, _, payload = line[:-1].partition(b" ")
-        if not hmac.compare_digest(
-            signature, _sign(self._receive_key, str(self._received).encode(), payload)
-        ):
-            raise Stranger("a message between agents carries a wrong signature")
+        expected = _sign(self._receive_key, str(self._received).encode(), payload)
+        if not hmac.compare_digest(signature, expected):
+            raise UnauthenticatedError("a message between agents has a wrong signature")
         self._received += 1
-        return _object(payload)
+        return self._receives.decode(_object(payload))
 
     async def close(self) -> None:
-        """Send what is waiting and close; never takes longer than a second."""
+        """Send waiting messages and close the connection, within 2 s."""
         try:
             await asyncio.wait_for(self._writer.drain(), 1.0)
             self._writer.close()
@@ -97,107 +108,161 @@ class Channel:
             self._writer.transport.abort()
 
 
-async def greet_lead(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, hello: Message
+async def authenticate_to_coordinator(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, job_id: str
 ) -> Channel:
-    """Introduce this agent to what may be the lead; return the channel once the lead has taken it
-    in.
+    """Authenticate the coordinator at the other end of a connection; return the channel.
+
+    Only the coordinator has proved the token so far: the signature of the first message on the
+    channel proves it for this agent.
 
     Args:
-        reader: the fresh connection, the reading side.
-        writer: the writing side.
+        reader: the reading side of the connection.
+        writer: the writing side of the connection.
         token: the job's secret.
-        hello: job, attempt, node_rank and what else the lead wants to know.
+        job_id: the job's id.
 
     Raises:
-        Stranger: it is not this job's lead.
-        Refused: it is, and it refuses this agent.
-        OSError, asyncio.TimeoutError: the connection broke, or nothing was said in time.
+        UnauthenticatedError: the peer is not this job's coordinator.
+        OSError: the connection broke.
+    """
+    nonce = secrets.token_hex(16)
+    _write(writer, {"clusterjob": PROTOCOL, "job": job_id, "nonce": nonce})
+    challenge = await _read(reader)
+    session = _sign(token, b"session", nonce.encode(), _bytes(challenge.get("nonce")))
+    if not hmac.compare_digest(_bytes(challenge.get("proof")), _sign(session, b"coordinator")):
+        raise UnauthenticatedError("it does not know the job's token")
+    return Channel(
+        reader,
+        writer,
+        sends=messages.FROM_AGENT,
+        receives=messages.FROM_COORDINATOR,
+        send_key=_sign(session, b"to coordinator"),
+        receive_key=_sign(session, b"from coordinator"),
+    )
+
+
+async def authenticate_to_agent(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, job_id: str
+) -> Channel:
+    """Open a channel to an agent; the first message on it proves the agent's token.
+
+    Raises:
+        UnauthenticatedError: the peer is not an agent of this job.
+        OSError: the connection broke.
+    """
+    opening = await _read(reader)
+    if opening.get("clusterjob") != PROTOCOL or opening.get("job") != job_id:
+        raise UnauthenticatedError("it is not an agent of this job")
+    nonce = secrets.token_hex(16)
+    session = _sign(token, b"session", _bytes(opening.get("nonce")), nonce.encode())
+    _write(writer, {"nonce": nonce, "proof": _sign(session, b"coordinator").decode()})
+    return Channel(
+        reader,
+        writer,
+        sends=messages.FROM_COORDINATOR,
+        receives=messages.FROM_AGENT,
+        send_key=_sign(session, b"from coordinator"),
+        receive_key=_sign(session, b"to coordinator"),
+    )
+
+
+async def join(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    token: bytes,
+    job_id: str,
+    hello: messages.Hello,
+) -> Channel:
+    """Join the job through a new connection; return the channel to the coordinator.
+
+    Args:
+        reader: the reading side of the connection.
+        writer: the writing side of the connection.
+        token: the job's secret.
+        job_id: the job's id.
+        hello: the first message of this agent.
+
+    Raises:
+        UnauthenticatedError: the peer is not this job's coordinator.
+        RefusedError: the coordinator refuses this agent.
+        OSError, asyncio.TimeoutError: the connection broke, or had no answer within 5 s.
     """
 
-    async def talk() -> tuple[Channel, Message | None]:
-        nonce = secrets.token_hex(16)
-        _write(writer, {"clusterjob": PROTOCOL, "job": hello["job"], "nonce": nonce})
-        challenge = await _read(reader)
-        session = _sign(token, b"session", nonce.encode(), _bytes(challenge.get("nonce")))
-        if not hmac.compare_digest(_bytes(challenge.get("proof")), _sign(session, b"lead")):
-            raise Stranger("it does not know the job's token")
-        channel = Channel(
-            reader,
-            writer,
-            send_key=_sign(session, b"to lead"),
-            receive_key=_sign(session, b"from lead"),
-        )
+    async def exchange() -> tuple[Channel, Any]:
+        channel = await authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
         channel.send(hello)
         return channel, await channel.receive()
 
-    channel, welcome = await asyncio.wait_for(talk(), HANDSHAKE_SECONDS)
-    if welcome is None:
-        raise Stranger("it closed the connection")
-    if welcome.get("t") == "refused":
-        raise Refused(str(welcome.get("why")))
+    channel, answer = await asyncio.wait_for(exchange(), HANDSHAKE_SECONDS)
+    if isinstance(answer, messages.Refused):
+        raise RefusedError(answer.why)
+    if not isinstance(answer, messages.Welcome):
+        raise UnauthenticatedError("it closed the connection")
     return channel
 
 
-async def greet_member(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, job: str
-) -> tuple[Channel, Message]:
-    """Let an agent prove that it belongs to the job; return the channel and its hello. The caller
-    answers that.
+async def accept(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, job_id: str
+) -> tuple[Channel, messages.Hello]:
+    """Let an agent prove the token; return the channel and its hello, which needs an answer.
 
     Raises:
-        Stranger: it does not know the token, or is of another job.
-        OSError, asyncio.TimeoutError: the connection broke, or nothing was said in time.
+        UnauthenticatedError: the peer does not know the token, or belongs to another job.
+        RefusedError: it knows the token, and its first message is no hello; it was told.
+        OSError, asyncio.TimeoutError: the connection broke, or was silent for 5 s.
     """
 
-    async def talk() -> tuple[Channel, Message | None]:
-        opening = await _read(reader)
-        if opening.get("clusterjob") != PROTOCOL or opening.get("job") != job:
-            raise Stranger("it is not an agent of this job")
-        nonce = secrets.token_hex(16)
-        session = _sign(token, b"session", _bytes(opening.get("nonce")), nonce.encode())
-        _write(writer, {"nonce": nonce, "proof": _sign(session, b"lead").decode()})
-        channel = Channel(
-            reader,
-            writer,
-            send_key=_sign(session, b"from lead"),
-            receive_key=_sign(session, b"to lead"),
-        )
-        return channel, await channel.receive()  # its signature is the agent's proof
+    async def exchange() -> tuple[Channel, Any]:
+        channel = await authenticate_to_agent(reader, writer, token=token, job_id=job_id)
+        try:
+            return channel, await channel.receive()
+        except MalformedMessageError as error:
+            await refuse(channel, str(error))
+            raise RefusedError(str(error)) from error
 
-    channel, hello = await asyncio.wait_for(talk(), HANDSHAKE_SECONDS)
+    channel, hello = await asyncio.wait_for(exchange(), HANDSHAKE_SECONDS)
     if hello is None:
-        raise Stranger("it closed the connection")
+        raise UnauthenticatedError("it closed the connection")
+    if not isinstance(hello, messages.Hello):
+        await refuse(channel, "its first message is not Hello")
+        raise RefusedError("its first message is not Hello")
     return channel, hello
 
 
+async def refuse(channel: Channel, why: str) -> None:
+    """Tell an agent why it may not join, and close the connection."""
+    channel.send(messages.Refused(why))
+    await channel.close()
+
+
 def _bytes(value: object) -> bytes:
-    return str(value).encode(errors="surrogatepass")  # a stranger's JSON may hold what UTF-8 cannot
+    return str(value).encode(errors="surrogatepass")  # a peer's JSON may hold lone surrogates
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, b"\0".join(parts), hashlib.sha256).hexdigest().encode()
 
 
-def _write(writer: asyncio.StreamWriter, message: Message) -> None:
-    writer.write(json.dumps(message).encode() + b"\n")
+def _write(writer: asyncio.StreamWriter, fields: Mapping[str, object]) -> None:
+    writer.write(json.dumps(fields).encode() + b"\n")
 
 
-async def _read(reader: asyncio.StreamReader) -> Message:
+async def _read(reader: asyncio.StreamReader) -> Mapping[str, Any]:
     try:
         line = await reader.readline()
     except ValueError as error:
-        raise Stranger("it sent an endless line") from error
-    if not line.endswith(b"\n") or len(line) > _HELLO_BYTES:
-        raise Stranger("it does not speak the agents' protocol")
+        raise UnauthenticatedError("its line is too long") from error
+    if not line.endswith(b"\n") or len(line) > _UNAUTHENTICATED_LINE_BYTES:
+        raise UnauthenticatedError("it does not speak the agents' protocol")
     return _object(line)
 
 
-def _object(line: bytes) -> Message:
+def _object(line: bytes) -> Mapping[str, Any]:
     try:
-        message = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise Stranger("it does not speak the agents' protocol") from error
-    if not isinstance(message, dict):
-        raise Stranger("it does not speak the agents' protocol")
-    return message
+        raise UnauthenticatedError("it does not speak the agents' protocol") from error
+    if not isinstance(fields, dict):
+        raise UnauthenticatedError("it does not speak the agents' protocol")
+    return fields

@@ -1,10 +1,10 @@
-"""Which failure of a round was the first: the root cause, as against what it brought down.
+"""Name the first failure of a round: the root cause.
 
-Times of different hosts are never compared. An agent says how long ago, by its own monotonic clock,
-a worker began to fail; the lead takes that from its own clock at arrival. What remains is the
-network's latency, and two rules for what time alone cannot tell: a failure that only says "my peer
-is gone" cannot be the first while one of another kind is known, and what failed after the order to
-stop was stopped by us.
+Times of different hosts are never compared. An agent reports how long ago, by its own monotonic
+clock, a worker began to fail; the coordinator subtracts that from its own clock at arrival. The
+error that remains is the network's latency. Two rules decide what time cannot: a failure that only
+names a lost peer is never first while one of another kind is known, and a failure after the stop
+order is caused by that order.
 """
 
 from __future__ import annotations
@@ -12,156 +12,147 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from clusterjob.node.rendezvous import early_exits
-from clusterjob.node.verdict import Failure
+from clusterjob.node.verdict import Failure, FailureKind
 
-# A failure that only tells of a lost peer is no root cause; how long the lead waits for the one
-# that is.
-EFFECT_PATIENCE = 0.3
-# A worker that said "ValueError" may still be in its atexit handlers; how long its exit is waited
-# for, with its last lines.
-EXIT_PATIENCE = 5.0
-# An exit counts from when its agent saw it, which is later than the failures that it brought about
-# where cores are short.
-_LATE_EXIT = 2.0
+# Seconds for which the coordinator waits for the root cause when a failure only names a lost peer.
+EFFECT_TIMEOUT = 0.3
+# A worker that reported an exception may still run its atexit handlers. Seconds to wait for its
+# exit and its last lines.
+EXIT_TIMEOUT = 5.0
+# An early exit counts from when its agent noticed it. On a busy machine that is later than the
+# failures that it causes.
+_LATE_EXIT_SECONDS = 2.0
+
+_Key = tuple[int, "int | None"]  # node_rank, local_rank
 
 
 @dataclass
-class _Trouble:
-    at: float  # the lead's monotonic clock
+class _Entry:
+    at: float  # the coordinator's monotonic time
     failure: Failure
     exited: bool
 
 
-class Judge:
-    """Collects the failures of one round of workers and names the first."""
+class RootCause:
+    """Collect the failures of one round of workers, and name the first."""
 
     def __init__(self) -> None:
-        self._troubles: dict[tuple[int, int | None], _Trouble] = {}
-        self._exits: dict[
-            tuple[int, int | None], _Trouble
-        ] = {}  # of ranks that left with exit code 0
+        self._failures: dict[_Key, _Entry] = {}
+        self._early_exits: dict[_Key, _Entry] = {}  # ranks that ended with exit code 0
         self._stopped_at = float("inf")
-        self._cause_until: dict[str, float] = {}
+        self._wait_until: dict[str, float] = {}
 
-    def await_cause(self, until: float, asked: str) -> None:
-        """Have the effects wait for their cause, as somebody is being asked for it.
+    def wait_for_cause(self, until: float, source: str) -> None:
+        """Delay the verdict on effects until a source has reported the cause.
 
         Args:
-            until: a moment of the lead's monotonic clock; 0.0 once there is nothing more to be
-                waited for.
-            asked: who is being asked; each has a wait of its own.
+            until: a monotonic time of the coordinator; 0.0 when the source has answered.
+            source: a name; each source has its own deadline.
         """
-        self._cause_until[asked] = until
+        self._wait_until[source] = until
 
-    def note_exit(self, failure: Failure, at: float) -> None:
-        """Take in a rank that ended with exit code 0: the cause, where others have failed only
-        because a peer was gone.
-
-        Args:
-            failure: the rank, without words.
-            at: when it ended, by the lead's monotonic clock.
-        """
-        self._exits.setdefault(
-            (failure.node_rank, failure.local_rank), _Trouble(at, failure, exited=True)
-        )
-
-    def hear(self, failure: Failure, at: float, *, exited: bool) -> None:
-        """Take in a failure.
+    def add_early_exit(self, failure: Failure, at: float) -> None:
+        """Add a rank that ended with exit code 0, the cause if others failed only as effects.
 
         Args:
-            failure: what the agent knows of it.
-            at: when it began, by the lead's monotonic clock.
-            exited: whether the worker has ended; a worker that is about to end may be heard of
-                twice.
+            failure: the rank, without a message.
+            at: when it ended, by the coordinator's monotonic clock.
         """
         key = (failure.node_rank, failure.local_rank)
-        known = self._troubles.get(key)
+        self._early_exits.setdefault(key, _Entry(at, failure, exited=True))
+
+    def add(self, failure: Failure, at: float, *, exited: bool) -> None:
+        """Add a failure.
+
+        Args:
+            failure: the failure, as its agent reports it.
+            at: when it began, by the coordinator's monotonic clock.
+            exited: whether the worker has ended; a worker may be reported twice, before and after
+                its end.
+        """
+        key = (failure.node_rank, failure.local_rank)
+        known = self._failures.get(key)
         if known is None:
             if at < self._stopped_at:
-                self._troubles[key] = _Trouble(at, failure, exited=exited)
+                self._failures[key] = _Entry(at, failure, exited=exited)
             return
         if exited and not known.exited:
-            known.failure = _completed(known.failure, failure, by_us=at >= self._stopped_at)
+            known.failure = _completed(known.failure, failure, by_stop=at >= self._stopped_at)
             known.exited = True
 
-    def stopped(self, at: float) -> None:
-        """Note when the order to stop went out: later failures are its work."""
+    def note_stop(self, at: float) -> None:
+        """Record the time of the stop order: later failures are caused by it."""
         self._stopped_at = min(at, self._stopped_at)
 
-    def pardon_effects(self) -> None:
-        """Forget the failures that only tell of a lost peer: it has left on purpose."""
-        self._troubles = {
-            key: trouble for key, trouble in self._troubles.items() if not trouble.failure.effect
+    def drop_effects(self) -> None:
+        """Forget failures that only name a lost peer: the peer left on purpose."""
+        self._failures = {
+            key: entry for key, entry in self._failures.items() if not entry.failure.effect
         }
 
     def stop_due(self) -> float:
-        """Return when everything is to be stopped, by the lead's monotonic clock; infinity while
-        nothing has failed.
-        """
-        if not self._troubles:
+        """Return the monotonic time at which to stop all workers; infinity without a failure."""
+        entries = list(self._failures.values())
+        if not entries:
             return float("inf")
-        causes = [trouble for trouble in self._troubles.values() if not trouble.failure.effect]
-        if any(trouble.exited for trouble in causes):
+        causes = [entry for entry in entries if not entry.failure.effect]
+        if any(entry.exited for entry in causes):
             return 0.0
         if causes:
-            return min(trouble.at for trouble in causes) + EXIT_PATIENCE
-        exited = [trouble.at for trouble in self._troubles.values() if trouble.exited]
-        due = (
-            min(exited) + EFFECT_PATIENCE
-            if exited
-            else min(t.at for t in self._troubles.values()) + EXIT_PATIENCE
-        )
-        return max(due, *self._cause_until.values(), 0.0)
+            return min(entry.at for entry in causes) + EXIT_TIMEOUT
+        exited = [entry.at for entry in entries if entry.exited]
+        due = min(entry.at for entry in entries) + EXIT_TIMEOUT
+        if exited:
+            due = min(exited) + EFFECT_TIMEOUT
+        return max(due, *self._wait_until.values(), 0.0)
 
     def root(self) -> Failure | None:
-        """Return the first failure that is no mere effect of another; where all are effects the
-        rank that left, or the first.
-        """
+        """Return the first failure that is no effect, else an early exit, else the first effect."""
         ranked = self._ranked()
         if not ranked:
             return None
         return self._early_exit() or ranked[0].failure
 
     def consequences(self) -> tuple[Failure, ...]:
-        """Return the other failures, in the order of time."""
+        """Return the other failures, in order of time."""
         ranked = self._ranked()
         others = ranked if self._early_exit() else ranked[1:]
-        return tuple(trouble.failure for trouble in sorted(others, key=lambda trouble: trouble.at))
+        return tuple(entry.failure for entry in sorted(others, key=lambda entry: entry.at))
 
     def _early_exit(self) -> Failure | None:
-        """Return the rank that ended with exit code 0 while others needed it, if nothing else
-        explains their failures.
-        """
-        if not self._exits or not all(
-            trouble.failure.effect for trouble in self._troubles.values()
-        ):
+        """Return the early exit that explains all failures, or None."""
+        failures = sorted(self._failures.values(), key=lambda entry: entry.at)
+        if not self._early_exits or not all(entry.failure.effect for entry in failures):
             return None
-        effects = sorted(self._troubles.values(), key=lambda trouble: trouble.at)
         exits = sorted(
-            (each for each in self._exits.values() if each.at <= effects[0].at + _LATE_EXIT),
-            key=lambda each: each.at,
+            (e for e in self._early_exits.values() if e.at <= failures[0].at + _LATE_EXIT_SECONDS),
+            key=lambda entry: entry.at,
         )
-        if not exits or not any(early_exits.in_torch(each.failure) for each in effects):
+        if not exits or not any(early_exits.in_torch(entry.failure) for entry in failures):
             return None
-        before = effects[0].at - exits[0].at
         return early_exits.failure(
-            [each.failure for each in exits], before, effects=[each.failure for each in effects]
+            [entry.failure for entry in exits],
+            failures[0].at - exits[0].at,
+            effects=[entry.failure for entry in failures],
         )
 
-    def _ranked(self) -> list[_Trouble]:
-        return sorted(
-            self._troubles.values(), key=lambda trouble: (trouble.failure.effect, trouble.at)
-        )
+    def _ranked(self) -> list[_Entry]:
+        return sorted(self._failures.values(), key=lambda entry: (entry.failure.effect, entry.at))
 
 
-def _completed(announced: Failure, end: Failure, *, by_us: bool) -> Failure:
-    """Return what a worker announced, completed by how it ended.
+def _completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
+    """Return a worker's own report, completed by how the worker ended.
 
-    A signal that came after the announcement is not the cause: it is ours, or that of an
-    interpreter that aborts while it exits (gloo's threads: "terminate called without an active
-    exception").
+    A signal after the report is not the cause. It is our stop, or an interpreter that aborts while
+    it exits (gloo's threads: "terminate called without an active exception").
     """
     if end.signal is None:
-        return replace(end, message=announced.message, effect=announced.effect or end.effect)
-    after = "" if by_us else f" (then {end.message})"
+        general = announced.kind in (FailureKind.CODE, FailureKind.EXIT_CODE)
+        return replace(
+            end,
+            message=announced.message,
+            effect=announced.effect or end.effect,
+            kind=end.kind if general else announced.kind,
+        )
+    after = "" if by_stop else f" (then {end.message})"
     return replace(announced, message=f"{announced.message}{after}", last_lines=end.last_lines)

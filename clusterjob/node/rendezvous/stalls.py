@@ -1,7 +1,7 @@
-"""Measure how long this process itself did not run, before it blames a peer for a silence.
+"""Measure how long this process itself did not run, before it reports a silent peer as lost.
 
-A process that was stopped, whose machine was suspended, or that got no CPU has heard nobody
-meanwhile, and nobody has heard it. CLOCK_BOOTTIME goes on while a machine is suspended;
+A process that was stopped or suspended, or that got no CPU, received and sent nothing meanwhile.
+CLOCK_BOOTTIME goes on while a machine is suspended;
 CLOCK_MONOTONIC does not (clock_gettime(2)).
 """
 
@@ -16,16 +16,16 @@ def _boottime() -> float:
 
 
 class Stalls:
-    """The times for which a process that ticks regularly did not run.
+    """Measure the times for which a process that calls `tick` regularly did not run.
 
     Args:
-        interval: seconds between two ticks; a tick that is late by more than one more interval ends
+        interval: seconds between two calls; a call that is late by more than another interval ends
             a stall.
-        clock: seconds that pass whatever this process and its machine do.
+        clock: seconds that also pass while the machine is suspended.
 
     Attributes:
         total: seconds of all stalls so far.
-        last: seconds of the latest one.
+        last: seconds of the latest stall.
     """
 
     def __init__(self, interval: float, clock: Callable[[], float] = _boottime) -> None:
@@ -37,7 +37,7 @@ class Stalls:
         self._ended = float("-inf")
 
     def tick(self) -> float:
-        """Note that this process runs; return the seconds of a stall that ends now, else 0."""
+        """Record that this process runs; return the seconds of a stall that ends now, else 0."""
         moment = self._clock()
         elapsed, self._ticked = moment - self._ticked, moment
         if elapsed <= 2 * self._interval:
@@ -47,6 +47,6 @@ class Stalls:
         return elapsed
 
     def recent(self, seconds: float) -> float:
-        """Return the length of the latest stall if it ended at most so many seconds ago, else 0."""
+        """Return the seconds of the latest stall if it ended within the last `seconds`, else 0."""
         self.tick()
         return self.last if self._clock() - self._ended <= seconds else 0.0

@@ -1,8 +1,9 @@
-"""What others want of an agent: that the job end, or that its workers know of an end which is near.
+"""Collect requests to cancel or preempt the job.
 
-Signals, the lifeline and files in the job's directory all come down to these two. SIGTERM is the
-one with two meanings: a scheduler that takes a job's nodes away sends it too. In a job that may be
-preempted it is a warning, unless somebody has noted that the job is cancelled.
+They arrive as signals, as the end of the lifeline, and as files in the job directory.
+
+A scheduler that takes a job's nodes away sends SIGTERM too. In a job that may be preempted, SIGTERM
+is therefore a warning, unless the job directory records that the job is cancelled.
 """
 
 from __future__ import annotations
@@ -18,33 +19,32 @@ from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.system import network, processes, signals
 
-# Seconds in which a second signal is the same Ctrl-C, from a command between the terminal and this
-# agent.
+# Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
+# this agent may forward it.
 _ONE_KEYSTROKE = 0.5
-_PAUSE = 2.0  # seconds between two looks at the job's directory
+_POLL_INTERVAL = 2.0  # seconds between two checks of the job directory
 
 
-class Wishes:
-    """The wishes that reach one agent. Made, and listened to, in a running event loop.
+class StopRequests:
+    """The stop requests that reach one agent. Created and used in a running event loop.
 
     Args:
         options: whether there is a lifeline, and whether the job may be preempted.
-        job_dir: the job's directory as this node sees it.
-        attempt: which start of the job this is.
+        job_dir: the job's directory, as this node sees it.
+        attempt: the number of this start of the job.
 
     Attributes:
-        cancelled: done once the job is to end; its result says why.
-        interrupted: whether it is to end by Ctrl-C: the workers get SIGINT in the place of SIGTERM.
-        at_once: done once somebody who has interrupted the job does not wait for the workers any
-            longer.
-        warned: done once the end is near; its result says who warned.
+        cancelled: done when the job must end; its result is the reason.
+        interrupted: whether the reason is Ctrl-C; workers then get SIGINT instead of SIGTERM.
+        kill_now: done at the second Ctrl-C: stop the workers without grace.
+        warned: done when a preemption is near; its result is the reason.
     """
 
     def __init__(self, options: LaunchOptions, job_dir: Path, attempt: int) -> None:
         loop = asyncio.get_running_loop()
         self.cancelled: asyncio.Future[str] = loop.create_future()
         self.warned: asyncio.Future[str] = loop.create_future()
-        self.at_once: asyncio.Future[None] = loop.create_future()
+        self.kill_now: asyncio.Future[None] = loop.create_future()
         self.interrupted = False
         self._interrupted_at = 0.0
         self._options = options
@@ -52,58 +52,49 @@ class Wishes:
         self._attempt = attempt
 
     def listen(self, early: Iterable[int]) -> None:
-        """Take wishes from now on.
+        """Accept requests from now on.
 
         Args:
-            early: signals that came before there was an event loop.
+            early: signals that arrived before the event loop ran.
         """
         loop = asyncio.get_running_loop()
-        for number in signals.heeded(preemptible=self._options.warning is not None):
-            loop.add_signal_handler(number, self._interrupted, number)
+        for number in signals.handled(preemptible=self._options.warning is not None):
+            loop.add_signal_handler(number, self._on_signal, number)
         for early_number in early:
-            self._interrupted(early_number)
+            self._on_signal(early_number)
         if self._options.lifeline:
-            self._hold_lifeline()
+            self._watch_lifeline()
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
             self._warn(f"a warning on {network.own_name()}, while the job was starting")
 
-    def watch(self) -> None:
-        """Look every 2 s for the file that asks to cancel the job: its directory may be reached
-        where no signal is.
-        """
+    def poll_job_dir(self) -> None:
+        """Check every 2 s for the file that cancels the job: a signal may not reach this node."""
         if ends.cancelled(self._job_dir):
             if not self.cancelled.done() and ends.interrupted(self._job_dir):
                 self.interrupted, self._interrupted_at = True, time.monotonic()
             self._cancel("cancelled")
         else:
-            asyncio.get_running_loop().call_later(_PAUSE, self.watch)
+            asyncio.get_running_loop().call_later(_POLL_INTERVAL, self.poll_job_dir)
 
-    def _interrupted(self, number: int) -> None:
-        if (
-            number == signal.SIGINT
-            and not self.interrupted
-            and (reader := processes.terminal_reader(os.getpid())) is not None
-        ):
-            processes.send_signal(
-                reader, signal.SIGINT
-            )  # rank 0 is at a prompt, which the terminal's Ctrl-C is for
-            return
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGINT and not self.interrupted:
+            reader = processes.terminal_reader(os.getpid())
+            if reader is not None:  # rank 0 reads from the terminal, so Ctrl-C is for its prompt
+                processes.send_signal(reader, signal.SIGINT)
+                return
         why = f"{processes.signal_name(number)} on {network.own_name()}"
-        wished = ends.cancelled(self._job_dir)
+        cancelled = ends.cancelled(self._job_dir)
         if self._options.warning is not None and (
-            number == signal.SIGUSR1 or (number == signal.SIGTERM and not wished)
+            number == signal.SIGUSR1 or (number == signal.SIGTERM and not cancelled)
         ):
             self._warn(why)
             return
-        if (
-            self.interrupted
-            and not self.at_once.done()
-            and time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE
-        ):
-            self.at_once.set_result(None)
+        second = self.interrupted and time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE
+        if second and not self.kill_now.done():
+            self.kill_now.set_result(None)
         if number == signal.SIGINT and not self.cancelled.done():
             self.interrupted, self._interrupted_at = True, time.monotonic()
-        self._cancel("cancelled" if wished else why)
+        self._cancel("cancelled" if cancelled else why)
 
     def _warn(self, why: str) -> None:
         if not self.warned.done():
@@ -113,19 +104,16 @@ class Wishes:
         if not self.cancelled.done():
             self.cancelled.set_result(why)
 
-    def _hold_lifeline(self) -> None:
+    def _watch_lifeline(self) -> None:
         try:
-            asyncio.get_running_loop().add_reader(0, self._hear_lifeline)
+            asyncio.get_running_loop().add_reader(0, self._on_lifeline)
         except (
             PermissionError
-        ):  # epoll takes no plain file and no /dev/null: what such a stdin says is there already
-            self._hear_lifeline()
+        ):  # epoll accepts no regular file and no /dev/null: stdin is at its end
+            self._on_lifeline()
 
-    def _hear_lifeline(self) -> None:
+    def _on_lifeline(self) -> None:
         asyncio.get_running_loop().remove_reader(0)
         if not ends.detached(self._job_dir):
-            self._cancel(
-                "cancelled"
-                if ends.cancelled(self._job_dir)
-                else "the command that ran the job is gone"
-            )
+            cancelled = ends.cancelled(self._job_dir)
+            self._cancel("cancelled" if cancelled else "the command that ran the job is gone")

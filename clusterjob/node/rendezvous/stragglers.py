@@ -1,6 +1,4 @@
-"""Workers that still run long after the others have succeeded: named once, for a script that hangs
-at its end says nothing itself.
-"""
+"""Name workers that still run 10 s after the others succeeded; they may hang."""
 
 from __future__ import annotations
 
@@ -10,19 +8,19 @@ from collections.abc import Sequence
 from clusterjob.node.environments.topology import ranks_by_node
 from clusterjob.node.logs.folding import ranges
 
-AFTER = 10.0  # seconds since the last of the others ended
+AFTER_SECONDS = 10.0  # since the last of the other workers ended
 
 
 class Stragglers:
-    """What the lead knows of the workers that have ended with 0 in one round.
+    """The workers of one round that have ended with exit code 0.
 
     Args:
         first_ranks: the rank of each node's first worker.
         world_size: workers of the job.
 
     Attributes:
-        due: when those that still run are to be named, by the monotonic clock; infinity while that
-            is not to be seen.
+        due: the monotonic time at which to name the workers that still run; infinity while none
+            has ended, or all have.
     """
 
     def __init__(self, first_ranks: Sequence[int] = (), world_size: int = 0) -> None:
@@ -32,18 +30,18 @@ class Stragglers:
         self.due = float("inf")
 
     def ended(self, node_rank: int, local_rank: int) -> None:
-        """Take in that a worker has ended with 0."""
+        """Record that a worker has ended with exit code 0."""
         self._ended.add(self._first_ranks[node_rank] + local_rank)
-        self.due = time.monotonic() + AFTER if len(self._ended) < self._world_size else float("inf")
+        all_ended = len(self._ended) >= self._world_size
+        self.due = float("inf") if all_ended else time.monotonic() + AFTER_SECONDS
 
     def name(self) -> tuple[str, dict[int, list[int]]]:
-        """Return one line on those that still run, and which they are, by their nodes."""
+        """Return one line about the workers that still run, and their ranks by node_rank."""
         self.due = float("inf")
         running = sorted(set(range(self._world_size)) - self._ended)
         still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
-        return f"{still}; {_ranks(sorted(self._ended))} ended {AFTER:.0f} s ago", ranks_by_node(
-            self._first_ranks, running
-        )
+        text = f"{still}; {_ranks(sorted(self._ended))} ended {AFTER_SECONDS:.0f} s ago"
+        return text, ranks_by_node(self._first_ranks, running)
 
 
 def _ranks(numbers: list[int]) -> str:

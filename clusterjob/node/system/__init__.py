@@ -1,1 +1,1 @@
-"""The machine below a node: processes, network, devices, files, signals."""
+"""Access one machine: processes, network, devices, files, signals."""

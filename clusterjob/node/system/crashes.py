@@ -1,6 +1,4 @@
-"""Hear of errors in callbacks, tasks and threads that nobody waits for: an agent must not live on
-without a part of itself.
-"""
+"""Detect unhandled errors in callbacks, tasks and threads, so that a broken agent ends."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from typing import Any
 
 
 class Crashes:
-    """The first error of an event loop, or of a thread of this process, that no code handles.
+    """Record the first unhandled error of an event loop or of a thread of this process.
 
     Attributes:
-        first: done once there is one; its result is the error.
+        first: a future that is done after the first error; its result is the error.
     """
 
     def __init__(self) -> None:
@@ -25,14 +23,14 @@ class Crashes:
         self.first: asyncio.Future[BaseException] = self._loop.create_future()
 
     def watch(self, task: asyncio.Task[Any]) -> None:
-        """Hear of the error with which a task ends that runs as long as the agent."""
+        """Record the error with which a task ends that should run as long as the agent."""
         task.add_done_callback(self._of_task)
 
     def _of_loop(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, BaseException):
             self._note(error)
-        else:  # a warning of asyncio's
+        else:  # a warning of asyncio
             self._loop.default_exception_handler(context)
 
     def _of_task(self, task: asyncio.Task[Any]) -> None:
@@ -50,14 +48,12 @@ class Crashes:
             self.first.set_result(error)
 
 
-def in_words(error: BaseException) -> str:
-    """Return an error and where it arose as one line, and leave the traceback in this process's
-    stderr.
-    """
+def summary(error: BaseException) -> str:
+    """Return an error and its source line as one line, and print the traceback to stderr."""
     try:
         traceback.print_exception(error, file=sys.stderr)
     except OSError:
-        pass  # nobody reads it, or no descriptor is left for the source files
+        pass  # stderr is closed, or no descriptor is left to open the source files
     frames = traceback.extract_tb(error.__traceback__)
     where = (
         f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]} line {frames[-1].lineno})"

@@ -1,7 +1,8 @@
-"""How many GPUs a process on this machine sees, without importing torch or a vendor's library."""
+"""Count the GPUs that a process sees, without importing torch or a vendor's library."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,10 @@ _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs a process with this environment sees; 0 where there is none, or no
-    driver.
+    """Return the number of GPUs that a process with this environment sees.
 
-    NVIDIA's are device files, and containers are shown their own alone. AMD's are nodes of the
-    kernel's topology with SIMD units.
+    It is 0 without a GPU or without a driver. NVIDIA's GPUs are counted as device files, because a
+    container sees only its own. AMD's GPUs are nodes of the kernel's topology with SIMD units.
     """
     nvidia = _nvidia()
     if nvidia:
@@ -29,58 +29,60 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     return amd
 
 
-def listed_gpus(listed: str | None, installed: int) -> list[str]:
-    """Return the GPUs that are both listed and there.
+def cuda_devices(listed: str) -> list[str]:
+    """Parse CUDA_VISIBLE_DEVICES: indices and UUIDs of GPUs (GPU-...) or MIG devices (MIG-...).
 
-    As CUDA reads it, the list ends at the first entry that is no device.
+    As in CUDA, the list ends at the first entry that is none of them or occurs twice: ``0,-1,2`` is
+    one GPU.
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
-
-    Args:
-        listed: the value of CUDA_VISIBLE_DEVICES; None if it is not set, which means all.
-        installed: how many GPUs the machine has.
     """
-    if listed is None:
-        return [str(index) for index in range(installed)]
     found: list[str] = []
     for entry in (part.strip() for part in listed.split(",")):
-        is_index = (
-            entry.isascii() and entry.isdigit() and len(entry) < 10 and int(entry) < installed
-        )
-        if not (is_index or (installed and entry.startswith(("GPU-", "MIG-")))) or entry in found:
+        is_index = entry.isascii() and entry.isdigit() and len(entry) < 10
+        if not (is_index or entry.startswith(("GPU-", "MIG-"))) or entry in found:
             break
         found.append(entry)
     return found
 
 
-def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that workers are to have, as CUDA_VISIBLE_DEVICES names them, if this process
-    may use them all.
+def listed_gpus(listed: str | None, installed: int) -> list[str]:
+    """Return the GPUs that are both listed and installed.
 
-    On a machine without a GPU, where the workers are rehearsed on the CPU, the variable alone says
-    which ones may be named.
+    The list ends at the first index that is not installed.
 
     Args:
-        wanted: their numbers, as they are in CUDA_VISIBLE_DEVICES where that is set, or their
-            UUIDs.
+        listed: the value of CUDA_VISIBLE_DEVICES; None if it is not set, which means all GPUs.
+        installed: number of GPUs of the machine.
+    """
+    if listed is None:
+        return [str(index) for index in range(installed)]
+    entries = cuda_devices(listed) if installed else []
+    return list(itertools.takewhile(lambda e: not e.isdigit() or int(e) < installed, entries))
+
+
+def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Check the GPUs that the workers shall use, and return them for CUDA_VISIBLE_DEVICES.
+
+    On a machine without a GPU, where workers rehearse on the CPU, only CUDA_VISIBLE_DEVICES limits
+    the names.
+
+    Args:
+        wanted: indices or UUIDs of GPUs; if CUDA_VISIBLE_DEVICES is set, entries of it.
         environ: the environment that the workers inherit.
 
     Raises:
-        UsageError: one is named twice, or is not visible here.
+        UsageError: an entry is empty, occurs twice, or is not visible here.
     """
     names = [name.strip() for name in wanted]
     if not all(names) or len(set(names)) != len(names):
         raise UsageError(
-            f"{','.join(wanted)!r} is no list of GPUs: it has an empty or a double entry",
-            "as in 0,1",
+            f"{','.join(wanted)!r} is not a list of GPUs: an entry is empty or occurs twice",
+            "an example is 0,1",
         )
     limit = environ.get("CUDA_VISIBLE_DEVICES")
     installed = _nvidia() or visible_gpus(environ)
     if limit is not None:
-        visible = (
-            listed_gpus(limit, installed)
-            if installed
-            else [name.strip() for name in limit.split(",")]
-        )
+        visible = listed_gpus(limit, installed) if installed else cuda_devices(limit)
         outside = [name for name in names if name not in visible]
         range_text = f"CUDA_VISIBLE_DEVICES={limit}"
     else:
@@ -94,8 +96,8 @@ def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         )
     if outside:
         raise UsageError(
-            f"GPU {', '.join(outside)} is not to be had here: {range_text}",
-            "name visible ones, or none for all of them",
+            f"GPU {', '.join(outside)} is not available here: {range_text}",
+            "list visible GPUs, or none to use all of them",
         )
     return names
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, flushed to the disk, then renamed into place."""
+"""Write files atomically: write a temporary file, flush it to disk, rename it into place."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import Any
 _TEMPORARY = re.compile(r"\..+\.\w{8}\.(?P<host>.+)\.(?P<pid>\d{1,9})", re.ASCII)
 _SURELY_KILLED = 3600.0  # seconds
 RESERVED = 32 << 10  # bytes
-LARGEST_JSON = 32 << 20  # bytes; what we write is smaller by far
+LARGEST_JSON = 32 << 20  # bytes; our own files are much smaller
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file so that a reader, or a crash, finds the old content or the new and never a part.
+    """Write a file atomically: a reader finds the old or the new content, also after a crash.
 
     Args:
-        path: where the file is to be; its directory exists.
+        path: path of the file; its directory exists.
         data: the content.
         mode: permission bits, set before the first byte is written.
 
     Raises:
-        OSError: the disk is full or the directory cannot be written; nothing is left behind.
+        OSError: the disk is full or the directory cannot be written; no temporary file remains.
     """
     handle, temporary = tempfile.mkstemp(
         prefix=f".{path.name}.", suffix=f".{os.uname().nodename}.{os.getpid()}", dir=path.parent
@@ -46,8 +46,9 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Take the space and the inode of a file that is to be written even if the disk is full by
-    then; on a full one, nothing.
+    """Reserve the space and the inode of a file that must be written even on a full disk.
+
+    If the disk is full already, nothing is reserved and no error is raised.
     """
     with contextlib.suppress(OSError):
         descriptor = os.open(
@@ -60,11 +61,12 @@ def reserve(path: Path) -> None:
 
 
 def write_reserved(path: Path, data: bytes) -> None:
-    """Write a file as `write_atomic` does; on a full disk into the space that `reserve` took, which
-    is freed in any case.
+    """Write a file like `write_atomic`; on a full disk, use the space that `reserve` took.
+
+    The reserve is freed afterwards.
 
     Raises:
-        OSError: it cannot be written, and nothing was reserved, or less than `data` takes.
+        OSError: the file cannot be written, and the reserve is missing or smaller than `data`.
     """
     reserved = _reserve_of(path)
     try:
@@ -98,9 +100,7 @@ def _overwrite(path: Path, data: bytes) -> None:
 
 
 def why_full(directory: Path) -> str:
-    """Return why nothing can be written into a directory, such as that its disk is full; empty
-    where something can.
-    """
+    """Return why a directory cannot be written, such as a full disk; empty if it can."""
     try:
         found = os.statvfs(directory)
     except OSError:
@@ -115,8 +115,9 @@ def why_full(directory: Path) -> str:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what writers of `write_atomic` left in a directory that were killed in it: on this
-    host at once, on others an hour later.
+    """Remove the temporary files of `write_atomic` calls that were killed.
+
+    Files of this host are removed at once; files of other hosts after one hour.
     """
     try:
         names = [name for name in os.listdir(directory) if name.startswith(".")]
@@ -136,11 +137,10 @@ def _killed(host: str, pid: int) -> bool:
 
 
 def is_old(path: Path) -> bool:
-    """Return whether nothing has changed here for so long that whoever was writing it, on any host,
-    was killed.
+    """Return whether a file is unchanged for an hour, so that its writer must have been killed.
 
     Raises:
-        OSError: nobody can tell.
+        OSError: the file cannot be examined.
     """
     return time.time() - path.stat().st_mtime > _SURELY_KILLED
 
@@ -151,16 +151,16 @@ def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return a value as JSON, as files have it."""
+    """Return a value as JSON, in the format of our files."""
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogatepass")
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Return a regular file's content; its size is bounded, and no pipe or device is waited for.
+    """Return a regular file's content, with a size limit; never block on a pipe or a device.
 
     Raises:
-        ValueError: it is longer than `limit` bytes, or no regular file.
-        OSError: it cannot be read.
+        ValueError: the file is longer than `limit` bytes, or is not a regular file.
+        OSError: the file cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -180,7 +180,13 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path) -> Any | None:
-    """Return what `write_json` wrote, or None when the file is absent, is too large or is not JSON."""
+    """Return the value that `write_json` wrote, or None.
+
+    None means that the file is absent, is too large or is not JSON.
+
+    Raises:
+        OSError: the file exists and cannot be read.
+    """
     try:
         return json.loads(read_regular(path, LARGEST_JSON).decode(errors="surrogatepass"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):

@@ -1,6 +1,4 @@
-"""What the kernel knows of this machine's addresses: which of them, and which interface, leads to
-another host.
-"""
+"""Resolve hosts, find local addresses and interfaces, connect and listen over TCP."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
-# An address that is nobody's (RFC 5737): the way to it is the default route.
+# A documentation address (RFC 5737): the route to it is the default route.
 _ELSEWHERE = "198.51.100.1"
 _LOOPBACK_NAMES = {
     "localhost",
@@ -25,18 +23,16 @@ _LOOPBACK_NAMES = {
     "0.0.0.0",  # noqa: S104
     "::",
 }
-PATIENCE = 3.0  # seconds for a name: a resolver whose servers do not answer takes half a minute
-_lookups: dict[str, _Lookup] = {}  # that are under way
+TIMEOUT = 3.0  # seconds for a name: a resolver without answering servers takes half a minute
+_lookups: dict[str, _Lookup] = {}  # running lookups, by host name
 
 
 class NoNameServerError(socket.gaierror):
-    """The resolver has not come to an end in `PATIENCE`."""
+    """The resolver has not answered within `TIMEOUT` seconds."""
 
 
 class _Lookup(threading.Thread):
-    """One question to the resolver, which cannot be called off: whoever asks waits as long as he
-    likes.
-    """
+    """One lookup on a thread: getaddrinfo cannot be cancelled, but a caller can stop waiting."""
 
     def __init__(self, host: str) -> None:
         super().__init__(name=f"resolve {host}", daemon=True)
@@ -53,18 +49,14 @@ class _Lookup(threading.Thread):
                     for each in socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
                 )
             )
-        except (
-            UnicodeError
-        ):  # a name with an empty or an endless label does not even reach the resolver
-            self.error = socket.gaierror(socket.EAI_NONAME, f"{self._host!r} is no host's name")
+        except UnicodeError:  # a label of the name is empty or too long
+            self.error = socket.gaierror(socket.EAI_NONAME, f"{self._host!r} is not a host name")
         except OSError as error:
             self.error = error
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address means the own machine on every machine, so no other
-    node can be reached there.
-    """
+    """Return whether a host name or address is loopback, so that no other node can use it."""
     name = host.strip("[]").lower().removesuffix(".")
     return name in _LOOPBACK_NAMES or name.startswith("127.") or name.endswith(".localhost")
 
@@ -72,11 +64,11 @@ def is_loopback(host: str) -> bool:
 def addresses_of(host: str) -> list[str]:
     """Return the addresses of a host, in the resolver's order.
 
-    A resolver that goes on after `PATIENCE` is given up: a later question for the same name hears
-    what it has found by then.
+    The call gives up after `TIMEOUT` seconds, and the lookup continues: a later call for the same
+    name gets its result.
 
     Args:
-        host: a name or an address, which is returned as it is.
+        host: a name, or an address, which is returned unchanged.
 
     Raises:
         NoNameServerError: no name server answers.
@@ -88,35 +80,33 @@ def addresses_of(host: str) -> list[str]:
     if lookup is None:
         lookup = _lookups[host] = _Lookup(host)
         lookup.start()
-    lookup.join(max(0.0, lookup.begin + PATIENCE - time.monotonic()))
+    lookup.join(max(0.0, lookup.begin + TIMEOUT - time.monotonic()))
     if lookup.is_alive():
-        raise NoNameServerError(
-            socket.EAI_AGAIN, f"no name server answered within {PATIENCE:.0f} s"
-        )
+        raise NoNameServerError(socket.EAI_AGAIN, f"no name server answered within {TIMEOUT:.0f} s")
     _lookups.pop(host, None)
     if lookup.error is not None:
         raise lookup.error
     return lookup.addresses
 
 
-def connect(host: str, port: int, patience: float) -> socket.socket:
+def connect(host: str, port: int, timeout: float) -> socket.socket:
     """Return a TCP connection to a host.
 
     Args:
         host: its name or address.
-        port: where it listens.
-        patience: seconds for each of its addresses.
+        port: the port on which it listens.
+        timeout: timeout in seconds for each of its addresses.
 
     Raises:
         OSError: the name does not resolve, or none of its addresses answers.
     """
-    trouble: OSError = socket.gaierror(socket.EAI_NONAME, "it has no address")
+    last_error: OSError = socket.gaierror(socket.EAI_NONAME, "it has no address")
     for address in addresses_of(host):
         try:
-            return socket.create_connection((address, port), patience)
+            return socket.create_connection((address, port), timeout)
         except OSError as error:
-            trouble = error
-    raise trouble
+            last_error = error
+    raise last_error
 
 
 def _is_address(host: str) -> bool:
@@ -128,18 +118,15 @@ def _is_address(host: str) -> bool:
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this machine's name as the user knows it: as he wrote it, else the scheduler's, else
-    the host's own.
-    """
+    """Return this machine's name: the user's, else the scheduler's, else its host name."""
     return environ.get("CLUSTERJOB_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def address_towards(host: str) -> str | None:
-    """Return the local address from which this machine would reach a host, or None when it has no
-    route to it.
+    """Return the local address from which this machine reaches a host; None without a route.
 
-    Asks the kernel by connecting a UDP socket, which sends nothing. Never asks getfqdn or
-    gethostbyname of the own name: they answer 127.0.1.1 on Debian and ip6.arpa names elsewhere
+    Asks the kernel by connecting a UDP socket, which sends nothing. Does not use getfqdn or
+    gethostbyname of the own name: they return 127.0.1.1 on Debian and ip6.arpa names elsewhere
     (pytorch#150532).
 
     Args:
@@ -155,9 +142,7 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the interface, such as eth0, through which this machine would reach a
-    host; None if unknown.
-    """
+    """Return the interface, such as eth0, through which this machine reaches a host, or None."""
     import fcntl
 
     address = address_towards(host)
@@ -166,7 +151,7 @@ def interface_towards(host: str) -> str | None:
     if ":" in address:
         return _interface_of_ipv6(address)
     if address.startswith("127."):
-        return "lo"  # every 127.x.y.z is lo's, also those that are not its one configured address
+        return "lo"  # lo has every 127.x.y.z, but only one of them is configured
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -180,7 +165,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def is_own(host: str) -> bool:
-    """Return whether a name or an address is one of this machine's."""
+    """Return whether a name or an address belongs to this machine."""
     try:
         family, kind, _, _, address = _resolve(host, 0, kind=socket.SOCK_DGRAM)
         with socket.socket(family, kind) as probe:
@@ -196,13 +181,12 @@ def has_interface(name: str) -> bool:
 
 
 def interface_among(host: str, nnodes: int) -> str | None:
-    """Return the name of the interface through which this machine talks with the other nodes of a
-    job; None if unknown.
+    """Return the interface through which this machine reaches the job's other nodes, or None.
 
     Args:
         host: node 0's name or address.
-        nnodes: nodes of the job. Where there are several, node 0 itself cannot ask for the way to
-            its own name: it is ``lo``.
+        nnodes: number of nodes of the job. With several nodes, node 0 uses the default route,
+            because the route to its own name is ``lo``.
     """
     interface = interface_towards(host)
     if interface == "lo" and nnodes > 1 and not is_loopback(host):
@@ -215,9 +199,7 @@ def _resolve(host: str, port: int, kind: int) -> Any:
 
 
 def _interface_of_ipv6(address: str) -> str | None:
-    """Return the interface that has an IPv6 address, from proc(5): netdevice(7) has no such
-    question for them.
-    """
+    """Return the interface of an IPv6 address, from proc(5): netdevice(7) has no ioctl for it."""
     wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     try:
         with open("/proc/net/if_inet6", encoding="ascii") as file:
@@ -227,9 +209,7 @@ def _interface_of_ipv6(address: str) -> str | None:
 
 
 def why_unresolvable(host: str) -> str:
-    """Return what the resolver has against a name; empty for an address, and for a name that
-    resolves here.
-    """
+    """Return why a name does not resolve here; empty for an address or a name that resolves."""
     try:
         _resolve(host, 9, kind=socket.SOCK_STREAM)
     except OSError as error:
@@ -238,15 +218,15 @@ def why_unresolvable(host: str) -> str:
 
 
 def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> socket.socket:
-    """Return a TCP socket that listens on one address of this machine, or on all where the host is
-    not its own.
+    """Return a TCP socket that listens on one address of this machine, or on all addresses.
 
     Args:
-        host: the address by which the others reach this machine; behind NAT it may not be one of
-            this machine's, and a name of it may mean the loopback interface here.
-        port: the port, 0 for any that is free.
+        host: the address by which other machines reach this one. Behind NAT it may not be an
+            address of this machine, and its name may resolve to loopback here: then the socket
+            listens on all addresses.
+        port: the port; 0 for any free port.
         backlog: connections that may wait before the first accept.
-        alone: nobody comes from another machine, so that a loopback address will do.
+        alone: whether all clients run on this machine, so that a loopback address is enough.
 
     Raises:
         OSError: the port is taken (EADDRINUSE), or the name does not resolve.
@@ -256,7 +236,7 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            # Debian resolves the own name to 127.0.1.1, where no other machine would get through.
+            # Debian resolves the own name to 127.0.1.1, which other machines cannot reach.
             if str(address[0]).startswith("127.") and not is_loopback(host) and not alone:
                 address = ("0.0.0.0", port)  # noqa: S104
             listener.bind(address)
@@ -265,7 +245,8 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
 
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))  # noqa: S104 - reached through NAT
+            # The address is not this machine's: clients come through NAT.
+            listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))  # noqa: S104
         listener.listen(backlog)
     except BaseException:
         listener.close()

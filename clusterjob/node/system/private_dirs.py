@@ -1,4 +1,4 @@
-"""Directories of the user alone: made level by level, and judged by owner and mode."""
+"""Make private directories, and check who else could write to a file or a directory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 
 def make(path: Path) -> None:
-    """Make a directory and what is missing above it, each with the mode 0700 under every umask; one
-    that exists stays as it is.
+    """Make a directory and its missing parents, each with mode 0700 under every umask.
+
+    A directory that exists is not changed.
 
     Raises:
-        OSError: a level cannot be made.
+        OSError: a directory cannot be made.
     """
     missing = []
     while not path.is_dir():
@@ -31,21 +32,22 @@ def make(path: Path) -> None:
                 ) from error
 
 
-def danger(path: Path) -> str:
-    """Return who else could change a file or a directory, such as "everyone can write to it (mode
-    0777)"; empty if nobody can.
+def other_writers(path: Path) -> str:
+    """Return which other users could change a file or a directory; empty if none can.
 
-    A directory with the sticky bit counts as safe: what belongs to the user there is the user's to
-    rename and remove.
+    An example is "everyone can write to it (mode 0777)". A directory with the sticky bit counts as
+    safe: only the owner of a file in it can rename or remove the file.
 
     Raises:
-        OSError: it is not there.
+        OSError: the path does not exist.
     """
-    return danger_of(path.stat()) or (danger_of(path.lstat()) if path.is_symlink() else "")
+    return other_writers_of(path.stat()) or (
+        other_writers_of(path.lstat()) if path.is_symlink() else ""
+    )
 
 
-def danger_of(status: os.stat_result) -> str:
-    """Return the same of a file whose status is known."""
+def other_writers_of(status: os.stat_result) -> str:
+    """Return the same as `other_writers`, from a file's status."""
     owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
     if owner not in (os.geteuid(), 0):
         return f"it belongs to {_user_name(owner)} (uid {owner})"
@@ -66,7 +68,7 @@ def _user_name(uid: int) -> str:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Return whether a group has only the user in it, as where each user has one of the same name."""
+    """Return whether a group is the user's private group, with no other member."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

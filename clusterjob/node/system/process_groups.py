@@ -1,4 +1,4 @@
-"""Process groups: those that a submitter started, signalled, ended with patience, and reaped."""
+"""Signal, end and reap the process groups that a submitter started."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import time
 from clusterjob.node.system import processes
 
 
-def end(leaders: list[int], patience: float) -> None:
-    """Have agents, or the shells that are to become them, end with all that is in their process
-    groups.
+def end(leaders: list[int], timeout: float) -> None:
+    """End agents, or the shells that will exec them, with all processes of their process groups.
 
-    A signal that meets a shell between fork and exec of a setup command is lost on that command:
-    what outlives its leader is killed. An agent's starter is in a group of its own, and stops the
-    workers when the agent is gone.
+    A command that a shell forks while the SIGTERM arrives does not get the signal. So processes
+    that outlive their leader are killed. An agent's forkserver is in its own process group, and
+    stops the workers when the agent is gone.
 
     Args:
         leaders: pids of the leaders, each known to be alive.
-        patience: seconds that a leader may take.
+        timeout: timeout of each leader, in seconds.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     for pid in leaders:
         signal_group(pid, signal.SIGTERM)
     while True:
@@ -36,9 +35,7 @@ def end(leaders: list[int], patience: float) -> None:
 
 
 def members(leader: int) -> list[int]:
-    """Return the live processes of a group; a zombie that nobody reaps is none, though it still can
-    be signalled.
-    """
+    """Return the live processes of a group, without zombies, which still accept signals."""
     found = []
     for entry in os.listdir("/proc"):
         fields = processes.stat_fields(int(entry)) if entry.isdigit() else None
@@ -48,7 +45,7 @@ def members(leader: int) -> list[int]:
 
 
 def signal_group(leader: int, number: int) -> bool:
-    """Signal a process group; return False when it is gone."""
+    """Send a signal to a process group; return False if it is gone."""
     try:
         os.killpg(leader, number)
     except ProcessLookupError:
@@ -57,9 +54,7 @@ def signal_group(leader: int, number: int) -> bool:
 
 
 def reap(pids: list[int]) -> None:
-    """Collect agents that are this process's own children, so that they do not stay as zombies
-    while a job is followed.
-    """
+    """Reap ended agents that are children of this process, so that no zombies remain."""
     for pid in pids:
         try:
             os.waitpid(pid, os.WNOHANG)

@@ -1,8 +1,7 @@
-"""What the kernel knows of processes: who is alive, who descends from whom, who dies with whom.
-Linux, standard library.
+"""Query and control processes through /proc and prctl: state, descendants, OOM kills.
 
-Sources: prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so processes
-that matter are started from main threads only.
+Linux and the standard library only. Sources: prctl(2), proc(5). PR_SET_PDEATHSIG fires when the
+THREAD that forked exits, so long-lived processes are started from main threads only.
 """
 
 from __future__ import annotations
@@ -17,23 +16,25 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# The number of the system call read(2), by machine.
 _READ = {
     "x86_64": "0",
     "aarch64": "63",
     "ppc64le": "3",
     "s390x": "3",
     "riscv64": "63",
-}  # the number of read(2), by machine
+}
 
 
 def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends; exits at once if the parent
-    is gone already.
+    """Make the kernel send this process a signal when its parent ends.
+
+    If the parent is gone already, this process exits at once.
 
     Args:
-        parent_pid: pid of the parent as read before the fork, which closes the race between fork
-            and prctl.
-        with_signal: the signal to be sent.
+        parent_pid: pid of the parent, read before the fork; this closes the race between fork and
+            prctl.
+        with_signal: the signal to send.
     """
     _prctl(_PR_SET_PDEATHSIG, int(with_signal))
     if os.getppid() != parent_pid:
@@ -41,14 +42,15 @@ def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan below it, so that none escapes by a double fork
-    or setsid.
+    """Become the parent of all orphaned descendants.
+
+    None of them escapes by a double fork or setsid.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes  # not needed where processes are only looked at
+    import ctypes  # not needed to query processes
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
@@ -57,30 +59,28 @@ def _prctl(option: int, value: int) -> None:
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)), or None when
-    there is no such process.
+    """Return the fields of /proc/PID/stat from the state (field 3 of proc(5)) on.
+
+    None if there is no such process.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    return text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    return text.rpartition(")")[2].split()  # the process name may contain spaces and brackets
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when the process started, in clock ticks since boot: with the pid, its identity on
-    this boot of the machine.
+    """Return a process's start time in clock ticks since boot; None if it has ended.
 
-    None for a process that is gone; a zombie is gone, it only waits for its parent.
+    The pid and the start time identify a process during one boot. A zombie counts as ended.
     """
     fields = stat_fields(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 def boot_id() -> str:
-    """Return the kernel's random name for this boot, so that a pid from before a reboot is not
-    taken for a live one.
-    """
+    """Return the kernel's random id of this boot, which distinguishes pids of different boots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -88,9 +88,7 @@ def boot_id() -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the live (not zombie) processes below one, in no special order, the process itself
-    left out.
-    """
+    """Return the live (not zombie) descendants of a process, in no special order."""
     children: dict[int, list[int]] = {}
     zombies: set[int] = set()
     for entry in os.listdir("/proc"):
@@ -112,14 +110,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def terminal_reader(above: int, terminal: int = 0) -> int | None:
-    """Return the process below one that waits in read(2) for input from a terminal; None where none
-    does.
+    """Return the descendant of a process that waits for terminal input, or None.
 
-    Only main threads count: a thread that listens for keys beside the work is no prompt.
+    It waits in read(2) on the terminal. Only main threads count: a background thread that reads
+    keys is not a prompt.
 
     Args:
-        above: pid of the process whose descendants are looked at.
-        terminal: a descriptor of the terminal; where it is none, nothing reads it.
+        above: pid of the process whose descendants are searched.
+        terminal: a descriptor of the terminal; if it is not a terminal, the result is None.
     """
     if not os.isatty(terminal):
         return None
@@ -132,13 +130,13 @@ def terminal_reader(above: int, terminal: int = 0) -> int | None:
                 and os.stat(f"/proc/{pid}/fd/{int(arguments[0], 16)}").st_rdev == device
             ):
                 return pid
-        except OSError:  # it has ended, or is not ours to look at
+        except OSError:  # it has ended, or we lack the permission
             continue
     return None
 
 
 def send_signal(pid: int, with_signal: int) -> bool:
-    """Send a signal; return False when the process is gone."""
+    """Send a signal to a process; return False if it is gone."""
     try:
         os.kill(pid, with_signal)
     except ProcessLookupError:
@@ -147,9 +145,7 @@ def send_signal(pid: int, with_signal: int) -> bool:
 
 
 def exit_code_of(wait_status: int) -> tuple[int, str | None]:
-    """Return (exit code, signal name or None) of a wait status: 128 + n for a process that signal n
-    ended.
-    """
+    """Return (exit code, signal name or None) of a wait status; the code of signal n is 128 + n."""
     if os.WIFSIGNALED(wait_status):
         number = os.WTERMSIG(wait_status)
         return 128 + number, signal_name(number)
@@ -157,7 +153,7 @@ def exit_code_of(wait_status: int) -> tuple[int, str | None]:
 
 
 def signal_name(number: int) -> str:
-    """Return SIGKILL for 9 and so on; real-time signals, which have no name, as SIG34."""
+    """Return a signal's name, such as SIGKILL; SIG34 for a real-time signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -165,10 +161,9 @@ def signal_name(number: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as it may at all: a connection for each node, or each
-    rank, takes one.
+    """Raise the limit of open files to the hard limit: each node or rank takes a connection.
 
-    For processes that run no code of the user's: select(2) fails beyond 1,024.
+    Only for processes that run no user code: select(2) fails beyond 1,024.
     """
     import resource
 
@@ -179,12 +174,11 @@ def raise_open_files() -> None:
 
 @dataclass(frozen=True)
 class OomKills:
-    """The kernel's count of processes that it has killed for want of memory: in this process's
-    cgroup, else on this machine.
+    """The kernel's count of OOM kills in this process's cgroup, or else on this machine.
 
     Attributes:
-        count: how many, so far.
-        cgroup: the directory of the cgroup; None where the count is the machine's.
+        count: number of processes killed until now.
+        cgroup: the directory of the cgroup; None if the count is the machine's.
     """
 
     count: int
@@ -192,33 +186,34 @@ class OomKills:
 
     @classmethod
     def now(cls) -> OomKills:
-        """Return the count as it is."""
+        """Return the current count."""
         for directory, name in _memory_cgroups():
             count = _count_in(directory / name)
             if count is not None:
                 return cls(count, directory)
         return cls(_count_in(Path("/proc/vmstat")) or 0)
 
-    def news(self) -> str:
-        """Return what to say of a killed process if the kernel has killed one since; else nothing."""
+    def describe_new(self) -> str:
+        """Return a text about a killed process if the count has grown; else an empty text."""
         now = OomKills.now()
         if now.count <= self.count:
             return ""
         if now.cgroup is None:
-            return "this machine ran out of memory meanwhile"
+            return "this machine ran out of memory in the meantime"
         limits = [now.cgroup / name for name in ("memory.max", "memory.limit_in_bytes")]
         texts = [text.strip() for path in limits if (text := _text(path))]
         limit = next(
             (int(text) for text in texts if text.isdigit() and int(text) < 1 << 60), None
-        )  # v1 writes a huge number for none
+        )  # cgroup v1 writes a huge number for no limit
         return "out of memory: the kernel killed it" + (
             f", limit {limit // 10**6} MB" if limit else ""
         )
 
 
 def _memory_cgroups() -> Iterator[tuple[Path, str]]:
-    """Yield where this process's memory is counted, for version 2 and 1 of cgroups; in a container
-    its own root is mounted.
+    """Yield (directory, file name) of this process's memory counters, for cgroups v2 and v1.
+
+    In a container the mounted root is the container's own cgroup, so the root is yielded too.
     """
     for _, controllers, path in (
         line.split(":", 2) for line in _text(Path("/proc/self/cgroup")).splitlines()
@@ -248,13 +243,13 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process as another can recognise it later: a pid alone may be another process's by then.
+    """Identity of a process that stays unique after its pid is reused.
 
     Attributes:
         pid: its pid.
-        ticks: when it started, in clock ticks since boot.
-        boot_id: which boot of the machine that was.
-        host: the machine's name.
+        ticks: its start time, in clock ticks since boot.
+        boot_id: id of the machine's boot.
+        host: name of the machine.
     """
 
     pid: int
@@ -264,12 +259,13 @@ class ProcessIdentity:
 
     @classmethod
     def of_this_process(cls) -> ProcessIdentity:
-        """Return the caller's own."""
+        """Return the identity of the calling process."""
         return cls(os.getpid(), start_ticks(os.getpid()) or 0, boot_id(), socket.gethostname())
 
     def alive(self) -> bool:
-        """Return whether the process runs; one of another host or another boot does not, as far as
-        can be known here.
+        """Return whether the process runs.
+
+        False for a process of another host or another boot, which cannot be checked here.
         """
         return (
             self.host == socket.gethostname()

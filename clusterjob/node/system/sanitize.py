@@ -1,36 +1,37 @@
-"""Make foreign text safe to show on a terminal: names, messages and output that others wrote."""
+"""Make names, messages and output of other programs safe to show on a terminal."""
 
 from __future__ import annotations
 
 import re
 
-# ECMA-48: a control sequence is CSI, parameters, intermediates, one final byte. SGR (final byte m)
-# sets colours and nothing else.
+# ECMA-48: a control sequence is CSI, parameters, intermediates and one final byte. SGR (final byte
+# m) only sets colours.
 _SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 _RESET = "\x1b[0m"
-# C0 and C1 controls but for the tab, marks that reverse the reading order (CVE-2021-42574), other
+# C0 and C1 controls except the tab, marks that reverse the reading order (CVE-2021-42574), other
 # line breaks, halves of a surrogate pair.
 _CHARACTERS = (
     r"\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 )
 _UNSAFE = re.compile(f"[{_CHARACTERS}]")
-_SAFE = re.compile(rf"[^{_CHARACTERS}]*(?:{_SGR.pattern}[^{_CHARACTERS}]*)*")  # but for its colours
+# Text in which only colours are escapes.
+_SAFE = re.compile(rf"[^{_CHARACTERS}]*(?:{_SGR.pattern}[^{_CHARACTERS}]*)*")
 _SHORT = {"\n": "\\n", "\r": "\\r"}
 
 
 def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
-    r"""Return text that a terminal shows and does not obey.
+    r"""Return text without control sequences that a terminal would execute.
 
     Control characters, and marks that reverse the reading order, appear as escapes:
     ``\x1b]0;title\x07``. Colours are removed.
 
     Args:
-        text: what somebody else wrote.
+        text: text from another program or user.
         lines: keep line breaks; else they appear as ``\n``, so that a text cannot forge a second
             line.
-        colours: keep colours, ended at the end of the text; remove sequences that move the cursor
-            or erase. For workers' output.
+        colours: keep colours and reset them at the end of the text; remove sequences that move the
+            cursor or erase. For workers' output.
     """
     if text.isprintable():
         return text
@@ -38,7 +39,7 @@ def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
         return "\n".join(sanitize(line, colours=colours) for line in text.split("\n"))
     if not colours:
         return _UNSAFE.sub(_escape, _SGR.sub("", text))
-    if _SAFE.fullmatch(text):  # as most coloured lines are
+    if _SAFE.fullmatch(text):  # most coloured lines match
         last = text.rfind("\x1b")
         return text if last < 0 or text.startswith((_RESET, "\x1b[m"), last) else text + _RESET
     shown, end, coloured = [], 0, False
@@ -58,7 +59,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def escape_json(text: str) -> str:
-    """Return JSON text with the same values in which no character is unsafe to show."""
+    """Escape the unsafe characters of a JSON text; its values stay the same."""
     return "\n".join(
         _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in text.split("\n")
     )

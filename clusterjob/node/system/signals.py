@@ -1,33 +1,32 @@
-"""The signals that an agent heeds, from before there is an event loop that it could hear them with."""
+"""Record the signals that an agent handles before its event loop runs."""
 
 from __future__ import annotations
 
 import signal
 
 
-def heeded(*, preemptible: bool) -> list[int]:
-    """Return the numbers of the signals that are a wish of somebody's.
+def handled(*, preemptible: bool) -> list[int]:
+    """Return the numbers of the signals that request a stop or warn of a preemption.
 
     Args:
         preemptible: whether the job may be preempted; SIGUSR1 then warns of it.
     """
     numbers: list[int] = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    # One that is ignored was asked to be, by nohup or a shell's background job. SIGUSR1 is ignored
-    # so that none is lost on a shell.
+    # nohup or a shell's background job ignores a signal on purpose: keep that. The job script
+    # ignores SIGUSR1 only so that it does not end the shell: handle it here.
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN] + [
         signal.SIGUSR1
     ] * preemptible
 
 
-def note_early(*, preemptible: bool) -> list[int]:
-    """Return the list to which each of them is added that comes from now on, until somebody else
-    handles them.
+def collect_early(*, preemptible: bool) -> list[int]:
+    """Install handlers that collect these signals, and return the list that they append to.
 
-    It would end this process, and look as if the agent had been killed. A starter that is forked
-    then has the same handlers and so lives on: what a scheduler sends to every process of a job is
-    the agent's to obey.
+    Without a handler such a signal would end this process, as if the agent had been killed. A
+    forkserver that is forked later inherits the handlers and survives: if a scheduler signals every
+    process of a job, only the agent reacts.
     """
     early: list[int] = []
-    for number in heeded(preemptible=preemptible):
+    for number in handled(preemptible=preemptible):
         signal.signal(number, lambda number, _: early.append(number))
     return early

@@ -1,3 +1,4 @@
-"""How a node's workers come to be and end: the one room that forks. `starter` is its process; the
-agent talks to that alone.
+"""Start and end the workers of a node; only this package forks.
+
+The agent uses only `forkserver_client`; the forkserver process runs `forkserver`.
 """

@@ -1,5 +1,6 @@
-"""Environment variables that a script sets before it imports torch, which a forked worker has
-imported before that.
+"""Find environment variables that a script sets before it imports torch.
+
+A forked worker has inherited an imported torch, which has already read these variables.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from typing import Any
 
 from clusterjob.node.program import Program
 
-# What torch 2.13, and the libraries that it loads, read while they are imported. More names than
-# needed cost time, fewer are wrong.
+# Variables that torch 2.13 and the libraries it loads read at import. An extra name here costs
+# time; a missing name breaks scripts.
 _READ_BY_IMPORT = re.compile(
-    r"(OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TQDM)_\w+|TORCHDYNAMO_EXTENDED_\w+"
+    r"(OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TQDM)_\w+"
+    r"|TORCHDYNAMO_EXTENDED_\w+"
 )
 _READ_LATER = re.compile(
-    r"TORCH_(NCCL|FR|GLOO)_\w+|TORCH_HOME|TORCH_EXTENSIONS_DIR|TORCH_CUDA_ARCH_LIST|KMP_DUPLICATE_LIB_OK"
+    r"TORCH_(NCCL|FR|GLOO)_\w+|TORCH_HOME|TORCH_EXTENSIONS_DIR|TORCH_CUDA_ARCH_LIST"
+    r"|KMP_DUPLICATE_LIB_OK"
 )
 _READ_AGAIN = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by `_apply`
-_MOST_BYTES = 1 << 20  # of a script that is looked at
+_MOST_BYTES = 1 << 20  # of a script that are parsed
 
 
 def matters(name: str) -> bool:
@@ -34,24 +37,27 @@ def matters(name: str) -> bool:
     return _READ_BY_IMPORT.fullmatch(name) is not None and _READ_LATER.fullmatch(name) is None
 
 
-# -- before the fork: what the script's text says ------------------------------------------------------------------------------
+# -- before the fork: variables that the source of the script sets ---------------------------------
 
 
 def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
-    """Return which variable a script sets before it imports torch, and where; None if it sets none
-    that a forked worker cannot apply.
+    """Return the variable that a script sets before it imports torch, and the line.
 
-    It reads the statements of the main file alone, outside of functions. `apply_at_import` sees the
-    rest.
+    Only the statements of the main file outside of functions are checked. `apply_at_import` handles
+    the rest.
 
     Args:
-        program: what the workers run.
-        environ: the variables that it finds.
+        program: the program that the workers run.
+        environ: the environment that the program inherits.
+
+    Returns:
+        A sentence that names file, line and variable. None if the script sets no variable, or only
+        variables that a forked worker can still apply.
     """
     try:
         path = _file_of(program)
         if not path.is_file():
-            return None  # nor a pipe, which can be read once
+            return None  # a pipe can be read only once
         with path.open("rb") as stream:
             source = stream.read(_MOST_BYTES)
         if b"environ" not in source and b"putenv" not in source:
@@ -60,13 +66,16 @@ def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
             warnings.simplefilter("ignore")
             statements = ast.parse(source).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # the worker shows what is wrong with it
+        return None  # the worker shows the error
     for statement in _flat(statements):
         if _imports_torch(statement):
             return None
         for name in _changed_by(statement, environ):
             if matters(name) and name not in _READ_AGAIN:
-                return f"{path.name} line {statement.lineno} sets {name}, which torch reads while it is imported"
+                return (
+                    f"{path.name} line {statement.lineno} sets {name},"
+                    " which torch reads while it is imported"
+                )
     return None
 
 
@@ -78,8 +87,9 @@ def _file_of(program: Program) -> Path:
 
 
 def _flat(statements: Iterable[ast.AST]) -> Iterator[ast.stmt]:
-    """Yield statements in their order, and those inside of compound ones in the place of these; not
-    those of functions and classes.
+    """Yield statements in order, with each compound statement replaced by its inner statements.
+
+    Statements inside functions and classes are left out.
     """
     for statement in statements:
         if isinstance(
@@ -161,15 +171,14 @@ def _text(node: ast.expr | None) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
-# -- after the fork: what the script has set when it imports torch ----------------------------------------------------------------
+# -- after the fork: variables that the script has set when it imports torch -----------------------
 
 
 def apply_at_import() -> None:
-    """Have torch look again, once this process imports it, at what has changed by then; say so of
-    what it cannot change any more.
+    """Apply changed variables when this process imports torch.
 
-    The modules of torch are taken out of sys.modules until then: the first import of one gives them
-    all back.
+    Print a message for each changed variable that torch cannot apply any more. Until the import,
+    the modules of torch are removed from sys.modules; the first import of one restores all of them.
     """
     if "torch" in sys.modules:
         names = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]
@@ -179,15 +188,13 @@ def apply_at_import() -> None:
 
 
 class _Preloaded:
-    """Finds torch as the forkserver has imported it; the protocol of sys.meta_path."""
+    """Finder and loader for the torch that the forkserver has imported (sys.meta_path protocol)."""
 
     def __init__(self, modules: dict[str, ModuleType], before: dict[str, str]) -> None:
         self._modules, self._before = modules, before
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return where torch is, with a loader that gives the module that is there already; None
-        for all others.
-        """
+        """Return torch's spec with a loader that returns the preloaded module; None for others."""
         if name != "torch" or self not in sys.meta_path:
             return None
         for finder in sys.meta_path:
@@ -199,14 +206,14 @@ class _Preloaded:
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Give all modules back, and return torch."""
+        """Restore all modules in sys.modules, and return torch."""
         sys.meta_path.remove(self)
         sys.modules.update(self._modules)
         return self._modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Apply what has changed since the fork."""
-        # This one has done its work.
+        """Apply the variables that have changed since the fork."""
+        # Restore torch's own loader: this loader is used only once.
         module.__spec__.loader = module.__loader__  # type: ignore[union-attr]
         changed = [
             name
@@ -215,12 +222,15 @@ class _Preloaded:
         ]
         left = [name for name in changed if not _apply(module, name)]
         if left:
-            text = f"torch was imported before this script set {', '.join(sorted(left))}: use --env NAME=VALUE, or --start exec"
+            text = (
+                f"torch was imported before this script set {', '.join(sorted(left))}:"
+                " use --env NAME=VALUE, or --start exec"
+            )
             print(f"clusterjob: {text}", file=sys.stderr, flush=True)
 
 
 def _apply(torch: Any, name: str) -> bool:
-    """Have torch read one variable again; return whether it can."""
+    """Make torch read one variable again; return whether that is possible."""
     if name == "TORCH_DISTRIBUTED_DEBUG" and hasattr(torch.distributed, "set_debug_level_from_env"):
         torch.distributed.set_debug_level_from_env()
         return True

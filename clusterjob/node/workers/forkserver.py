@@ -1,34 +1,23 @@
-"""The starter: the one process per node that starts, reaps and stops the workers, while the agent
-talks to the world.
+"""The forkserver: the process of a node that starts, reaps and stops the workers.
 
-It is forked from the agent before that has threads, imports torch where that pays, and forks. It
-adopts every orphan below it, so that what a worker leaves behind ends with the job. If the agent
-dies, it stops everything, says so in the job directory and ends; if it is killed itself, its
-workers are killed by the kernel.
+The agent forks it before the agent has threads. It imports torch if its workers can be forked, and
+forks them. It adopts every orphan below it, so that the processes a worker leaves behind end with
+the job. If the agent dies, the forkserver stops all workers, records this in the job directory and
+exits. If the forkserver is killed, the kernel kills its workers.
 
-The agent and the starter exchange JSON messages over a socket pair:
-
-    start {world, variables} (+ the store's socket)  ->  exit {local_rank, status, monotonic} for
-    each worker, in time warn {}                                              the end is near, for
-    this round and those to come stop {grace, signal}                             ->  gone {} when
-    no process of the workers is left where {local_ranks, final}                       ->  where
-    {final, answers} what these workers do, a moment later check {}
-    ->  checked {} after every end of a worker so far
-                                                         ready {fork, why} once, failing {...} when
-                                                         a worker says so, missing {local_rank,
-                                                         ranks, final} when one waits for others
+The messages are in `forkserver_messages`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,41 +28,42 @@ from clusterjob.node.logs.events import now
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.system import network, processes
-from clusterjob.node.verdict import JobState
+from clusterjob.node.verdict import FailureKind, JobState
 from clusterjob.node.workers import (
     early_variables,
     hook_directory,
     preload,
-    sightings,
     torchrun,
     worker_process,
 )
+from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers.preemption_pipe import WarningPipe
-from clusterjob.node.workers.status_probe import Asking
+from clusterjob.node.workers.status_probe import StatusProbe
 
-MESSAGE_BYTES = 1 << 17  # of one message; a socket pair of SOCK_SEQPACKET keeps them apart
-# What workers leave behind is asked to go, then killed. Between the two, multiprocessing's resource
-# tracker (which ignores SIGTERM and waits for the last holder of its pipe, such as a DataLoader's
-# worker) frees the shared memory.
+MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
+# Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
+# resource tracker frees the shared memory. It ignores SIGTERM and waits until the last process that
+# holds its pipe, such as a DataLoader worker, has ended.
 _LEFTOVER_TERM = 0.1
 _LEFTOVER_KILL = 0.5
 _ORPHANED_GRACE = 0.5  # between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
-_NO_STORE = 3  # exit code of a store's process that could not import torch
+_MAX_REPORT = 4096  # characters of a worker's message
+_NO_STORE = 3  # exit code of a store process that could not import torch
 
 
-class Starter:
-    """The starter's own side: runs in the forked process until the agent says quit or dies.
+class Forkserver:
+    """Serve the agent in the forked process until the agent sends quit or dies.
 
     Args:
         control: this process's end of the socket pair.
-        options: what the node was told.
-        job_dir: where logs and this node's end are written.
+        options: the node's options.
+        job_dir: the directory for logs and for this node's end record.
         job_id: the job's id.
-        attempt: which start of the job this is.
-        node_rank: this node's index, for the record of an end.
-        stdin: the descriptor that becomes the first worker's stdin; None for an empty one, as the
-            others have.
+        attempt: the number of this start of the job.
+        node_rank: this node's index, for the end record.
+        stdin: the descriptor that becomes the first worker's stdin; None for an empty stdin, which
+            all other workers have.
     """
 
     def __init__(
@@ -96,63 +86,70 @@ class Starter:
         self._agent_pid = os.getppid()
         self._fork = False
         self._live: dict[int, int] = {}  # pid -> local rank
-        self._begun: dict[int, float] = {}  # pid -> when it was started
-        self._logs: dict[int, Path] = {}  # local rank -> its stderr
-        self._asking = Asking()
+        self._begun: dict[int, float] = {}  # pid -> monotonic start time
+        self._logs: dict[int, Path] = {}  # local rank -> stderr file
+        self._status_probe = StatusProbe()
         self._store: int | None = None
-        self._stopping: float | None = None  # when SIGKILL is due
-        self._warning: WarningPipe | None = (
-            None  # of this round's workers, in a job that may be preempted
-        )
+        self._stopping: float | None = None  # the time of SIGKILL, while a stop is in progress
+        # The pipe of this round's workers; None if the job cannot be preempted.
+        self._warning: WarningPipe | None = None
         self._warned = False
-        self._empty_since: float | None = None  # when the last worker was gone
-        self._asked_leftovers = False
+        self._empty_since: float | None = None  # when the last worker ended
+        self._leftovers_terminated = False
         self._agent_gone = False
         self._quit = False
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.WarnWorkers: self._on_warn,
+            messages.ProbeWorkers: self._on_probe,
+            messages.ReportEnds: self._on_report_ends,
+            messages.StopWorkers: self._on_stop,
+            messages.Quit: self._on_quit,
+        }
 
     def serve(self) -> Program | None:
-        """Serve the agent until the end; returns the program only in a forked worker, which is to
-        run it.
+        """Serve the agent until the end.
+
+        Returns:
+            None in the forkserver. In a forked worker: the program that this process must run.
         """
-        # A scheduler may send its signals to every process of a job; what they mean is the agent's
-        # to say. Workers start without this.
+        # A scheduler may signal every process of a job; only the agent decides on a signal. Workers
+        # reset these handlers.
         for number in (
             signal.SIGTERM,
             *([] if self._options.warning is None else [signal.SIGUSR1]),
         ):
             signal.signal(number, signal.SIG_IGN)
-        processes.die_with_parent(
-            self._agent_pid, signal.SIGKILL
-        )  # for as long as an import keeps it from listening
+        # During the import this process cannot read the control socket.
+        processes.die_with_parent(self._agent_pid, signal.SIGKILL)
         processes.adopt_orphans()
-        self._agents_group = os.getpgid(0)
-        # Ctrl-C in a terminal is for the agent, which stops the workers in order. One that reads
-        # the terminal has to be in another session: the kernel stops readers in the background of
-        # the terminal's own (SIGTTIN).
+        self._agent_group = os.getpgid(0)
+        # Only the agent receives Ctrl-C; it stops the workers in order. A worker that reads the
+        # terminal needs a session of its own: the kernel stops background processes of the
+        # terminal's session that read from it (SIGTTIN).
         if self._stdin is not None and os.isatty(self._stdin):
             os.setsid()
         else:
             os.setpgid(0, 0)
-        why = self._warm_up()
+        why = self._preload_torch()
         self._hook = hook_directory.write(self._job_dir)
         self._open()
-        self._tell({"t": "ready", "fork": self._fork, "why": why})
+        self._send(messages.Ready(why))
         while not (self._quit and self._stopping is None):
-            for key, _ in self._selector.select(self._patience()):
-                program = self._hear(key.fd)
+            for key, _ in self._selector.select(self._select_timeout()):
+                program = self._handle_event(key.fd)
                 if program is not None:
                     return program
             self._reap()
-            self._pursue_stop()
-            if self._asking.ready():
-                answers = self._asking.answers(self._logs, forked=self._fork)
+            self._continue_stop()
+            if self._status_probe.ready():
+                answers = self._status_probe.answers(self._logs, forked=self._fork)
                 if answers is not None:
-                    self._tell(answers)
+                    self._send(answers)
         if self._agent_gone:
             self._record_end()
         return None
 
-    def _warm_up(self) -> str | None:
+    def _preload_torch(self) -> str | None:
         options = self._options
         if options.launcher == "torchrun" or options.start == "exec":
             return None
@@ -161,7 +158,7 @@ class Starter:
         why = (
             early_variables.set_in(options.program, os.environ) if options.start == "auto" else None
         )
-        why = why or preload.warm_up()
+        why = why or preload.preload_torch()
         self._fork = why is None
         return why
 
@@ -177,68 +174,71 @@ class Starter:
         self._selector = selectors.PollSelector()
         for descriptor in (self._control.fileno(), self._wake_read, self._report_read):
             self._selector.register(descriptor, selectors.EVENT_READ)
-        # From here on the end of the control socket tells of the agent's death, and the workers
-        # need a proper stop.
-        processes.die_with_parent(self._agent_pid, signal.SIGTERM)  # which is ignored
+        # From here on, EOF on the control socket reports the agent's death, and the workers must be
+        # stopped in order. SIGTERM is ignored here.
+        processes.die_with_parent(self._agent_pid, signal.SIGTERM)
 
-    def _patience(self) -> float | None:
+    def _select_timeout(self) -> float | None:
         if self._stopping is not None:
             return _SWEEP_INTERVAL
-        return None if self._asking.due is None else max(0.0, self._asking.due - time.monotonic())
+        due = self._status_probe.due
+        return None if due is None else max(0.0, due - time.monotonic())
 
-    def _hear(self, descriptor: int) -> Program | None:
+    def _handle_event(self, descriptor: int) -> Program | None:
         if descriptor == self._wake_read:
             os.read(self._wake_read, 4096)
         elif descriptor == self._report_read:
             self._read_reports()
         else:
-            return self._obey()
+            return self._handle_message()
         return None
 
-    def _obey(self) -> Program | None:
+    def _handle_message(self) -> Program | None:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
         except ConnectionError:
             data, descriptors = b"", []
         if not data:
             self._agent_gone = self._quit = True
-            self._end_agents_group()
+            self._kill_agent_group()
             self._selector.unregister(self._control.fileno())
             self._begin_stop(_ORPHANED_GRACE)
             return None
-        message = json.loads(data)
-        if message["t"] == "start":
-            return self._start(World(**message["world"]), message["variables"], descriptors)
-        if message["t"] == "warn":
-            self._warned = True
-            if self._warning is not None:
-                self._warning.warn()
-        elif message["t"] == "where":
-            self._asking.ask(
-                message["local_ranks"],
-                self._live,
-                self._begun,
-                final=message["final"],
-                note=message.get("note", ""),
-            )
-        elif message["t"] == "check":
-            self._reap()
-            self._tell({"t": "checked"})
-        elif message["t"] == "stop":
-            self._begin_stop(message["grace"], message["signal"])
-        elif message["t"] == "quit":
-            self._quit = True
-            self._begin_stop(0.0)
+        message = messages.decode(messages.FROM_AGENT, data)
+        if isinstance(message, messages.StartRound):
+            return self._start(message.world, message.variables, descriptors)
+        self._handlers[type(message)](message)
         return None
 
-    # -- starting ------------------------------------------------------------------------------------------------------
+    def _on_warn(self, _message: messages.WarnWorkers) -> None:
+        self._warned = True
+        if self._warning is not None:
+            self._warning.warn()
+
+    def _on_probe(self, message: messages.ProbeWorkers) -> None:
+        self._status_probe.start(
+            message.local_ranks, self._live, self._begun, final=message.final, note=message.note
+        )
+
+    def _on_report_ends(self, _message: messages.ReportEnds) -> None:
+        self._reap()
+        self._send(messages.EndsReported())
+
+    def _on_stop(self, message: messages.StopWorkers) -> None:
+        self._begin_stop(message.grace, message.signal)
+
+    def _on_quit(self, _message: messages.Quit) -> None:
+        self._quit = True
+        self._begin_stop(0.0)
+
+    # -- starting ----------------------------------------------------------------------------------
 
     def _start(
         self, world: World, variables: dict[str, str], descriptors: list[int]
     ) -> Program | None:
         self._empty_since = None
         self._begun.clear()
-        self._asking.forget()
+        self._status_probe.cancel()
         directory = log_files.node_directory(self._job_dir, world.node_rank)
         if descriptors:
             self._store = self._start_store(world, descriptors[0], directory=directory)
@@ -254,20 +254,19 @@ class Starter:
                     start, (self._report_read, self._report_write), close=own, stdin=self._stdin
                 )
             except OSError as error:
-                self._tell(
-                    {
-                        "t": "failing",
-                        "local_rank": start.local_rank,
-                        "monotonic": time.monotonic(),
-                        "message": f"cannot start a worker: {error}",
-                        "exit_code": 1,
-                        "fatal": True,
-                    }
+                self._send(
+                    messages.WorkerFailing(
+                        start.local_rank,
+                        time.monotonic(),
+                        message=f"cannot start a worker: {error}",
+                        exit_code=1,
+                        kind=FailureKind.LAUNCH.value,
+                        started=False,
+                    )
                 )
                 return None
             if pid == 0:
-                # Its descriptor is closed, and the number may soon be one of the program's own
-                # files.
+                # The worker has closed this descriptor; the program may reuse its number.
                 self._control.detach()
                 return self._options.program
             self._live[pid] = start.local_rank
@@ -309,7 +308,7 @@ class Starter:
         ]
 
     def _start_store(self, world: World, listener: int, directory: Path) -> int:
-        starter = os.getpid()
+        forkserver_pid = os.getpid()
         log = os.open(
             directory / "store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
@@ -319,7 +318,7 @@ class Starter:
             os.close(log)
             return pid
         try:
-            processes.die_with_parent(starter)
+            processes.die_with_parent(forkserver_pid)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for descriptor in (
@@ -335,16 +334,15 @@ class Starter:
             os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
             processes.raise_open_files()
             preload.serve_store(world.master_addr, world.master_port, listener_fd=listener)
-        except (
-            ImportError
-        ) as error:  # a torch that is broken: a worker that wants it will show the error whole
-            os.write(2, f"no store: {error!r}\n".encode())
+        except ImportError as error:
+            # torch is broken; a worker that imports it shows the full error.
+            os.write(2, f"cannot start torch's store: {error!r}\n".encode())
             os._exit(_NO_STORE)
         except BaseException as error:
-            os.write(2, f"the store ended: {error!r}\n".encode())
+            os.write(2, f"the store process failed: {error!r}\n".encode())
         os._exit(1)
 
-    # -- watching ------------------------------------------------------------------------------------------------------
+    # -- watching ----------------------------------------------------------------------------------
 
     def _reap(self) -> None:
         while True:
@@ -357,17 +355,11 @@ class Starter:
             if pid == self._store:
                 self._store = None
                 if self._stopping is None and os.waitstatus_to_exitcode(status) != _NO_STORE:
-                    self._tell({"t": "store", "status": status})
+                    self._send(messages.StoreExited(status))
             elif pid in self._live:
-                self._read_reports()  # what the worker said before it ended comes before its end
-                self._tell(
-                    {
-                        "t": "exit",
-                        "local_rank": self._live.pop(pid),
-                        "status": status,
-                        "monotonic": time.monotonic(),
-                    }
-                )
+                self._read_reports()  # so that a worker's report is sent before its exit
+                local_rank = self._live.pop(pid)
+                self._send(messages.WorkerExited(local_rank, status, time.monotonic()))
 
     def _read_reports(self) -> None:
         try:
@@ -378,45 +370,41 @@ class Starter:
         *lines, self._reports = self._reports.split(b"\n")
         for line in lines:
             try:
-                report = json.loads(line)
-                question = sightings.wanted(report)
-                if question is not None:
-                    self._tell(question)
-                    continue
-                local_rank, moment = (
-                    int(report["local_rank"]),
-                    min(float(report["monotonic"]), time.monotonic()),
+                message = messages.decode(messages.FROM_WORKER, line)
+            except (ValueError, RecursionError):
+                continue  # user code can write anything into the pipe
+            if message.local_rank not in self._live.values():
+                continue
+            if isinstance(message, messages.WorkerFailing):
+                message = replace(
+                    message,
+                    monotonic=min(message.monotonic, time.monotonic()),
+                    message=message.message[:_MAX_REPORT],
+                    started=True,
                 )
-                if local_rank in self._live.values():
-                    self._tell(
-                        {
-                            "t": "failing",
-                            "local_rank": local_rank,
-                            "monotonic": moment,
-                            "message": str(report["message"])[:4096],
-                            "exit_code": int(report["exit_code"]),
-                        }
-                    )
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                continue  # the pipe is open to the user's code, which may write anything
+            self._send(message)
 
-    # -- stopping ------------------------------------------------------------------------------------------------------
+    # -- stopping ----------------------------------------------------------------------------------
 
     def _begin_stop(self, grace: float, number: int = signal.SIGTERM) -> None:
-        if (
-            self._warning is not None
-        ):  # before the signal: a worker that takes a scheduler's SIGTERM for a warning sees whose this is
+        if self._warning is not None:
+            # Before the signal: a worker that takes SIGTERM for a scheduler's warning can then see
+            # that this SIGTERM is a stop.
             self._warning.close()
             self._warning = None
         due = time.monotonic() + grace
         self._stopping = due if self._stopping is None else min(due, self._stopping)
-        tell_all = (
-            number == signal.SIGINT and not self._options.program.is_python
-        )  # as a terminal does: a shell passes no signal on
-        below = [child for pid in self._live if tell_all for child in processes.descendants(pid)]
+        # As a terminal does with Ctrl-C: a shell does not forward signals to its children.
+        signal_descendants = number == signal.SIGINT and not self._options.program.is_python
+        below = [
+            child
+            for pid in self._live
+            if signal_descendants
+            for child in processes.descendants(pid)
+        ]
         self._signal([*self._live, *below], number)
 
-    def _pursue_stop(self) -> None:
+    def _continue_stop(self) -> None:
         if self._stopping is None:
             return
         moment = time.monotonic()
@@ -428,42 +416,46 @@ class Starter:
             self._empty_since = moment
         if self._store is not None:
             processes.send_signal(self._store, signal.SIGKILL)
-            return  # until it is reaped
+            return  # continue when it is reaped
         leftovers = processes.descendants(os.getpid())
         if leftovers:
             if moment >= self._empty_since + _LEFTOVER_KILL:
                 self._signal(leftovers, signal.SIGKILL)
-            elif moment >= self._empty_since + _LEFTOVER_TERM and not self._asked_leftovers:
-                self._asked_leftovers = True
+            elif moment >= self._empty_since + _LEFTOVER_TERM and not self._leftovers_terminated:
+                self._leftovers_terminated = True
                 self._signal(leftovers, signal.SIGTERM)
             return
         self._stopping = self._empty_since = None
-        self._asked_leftovers = False
-        self._tell({"t": "gone"})
+        self._leftovers_terminated = False
+        self._send(messages.WorkersGone())
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:
         for pid in pids:
             processes.send_signal(pid, with_signal)
 
-    def _end_agents_group(self) -> None:
-        """Kill what the setup lines of a dead agent left in the background; a group that it did not
-        lead is somebody else's.
+    def _kill_agent_group(self) -> None:
+        """Kill the background processes that the setup lines of a dead agent left.
+
+        Leave the process group alone if the agent was not its leader.
         """
-        if self._agents_group == self._agent_pid:
+        if self._agent_group == self._agent_pid:
             try:
-                os.killpg(self._agents_group, signal.SIGKILL)
+                os.killpg(self._agent_group, signal.SIGKILL)
             except ProcessLookupError:
                 pass
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Any) -> None:
         try:
-            self._control.send(json.dumps(message).encode())
+            self._control.send(messages.encode(messages.FROM_FORKSERVER, message))
         except OSError:
-            pass  # the agent is gone; the end of its socket says so too
+            pass  # the agent has ended; the loop also sees EOF on the socket
 
     def _record_end(self) -> None:
-        why = f"the agent of node {self._node_rank} on {network.own_name()} (pid {self._agent_pid}) was killed"
+        why = (
+            f"the agent of node {self._node_rank} on {network.own_name()}"
+            f" (pid {self._agent_pid}) was killed"
+        )
         try:
             if all(
                 end["node_rank"] != self._node_rank
@@ -478,8 +470,3 @@ class Starter:
                 ends.write(self._job_dir, self._node_rank, end=end)
         except OSError:
             pass
-
-
-def world_message(world: World, variables: dict[str, str]) -> bytes:
-    """Return the message that starts one round of workers."""
-    return json.dumps({"t": "start", "world": asdict(world), "variables": variables}).encode()

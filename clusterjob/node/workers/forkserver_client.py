@@ -1,30 +1,28 @@
-"""The agent's end of its starter: orders to it, what it says, and a round of workers that waits
-until it can take it.
-"""
+"""The agent's connection to its forkserver: messages, and the round that is pending."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from dataclasses import dataclass, field
 from typing import Any
 
 from clusterjob.node.system import processes
-from clusterjob.node.workers import forkserver
+from clusterjob.node.workers import forkserver_messages as messages
+from clusterjob.node.workers.forkserver import MESSAGE_BYTES
 
 
 @dataclass
-class StarterProcess:
-    """A starter that was forked.
+class ForkserverClient:
+    """A forkserver process, seen from the agent.
 
     Attributes:
-        pid: its process.
-        control: this end of the socket between the two; its end is the starter's.
-        early: the signals that came while there was no event loop to hear them.
-        ready: it has imported what it imports, and takes orders.
-        gone: it is gone, and was waited for.
-        trouble: why it cannot start workers; empty while it can.
+        pid: the process id.
+        control: the agent's end of the socket pair; EOF means that the forkserver has ended.
+        early: the signals that arrived before the agent's event loop ran.
+        ready: whether the forkserver has finished its imports and accepts messages.
+        gone: whether the forkserver has ended and was reaped.
+        error: the reason why it cannot start workers; empty while it can.
     """
 
     pid: int
@@ -32,63 +30,65 @@ class StarterProcess:
     early: list[int] = field(default_factory=list)
     ready: bool = False
     gone: bool = False
-    trouble: str = ""
-    _pending: tuple[bytes, socket.socket | None] | None = None
+    error: str = ""
+    _pending: tuple[messages.StartRound, socket.socket | None] | None = None
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a round of which the starter was not yet told."""
+        """Whether a round has not been sent to the forkserver yet."""
         return self._pending is not None
 
-    def begin(self, message: bytes, store: socket.socket | None) -> bool:
-        """Have it start a round of workers as soon as it is ready; return whether it is.
+    def start_round(self, message: messages.StartRound, store: socket.socket | None) -> bool:
+        """Start a round of workers as soon as the forkserver is ready; return whether it is ready.
 
         Args:
-            message: of `starter.world_message`.
-            store: the socket that torch's store is to serve, or None; it is the starter's from now
-                on.
+            message: the round.
+            store: the listening socket for torch's store, or None; it is sent to the forkserver and
+                closed here.
         """
         self._pending = (message, store)
-        return self.ready and self.serve()
+        return self.ready and self.mark_ready()
 
-    def serve(self) -> bool:
-        """Note that it is ready, and hand it the round that waits, if any; one that was called off
-        while it imported never begins.
+    def mark_ready(self) -> bool:
+        """Send the pending round, if there is one; return whether one was sent.
+
+        A round that was dropped during the imports is never sent.
         """
         self.ready = True
         if self._pending is None:
             return False
         (message, store), self._pending = self._pending, None
+        data = messages.encode(messages.FROM_AGENT, message)
         if store is None:
-            self.control.send(message)
+            self.control.send(data)
         else:
-            socket.send_fds(self.control, [message], [store.fileno()])
+            socket.send_fds(self.control, [data], [store.fileno()])
             store.close()
         return True
 
-    def call_off(self) -> None:
-        """Forget the round that waits."""
+    def drop_round(self) -> None:
+        """Drop the pending round."""
         if self._pending is not None and self._pending[1] is not None:
             self._pending[1].close()
         self._pending = None
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send it an order; one that is gone is heard of by itself."""
+    def send(self, message: Any) -> None:
+        """Send a message; ignore an error, because the agent also sees EOF on the socket."""
         try:
-            self.control.send(json.dumps(message).encode())
+            self.control.send(messages.encode(messages.FROM_AGENT, message))
         except OSError:
             pass
 
-    def hear(self) -> dict[str, Any] | None:
-        """Return what it says, once there is something to be read; None when it has ended."""
+    def receive(self) -> Any:
+        """Return one message of the forkserver, once the socket is readable; None at its end."""
         try:
-            data = self.control.recv(forkserver.MESSAGE_BYTES)
+            data = self.control.recv(MESSAGE_BYTES)
         except OSError:
             return None
-        return json.loads(data) if data else None
+        return messages.decode(messages.FROM_FORKSERVER, data) if data else None
 
     def reap(self) -> tuple[int, str | None]:
-        """Wait for it, which has ended; return its exit code and the signal that ended it, if any."""
+        """Reap the ended forkserver; return its exit code and the name of its signal or None."""
         _, status = os.waitpid(self.pid, 0)
         self.gone = True
         return processes.exit_code_of(status)

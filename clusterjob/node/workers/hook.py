@@ -1,22 +1,22 @@
-"""Starts in every Python process of a job: has torch.distributed changed (`torch_changes`) at the
-moment when a program imports it.
+"""Apply `torch_patches` to torch.distributed when a Python process of a job imports it.
 
-Forked workers have it from the forkserver. All other Python processes of a job load a copy of this
-file as ``sitecustomize`` (`hook_directory`), so it is short, imports the standard library alone,
-and suits Python 2.7 and 3.6 too, for which it does nothing: types are in comments.
+Forked workers inherit the hook from the forkserver. Every other Python process of a job loads a
+copy of this file as ``sitecustomize`` (`hook_directory`). So this file is short and imports only
+the standard library. It also runs in Python 2.7 and 3.6, where it does nothing; for them, types are
+in comments.
 """
 
 import os
 import sys
 
-# Not typing's: this is loaded at every start of Python.
+# Not typing.TYPE_CHECKING: importing typing would slow down every start of Python.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
 
-CHANGES_FILE = "clusterjob_torch_changes.py"  # beside the copy
+PATCHES_FILE = "clusterjob_torch_patches.py"  # in the directory of the copy
 _CHANGED = {
     "torch.distributed.distributed_c10d": "keep_groups",
     "torch.distributed.rendezvous": "choose_store",
@@ -26,11 +26,12 @@ _MARK = "_changed_by_clusterjob"
 
 def install():
     # type: () -> None
-    """Have torch.distributed changed: now where it is loaded already, else when it is imported.
-    Once is enough.
+    """Patch torch.distributed now if it is loaded, else when it is imported.
+
+    Do nothing if the hook is installed already.
     """
     if any(getattr(finder, "of_clusterjob", False) for finder in sys.meta_path):
-        return  # of this process's parent, or of the job around this one
+        return  # installed by this process's parent, or by an outer job
     for name in _CHANGED:
         if name in sys.modules:
             _change(sys.modules[name])
@@ -38,22 +39,19 @@ def install():
 
 
 class _Finder:
-    """Finds the modules that are to be changed, with a loader that changes them; the protocol of
-    sys.meta_path.
-    """
+    """Finder that adds the patches to the loaders of some modules (sys.meta_path protocol)."""
 
     of_clusterjob = True
 
     def find_spec(self, name, path=None, target=None):
         # type: (str, Any, Any) -> ModuleSpec | None
-        """Return where a module is; None for all but those that are to be changed."""
+        """Return the spec of a module to patch; None for all other modules."""
         if name not in _CHANGED:
             return None
         for finder in sys.meta_path:
-            find_spec = (
-                None if finder is self else getattr(finder, "find_spec", None)
-            )  # some have find_module alone
-            spec = None if find_spec is None else find_spec(name, path, target)  # type: ModuleSpec | None
+            # Some finders have only find_module.
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(name, path, target)  # type: ModuleSpec | None
             if spec is not None:
                 _change_after(spec.loader)
                 return spec
@@ -75,27 +73,24 @@ def _change_after(loader):
 def _change(module):
     # type: (ModuleType) -> None
     changes = _changes()
-    if changes is not None and not hasattr(
-        module, _MARK
-    ):  # a finder that asks the others may have it changed twice
+    # Another finder that calls all finders may cause a second call.
+    if changes is not None and not hasattr(module, _MARK):
         setattr(module, _MARK, True)
         getattr(changes, _CHANGED[module.__name__])(module)
 
 
 def _changes():
     # type: () -> Any
-    """Return the module with the changes; None where the job's directory is gone, and the job with
-    it.
-    """
+    """Return the module with the patches; None if the job's directory was removed."""
     if __name__ != "sitecustomize":
         from clusterjob.node.workers import torch_patches
 
         return torch_patches
-    name = CHANGES_FILE[: -len(".py")]
+    name = PATCHES_FILE[: -len(".py")]
     if name not in sys.modules:
         from importlib.util import module_from_spec, spec_from_file_location
 
-        spec = spec_from_file_location(name, os.path.join(_HERE, CHANGES_FILE))
+        spec = spec_from_file_location(name, os.path.join(_HERE, PATCHES_FILE))
         assert spec is not None
         assert spec.loader is not None
         module = module_from_spec(spec)
@@ -109,21 +104,20 @@ def _changes():
 
 def _run_hidden_sitecustomize():
     # type: () -> None
-    """Import the sitecustomize that this one hides, as Python's site module would have."""
+    """Import the sitecustomize that this one hides, as Python's site module would do."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     this = sys.modules.pop(__name__)
     try:
         __import__(__name__)
     except ImportError as error:
-        if (
-            getattr(error, "name", None) != __name__ and str(error) != "No module named " + __name__
-        ):  # Python 2.7's has no name
+        # Python 2.7's ImportError has no name.
+        if getattr(error, "name", None) != __name__ and str(error) != "No module named " + __name__:
             raise
         sys.modules[__name__] = this
 
 
 if __name__ == "sitecustomize":
     _HERE = os.path.dirname(os.path.abspath(__file__))
-    if sys.version_info >= (3, 7):  # which each torch needs that is changed
+    if sys.version_info >= (3, 7):  # every torch version that needs the patches requires 3.7
         install()
     _run_hidden_sitecustomize()

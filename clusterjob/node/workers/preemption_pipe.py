@@ -1,10 +1,11 @@
-"""The pipe by which the workers of a node hear that their job's end is near.
+"""The pipe that signals a preemption warning to the workers of a node.
 
-Nobody ever reads it: what its state says, any number of processes can ask at any time with poll(2),
-children of workers and those that begin to ask late included.
+No process reads from it. Any number of processes can query its state at any time with poll(2),
+also children of workers and processes that start late:
 
-    nothing    all is well a byte     the end is near: save, and leave its end    the workers are
-    being stopped (or their starter is gone): a SIGTERM is meant now
+    empty     no warning
+    a byte    a preemption is near: save, then exit
+    EOF       the workers are being stopped, or their forkserver has ended: SIGTERM now means stop
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import os
 
 
 class WarningPipe:
-    """The starter's side, one for each round of workers. They inherit the reading end.
+    """The forkserver's side, one for each round of workers; they inherit the read end.
 
     Args:
         warned: whether the warning came before this round.
 
     Attributes:
-        write_end: the descriptor that no worker may keep.
-        name: how a worker knows the reading end: its number and its inode, for a process that
-            inherits the variable alone may have a file of its own under that number.
+        write_end: the write end; a worker must close it.
+        name: identifies the read end for a worker: its number and its inode. The inode is needed
+            because a process that inherits only the variable may have another file at that number.
     """
 
     def __init__(self, *, warned: bool) -> None:
@@ -33,12 +34,12 @@ class WarningPipe:
             self.warn()
 
     def warn(self) -> None:
-        """Let the workers know."""
+        """Signal the preemption warning to the workers."""
         if not self._warned:
             self._warned = True
             os.write(self.write_end, b"!")
 
     def close(self) -> None:
-        """Let the workers know that what comes now is the stop."""
+        """Signal to the workers that they are being stopped now."""
         os.close(self.write_end)
         os.close(self._read_end)

@@ -1,8 +1,8 @@
-"""The warm start: import torch once per node, then fork the workers from that process.
+"""Preload torch once per node, before the forkserver forks the workers.
 
 `torchrun` imports torch in the launcher and again in every worker; here N ranks cost one import. A
-fork is only as safe as the process is plain: one thread and no CUDA context. Where that does not
-hold, the workers are started by exec, and one line says why.
+fork is safe only in a process with one thread and no CUDA context. Otherwise the workers are
+started by exec, and one output line gives the reason.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from typing import NoReturn
 
 from clusterjob.node.workers import early_variables, hook
 
-_THREAD_ENDS = 0.2  # seconds; a thread that was joined is gone long before
-# The seed of a fresh process in the versions of torch that have one for all (c10::detail's
-# default_rng_seed_val).
+_THREAD_ENDS = 0.2  # timeout in seconds; a joined thread disappears much sooner
+# The initial seed in versions of torch with a constant one (c10::detail's default_rng_seed_val).
 _TORCH_CONSTANT_SEED = 67280421310721
 
 
-def warm_up() -> str | None:
+def preload_torch() -> str | None:
     """Import torch and make this process ready to be forked.
 
     Returns:
-        None when workers may be forked, else the reason why they have to be started by exec. An
-        interpreter without torch may be forked too: there is only less to be warmed.
+        None if workers can be forked, else the reason why they must be started by exec. An
+        interpreter without torch can be forked too; less is preloaded then.
     """
-    # Objects of the import are not garbage, and a collection would unshare their pages.
+    # A garbage collection would find nothing to free, and would unshare memory pages.
     gc.disable()
     hook.install()
     try:
@@ -37,20 +36,18 @@ def warm_up() -> str | None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             return f"import torch failed: {error}"
-    except (
-        Exception
-    ) as error:  # a broken installation may raise anything; the worker itself will show it whole
+    except Exception as error:
+        # A broken installation can raise any exception; the worker shows the full error.
         return f"import torch failed: {error}"
     else:
         if torch.cuda.is_initialized():
             return "importing torch created a CUDA context"
-        # What bootstrap.init() needs beside torch: some milliseconds once, in the place of as many
-        # for every rank of the node.
+        # Modules that bootstrap.init() needs besides torch: this saves some milliseconds per rank.
         from clusterjob import bootstrap  # noqa: F401
         from clusterjob.worker import group
 
         group.load_functional()
-    threads = _threads_that_survive_a_fork()
+    threads = _count_threads_after_fork()
     if threads > 1:
         return f"{threads} threads run after the import of torch"
     gc.freeze()
@@ -64,12 +61,11 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _threads_that_survive_a_fork() -> int:
-    """Return how many threads this process has once fork handlers have run.
+def _count_threads_after_fork() -> int:
+    """Return the number of threads in this process after a fork.
 
-    OpenBLAS starts its pool when numpy is imported and takes it down before every fork
-    (pthread_atfork): such threads are no danger. What is still there after a fork knows nothing of
-    forks.
+    OpenBLAS starts its thread pool when numpy is imported and stops it before every fork
+    (pthread_atfork), so these threads are safe. A thread that is left after a fork is not safe.
     """
     if len(os.listdir("/proc/self/task")) > 1:
         child = os.fork()
@@ -78,13 +74,14 @@ def _threads_that_survive_a_fork() -> int:
         os.waitpid(child, 0)
     deadline = time.monotonic() + _THREAD_ENDS
     while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
-        time.sleep(0.01)  # the kernel shows a thread a moment longer than pthread_join
+        time.sleep(0.01)  # /proc still lists a thread for a moment after pthread_join
     return count
 
 
 def refresh_after_fork() -> None:
-    """Undo, in a forked worker, what it shares with its siblings and would not share as a process
-    of its own.
+    """Give a forked worker the state of a fresh process.
+
+    This covers the garbage collector, random seeds, line buffering and the import of torch.
     """
     gc.enable()
     numpy_random = sys.modules.get("numpy.random")
@@ -93,24 +90,24 @@ def refresh_after_fork() -> None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None and torch.initial_seed() != _TORCH_CONSTANT_SEED:
-        # A torch that draws its first seed would have drawn another in each process.
+        # This version of torch draws its initial seed, which must differ in each process.
         torch.default_generator.seed()
     for stream in (sys.stdout, sys.stderr):
-        # So that followers see a line when it is written.
+        # So that a follower of the logs sees each line at once.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     early_variables.apply_at_import()
 
 
 def serve_store(host: str, port: int, listener_fd: int) -> NoReturn:
-    """Serve torch's TCPStore on a socket that listens already, until killed.
+    """Serve torch's TCPStore on a listening socket until this process is killed.
 
-    The socket was bound before anyone was told its port: no EADDRINUSE race, and early clients wait
-    in its backlog.
+    The socket was bound before any client learned its port. So there is no EADDRINUSE race, and
+    early clients wait in the backlog.
 
     Args:
-        host: the socket's address, as the clients are told it.
-        port: its port.
-        listener_fd: the socket; the store takes it over.
+        host: the socket's address, as the clients know it.
+        port: the socket's port.
+        listener_fd: the socket's descriptor; the store takes ownership.
     """
     from torch.distributed import TCPStore
 

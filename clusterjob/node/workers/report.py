@@ -1,62 +1,69 @@
-"""A worker's own words to its starter: that it fails, at the moment when it does, and for whom it
-waits.
-"""
+"""Reports from a worker to its forkserver: a failure, or ranks that the worker waits for."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
+from typing import Any
 
-_MOST_NAMED = 8  # ranks of which one question asks
+from clusterjob.node.workers import forkserver_messages as messages
 
-# The longest write that a pipe takes whole, whoever else writes to it (pipe(7) promises 4096 on
-# Linux).
-_WHOLE_WRITE = 4096
+# The longest write to a pipe that is atomic (pipe(7): 4096 bytes on Linux).
+_ATOMIC_WRITE = 4096
+_SHORT_MESSAGE = 300  # characters of a message that does not fit
 
 
-def report(report_fd: int, local_rank: int, message: str, exit_code: int) -> None:
-    """Tell the starter, at this moment, that the worker fails: its exit may follow much later.
-
-    One write that a pipe takes whole, so that lines of many workers do not mix.
+def report(
+    report_fd: int, local_rank: int, *, message: str, exit_code: int, kind: str = ""
+) -> None:
+    """Report a failure of this worker at once: its exit may follow much later.
 
     Args:
-        report_fd: the write end of the starter's report pipe.
-        local_rank: the worker.
-        message: what went wrong, one line.
-        exit_code: what the worker is going to return.
+        report_fd: the write end of the forkserver's report pipe.
+        local_rank: the worker's index on the node.
+        message: the error, one line.
+        exit_code: the exit code that the worker will have.
+        kind: the `FailureKind`; empty if it is not known.
     """
-
-    def encode(text: str) -> bytes:
-        line = {
-            "local_rank": local_rank,
-            "monotonic": time.monotonic(),
-            "message": text,
-            "exit_code": exit_code,
-        }
-        return (json.dumps(line) + "\n").encode()
-
-    line = encode(message)
-    if len(line) > _WHOLE_WRITE:
-        line = encode(message[:300])
-    try:
-        os.write(report_fd, line)
-    except OSError:
-        pass  # the starter is gone, and so shall this worker be
+    failing = messages.WorkerFailing(
+        local_rank, time.monotonic(), message=message, exit_code=exit_code, kind=kind
+    )
+    line = _line(failing)
+    if len(line) > _ATOMIC_WRITE:
+        line = _line(
+            messages.WorkerFailing(
+                local_rank,
+                failing.monotonic,
+                message=message[:_SHORT_MESSAGE],
+                exit_code=exit_code,
+                kind=kind,
+            )
+        )
+    _write(report_fd, line)
 
 
-def ask(report_fd: int, local_rank: int, missing: list[int], *, final: bool) -> None:
-    """Have the agents look for workers that this one waits for; what they find goes into this
-    worker's stderr.
+def report_missing(report_fd: int, local_rank: int, missing: list[int], *, final: bool) -> None:
+    """Ask the agents about ranks that this worker waits for.
+
+    The agents write their answers into this worker's stderr.
 
     Args:
-        report_fd: the write end of the starter's report pipe.
-        local_rank: the worker that waits.
+        report_fd: the write end of the forkserver's report pipe.
+        local_rank: the index on the node of the worker that waits.
         missing: the ranks that it waits for.
         final: whether it gives up now.
     """
-    line = {"local_rank": local_rank, "missing": missing[:_MOST_NAMED], "final": final}
+    ranks = tuple(missing[: messages.MAX_NAMED])
+    _write(report_fd, _line(messages.WorkerWaiting(local_rank, ranks, final=final)))
+
+
+def _line(message: Any) -> bytes:
+    return messages.encode(messages.FROM_WORKER, message) + b"\n"
+
+
+def _write(report_fd: int, line: bytes) -> None:
+    """Write a line at once, so that the lines of several workers do not mix."""
     try:
-        os.write(report_fd, (json.dumps(line) + "\n").encode())
+        os.write(report_fd, line)
     except OSError:
-        pass  # the starter is gone, and so shall this worker be
+        pass  # the forkserver has ended; the kernel kills this worker too

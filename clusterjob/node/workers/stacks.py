@@ -1,11 +1,12 @@
-"""Where a process is stuck: a worker offers to show its Python stack, and the process that started
-it may ask, at any time.
+"""Read the Python stack of a running worker from its parent process, at any time.
 
-The stack is written by faulthandler's signal handler, in C, so it comes from a thread that sleeps,
-waits for a lock or holds the interpreter in native code. It goes into a file without a name (memfd)
-that is also the sign that asking is safe: a process that has not offered, that has set its own
-handler for the signal, or that has become another program, has no such file open. It is never
-signalled; by default the signal would end it.
+The worker registers faulthandler's signal handler (`offer`). The parent sends the signal
+(`StackRequest`). The handler is written in C, so it also works while a thread sleeps, waits for a
+lock or holds the interpreter in native code. It writes the stack into an unnamed file (memfd).
+
+The open memfd also shows that the signal is safe. A process has no such file open if it has not
+called `offer`, has set its own handler for the signal, or has executed another program. Such a
+process is never signalled, because the signal would end it by default.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 
 from clusterjob.node.system import processes
 
-SIGNAL = int(signal.SIGRTMAX) - 3  # far from the first ones, which libraries take
-# How long a process has to write its stack; with a core of its own it needs some milliseconds.
+SIGNAL = int(signal.SIGRTMAX) - 3  # libraries use the first real-time signals
+# Timeout for a process to write its stack; with a free core it needs some milliseconds.
 ANSWER_SECONDS = 1.5
 _FILE = "clusterjob-stack"
 _MOST_BYTES = 1 << 18
@@ -34,19 +35,19 @@ _STATES = {
 
 
 class _Offer:
-    """The handler as Python knows it; faulthandler's own is below it. Gone once the script sets
-    another, and its file with it.
+    """Python-level signal handler that owns the memfd; faulthandler's C handler does the work.
+
+    When the script sets another handler, Python frees this object, and its file is closed.
     """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(_FILE, os.MFD_CLOEXEC)
         self._inode = os.fstat(self.descriptor).st_ino
-        fcntl.fcntl(
-            self.descriptor, fcntl.F_SETFL, os.O_APPEND
-        )  # whoever asks cuts it to nothing first
+        # The parent truncates the file before each request.
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_APPEND)
 
     def __call__(self, number: int, frame: object) -> None:
-        """Do nothing: the signal alone must not end the process."""
+        """Do nothing: the signal must not end the process."""
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
@@ -55,8 +56,9 @@ class _Offer:
 
 
 def offer() -> None:
-    """Offer this process's stack to the one that started it. A handler that is there already is
-    left alone.
+    """Let the parent process read this process's stack.
+
+    Do nothing if the signal already has a handler.
     """
     if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
@@ -65,17 +67,17 @@ def offer() -> None:
         signal.signal(SIGNAL, own)
         faulthandler.register(SIGNAL, file=own.descriptor, all_threads=True, chain=False)
     except (AttributeError, OSError, RuntimeError, ValueError):
-        return  # no memfd here, or not the main thread: then there is nothing to be asked
+        return  # no memfd on this system, or not the main thread
 
 
-class Question:
-    """One process that was asked where it is.
+class StackRequest:
+    """A request for the stack of one process.
 
     Args:
-        pid: a child of this process, which nobody reaps meanwhile.
+        pid: a child of this process; it must not be reaped during the request.
 
     Attributes:
-        asked: whether it offers an answer.
+        offered: whether the process offers its stack and was signalled.
     """
 
     def __init__(self, pid: int) -> None:
@@ -83,14 +85,14 @@ class Question:
         if self._file is not None:
             os.ftruncate(self._file, 0)
             processes.send_signal(pid, SIGNAL)
-        self.asked = self._file is not None
+        self.offered = self._file is not None
 
     def written(self) -> int | None:
-        """Return how many bytes it has written since; None if it offers no answer."""
+        """Return the bytes that the process has written so far; None if it offers no stack."""
         return None if self._file is None else os.fstat(self._file).st_size
 
     def answer(self) -> tuple[str, ...]:
-        """Return the lines that it has written since, and ask no more."""
+        """Return the lines that the process has written, and close the request."""
         if self._file is None:
             return ()
         text = os.pread(self._file, _MOST_BYTES, 0).decode(errors="replace")
@@ -100,8 +102,9 @@ class Question:
 
 
 def _open_offer(pid: int) -> int | None:
-    """Return a process's open file, opened once more; None where it has none or does not catch the
-    signal.
+    """Open the memfd of a process again and return the descriptor.
+
+    Return None if the process has no such file or does not catch the signal.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
@@ -120,8 +123,9 @@ def _open_offer(pid: int) -> int | None:
 
 
 def main_thread(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the frames of the thread that took the signal, the main one unless that blocks it;
-    innermost first, ours left out.
+    """Return the frames of the thread that received the signal, innermost first.
+
+    This is the main thread unless it blocks the signal. clusterjob's own frames are left out.
     """
     begin = next(
         (number for number, line in enumerate(lines) if line.startswith("Current thread")),
@@ -138,17 +142,18 @@ def main_thread(lines: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(frames)
 
 
-def in_words(frames: tuple[str, ...]) -> str:
-    """Return where a thread is, as one clause: its innermost line, and the innermost of the
-    program's own.
+def position_text(frames: tuple[str, ...]) -> str:
+    """Return a thread's position as one clause.
+
+    It names the innermost line, and the innermost line of the program's own files.
 
     Args:
-        frames: what `main_thread` returns.
+        frames: the result of `main_thread`.
     """
     seen = [frame for frame in map(_FRAME.fullmatch, frames) if frame is not None]
     shown = [frame for frame in seen if not frame["file"].startswith("<frozen ")]
     if not shown:
-        return "it does not say where it is"
+        return "its stack names no file"
     own = next(
         (
             frame
@@ -166,7 +171,7 @@ def _place(frame: re.Match[str]) -> str:
     return f"{os.path.basename(frame['file'])} line {frame['line']}, {frame['name']}"
 
 
-def has_come_to(frames: tuple[str, ...], file: str, name: str) -> bool:
+def is_inside(frames: tuple[str, ...], file: str, name: str) -> bool:
     """Return whether a thread is inside a function.
 
     Args:
@@ -181,10 +186,8 @@ def has_come_to(frames: tuple[str, ...], file: str, name: str) -> bool:
     )
 
 
-def kernel_words(pid: int) -> str:
-    """Return what the kernel knows of a process that does not say where it is, such as ``it sleeps
-    (hrtimer_nanosleep)``.
-    """
+def kernel_text(pid: int) -> str:
+    """Return the kernel's state of a process without a stack: ``it sleeps (hrtimer_nanosleep)``."""
     fields = processes.stat_fields(pid)
     if fields is None or fields[0] not in _STATES:
         return "it is about to end"

@@ -1,15 +1,14 @@
-"""What is changed in torch.distributed, in every Python process of a job that imports it (`hook`).
-Reads no other file of the package.
+"""Patch torch.distributed in every Python process of a job that imports it.
 
-1. torch 2.13 deadlocks, or aborts, where a gloo group is freed while a thread of the group still
-  waits for the interpreter:
-   ~ProcessGroupGloo (pthread_join) against ~ThreadLocalState (take_gil). So gloo's part of a group
-   that was destroyed is not freed before another group was formed, and at the end of the process
-   not at all.
-2. Under TORCHELASTIC_USE_AGENT_STORE every rank is a client of a store, also where the script names
-  an address at which
-   no agent serves one. So it holds for the agents' own address alone; elsewhere rank 0 serves the
-   store.
+`hook` applies the patches. This file imports no other file of the package. There are two patches:
+
+1. Keep destroyed gloo groups. torch 2.13 deadlocks or aborts if a gloo group is freed while a
+   thread of the group still waits for the interpreter's lock: ~ProcessGroupGloo (pthread_join)
+   against ~ThreadLocalState (take_gil). So the gloo backends of a destroyed group are freed only
+   after another group was formed, and never at the end of the process.
+2. Limit the agents' store to its own address. Under TORCHELASTIC_USE_AGENT_STORE every rank is a
+   client of a store, even at an address where no agent serves one. So the variable applies only to
+   the agents' address; at any other address rank 0 serves the store.
 """
 
 from __future__ import annotations
@@ -26,36 +25,30 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
-STORE = (
-    "CLUSTERJOB_STORE"  # host:port of the store that the agents serve; empty where rank 0 serves it
-)
-_WAITING_NOTICE = (
-    5.0  # seconds after which a process that waits for a store says that nobody listens there
-)
+STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
+_WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that no process listens
 _CONNECT_TIMEOUT = 2.0
 _GLOO_TIMEOUT = 2.0
-_DESTROYED: list[Any] = []  # gloo's parts of process groups, which must not be freed yet
-_INHERITED: list[
-    Any
-] = []  # those of the processes that this one was forked from: their threads are not here
-_FORMING = (
-    threading.local()
-)  # .counter: (store, key) in which the group counts that this thread forms; see _apart
+_DESTROYED: list[Any] = []  # gloo backends of process groups that must not be freed yet
+# Gloo backends of the processes that this one was forked from: their threads do not exist here.
+_INHERITED: list[Any] = []
+# .counter: the (store, key) that counts the group which this thread forms; see _separate_store.
+_FORMING = threading.local()
 
 
-# -- groups that are freed too early -------------------------------------------------------------------------------------
+# -- keep destroyed gloo groups --------------------------------------------------------------------
 
 
 def keep_groups(module: Any) -> None:
-    """Change torch.distributed.distributed_c10d: gloo is not freed at once when a group is
-    destroyed, nor when the process ends.
+    """Patch torch.distributed.distributed_c10d to keep the gloo backends of destroyed groups.
+
+    They are not freed at once when a group is destroyed, nor when the process ends.
     """
     if not hasattr(getattr(module, "_world", None), "pg_map"):
         return  # a torch before 2.1
     for kept in (_DESTROYED, _INHERITED):
-        ctypes.pythonapi.Py_IncRef(
-            ctypes.py_object(kept)
-        )  # so that the end of the interpreter frees none of them
+        # So that the interpreter frees none of them when it exits.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     destroy, rendezvous = module.destroy_process_group, module.rendezvous
 
     @functools.wraps(destroy)
@@ -64,24 +57,24 @@ def keep_groups(module: Any) -> None:
         _keep(module)
         result = destroy(*args, **options)
         if file is not None and not module.is_initialized():
-            _leave_file(*file)
+            _count_exit(*file)
         return result
 
     @functools.wraps(rendezvous)
-    def rendezvous_apart(*args: Any, **options: Any) -> Any:
+    def separate_rendezvous(*args: Any, **options: Any) -> Any:
         for store, rank, world_size in rendezvous(*args, **options):
-            yield _apart(store, rank, world_size=world_size), rank, world_size
+            yield _separate_store(store, rank, world_size=world_size), rank, world_size
 
     _replace(module, "destroy_process_group", function=destroy_process_group)
     for name in ("init_process_group", "new_group"):
-        _replace(module, name, function=_freeing(module, getattr(module, name)))
-    module.rendezvous = rendezvous_apart
-    atexit.register(_end, module)
-    os.register_at_fork(after_in_child=functools.partial(_inherit, module))
+        _replace(module, name, function=_wrap_formation(module, getattr(module, name)))
+    module.rendezvous = separate_rendezvous
+    atexit.register(_keep_at_exit, module)
+    os.register_at_fork(after_in_child=functools.partial(_keep_in_child, module))
 
 
-def _freeing(module: Any, form: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that forms a group, and then frees those that were destroyed before."""
+def _wrap_formation(module: Any, form: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that forms a group: it then frees the groups that were destroyed before."""
 
     @functools.wraps(form)
     def formed(*args: Any, **options: Any) -> Any:
@@ -89,27 +82,27 @@ def _freeing(module: Any, form: Callable[..., Any]) -> Callable[..., Any]:
         _FORMING.counter = None
         group = form(*args, **options)
         _count_formed()
-        if group != module.GroupMember.NON_GROUP_MEMBER:  # which has met nobody
-            # The ranks have met meanwhile, so this process has waited, and the threads of older
-            # groups have come to rest.
+        if group != module.GroupMember.NON_GROUP_MEMBER:  # a non-member does not wait for ranks
+            # The rendezvous has made this process wait, so the threads of older groups are idle.
             _DESTROYED[:] = [each for each in _DESTROYED if not any(each is old for old in earlier)]
         return group
 
     return formed
 
 
-def _end(module: Any) -> None:
-    """Leave the groups of a process that ends."""
+def _keep_at_exit(module: Any) -> None:
+    """Keep the gloo backends at the end of the process, and wait for gloo's threads."""
     file = _file_of_default_group(module)
     _keep(module)
     if file is not None:
-        _leave_file(*file)
+        _count_exit(*file)
     _wait_for_gloo()
 
 
-def _inherit(module: Any) -> None:
-    """Keep, in a forked child, the groups of its parent: ~ProcessGroupGloo would wait for ever for
-    threads that are not here.
+def _keep_in_child(module: Any) -> None:
+    """Keep the parent's groups in a forked child.
+
+    ~ProcessGroupGloo would wait forever for threads that do not exist in the child.
     """
     _keep(module)
     _INHERITED.extend(_DESTROYED)
@@ -126,11 +119,11 @@ def _keep(module: Any) -> None:
 
 
 def _gloo_of(module: Any, group: Any) -> list[Any]:
-    """Return the backends of a group that have threads of gloo; none of another backend is kept,
-    such as NCCL's with its memory.
+    """Return the backends of a group that have gloo threads.
+
+    Other backends are not kept, such as NCCL's, which holds GPU memory.
     """
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL each backend is in a wrapper, which has a gloo group of
-    # its own.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper with its own gloo group holds each backend.
     kinds = tuple(
         getattr(module, name)
         for name in ("ProcessGroupGloo", "_ProcessGroupWrapper")
@@ -139,30 +132,31 @@ def _gloo_of(module: Any, group: Any) -> list[Any]:
     try:
         backends = [group._get_backend(device) for device in group._device_types]
     except (AttributeError, RuntimeError):
-        return []  # a group that is written in Python
+        return []  # a group written in Python
     return [backend for backend in backends if isinstance(backend, kinds)]
 
 
 def _wait_for_gloo() -> None:
-    """Wait, at most 2 s, until no thread of gloo waits for the interpreter's lock.
+    """Wait, at most 2 s, until no gloo thread waits for the interpreter's lock.
 
-    Python 3.13 and older end a thread that wants the lock of an interpreter that ends; inside of
-    torch's destructors that is an abort: "terminate called without an active exception". A thread
-    that waits for the lock wakes every 5 ms; an idle one does not.
+    When the interpreter exits, Python 3.13 and older end each thread that waits for the lock.
+    Inside torch's destructors this aborts the process: "terminate called without an active
+    exception". A thread that waits for the lock wakes every 5 ms; an idle thread does not.
     """
     end = time.monotonic() + _GLOO_TIMEOUT
-    before = _wakes_of_gloo()
+    before = _gloo_threads()
     while before and time.monotonic() < end:
-        time.sleep(0.02)  # gives the lock away
-        now = _wakes_of_gloo()
+        time.sleep(0.02)  # releases the lock
+        now = _gloo_threads()
         if now == before and not any(state in "RD" for state, _ in now.values()):
             return
         before = now
 
 
-def _wakes_of_gloo() -> dict[str, tuple[str, str]]:
-    """Return the state of each thread of gloo, and how often it has waited, by its number
-    (proc(5)).
+def _gloo_threads() -> dict[str, tuple[str, str]]:
+    """Return each gloo thread's state and count of voluntary context switches, by thread id.
+
+    The source is /proc/self/task (proc(5)).
     """
     found = {}
     for task in os.listdir("/proc/self/task"):
@@ -170,10 +164,9 @@ def _wakes_of_gloo() -> dict[str, tuple[str, str]]:
             with open(f"/proc/self/task/{task}/status") as file:
                 fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
         except OSError:
-            continue  # it has ended
-        if "gloo_runloop" in fields.get(
-            "Name", ""
-        ):  # pt_gloo_runloop; gloo_tcp_loop knows nothing of Python
+            continue  # the thread has ended
+        # pt_gloo_runloop takes the interpreter's lock; gloo_tcp_loop does not.
+        if "gloo_runloop" in fields.get("Name", ""):
             found[task] = (fields["State"][0], fields["voluntary_ctxt_switches"])
     return found
 
@@ -185,8 +178,9 @@ def _innermost(store: Any) -> Any:
 
 
 def _file_of_default_group(module: Any) -> tuple[Any, int] | None:
-    """Return the FileStore of the default group, and for how many ranks it is; None where nothing
-    is kept that holds it.
+    """Return the default group's FileStore and its number of ranks.
+
+    Return None if no gloo backend that is kept holds a FileStore.
     """
     group = module._world.default_pg
     parts = [] if group is None else _gloo_of(module, group)
@@ -196,12 +190,13 @@ def _file_of_default_group(module: Any) -> tuple[Any, int] | None:
     return (store, group.size()) if type(store).__name__ == "FileStore" else None
 
 
-def _leave_file(store: Any, ranks: int) -> None:
-    """Remove a FileStore's file after the last rank, as ~FileStore does: a group that is kept would
-    leave it to the next run.
+def _count_exit(store: Any, ranks: int) -> None:
+    """Count this rank's exit in a FileStore; the last rank removes the file, as ~FileStore does.
+
+    A kept group never runs ~FileStore, and the next run would find the old file.
     """
     if not os.path.exists(store.path):
-        return  # the script has removed it; add() would make it anew
+        return  # the script has removed it; add() would create it again
     try:
         if store.add("clusterjob/left", 1) >= ranks:
             os.unlink(store.path)
@@ -209,22 +204,22 @@ def _leave_file(store: Any, ranks: int) -> None:
         pass  # the script has removed it
 
 
-def _apart(store: Any, rank: int, world_size: int) -> Any:
-    """Return a store with a prefix of its own for each but the first group that is formed over it.
+def _separate_store(store: Any, rank: int, world_size: int) -> Any:
+    """Return a store with a new prefix for each group that uses the store, except the first.
 
-    The store counts: of the processes that form the next group some may be new, such as the
-    children of one trial of a sweep. Groups of several sizes count apart, as a rank that only the
-    larger ones have is not in the others.
+    The count is kept in the store, because some processes of the next group may be new, such as the
+    children of one trial of a sweep. Groups of different sizes are counted separately, because some
+    ranks belong only to the larger groups.
     """
     server = _innermost(store)
-    if type(server).__name__ != "TCPStore" or not is_of_the_agents():
+    if type(server).__name__ != "TCPStore" or not has_agent_variables():
         return store
     from torch.distributed import PrefixStore
 
     counter = f"clusterjob/formed/{world_size}/{rank}"
     number = store.add(counter, 0)
     _FORMING.counter = store, counter
-    # The first group has torch's own keys: processes without the hook look for it there.
+    # The first group uses torch's own keys: processes without the hook look for it there.
     if (
         not number
         and store.compare_set("clusterjob/first", "", str(world_size)) == str(world_size).encode()
@@ -234,18 +229,18 @@ def _apart(store: Any, rank: int, world_size: int) -> Any:
 
 
 def _count_formed() -> None:
-    """Count the group that this thread has formed, where it has a counter."""
+    """Count the group that this thread has formed, if it has a counter."""
     counter, _FORMING.counter = _FORMING.counter, None
     if counter is not None:
         store, key = counter
         try:
             store.add(key, 1)
         except RuntimeError:
-            pass  # rank 0 served the store itself, and has left
+            pass  # rank 0 served the store and has ended
 
 
 def _replace(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
-    """Put a function in the place of another one, also where torch.distributed shows it already."""
+    """Replace a function of a module, and its re-export in torch.distributed if there is one."""
     old = getattr(module, name)
     package = sys.modules.get("torch.distributed")
     setattr(module, name, function)
@@ -253,12 +248,11 @@ def _replace(module: ModuleType, name: str, function: Callable[..., Any]) -> Non
         setattr(package, name, function)
 
 
-# -- whose store it is -----------------------------------------------------------------------------------------------------
+# -- limit the agents' store to its own address ----------------------------------------------------
 
 
 def served_at(host: str, port: int) -> str | None:
-    """Return the host at which the job's agents serve the store that an address means; None where
-    they serve none there.
+    """Return the host of the agents' store if an address means that store, else None.
 
     Args:
         host: the address as the script gives it.
@@ -272,8 +266,8 @@ def served_at(host: str, port: int) -> str | None:
     addresses, own = _addresses(host), _addresses(own_host)
     if addresses & own:
         return host
-    # The store is bound to one address of node 0; there every other name of the machine means it
-    # too.
+    # The store is bound to one address of node 0. On node 0, every other name of the machine means
+    # the same store.
     return (
         own_host
         if any(map(_is_of_this_machine, addresses)) and any(map(_is_of_this_machine, own))
@@ -281,10 +275,8 @@ def served_at(host: str, port: int) -> str | None:
     )
 
 
-def is_of_the_agents() -> bool:
-    """Return whether the variables of this process are those of our agents, and not of a torchrun
-    that a worker has started.
-    """
+def has_agent_variables() -> bool:
+    """Return whether our agents set this process's variables, not a torchrun inside a worker."""
     return STORE in os.environ and os.environ.get("TORCHELASTIC_RUN_ID") == os.environ.get(
         "CLUSTERJOB_JOB_ID", ""
     )
@@ -311,9 +303,7 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def choose_store(module: Any) -> None:
-    """Change torch.distributed.rendezvous: a process is a client of the agents' store at the
-    agents' address alone.
-    """
+    """Patch torch.distributed.rendezvous to use the agents' store only at the agents' address."""
     create, asks_agents = (
         getattr(module, "_create_c10d_store", None),
         getattr(module, "_torchelastic_use_agent_store", None),
@@ -328,14 +318,14 @@ def choose_store(module: Any) -> None:
 
     @functools.wraps(create)
     def create_store(hostname: str, port: int, *args: Any, **options: Any) -> Any:
-        if not is_of_the_agents():
+        if not has_agent_variables():
             return create(hostname, port, *args, **options)
         served = served_at(hostname, port)
         if served is not None:
             return create(served, port, *args, **options)
         this_thread.elsewhere = True
         try:
-            with _Waiting(hostname, port):
+            with _WaitNotice(hostname, port):
                 return create(hostname, port, *args, **options)
         finally:
             this_thread.elsewhere = False
@@ -344,15 +334,16 @@ def choose_store(module: Any) -> None:
     module._create_c10d_store = create_store
 
 
-class _Waiting:
-    """Says once, after some seconds inside of it, that nobody listens where this process waits for
-    a store.
+class _WaitNotice:
+    """Print one notice if no process listens at the address where this process waits.
+
+    A context manager around the wait for a store. The notice comes after `_WAITING_NOTICE` seconds.
     """
 
     def __init__(self, host: str, port: int) -> None:
 
         self._host, self._port = host, port
-        self._where = _line_of_the_script(sys._getframe(2))
+        self._where = _script_line(sys._getframe(2))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="clusterjob-store", daemon=True)
 
@@ -369,23 +360,24 @@ class _Waiting:
             try:
                 socket.create_connection((self._host, self._port), _CONNECT_TIMEOUT).close()
             except OSError as error:
-                self._say(error.strerror or str(error))
+                self._print_notice(error.strerror or str(error))
                 return
 
-    def _say(self, why: str) -> None:
+    def _print_notice(self, why: str) -> None:
         if self._over.is_set():
             return
         address, own = f"{self._host}:{self._port}", os.environ.get(STORE, "")
-        text = f"nobody listens at {address}, where this process waits for rank 0's store ({why}); {self._who_set_it(own)}{self._where}"
-        sys.stderr.write(
-            f"clusterjob: {text}{f'; the store of the job is at {own}' if own else ''}\n"
+        text = (
+            f"no process listens at {address}, where this process waits for rank 0's store ({why});"
+            f" {self._source_of_address(own)}{self._where}"
         )
+        sys.stderr.write(f"clusterjob: {text}{f'; the job store is at {own}' if own else ''}\n")
         sys.stderr.flush()
 
-    def _who_set_it(self, own: str) -> str:
+    def _source_of_address(self, own: str) -> str:
         given = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
         if (given["MASTER_ADDR"], given["MASTER_PORT"]) != (self._host, str(self._port)):
-            return "the address is that of init_method"
+            return "the address comes from init_method"
         own_host, _, own_port = own.rpartition(":")
         changed = [
             f"{name}={given[name]}"
@@ -399,8 +391,8 @@ class _Waiting:
         )
 
 
-def _line_of_the_script(frame: FrameType | None) -> str:
-    """Return `` (train.py line 3)`` for the innermost frame that is not torch's."""
+def _script_line(frame: FrameType | None) -> str:
+    """Return `` (train.py line 3)`` for the innermost frame outside torch and this file."""
     inside = os.sep + "torch" + os.sep
     while frame is not None and (
         inside in frame.f_code.co_filename or frame.f_code.co_filename == __file__

@@ -1,6 +1,4 @@
-"""torch's own agent on each node (``--launcher torchrun``): how it is started, and what its last
-words say of a failure.
-"""
+"""Start torchrun on a node (``--launcher torchrun``) and parse the failure in its output."""
 
 from __future__ import annotations
 
@@ -14,27 +12,28 @@ from clusterjob.node.logs.log_files import last_lines
 from clusterjob.node.program import Program
 from clusterjob.node.system import processes
 
-# torchrun closes with this block; in it, a negative exit code is a signal's.
+# torchrun prints this block last; a negative exit code in it means a signal.
 _ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)"
+    r"Root Cause \(first observed failure\):.*?"
+    r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)"
     r".*?exitcode\s*:\s*(?P<code>-?\d+)",
     re.DOTALL,
 )
-_OWN_WORDS = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
+_TORCHRUN_OUTPUT = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
 _RANK_MARK = re.compile(r"\[rank\d+\]:")
 _LINES = 400
 
 
 @dataclass(frozen=True)
-class RootCause:
-    """What a torchrun says of the worker that failed first on its node.
+class TorchrunFailure:
+    """The worker that failed first on a node, as its torchrun reports it.
 
     Attributes:
         rank: the worker's rank.
         local_rank: its index on the node.
-        exit_code: its own, 128 + n for signal n.
+        exit_code: its exit code, 128 + n for signal n.
         signal: that signal's name, or None.
-        last_lines: the end of what it wrote before torchrun's closing words.
+        last_lines: the worker's last lines before torchrun's own output.
     """
 
     rank: int
@@ -47,8 +46,8 @@ class RootCause:
 def command_line(program: Program, world: World, job_id: str) -> list[str]:
     """Return the command that starts one node's torchrun.
 
-    Restarts are not left to it: torchruns of several nodes cannot agree on them without a
-    rendezvous server.
+    torchrun does no restarts: without a rendezvous server, the torchruns of several nodes cannot
+    agree on a restart.
     """
     flags = {"script": [], "module": ["-m"], "command": ["--no-python"]}[program.kind]
     return [
@@ -59,30 +58,32 @@ def command_line(program: Program, world: World, job_id: str) -> list[str]:
     ]  # fmt: skip
 
 
-def root_cause(stderr: Path) -> RootCause | None:
-    """Return what a torchrun's stderr says of the first failure on its node; None if it says
-    nothing.
-    """
+def root_cause(stderr: Path) -> TorchrunFailure | None:
+    """Parse the first failure from torchrun's stderr; return None if there is none."""
     lines = last_lines(stderr, _LINES, 1 << 17)
     match = _ROOT_CAUSE.search("\n".join(lines))
     if match is None:
         return None
     code = int(match["code"])
     signal_name = processes.signal_name(-code) if code < 0 else None
-    end = next((index for index, line in enumerate(lines) if _OWN_WORDS.search(line)), len(lines))
-    words = _words_of(match["rank"], lines[:end])
-    return RootCause(
+    end = next(
+        (index for index, line in enumerate(lines) if _TORCHRUN_OUTPUT.search(line)), len(lines)
+    )
+    own_lines = _lines_of_rank(match["rank"], lines[:end])
+    return TorchrunFailure(
         int(match["rank"]),
         int(match["local_rank"]),
         exit_code=128 - code if code < 0 else code,
         signal=signal_name,
-        last_lines=words[-20:],
+        last_lines=own_lines[-20:],
     )
 
 
-def _words_of(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a rank's own lines; torch marks the traceback of each, and what has no mark may be
-    anyone's.
+def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the lines of a rank.
+
+    torch marks the traceback of each rank. Without marked lines of this rank, return all unmarked
+    lines, which may come from any rank.
     """
     own = tuple(line for line in lines if line.startswith(f"[rank{rank}]:"))
     return own or tuple(line for line in lines if not _RANK_MARK.match(line))

@@ -1,41 +1,31 @@
-"""How the end of a worker, or of a node, becomes a failure: its last words, and whether it only
-follows from another one's.
+"""Make a `Failure` from the end of a worker or a node.
+
+A failure contains the last lines of stderr, and whether it is only an effect of another failure.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterjob.node.contract import World
-from clusterjob.node.logs import log_files
+from clusterjob.node.logs import failure_texts, log_files
+from clusterjob.node.logs.failure_texts import Meaning
 from clusterjob.node.system import processes
-from clusterjob.node.verdict import Failure, is_peer_loss, last_exception, without_library_warnings
+from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import torchrun
 
-# torch's words for init_process_group("nccl") in a build without it, and in one with it on a
-# machine without a GPU.
-_NO_NCCL = re.compile(
-    r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs, no GPUs found"
+_NO_NCCL_HINT = (
+    '; this worker sees no GPU: use init_process_group("gloo"), or backend=None, which works with'
+    " and without GPUs"
 )
-_NO_NCCL_HINT = '; this worker sees no GPU: init_process_group("gloo") suits a rehearsal, and backend=None suits both'
-_MOST_LINES, _SHOWN_LINES, _MOST_BYTES = (
-    100,
-    20,
-    32768,
-)  # of stderr; libraries may warn of much at the end
-
-# What torch says of a DataLoader's worker that somebody killed.
-_CHILD_KILLED = re.compile(
-    r"DataLoader worker .* is killed by signal: Killed|DataLoader worker .* exited unexpectedly"
-)
+# Limits for stderr. Many lines are read, because libraries may print warnings at the end.
+_MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 100, 20, 32768
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:
-    return without_library_warnings(log_files.last_lines(path, _MOST_LINES, limit=_MOST_BYTES))[
-        -_SHOWN_LINES:
-    ]
+    lines = log_files.last_lines(path, _MAX_LINES, limit=_MAX_BYTES)
+    return failure_texts.without_library_warnings(lines)[-_SHOWN_LINES:]
 
 
 def how(code: int, signal_name: str | None) -> str:
@@ -45,14 +35,14 @@ def how(code: int, signal_name: str | None) -> str:
 
 @dataclass(frozen=True)
 class Failures:
-    """Makes the failures of one node.
+    """Make the failures of one node.
 
     Attributes:
-        node_rank, host: which node it is.
-        directory: of its logs.
-        attempt: which start of the job this is.
-        under_torchrun: its workers are torchrun's, whose last words tell of them.
-        oom_kills: the kernel's count of processes killed for want of memory when the agent began.
+        node_rank, host: the node.
+        directory: the directory of its logs.
+        attempt: the number of this start of the job.
+        under_torchrun: whether torchrun starts the workers; its last output then describes them.
+        oom_kills: the kernel's count of out-of-memory kills when the agent started.
     """
 
     node_rank: int
@@ -64,47 +54,50 @@ class Failures:
 
     def of_node(self, why: str) -> Failure:
         """Return the failure of the node itself."""
-        return Failure(
-            None,
-            None,
-            node_rank=self.node_rank,
-            host=self.host,
-            exit_code=1,
-            signal=None,
-            message=why,
-        )
+        return Failure.of_node(self.node_rank, self.host, message=why, kind=FailureKind.LAUNCH)
 
     def of_worker(
-        self, world: World, local_rank: int, code: int, signal_name: str | None, message: str
+        self,
+        world: World,
+        local_rank: int,
+        code: int,
+        signal_name: str | None,
+        message: str,
+        kind: FailureKind | None = None,
     ) -> Failure:
         """Return the failure of a worker.
 
         Args:
-            world: the round that it belongs to.
+            world: the round of the worker.
             local_rank: its index on the node.
             code: its exit code, 128 + n for signal n.
-            signal_name: that signal, or None.
-            message: what is known of it by now.
+            signal_name: the name of that signal, or None.
+            message: the error message known so far.
+            kind: the kind that the worker has reported; None if it has not.
         """
         if self.under_torchrun:
             return self._of_torchrun(world, code, signal_name=signal_name, message=message)
         rank = world.first_rank + local_rank
-        last = _last_lines(
-            log_files.rank_files(self.directory, rank, restart=world.restart, attempt=self.attempt)[
-                1
-            ]
+        err = log_files.rank_files(
+            self.directory, rank, restart=world.restart, attempt=self.attempt
+        )[1]
+        last = _last_lines(err)
+        meanings = failure_texts.meanings((message, *last))
+        # A worker that fails because another one ended raises an exception or aborts. SIGKILL and
+        # SIGSEGV are never such an effect.
+        effect = signal_name in (None, "SIGABRT") and (
+            kind is FailureKind.RENDEZVOUS or failure_texts.is_effect(meanings)
         )
-        # A worker that another's end brings down raises or aborts; a SIGKILL or a SIGSEGV is always
-        # its own.
-        effect = signal_name in (None, "SIGABRT") and is_peer_loss("\n".join((message, *last)))
-        exception = last_exception(last)
+        exception = failure_texts.last_exception(last)
         if exception is not None and (
-            message.startswith(("exited", "sys.exit(")) or signal_name == "SIGABRT"
+            kind in (None, FailureKind.EXIT_CODE) and signal_name in (None, "SIGABRT")
         ):
             message = f"{exception} ({message})"
-        if not world.gpus and _NO_NCCL.search(message):
+        if not world.gpus and Meaning.NO_GPU_FOR_NCCL in failure_texts.meanings((message,)):
             message += _NO_NCCL_HINT
-        message += self._of_memory(signal_name, "\n".join((message, *last)))
+        memory = self._memory_note(signal_name, meanings)
+        if memory:
+            kind = FailureKind.OOM_HOST
         return Failure(
             rank,
             local_rank,
@@ -112,18 +105,22 @@ class Failures:
             host=self.host,
             exit_code=code,
             signal=signal_name,
-            message=message,
+            message=message + memory,
             last_lines=last,
             effect=effect,
+            kind=failure_texts.kind_of_end(
+                kind, meanings, signal_name, raised=exception is not None
+            ),
         )
 
-    def _of_memory(self, signal_name: str | None, words: str) -> str:
-        """Return what to add for a worker, or a process of a worker's, that was killed by SIGKILL:
-        whether memory was the reason.
+    def _memory_note(self, signal_name: str | None, meanings: frozenset[Meaning]) -> str:
+        """Return a note about an out-of-memory kill, or an empty string.
+
+        It applies if SIGKILL ended the worker or one of its child processes.
         """
-        news = (
-            self.oom_kills.news() if signal_name == "SIGKILL" or _CHILD_KILLED.search(words) else ""
-        )
+        if signal_name != "SIGKILL" and Meaning.CHILD_KILLED not in meanings:
+            return ""
+        news = self.oom_kills.describe_new()
         return f" ({news})" if news else ""
 
     def _of_torchrun(
@@ -132,6 +129,7 @@ class Failures:
         stderr = log_files.torchrun_files(self.directory, world.restart, attempt=self.attempt)[1]
         cause = torchrun.root_cause(stderr)
         if cause is None:
+            last = log_files.last_lines(stderr)
             return Failure(
                 None,
                 None,
@@ -140,11 +138,15 @@ class Failures:
                 exit_code=code,
                 signal=signal_name,
                 message=f"torchrun {message}",
-                last_lines=log_files.last_lines(stderr),
+                last_lines=last,
+                kind=failure_texts.kind_of_end(
+                    None, failure_texts.meanings(last), signal_name, raised=False
+                ),
             )
-        effect = cause.signal in (None, "SIGABRT") and is_peer_loss("\n".join(cause.last_lines))
-        words = how(cause.exit_code, cause.signal)
-        words += self._of_memory(cause.signal, "\n".join(cause.last_lines))
+        meanings = failure_texts.meanings(cause.last_lines)
+        memory = self._memory_note(cause.signal, meanings)
+        exception = failure_texts.last_exception(cause.last_lines)
+        kind = FailureKind.OOM_HOST if memory else None
         return Failure(
             cause.rank,
             cause.local_rank,
@@ -152,7 +154,10 @@ class Failures:
             host=self.host,
             exit_code=cause.exit_code,
             signal=cause.signal,
-            message=words,
+            message=how(cause.exit_code, cause.signal) + memory,
             last_lines=cause.last_lines,
-            effect=effect,
+            effect=cause.signal in (None, "SIGABRT") and failure_texts.is_effect(meanings),
+            kind=failure_texts.kind_of_end(
+                kind, meanings, cause.signal, raised=exception is not None
+            ),
         )

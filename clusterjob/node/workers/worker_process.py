@@ -1,6 +1,4 @@
-"""How one worker comes to be: forked from the starter, tied to its life, given its files and
-variables, then run or exec-ed.
-"""
+"""Start one worker: fork it, set its files and variables, run the program."""
 
 from __future__ import annotations
 
@@ -15,18 +13,18 @@ from clusterjob.node.system import processes
 from clusterjob.node.workers import preload, stacks
 from clusterjob.node.workers.report import report
 
-_NOT_STARTED = 127  # as a shell says of a command that it cannot start
+_NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """Everything that tells one worker from its siblings.
+    """The settings in which one worker differs from the others of its node.
 
     Attributes:
-        local_rank: its index on the node; 0 for the one torchrun of a node.
-        variables: added to the environment that it inherits.
-        argv: the command line to exec; None when the forked process is to run the program itself.
-        out, err: the files that become its stdout and stderr; appended to.
+        local_rank: its index on the node; 0 for torchrun, of which a node has one.
+        variables: environment variables, added to the inherited ones.
+        argv: the command line to exec; None if the forked process runs the program itself.
+        out, err: the files for its stdout and stderr, opened for appending.
     """
 
     local_rank: int
@@ -39,28 +37,30 @@ class WorkerStart:
 def start(
     worker: WorkerStart, report_pipe: tuple[int, int], close: list[int], stdin: int | None
 ) -> int:
-    """Fork a worker; return its pid in the starter, and 0 in a worker that is to run the program in
-    this very process.
+    """Fork a worker; the worker executes its command line or returns to run the program.
 
-    A worker that execs never returns from here. One that cannot exec reports why and exits 127, as
-    a shell does.
+    A worker with a command line never returns from this function. If the exec fails, it reports the
+    error and exits with code 127, as a shell does.
 
     Args:
-        worker: what tells it from its siblings.
-        report_pipe: (read end, write end) of the starter's report pipe.
-        close: the starter's own file descriptors.
-        stdin: what becomes the first worker's stdin; that of the others is empty.
+        worker: the settings of this worker.
+        report_pipe: (read end, write end) of the forkserver's report pipe.
+        close: the forkserver's own file descriptors, which the worker closes.
+        stdin: the descriptor for the first worker's stdin; the stdin of the others is empty.
+
+    Returns:
+        The worker's pid in the forkserver; 0 in a worker that runs the program in this process.
 
     Raises:
-        OSError: no process, or no log file, could be made.
+        OSError: a process or a log file could not be created.
     """
     out = _open_log(worker.out)
     err = _open_log(worker.err)
-    starter = os.getpid()
+    forkserver_pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The starter ignores SIGTERM; blocked, one that meets the child before it has its own handler
-    # waits instead of being lost.
+    # The forkserver ignores SIGTERM. While blocked, a SIGTERM to the child stays pending until the
+    # child has reset its handler, instead of being lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     pid = os.fork()
     if pid != 0:
@@ -69,11 +69,13 @@ def start(
         os.close(err)
         return pid
     try:
-        processes.die_with_parent(starter)
+        processes.die_with_parent(forkserver_pid)
         _reset_signals()
-        _wire(out, err, stdin=stdin, close=[report_pipe[0], *close], reads=worker.local_rank == 0)
+        _connect_streams(
+            out, err, stdin=stdin, close=[report_pipe[0], *close], reads=worker.local_rank == 0
+        )
         os.environ.update(worker.variables)
-        # The pid says whose descriptor this is: a child of the worker inherits the variable and not
+        # The pid names the descriptor's owner: a child of the worker inherits the variable, but not
         # the pipe.
         os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
         if worker.argv is None:
@@ -81,9 +83,8 @@ def start(
             stacks.offer()
             return 0
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(
-                number, signal.SIG_DFL
-            )  # Python ignores them, and an ignored signal stays so over exec
+            # Python ignores these signals, and exec keeps ignored signals ignored.
+            signal.signal(number, signal.SIG_DFL)
         os.set_inheritable(report_pipe[1], True)
         _exec(worker.argv, report_pipe[1], local_rank=worker.local_rank)
     except BaseException as error:
@@ -92,6 +93,7 @@ def start(
             worker.local_rank,
             message=f"cannot start: {error}",
             exit_code=_NOT_STARTED,
+            kind="launch",
         )
     os._exit(_NOT_STARTED)
 
@@ -102,7 +104,7 @@ def _exec(argv: list[str], report_fd: int, local_rank: int) -> None:
     except OSError as error:
         message = f"cannot start {argv[0]}: {error.strerror}"
         print(f"clusterjob: {message}", file=sys.stderr, flush=True)
-        report(report_fd, local_rank, message=message, exit_code=_NOT_STARTED)
+        report(report_fd, local_rank, message=message, exit_code=_NOT_STARTED, kind="launch")
 
 
 def _open_log(path: Path) -> int:
@@ -114,12 +116,14 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup asks for
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 
-def _wire(out: int, err: int, stdin: int | None, close: list[int], *, reads: bool) -> None:
+def _connect_streams(
+    out: int, err: int, stdin: int | None, close: list[int], *, reads: bool
+) -> None:
     for descriptor in close:
         os.close(descriptor)
     if stdin is None or not reads:

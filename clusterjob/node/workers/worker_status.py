@@ -1,6 +1,4 @@
-"""What an agent knows of its workers and tells node 0: where those are that others wait for, and
-which left with exit code 0.
-"""
+"""Describe workers that other ranks wait for, and workers that ended with exit code 0."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from clusterjob.node.contract import World
 from clusterjob.node.logs import log_files
-from clusterjob.node.workers.sightings import Sighting
+from clusterjob.node.verdict import Failure
+from clusterjob.node.workers.missing_worker import MissingWorker
 from clusterjob.node.workers.worker_failures import Failures
 
-_MOST_EXITS = 8  # of ranks that ended with exit code 0, in one answer
+_MAX_EXITS = 8  # ranks with exit code 0 that one message names
 
 
 @dataclass
@@ -23,12 +21,12 @@ class WorkerStatus:
     """The workers of one node in one round.
 
     Attributes:
-        node_rank, host: which node it is.
-        directory: of its logs.
-        attempt: which start of the job this is.
-        failures: makes failures of them.
-        world: the round; None before the first.
-        ended: how each worker ended that has, by local rank.
+        node_rank, host: the node.
+        directory: the directory of its logs.
+        attempt: the number of this start of the job.
+        failures: makes the failures of this node's workers.
+        world: the current round; None before the first.
+        ended: how each ended worker ended, by local rank.
     """
 
     node_rank: int
@@ -38,12 +36,11 @@ class WorkerStatus:
     failures: Failures
     world: World | None = None
     ended: dict[int, str] = field(default_factory=dict)
-    _exits: dict[int, float] = field(
-        default_factory=dict
-    )  # when those with exit code 0 ended, by the monotonic clock
+    # Local rank -> monotonic time of an end with exit code 0.
+    _exits: dict[int, float] = field(default_factory=dict)
 
     def begin(self, world: World) -> None:
-        """Forget the last round."""
+        """Begin a round: forget the workers of the last one."""
         self.world = world
         self.ended.clear()
         self._exits.clear()
@@ -52,77 +49,63 @@ class WorkerStatus:
         """Note that a worker has ended with exit code 0."""
         self._exits[local_rank] = monotonic
 
-    def exits(self) -> dict[str, Any]:
-        """Return the message that names the workers which ended with exit code 0, the first ones of
-        many.
-        """
+    def early_exits(self) -> list[tuple[Failure, float]]:
+        """Return the first 8 workers that ended with exit code 0, and the seconds since then."""
         assert self.world is not None
-        moment, exits = time.monotonic(), []
-        for local_rank, at in sorted(self._exits.items(), key=lambda item: item[1])[:_MOST_EXITS]:
-            failure = self.failures.of_worker(self.world, local_rank, 0, None, "")
-            exits.append({"failure": failure.to_json(), "age": max(0.0, moment - at)})
-        return {"t": "checked", "restart": self.world.restart, "exits": exits}
+        moment, first = time.monotonic(), sorted(self._exits.items(), key=lambda item: item[1])
+        return [
+            (
+                self.failures.of_worker(self.world, local_rank, 0, signal_name=None, message=""),
+                max(0.0, moment - at),
+            )
+            for local_rank, at in first[:_MAX_EXITS]
+        ]
 
-    def known(self, wanted: Sequence[int], *, started: bool) -> list[Sighting]:
-        """Return what can be said of workers that do not run: they were not started so far, or have
-        ended.
+    def known(self, wanted: Sequence[int], *, started: bool) -> list[MissingWorker]:
+        """Describe workers that do not run: they have not been started yet, or have ended.
 
         Args:
-            wanted: their local ranks.
+            wanted: the local ranks of the workers.
             started: whether this node's workers were started.
         """
         found = [
-            self.sighting(rank, None, text="was not started: its node imports torch so far")
+            self.describe(rank, None, text="was not started: its node still imports torch")
             for rank in wanted
             if not started
         ]
         ended = [rank for rank in wanted if rank in self.ended]
         return found + [
-            self.sighting(rank, None, text=f"{self.ended[rank]} and never came to the roll-call")
+            self.describe(rank, None, text=f"{self.ended[rank]} and never joined the rendezvous")
             for rank in ended
         ]
 
-    def sighting(
+    def describe(
         self, local_rank: int, pid: int | None, text: str, stack: Sequence[str] = ()
-    ) -> Sighting:
-        """Return what is known of one worker."""
+    ) -> MissingWorker:
+        """Return the description of one worker."""
         assert self.world is not None
-        return Sighting(
+        return MissingWorker(
             self.world.first_rank + local_rank, local_rank, pid=pid, text=text, stack=tuple(stack)
         )
 
-    def where(self, found: Sequence[Sighting], *, final: bool) -> dict[str, Any]:
-        """Return the message that says where workers are.
+    def lines(self, found: Sequence[MissingWorker]) -> tuple[str, ...]:
+        """Return one line about each worker that other ranks wait for."""
+        return tuple(each.line(self.node_rank, self.host) for each in found)
 
-        Args:
-            found: what is known of them.
-            final: whether those who wait for them give up now.
-        """
-        assert self.world is not None
-        failures = []
-        for each in found if final else ():
-            last = log_files.last_lines(
-                log_files.rank_files(
-                    self.directory, each.rank, restart=self.world.restart, attempt=self.attempt
-                )[1]
-            )
-            failures.append(each.failure(self.node_rank, self.host, last).to_json())
-        lines = [each.line(self.node_rank, self.host) for each in found]
-        return {
-            "t": "where",
-            "restart": self.world.restart,
-            "final": final,
-            "lines": lines,
-            "failures": failures,
-        }
+    def missing_failures(self, found: Sequence[MissingWorker]) -> tuple[Failure, ...]:
+        """Return the failures of workers for which other ranks gave up waiting."""
+        return tuple(
+            each.failure(self.node_rank, self.host, log_files.last_lines(self._stderr(each.rank)))
+            for each in found
+        )
 
     def note_found(self, local_rank: int, lines: Sequence[str]) -> None:
-        """Tell a worker's own readers, in its stderr, what has become of those for which it waits."""
+        """Append lines about the ranks that a worker waits for to that worker's stderr file."""
         if self.world is not None:
-            rank = self.world.first_rank + local_rank
-            log_files.append(
-                log_files.rank_files(
-                    self.directory, rank, restart=self.world.restart, attempt=self.attempt
-                )[1],
-                lines,
-            )
+            log_files.append(self._stderr(self.world.first_rank + local_rank), lines)
+
+    def _stderr(self, rank: int) -> Path:
+        assert self.world is not None
+        return log_files.rank_files(
+            self.directory, rank, restart=self.world.restart, attempt=self.attempt
+        )[1]

@@ -1,1 +1,1 @@
-"""The node zip from the inside: its entry point and its importer."""
+"""Entry point and importer of the node zip."""

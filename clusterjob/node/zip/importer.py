@@ -1,12 +1,12 @@
-"""The package's sources inside the node zip: one compressed block, unpacked at the first import of
-any of them.
+"""Import the package's modules from one compressed block in the node zip.
 
-Packed module by module, as a zip does, the zip would be almost twice as long, and an agent would
-start 30 ms later: each module would be looked up and unpacked by itself.
+The first import of a module unpacks the block. If each module were a member of the zip, the zip
+would be almost twice as large, and an agent would start 30 ms later: Python would find and unpack
+each module separately.
 
-The zip shadows an installed package. What only submits jobs elsewhere is left out of it
-(`clusterjob.core.node_zip.LEFT_OUT`): a process inside a job that submits another takes those
-modules, and the templates, from the installed package, which has to be of the same version.
+The zip shadows an installed package. It does not contain the modules that only submit jobs
+(`clusterjob.core.node_zip.LEFT_OUT`). A process inside a job that submits another job takes these
+modules, and the templates, from the installed package, which must have the same version.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 
-# Not typing's: this is loaded at every start from the zip.
+# Not imported from typing, which would slow every start from the zip.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType, ModuleType
 
-# Beside the package's own __init__.py: {"clusterjob/cli/__init__.py": source, ...}.
+# File beside the package's own __init__.py: {"clusterjob/cli/__init__.py": source, ...}.
 NAME = "sources.json.bz2"
 
 
-class Solid:
-    """Finds and loads the modules of the block.
+class ZipImporter:
+    """Find and load the modules of the block.
 
     Args:
         package_file: the path of the package's ``__init__.py`` inside the zip.
@@ -42,7 +42,7 @@ class Solid:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """Return where a module is, if it is one of ours; the protocol of sys.meta_path."""
+        """Return a module's spec if the block contains it; a method of sys.meta_path finders."""
         if not name.startswith("clusterjob."):
             return None
         file = self._file_of(name)
@@ -57,8 +57,9 @@ class Solid:
         return spec
 
     def _look_elsewhere(self, name: str, path: Sequence[str] | None) -> None:
-        """Let the interpreter's own finder look for a module in the installed package, whose place
-        is added to its package's path.
+        """Let the interpreter's own finder search the installed package for a module.
+
+        The directory in the installed package is added to the parent package's path.
         """
         package = installed()
         if package is not None and isinstance(path, list):
@@ -67,7 +68,7 @@ class Solid:
                 path.append(place)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Have the module made as always."""
+        """Use the default module creation."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run a module's code."""
@@ -75,10 +76,10 @@ class Solid:
         exec(code, module.__dict__)
 
     def get_code(self, name: str) -> CodeType:
-        """Return a module's code: for this class itself, and for runpy."""
+        """Return a module's code; `exec_module` and runpy use it."""
         file = self._file_of(name)
         if file is None:
-            raise ImportError(f"there is no module {name}", name=name)
+            raise ImportError(f"no module named {name}", name=name)
         return compile(self._all()[file], f"{self.archive}/{file}", "exec", dont_inherit=True)
 
     def get_source(self, name: str) -> str | None:
@@ -110,23 +111,22 @@ class Solid:
 
 
 def install(package_file: str) -> None:
-    """Let this process import the package from the zip that holds it."""
-    sys.meta_path.insert(
-        0, Solid(package_file)
-    )  # before the one that would find the installed package's
+    """Let this process import the package from the zip that contains this file."""
+    sys.meta_path.insert(0, ZipImporter(package_file))  # before the finder of the installed package
 
 
 def archive() -> str | None:
-    """Return the zip that the package was imported from; None where it was not."""
-    return next((finder.archive for finder in sys.meta_path if isinstance(finder, Solid)), None)
+    """Return the zip that the package was imported from; None if it was not."""
+    return next(
+        (finder.archive for finder in sys.meta_path if isinstance(finder, ZipImporter)), None
+    )
 
 
 def installed() -> str | None:
-    """Return the directory of the package that is installed beside the zip; None where there is
-    none.
+    """Return the directory of the installed package; None if none is installed.
 
     Raises:
-        ImportError: it is of another version.
+        ImportError: the installed package has another version than the zip.
     """
     from importlib.machinery import PathFinder
 
@@ -136,9 +136,9 @@ def installed() -> str | None:
     others = (
         finder
         for finder in sys.meta_path
-        if finder is not PathFinder and not isinstance(finder, Solid)
+        if finder is not PathFinder and not isinstance(finder, ZipImporter)
     )
-    for finder in others:  # an editable installation may have one of its own
+    for finder in others:  # an editable installation may have its own finder
         spec = spec or finder.find_spec("clusterjob", None)
     if spec is None or not spec.origin or not spec.origin.endswith("/__init__.py"):
         return None
@@ -147,6 +147,7 @@ def installed() -> str | None:
     own, its = sys.modules["clusterjob"].__version__, line.partition("=")[2].strip().strip('"')
     if own != its:
         raise ImportError(
-            f"this job came with clusterjob {own}, and {spec.origin} is {its}: `env -u PYTHONPATH clusterjob` runs that one"
+            f"this job uses clusterjob {own}, but {spec.origin} is {its}: "
+            "`env -u PYTHONPATH clusterjob` runs the installed version"
         )
     return spec.origin.removesuffix("/__init__.py")

@@ -1,8 +1,6 @@
-"""The first code of the node zip: says what is wrong with an old Python in that Python's own words,
-then launches.
-"""
+"""Entry point of the node zip: refuse an old Python, else launch the agent."""
 
-# This file alone must be readable by any Python 3: it becomes the zip's __main__.py.
+# This file becomes the zip's __main__.py, so any Python, even 2.7, must be able to parse it.
 import os
 import sys
 

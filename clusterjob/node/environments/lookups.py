@@ -1,8 +1,7 @@
-"""What some variables only point at: a file of hosts, a descriptor, a command. Looked up here, so
-that detection stays pure.
+"""Look up the host files, descriptors and commands that some variables point at.
 
-Each answer is added to the mapping under a name that no variable has, and the families read it from
-there.
+Detection itself stays a pure function. Each result is added to the mapping under a key that no
+variable has, and the families read it from there.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ from collections.abc import Mapping
 from clusterjob.node.environments import flux_env, hydra_env, lsf_env, pals_env
 from clusterjob.node.environments.reading import whole_number
 
-_PATIENCE = 4.0  # seconds for Flux's answer
+_TIMEOUT = 4.0  # seconds for `flux hostlist local`
 _MOST_BYTES = 1 << 20
 
 
-def look(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the mapping, with what its variables point at where a family needs that; it is the
-    same one where none does.
+def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the mapping with the looked-up values that a family needs.
+
+    Returns:
+        A new mapping; the same mapping if no value is needed.
     """
     found: dict[str, str] = {}
     if environ.get("PALS_RANKID") and environ.get("PBS_NODEFILE"):
@@ -42,7 +43,7 @@ def look(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _text(path: str) -> str:
-    """Return the beginning of a file; empty if it cannot be read."""
+    """Return the first MiB of a file; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(_MOST_BYTES)
@@ -54,22 +55,23 @@ def _flux_hosts(environ: Mapping[str, str]) -> str:
     import subprocess
 
     try:
-        told = subprocess.run(
+        result = subprocess.run(
             ["flux", "hostlist", "local"],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_PATIENCE,
+            timeout=_TIMEOUT,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return os.fsdecode(told.stdout).strip() if told.returncode == 0 else ""
+    return os.fsdecode(result.stdout).strip() if result.returncode == 0 else ""
 
 
 def _peer(descriptor: str) -> str:
-    """Return the pid behind a descriptor that is a local socket: the proxy that started this node's
-    processes; empty otherwise.
+    """Return the pid of the peer of a local socket; empty if the descriptor is none.
+
+    The peer of PMI_FD is the proxy that started this node's processes.
     """
     import socket
     import struct

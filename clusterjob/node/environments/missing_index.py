@@ -1,7 +1,6 @@
-"""What is left when no family applies: a count of several, without the variable that says which of
-them this is.
+"""Refuse an environment that counts several processes or nodes but gives no index.
 
-A process that went on there would train alone, beside others that do the same.
+Without this check each process would train alone, beside others that do the same.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Mapping
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading, whole_number
 
-# (family, count, what would say which one this is). A batch script may export a count for the steps
-# that it starts; their own families then apply, and this is not asked.
+# (family, count, index). A batch script may export a count for the steps that it starts; the
+# steps' own families then apply, and this check does not run.
 _COUNTS = (
     ("env", "WORLD_SIZE", "RANK"),
     ("openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -27,14 +26,15 @@ _HOSTS = re.compile(r"VC_\w+_HOSTS\Z")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return a finding without a place, and why; None where nothing counts more than one. To be
-    asked after all families.
+    """Return a finding with a conflict if a count is above 1 and its index is not set, or None.
+
+    Call it only if no family applies.
     """
     for source, count, index in _COUNTS:
         reading = Reading(environ, source, quoted=True)
         if (whole_number(reading.value(count)) or 0) > 1 and not reading.is_set(index):
             reading.conflicts.append(
-                f"{index} is not set, and {count}={reading.value(count)}: this is one of several"
+                f"{index} is not set, but {count}={reading.value(count)}: the launcher sets both"
             )
             return reading.finding(None)
     reading = Reading(environ, "volcano", quoted=True)
@@ -42,7 +42,8 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         found = placing.hosts(reading, name)
         if len(found) > 1:
             reading.conflicts.append(
-                f"VC_TASK_INDEX is not set, and {name} lists {len(found)}: this is one of several (Volcano's env plugin)"
+                f"VC_TASK_INDEX is not set, but {name} lists {len(found)} hosts: "
+                "Volcano's env plugin sets it"
             )
             return reading.finding(None)
     return None

@@ -1,6 +1,4 @@
-"""When several families apply: the first one's word holds, the others are told apart as agreeing,
-ignored, or in conflict.
-"""
+"""Compare the families that apply: the first one wins, the others are ignored or conflict."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dataclasses import replace
 from clusterjob.node.environments.reading import Finding, Ignored
 from clusterjob.node.environments.topology import Topology, Worker
 
-# Platforms start one command a node. One machine is on one of them, so two have to say the same.
+# Platforms start one command per node. A machine belongs to one platform, so two must agree.
 _PLATFORMS = frozenset(
     (
         "mlp",
@@ -28,12 +26,14 @@ _PLATFORMS = frozenset(
 
 
 def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
-    """Return the winner with what became of the others: ignored variables, and a conflict where
-    they contradict it.
+    """Return the winner with the variables of the others as ignored, or with a conflict.
 
     Args:
-        winner: the first family that applies.
-        others: the families after it that apply too.
+        winner: the finding of the first family that applies.
+        others: the findings of the later families that apply too.
+
+    Returns:
+        The winner; without a place and with a conflict if another finding contradicts it.
     """
     used = {*winner.evidence.values(), *(item.variable for item in winner.ignored)}
     ignored: dict[str, Ignored] = {}
@@ -42,7 +42,7 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
         why = (
             f"{winner.source} comes before {other.source}"
             if other.source != winner.source
-            else "another variable of its kind says more"
+            else f"another variable of {winner.source} has precedence"
         )
         ignored |= {
             name: Ignored(name, why)
@@ -61,9 +61,7 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
 
 
 def _left_over(winner: Finding, others: Sequence[Finding]) -> tuple[str, ...]:
-    """Return what makes this one process of a job, where that place is incomplete and a platform's
-    variables give a node's in full.
-    """
+    """Return a conflict if a process's variables are incomplete and a platform's are complete."""
     complete = next(
         (
             other
@@ -76,24 +74,28 @@ def _left_over(winner: Finding, others: Sequence[Finding]) -> tuple[str, ...]:
     if winner.source != "env" or not winner.conflicts or complete is None or not names:
         return ()
     text = ", ".join(names)
-    verb = "say" if len(names) > 1 else "says"
+    verb = "describe" if len(names) > 1 else "describes"
     return (
-        f"{text} {verb} that this is a process of a job, and the variables of {complete.source} give a node's place: unset {text}",
+        (
+            f"{text} {verb} one process of a job, but the variables of {complete.source} describe "
+            f"a node: unset {text}"
+        ),
     )
 
 
 def _contradictions(winner: Finding, other: Finding) -> Iterable[str]:
     first, second = winner.place, other.place
     if isinstance(first, Worker) and isinstance(second, Worker) and winner.source == "env":
-        # Nobody knows who set RANK: perhaps a batch script, once for all of srun's tasks. A real
-        # launcher inside a task has more processes than there are tasks; the same number, or fewer,
-        # in another order is a mistake.
+        # It is unknown who set RANK: a batch script may have set it once for all tasks of srun. A
+        # real launcher inside a task starts more processes than there are tasks. The same number
+        # or fewer, with another rank, is a mistake.
         if first.world_size <= second.world_size and (first.rank, first.world_size) != (
             second.rank,
             second.world_size,
         ):
             yield (
-                f"{_name(winner, 'rank')}={first.rank} of {first.world_size} and {_name(other, 'rank')}={second.rank} "
+                f"{_name(winner, 'rank')}={first.rank} of {first.world_size} and "
+                f"{_name(other, 'rank')}={second.rank} "
                 f"of {second.world_size} disagree ({winner.source}, {other.source})"
             )
     elif (
@@ -107,7 +109,8 @@ def _contradictions(winner: Finding, other: Finding) -> Iterable[str]:
         }  # PyTorchJob v1 counts processes in WORLD_SIZE
         if first.nnodes not in counts or first.node_rank != second.node_rank:
             yield (
-                f"{_name(winner, 'node_rank')}={first.node_rank} of {first.nnodes} and {_name(other, 'node_rank')}={second.node_rank} "
+                f"{_name(winner, 'node_rank')}={first.node_rank} of {first.nnodes} and "
+                f"{_name(other, 'node_rank')}={second.node_rank} "
                 f"of {second.nnodes} disagree ({winner.source}, {other.source})"
             )
 

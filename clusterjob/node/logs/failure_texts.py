@@ -1,0 +1,230 @@
+"""Classify the errors that torch, gloo, NCCL and Python write, with the source of each text.
+
+These texts belong to other programs, which report no error codes. Our own processes report a
+`FailureKind` as data.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clusterjob.node.verdict import FailureKind
+
+
+class Meaning(enum.Enum):
+    """The meaning of an error text."""
+
+    PEER_LOST = enum.auto()  # the connection to another worker is gone
+    RANKS_MISSING = enum.auto()  # other ranks did not join
+    TERMINATED = enum.auto()  # SIGTERM ended a process that the worker needs
+    CHILD_KILLED = enum.auto()  # SIGKILL may have ended a process that the worker needs
+    NO_GPU_FOR_NCCL = enum.auto()
+    OOM_DEVICE = enum.auto()
+    DEVICE = enum.auto()
+    OOM_HOST = enum.auto()
+    IMPORT = enum.auto()
+    IN_TORCH_DISTRIBUTED = enum.auto()  # the failure is inside torch.distributed
+
+
+@dataclass(frozen=True)
+class _Rule:
+    meaning: Meaning
+    pattern: re.Pattern[str]
+    source: str
+
+
+def _rule(meaning: Meaning, pattern: str, source: str) -> _Rule:
+    return _Rule(meaning, re.compile(pattern, re.IGNORECASE | re.MULTILINE), source)
+
+
+_RULES = (
+    _rule(
+        Meaning.PEER_LOST,
+        r"Connection closed by peer|application timeout caused pair closure",
+        "gloo/transport/tcp/pair.cc",
+    ),
+    _rule(
+        Meaning.PEER_LOST,
+        r"Connection reset by peer|Broken pipe",
+        "errno(3), through gloo and c10d",
+    ),
+    _rule(
+        Meaning.PEER_LOST,
+        r"Connection was likely closed|Socket Timeout|failed to recv, got 0 bytes|Failed to recv"
+        r"|DistNetworkError|recvValue failed|sendBytes failed|recvVector failed"
+        r"|wait timeout after \d+ms",
+        "torch/csrc/distributed/c10d/TCPStore.cpp, pytorch#113546, #194871",
+    ),
+    _rule(
+        Meaning.PEER_LOST,
+        r"remote process exited or there was a network error|NCCL communicator was aborted",
+        "nccl/src/init.cc, ProcessGroupNCCL.cpp",
+    ),
+    _rule(
+        Meaning.PEER_LOST,
+        r"Timed out waiting \d+ms for (?:recv|send) operation",
+        "gloo/transport/tcp/unbound_buffer.cc",
+    ),
+    _rule(
+        Meaning.RANKS_MISSING,
+        r"\bRanksMissingError: ",
+        "clusterjob.errors, in the traceback of a worker that has no report pipe",
+    ),
+    _rule(
+        Meaning.TERMINATED,
+        r"killed by signal: Terminated|DataLoader worker .* exited unexpectedly",
+        "torch/csrc/DataLoader.cpp, torch/utils/data/dataloader.py",
+    ),
+    _rule(
+        Meaning.TERMINATED,
+        r"got signal: 15\b",
+        "torch/distributed/elastic/agent/server/api.py",
+    ),
+    _rule(
+        Meaning.CHILD_KILLED,
+        r"DataLoader worker .* (?:is killed by signal: Killed|exited unexpectedly)",
+        "torch/csrc/DataLoader.cpp, torch/utils/data/dataloader.py",
+    ),
+    _rule(
+        Meaning.NO_GPU_FOR_NCCL,
+        r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs, no GPUs found",
+        "torch/distributed/distributed_c10d.py, ProcessGroupNCCL.cpp",
+    ),
+    _rule(
+        Meaning.OOM_DEVICE,
+        r"\bOutOfMemoryError: |CUDA out of memory",
+        "c10/cuda/CUDACachingAllocator.cpp",
+    ),
+    _rule(
+        Meaning.DEVICE,
+        r"CUDA error: |uncorrectable ECC error|\bNVRM: Xid\b",
+        "c10/cuda/CUDAException.cpp, docs.nvidia.com/deploy/xid-errors",
+    ),
+    _rule(
+        Meaning.OOM_HOST,
+        r"^(?:\[rank\d+\]: ?)?MemoryError\b|DefaultCPUAllocator: .*not enough memory",
+        "Python's MemoryError, c10/core/CPUAllocator.cpp",
+    ),
+    _rule(
+        Meaning.IMPORT,
+        r"^(?:\[rank\d+\]: ?)?(?:ImportError|ModuleNotFoundError): ",
+        "Python",
+    ),
+    # torch/distributed/elastic is excluded: `@record` of torchrun wraps a whole script.
+    _rule(
+        Meaning.IN_TORCH_DISTRIBUTED,
+        r'File ".*/torch/(?:nn/parallel/)?distributed(?:\.py|/(?!elastic/))'
+        r"|torch\.distributed\.Dist|c10::Dist|\bProcessGroup|\[c10d\]|gloo/transport/|\bNCCL\b"
+        r"|\bRendezvousError: |\bRanksMissingError: ",
+        "the frames of torch.distributed, and the loggers of c10d, gloo and NCCL",
+    ),
+)
+
+# The first frame inside torch names the function that the script called, except torch's wrapper
+# for logs.
+_COLLECTIVE = re.compile(
+    r'File ".*/torch/(?:distributed/distributed_c10d|_tensor|autograd/__init__)\.py",'
+    r" line \d+, in (\w+)"
+)
+
+_KINDS = {
+    Meaning.TERMINATED: FailureKind.TERMINATED,
+    Meaning.RANKS_MISSING: FailureKind.RENDEZVOUS,
+    Meaning.PEER_LOST: FailureKind.NETWORK,
+    Meaning.OOM_DEVICE: FailureKind.OOM_DEVICE,
+    Meaning.DEVICE: FailureKind.DEVICE,
+    Meaning.OOM_HOST: FailureKind.OOM_HOST,
+    Meaning.IMPORT: FailureKind.IMPORT,
+}
+
+
+def meanings(lines: Sequence[str]) -> frozenset[Meaning]:
+    """Return the meanings of all error texts in some lines."""
+    text = "\n".join(lines)
+    return frozenset(rule.meaning for rule in _RULES if rule.pattern.search(text))
+
+
+def kind(found: frozenset[Meaning]) -> FailureKind | None:
+    """Return the failure kind of these meanings; None if they imply none."""
+    return next((kind for meaning, kind in _KINDS.items() if meaning in found), None)
+
+
+def kind_of_end(
+    reported: FailureKind | None,
+    meanings: frozenset[Meaning],
+    signal_name: str | None,
+    *,
+    raised: bool,
+) -> FailureKind:
+    """Return the kind of a worker's failure: the most specific one that is known.
+
+    Args:
+        reported: the kind that the worker itself has reported, or None.
+        meanings: the meanings of its last lines.
+        signal_name: the signal that ended it, or None.
+        raised: whether its last lines contain a traceback.
+    """
+    general = (None, FailureKind.CODE, FailureKind.EXIT_CODE)
+    if signal_name == "SIGTERM":
+        return FailureKind.TERMINATED
+    if reported not in general and reported is not None:
+        return reported
+    found = kind(meanings)
+    if found is not None and signal_name in (None, "SIGABRT"):
+        return found
+    if signal_name is not None:
+        return FailureKind.SIGNAL
+    if reported is FailureKind.CODE or raised:
+        return FailureKind.CODE
+    return FailureKind.EXIT_CODE
+
+
+def is_effect(found: frozenset[Meaning]) -> bool:
+    """Return whether the worker failed only because another worker is gone or missing."""
+    return bool(found & {Meaning.PEER_LOST, Meaning.RANKS_MISSING})
+
+
+def in_collective(lines: Sequence[str]) -> bool:
+    """Return whether lines show a failure inside torch.distributed, not of another connection."""
+    return Meaning.IN_TORCH_DISTRIBUTED in meanings(lines) or collective(lines) is not None
+
+
+def collective(lines: Sequence[str]) -> str | None:
+    """Return torch's function in a traceback, such as ``all_reduce``; None if there is none."""
+    matches = map(_COLLECTIVE.search, lines)
+    return next((match[1] for match in matches if match is not None), None)
+
+
+# torch marks every line of a traceback while a process group exists.
+_RANK_MARK = re.compile(r"\[rank\d+\]: ?")
+_TRACEBACK = "Traceback (most recent call last):"
+_EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
+
+
+def last_exception(lines: Sequence[str]) -> str | None:
+    """Return the exception of the last Python traceback, such as ``ValueError: boom``, or None.
+
+    Lines may follow it: Hydra catches the exception, prints a line, and calls sys.exit(1).
+    """
+    bare = [_RANK_MARK.sub("", line, count=1) for line in lines]
+    # A DataLoader worker's "Original Traceback" precedes the traceback of its rank.
+    begins = [number for number, line in enumerate(bare) if line.endswith(_TRACEBACK)]
+    if not begins:
+        return None
+    return next((line for line in bare[begins[-1] + 1 :] if _EXCEPTION.fullmatch(line)), None)
+
+
+# Warnings of c10d's and NCCL's loggers, and the C++ frames that follow some of them.
+_LIBRARY_LINE = re.compile(
+    r"(\[rank\d+\]: ?)?(\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ \w+\.\w+:\d+\]|frame #\d+: "
+    r"|Exception raised from .*\(most recent call first\):)"
+)
+
+
+def without_library_warnings(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return lines of stderr without the warnings of C++ libraries; all lines if none is left."""
+    own = tuple(line for line in lines if not _LIBRARY_LINE.match(line))
+    return own or tuple(lines)

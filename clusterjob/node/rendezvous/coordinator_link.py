@@ -1,0 +1,241 @@
+"""The link of an agent to the coordinator: connect, exchange messages, and detect its loss."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from clusterjob.errors import RendezvousError
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import messages, protocol
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.membership import Membership
+from clusterjob.node.rendezvous.protocol import Channel
+from clusterjob.node.rendezvous.stalls import Stalls
+from clusterjob.node.system import network
+from clusterjob.node.system.codec import MalformedMessageError
+
+# Seconds between two rounds of connection attempts: the first pause and the longest.
+_FIRST_PAUSE, _MAX_PAUSE = 0.02, 1.0
+_CONNECT_SECONDS = 5.0
+# Seconds until the first notice that node 0 is not reached, and between later ones.
+_FIRST_NOTICE, _NOTICE_INTERVAL = 4.0, 5.0
+# Seconds for node 0's name to resolve, on platforms where a name belongs to a machine. Elsewhere a
+# name may appear only when its container starts.
+_RESOLVE_SECONDS = 3.0
+_MACHINE_NAMES = ("clusterjob", "slurm")
+
+
+class Link(Protocol):
+    """A link to the coordinator, in this process or over the network.
+
+    Attributes:
+        orders: messages of the coordinator, and `ConnectionLost` when it is lost.
+    """
+
+    orders: asyncio.Queue[Any]
+
+    def send(self, message: Any) -> None:
+        """Send a message to the coordinator."""
+
+    async def close(self) -> None:
+        """Close the link after all messages were sent."""
+
+
+class LocalLink:
+    """The link of node 0's agent, whose process runs the coordinator.
+
+    Args:
+        membership: the coordinator's membership, which this agent joins.
+        hello: the first message of this agent.
+    """
+
+    def __init__(self, membership: Membership, hello: messages.Hello) -> None:
+        self.orders: asyncio.Queue[Any] = asyncio.Queue()
+        self._membership = membership
+        membership.join(hello, self.orders.put_nowait)
+
+    def send(self, message: Any) -> None:
+        """Send a message to the coordinator."""
+        self._membership.receive(0, message)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class RemoteLink:
+    """The link of every other node's agent: one connection, with a lease at both ends.
+
+    Args:
+        channel: the connection, authenticated.
+        options: the heartbeat interval and the lease, in seconds.
+    """
+
+    def __init__(self, channel: Channel, options: LaunchOptions) -> None:
+        self.orders: asyncio.Queue[Any] = asyncio.Queue()
+        self._channel = channel
+        self._options = options
+        self._heard_at = time.monotonic()
+        self._stalls = Stalls(options.heartbeat)
+        self.tasks = [
+            asyncio.create_task(self._receive()),
+            asyncio.create_task(self._send_heartbeats()),
+        ]
+
+    def send(self, message: Any) -> None:
+        """Send a message to the coordinator."""
+        self._channel.send(message)
+
+    async def close(self) -> None:
+        """Close the connection after all messages were sent."""
+        for task in self.tasks:
+            task.cancel()
+        await self._channel.close()
+
+    async def _receive(self) -> None:
+        why = "the connection to it was closed"
+        try:
+            while (message := await self._channel.receive()) is not None:
+                self._heard_at = time.monotonic()
+                if not isinstance(message, messages.Heartbeat):
+                    self.orders.put_nowait(message)
+        except (RendezvousError, MalformedMessageError) as error:
+            why = str(error)
+        stalled = self._stalls.recent(self._options.lease)
+        if stalled > self._options.lease:
+            why = (
+                f"this agent did not run for {stalled:.0f} s (stopped, suspended or without a CPU),"
+                f" and {why}"
+            )
+        self.orders.put_nowait(messages.ConnectionLost(why))
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.heartbeat)
+            self.send(messages.Heartbeat())
+            if self._stalls.tick():
+                self._heard_at = time.monotonic()  # this process could not receive meanwhile
+            silence = time.monotonic() - self._heard_at
+            if silence > self._options.lease:
+                self.orders.put_nowait(
+                    messages.ConnectionLost(f"no message from it for {silence:.0f} s")
+                )
+                return
+
+
+async def connect(
+    topology: Topology,
+    options: LaunchOptions,
+    job: JobIdentity,
+    hello: messages.Hello,
+    say: Callable[[str], None],
+    refusal: Callable[[], str],
+) -> RemoteLink:
+    """Join the coordinator; retry until it listens or --join-timeout has passed.
+
+    Args:
+        topology: this node; the coordinator listens at its master_addr.
+        options: the join timeout, the heartbeat interval and the lease, in seconds.
+        job: the job's identity, with the candidate ports.
+        hello: the first message of this agent.
+        say: prints one line for the user.
+        refusal: returns why node 0 will never start; empty while it may.
+
+    Raises:
+        RendezvousError: the coordinator refused this agent, or was not found in time; the message
+            names the addresses, ports and errors.
+    """
+    begin = time.monotonic()
+    pause = _FIRST_PAUSE
+    # The ports of the last complete round of attempts, by error; of the first while it goes on.
+    errors: dict[str, list[int]] = {}
+
+    def describe() -> str:
+        tried = [
+            f"{why} (port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))})"
+            for why, ports in errors.items()
+        ]
+        where = f"node {topology.node_rank} cannot reach node 0 at {topology.master_addr}"
+        return f"{where}: {'; '.join(tried) or f'no answer (port {job.ports[0]})'}"
+
+    async def notify() -> None:
+        await asyncio.sleep(_FIRST_NOTICE)
+        while True:
+            say(f"{describe()}; {time.monotonic() - begin:.0f} s so far")
+            await asyncio.sleep(_NOTICE_INTERVAL)
+
+    notifying = asyncio.create_task(notify())
+    try:
+        while True:
+            found: dict[str, list[int]] = {}
+            errors = errors or found
+            unresolved = no_server = False
+            for port in job.ports:
+                if found and time.monotonic() - begin > options.join_timeout:
+                    break  # each attempt takes seconds where packets are dropped
+                try:
+                    return await _try(
+                        topology.master_addr, port, options=options, job=job, hello=hello
+                    )
+                except (
+                    OSError,
+                    asyncio.TimeoutError,
+                    MalformedMessageError,
+                    protocol.UnauthenticatedError,
+                ) as error:
+                    found.setdefault(_why(error), []).append(port)
+                    unresolved = isinstance(error, socket.gaierror)
+                    no_server = isinstance(error, network.NoNameServerError)
+                if unresolved:
+                    break  # the same for every port
+            errors = found
+            waited = time.monotonic() - begin
+            if refusal():
+                raise RendezvousError(f"node 0 did not start: {refusal()}")
+            unknown_name = (
+                unresolved
+                and topology.source in _MACHINE_NAMES
+                and (no_server or waited > _RESOLVE_SECONDS)
+            )
+            if unknown_name or waited > options.join_timeout:
+                raise RendezvousError(f"{describe()}; gave up after {waited:.0f} s")
+            await asyncio.sleep(pause)
+            pause = min(_MAX_PAUSE, pause * 1.5)
+    finally:
+        notifying.cancel()
+
+
+async def _try(
+    host: str, port: int, options: LaunchOptions, job: JobIdentity, hello: messages.Hello
+) -> RemoteLink:
+    # asyncio's own lookup runs in a thread that cannot be cancelled and would delay this agent's
+    # exit.
+    addresses = await asyncio.to_thread(network.addresses_of, host)
+    for address in addresses:
+        try:
+            connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
+            reader, writer = await asyncio.wait_for(connecting, _CONNECT_SECONDS)
+            break
+        except (OSError, asyncio.TimeoutError):
+            if address == addresses[-1]:
+                raise
+    try:
+        channel = await protocol.join(
+            reader, writer, token=job.token, job_id=job.job_id, hello=hello
+        )
+        return RemoteLink(channel, options)
+    except BaseException:
+        writer.close()
+        raise
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, asyncio.TimeoutError):
+        return "no answer"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,88 @@
+"""Compute the `World` of each node for one round of workers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from clusterjob.node.contract import World
+from clusterjob.node.environments import paddle_endpoints
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.rendezvous import ports
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.membership import Peer
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """One round of workers on all nodes.
+
+    Attributes:
+        worlds: the world of each node, by node_rank.
+        first_ranks: the rank of each node's first worker.
+        world_size: workers of the job.
+        master_port: the port of torch's store.
+        store: the socket that node 0's agent serves as torch's store; None where rank 0, or
+            torchrun's own agent, binds the port.
+    """
+
+    worlds: list[World]
+    first_ranks: list[int]
+    world_size: int
+    master_port: int
+    store: socket.socket | None
+
+
+def plan_round(
+    peers: Sequence[Peer], restart: int, topology: Topology, job: JobIdentity, *, serve_store: bool
+) -> RoundPlan:
+    """Plan one round.
+
+    Args:
+        peers: the agents, by node_rank.
+        restart: the round.
+        topology: node 0.
+        job: the job's identity.
+        serve_store: whether node 0's agent serves torch's store.
+
+    Raises:
+        RendezvousError: no port for the store is free.
+    """
+    candidates = [0] if serve_store else ports.of_workers(job.job_id, job.attempt, restart=restart)
+    store = ports.listen(topology.master_addr, candidates, alone=topology.nnodes == 1)
+    port = int(store.getsockname()[1])
+    if not serve_store:
+        store.close()
+    *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in peers)]
+    # PaddlePaddle's rank 0 needs a port of its own, which node 0 holds as its last one.
+    held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
+    endpoints = ""
+    if held and any(peer.wants_endpoints for peer in peers):  # the list grows with the job
+        of_all = [each for peer in peers for each in peer.endpoints[: peer.nproc]]
+        endpoints = paddle_endpoints.listed(of_all)
+    worlds = [
+        World(
+            restart,
+            topology.master_addr,
+            master_port=port,
+            agent_store=serve_store,
+            node_rank=peer.node_rank,
+            nnodes=len(peers),
+            nproc=peer.nproc,
+            first_rank=first_rank,
+            world_size=world_size,
+            paddle_master=peers[0].endpoints[-1] if held else "",
+            endpoints=endpoints if peer.wants_endpoints else "",
+            own_endpoints=",".join(peer.endpoints[: peer.nproc]),
+        )
+        for peer, first_rank in zip(peers, first_ranks, strict=True)
+    ]
+    return RoundPlan(
+        worlds,
+        first_ranks,
+        world_size=world_size,
+        master_port=port,
+        store=store if serve_store else None,
+    )

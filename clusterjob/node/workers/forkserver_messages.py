@@ -1,0 +1,186 @@
+"""The messages between an agent, its forkserver and its workers.
+
+Agent and forkserver exchange one message per packet of a socket pair. Workers write to the
+forkserver's report pipe, one message per line.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from clusterjob.node.contract import World
+from clusterjob.node.system.codec import Codec, Limit
+from clusterjob.node.verdict import FailureKind
+
+MAX_NAMED = 8  # ranks that one message names
+_Rank = Annotated[int, Limit((1 << 24) - 1)]
+_ExitCode = Annotated[int, Limit(255)]
+
+# -- from the agent ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartRound:
+    """Start one round of workers; the packet may carry the socket of torch's store.
+
+    Attributes:
+        variables: environment variables of all workers.
+    """
+
+    world: World
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True)
+class WarnWorkers:
+    """Tell the workers of this round and all later ones that a preemption is near."""
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """Stop the workers: send `signal`, and SIGKILL `grace` seconds later."""
+
+    grace: float
+    signal: int
+
+
+@dataclass(frozen=True)
+class ProbeWorkers:
+    """Report what workers do; with a note, write note and stacks only into their logs.
+
+    Attributes:
+        final: whether the ranks that wait for them have given up.
+    """
+
+    local_ranks: tuple[int, ...]
+    final: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ReportEnds:
+    """Report every worker that has ended by now, then answer `EndsReported`."""
+
+
+@dataclass(frozen=True)
+class Quit:
+    """Stop the workers, then exit."""
+
+
+# -- from a worker, which the forkserver passes on -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerFailing:
+    """A worker fails, or cannot be started.
+
+    Attributes:
+        monotonic: the time of the failure, by the monotonic clock of the node.
+        message: the error, one line.
+        exit_code: the exit code that the worker will have.
+        kind: a `FailureKind`; empty if the worker does not know it.
+        started: False if the worker was never started.
+    """
+
+    local_rank: int
+    monotonic: float
+    message: str
+    exit_code: _ExitCode
+    kind: str = ""
+    started: bool = True
+
+
+@dataclass(frozen=True)
+class WorkerWaiting:
+    """A worker waits for ranks that have not joined; `final` when it gives up."""
+
+    local_rank: int
+    ranks: Annotated[tuple[_Rank, ...], Limit(MAX_NAMED)]
+    final: bool
+
+
+# -- from the forkserver -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The forkserver has finished its imports; `why` it cannot fork workers, or None."""
+
+    why: str | None
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker has ended; `status` is the wait status of waitpid(2)."""
+
+    local_rank: int
+    status: int
+    monotonic: float
+
+
+@dataclass(frozen=True)
+class StoreExited:
+    """The process that serves torch's store has ended."""
+
+    status: int
+
+
+@dataclass(frozen=True)
+class ProbedWorker:
+    """What a worker does: a text, and the innermost frames of its main thread."""
+
+    local_rank: int
+    pid: int
+    text: str
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkersProbed:
+    """The answer to `ProbeWorkers`."""
+
+    final: bool
+    workers: tuple[ProbedWorker, ...]
+
+
+@dataclass(frozen=True)
+class EndsReported:
+    """The answer to `ReportEnds`, after the `WorkerExited` messages."""
+
+
+@dataclass(frozen=True)
+class WorkersGone:
+    """The answer to `StopWorkers`: no process of the workers is left."""
+
+
+FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit)
+FROM_WORKER = Codec(WorkerFailing, WorkerWaiting)
+FROM_FORKSERVER = Codec(
+    Ready, WorkerExited, StoreExited, WorkersProbed, EndsReported, WorkersGone,
+    WorkerFailing, WorkerWaiting,
+)  # fmt: skip
+
+
+def encode(codec: Codec, message: Any) -> bytes:
+    """Return a message as one line of JSON, without a newline."""
+    return json.dumps(codec.encode(message)).encode()
+
+
+def decode(codec: Codec, data: bytes) -> Any:
+    """Return the message in a line of JSON.
+
+    Raises:
+        ValueError: not JSON, or not a message of the codec.
+        RecursionError: the JSON is nested too deeply.
+    """
+    return codec.decode(json.loads(data))
+
+
+def failure_kind(message: WorkerFailing) -> FailureKind | None:
+    """Return the kind that a worker reports; None if it reports none that is known."""
+    try:
+        return FailureKind(message.kind)
+    except ValueError:
+        return None
