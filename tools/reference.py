@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from clusterjob.cli import app
-from clusterjob.core.options import SETTINGS
+from clusterjob.core.options import OPTIONS
 from clusterjob.node import options as node_options
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
@@ -71,12 +71,11 @@ def job_options() -> str:
     by_flag = {flag: param for param in COMMANDS["submit"].params for flag in param.opts}
     cluster = by_flag["--cluster"]
     lines.append(f"| {_flags(cluster)} | `cluster` | CLUSTERJOB_CLUSTER | {_cell(cluster.help)} |")
-    for key, setting in SETTINGS.items():
-        param = by_flag.get(f"--{key.replace('_', '-')}")
-        variable = "" if setting.merge else f"CLUSTERJOB_{key.upper()}"
-        described = _cell(param.help) if param else f"See `{key.replace('_', '-')}` of `launch`."
+    for key, option in OPTIONS.items():
+        param = by_flag.get(option.flag)
+        described = _cell(param.help) if param else f"See `{option.flag[2:]}` of `launch`."
         flags = _flags(param) if param else ""
-        lines.append(f"| {flags} | `{key}` | {variable} | {described} |")
+        lines.append(f"| {flags} | `{key}` | {option.variable} | {described} |")
     return "\n".join(lines)
 
 

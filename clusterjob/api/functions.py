@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core import jobs
-from clusterjob.core.options import SETTINGS, read_setting
+from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.core.plans import PlannedFile
 from clusterjob.core.records import Record, Records
 from clusterjob.core.trust import Usage
@@ -77,7 +77,7 @@ class FunctionJob:
         """
         record = self._record()
         verdict = jobs.wait(record)
-        world_size = record.nodes * int(record.spec.get("nproc_per_node", 1))
+        world_size = record.nodes * record.job.nproc_per_node
         return call.results(
             record.job_dir,
             verdict,
@@ -147,8 +147,8 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
     cluster = values.pop("cluster", None)
     at_once = values.pop("array", "") if many else ""
     for key in values:
-        if key not in SETTINGS or key in ("sweep", "array"):
-            near = difflib.get_close_matches(key, SETTINGS, 1)
+        if key not in OPTIONS or key in ("sweep", "array"):
+            near = difflib.get_close_matches(key, OPTIONS, 1)
             raise UsageError(
                 f"a function's job has no setting {key!r}",
                 f"did you mean {near[0]}?"

@@ -20,6 +20,7 @@ from typing import Any
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract
 from clusterjob.node.logs.folding import fold
+from clusterjob.node.logs.job_dir import AGENT_LOG, RESULT
 from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
@@ -82,7 +83,7 @@ def spawn(
     try:
         call.call_file(job_dir, 0).write_bytes(payload)
         code = _run(job_dir, count, environ=environ)
-        ended = files.read_json(job_dir / "result.json")
+        ended = files.read_json(job_dir / RESULT)
         if ended is None:
             output = _agent_output(job_dir)
             raise JobFailed(
@@ -143,7 +144,7 @@ def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
         Program("module", call.__name__), nproc_per_node=count, lifeline=True, echo=False
     )
     reader = LogReader(job_dir)
-    with (job_dir / "agent.log").open("wb") as log:
+    with (job_dir / AGENT_LOG).open("wb") as log:
         try:
             agent = subprocess.Popen(
                 [sys.executable, "-m", "clusterjob.node", *options.arguments()],
@@ -191,7 +192,7 @@ def _show(reader: LogReader, *, last: bool = False) -> None:
 
 
 def _agent_output(job_dir: Path) -> str:
-    lines = (job_dir / "agent.log").read_text(errors="replace").splitlines()
+    lines = (job_dir / AGENT_LOG).read_text(errors="replace").splitlines()
     return " ".join(line.strip() for line in lines).removeprefix("clusterjob: ")
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import importlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast, overload, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast, overload, runtime_checkable
 
 from clusterjob.errors import UnknownCluster
 
 if TYPE_CHECKING:
+    from clusterjob.core.capabilities import Capability
     from clusterjob.core.plans import Plan
     from clusterjob.core.records import Handle, Record
     from clusterjob.core.spec import JobSpec
@@ -45,7 +46,7 @@ class Status:
         started_at: when its workers first started, RFC 3339, UTC; None before.
         restarts: number of restarts of the workers.
         handle: the handle of the job, if its record has none and the backend found it.
-        provisional: whether the verdict is a guess because the hosts that know it were unreachable.
+        provisional: whether the verdict is a guess because the hosts that have it were unreachable.
     """
 
     state: JobState
@@ -74,7 +75,16 @@ FETCH_LIMITS = FetchLimits()
 
 
 class Backend(Protocol):
-    """The methods that every backend has."""
+    """The methods that every backend has.
+
+    Attributes:
+        capabilities: the features that it supports; `clusterjob.core.capabilities` refuses a job
+            that uses another one.
+        hints: its own advice for a missing feature; see `clusterjob.core.capabilities.Declares`.
+    """
+
+    capabilities: ClassVar[Collection[Capability]]
+    hints: ClassVar[Mapping[Capability, str]]
 
     def plan(self, spec: JobSpec) -> Plan:
         """Return what submitting the job will do; run no command and contact no host."""
@@ -102,6 +112,9 @@ class Backend(Protocol):
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Start to cancel jobs and return; a job that has ended is not changed."""
+
+    def close(self) -> None:
+        """Close connections and other resources; the backend is not used afterwards."""
 
 
 @runtime_checkable

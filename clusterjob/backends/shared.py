@@ -20,6 +20,7 @@ from clusterjob.doctor.engine import CheckFinding, ok
 from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now, read_events
+from clusterjob.node.logs.job_dir import EVENTS, SPEC
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
@@ -47,57 +48,6 @@ def new_directory(name: str) -> tuple[str, Path]:
     return job_id, job_dir
 
 
-def refuse_hosts(spec: JobSpec, name: str) -> None:
-    """Refuse settings that only jobs on bare hosts can have.
-
-    Raises:
-        SpecError: the job names hosts or GPUs, or has --no-sync.
-    """
-    if spec.hosts:
-        raise SpecError(f"the {name} cluster takes no hosts", "use --cluster ssh")
-    if spec.gpus:
-        count = (
-            spec.gpus
-            if spec.gpus.isdigit()
-            else "N"
-            if spec.gpus == "auto"
-            else len(spec.gpus.split(","))
-        )
-        raise SpecError(
-            f"--gpus {spec.gpus} lists GPUs, which the {name} cluster cannot choose",
-            f"did you mean --gpus-per-node {count}?",
-        )
-    if not spec.sync and not spec.login:
-        raise SpecError(f"the {name} cluster does not support --no-sync", "use --cluster ssh")
-
-
-def refuse_queue(
-    spec: JobSpec, cluster: str, hint: str = "it needs a queue: --cluster slurm"
-) -> None:
-    """Refuse settings that only a cluster with a queue supports.
-
-    Args:
-        spec: the job.
-        cluster: the name of the cluster that has no queue.
-        hint: where the settings are supported.
-
-    Raises:
-        SpecError: the job asks for an array, a dependency, a container or another feature of a
-            queue.
-    """
-    if spec.resources.gpu_type:
-        wanted = f"--gpus-per-node {spec.resources.gpu_type}:{spec.resources.gpus_per_node}"
-        raise SpecError(
-            f"{wanted}: the {cluster} cluster cannot choose GPUs by their type",
-            f"--gpus-per-node {spec.resources.gpus_per_node}",
-        )
-    for flag in ("container", "array", "sweep", "after", "requeue", "signal_before", "login"):
-        if getattr(spec, flag):
-            raise SpecError(f"the {cluster} cluster has no --{flag.replace('_', '-')}", hint)
-    if spec.launcher == "srun":
-        raise SpecError("--launcher srun needs Slurm", "use --cluster slurm")
-
-
 def sent_program(spec: JobSpec) -> Program:
     """Return the program with a script's path relative to the sent working directory.
 
@@ -119,7 +69,7 @@ def sent_program(spec: JobSpec) -> Program:
 def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
     """Return the files that every job has: spec.json and the node zip."""
     return (
-        PlannedFile(job_dir / "spec.json", (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
+        PlannedFile(job_dir / SPEC, (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
         PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(node_zip.cache_directory())),
     )
 
@@ -150,7 +100,7 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     }
 
 
-def plannable(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[CheckFinding]:
+def check_plan(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[CheckFinding]:
     """Check that a job can be planned; a check function of `doctor.engine.CheckStep`."""
     plan(spec)
     nodes, workers = spec.resources.nodes, spec.nproc_per_node
@@ -174,7 +124,7 @@ def ended(verdict: Verdict) -> Status:
 def progress(job_dir: Path) -> tuple[str | None, int, str]:
     """Return the start time of the workers, the number of restarts, and the reason of a wait."""
     started_at, restarts, waiting = None, 0, ""
-    for event in read_events(job_dir / "events.jsonl"):
+    for event in read_events(job_dir / EVENTS):
         kind = event.get("event")
         if kind == "started":
             at, restart = event.get("time"), event.get("restart")
@@ -203,7 +153,7 @@ def fetch_request(
     from clusterjob.core.snapshot import sent_digests
     from clusterjob.remote.fetch import Request
 
-    synced, workdir = record.spec.get("sync", True), str(record.spec["workdir"])
+    synced, workdir = record.job.sync, str(record.job.workdir)
     place = target.resolve()
     job_dir = record.job_dir if record.index is None else record.job_dir.parent.parent
     return Request(
@@ -221,7 +171,7 @@ def fetch_request(
 
 def nothing_to_fetch(record: Record) -> ClusterJobError:
     """Return the error for a job whose working directory is on this machine."""
-    workdir = record.spec.get("workdir", "")
+    workdir = str(record.job.workdir)
     return ClusterJobError(
         f"there is nothing to fetch: job {record.job_id} ran in {workdir}",
         "its results are in that directory",

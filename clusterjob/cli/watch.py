@@ -38,9 +38,7 @@ class Watch:
         self._reader = LogReader(record.job_dir, rank=rank, node=node, raw=raw)
         # Unknown if each node of a platform chooses its own number of workers.
         world_size = (
-            None
-            if record.spec.get("nproc_is_default")
-            else record.nodes * int(record.spec.get("nproc_per_node", 1))
+            None if record.job.nproc_is_default else record.nodes * record.job.nproc_per_node
         )
         for label, index, count in (("rank", rank, world_size), ("node", node, record.nodes)):
             if index is not None and count is not None and index >= count:

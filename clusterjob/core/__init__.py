@@ -1,1 +1,1 @@
-"""What a job is, independent of any backend."""
+"""Specify, plan, record and follow jobs, independent of any backend."""

@@ -22,7 +22,7 @@ class Array:
 
     Attributes:
         indices: the index of each element, ascending.
-        at_once: maximum number of running elements; None for no limit of our own.
+        at_once: maximum number of running elements; None for no limit by clusterjob.
         values: for a sweep, the names and values of each element, in the order of `indices`; else
             empty.
     """

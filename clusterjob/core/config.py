@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from clusterjob.core import trust
-from clusterjob.core.options import SETTINGS, read_setting
+from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.core.trust import RiskySetting, Usage
 from clusterjob.core.units import show_size
 from clusterjob.errors import ConfigError, UnknownCluster
@@ -43,7 +43,7 @@ _VARIABLE_PREFIX = "CLUSTERJOB_"
 
 
 class ProjectSshConfig(str):
-    """The path of an ssh configuration that a project's file names.
+    """Path of an ssh configuration, from a setting of a project's file.
 
     Reading such a configuration may execute commands.
     """
@@ -100,7 +100,7 @@ def resolve(
     """Return the settings of a job.
 
     Args:
-        flags: options of the command line, by key of `SETTINGS`.
+        flags: options of the command line, by key of `OPTIONS`.
         cluster: value of --cluster, or None.
         environ: environment with the CLUSTERJOB_* variables.
         directory: directory in which the search for the project's file starts; it goes upwards.
@@ -136,7 +136,7 @@ def resolve(
                 _check_named_files(origin(key), key, value=read)
             if table and key == "set" and "ssh_config" in read:
                 read = read | {"ssh_config": ProjectSshConfig(read["ssh_config"])}
-            merge = SETTINGS[key].merge and key in values
+            merge = OPTIONS[key].merge and key in values
             values[key] = _merged(values[key], read) if merge else read
             origins[key] = f"{origins[key]}; {origin(key)}" if merge else origin(key)
             lines = of_project.setdefault(key, [])
@@ -172,9 +172,9 @@ def _below(base: Path, key: str, value: Any) -> Any:
 
 
 def _check_named_files(origin: str, key: str, value: Any) -> None:
-    """Refuse a pipe, a device or a huge file that a project's file names.
+    """Refuse a setting of a project's file that names a pipe, a device or a huge file.
 
-    Reading it could block forever.
+    Reading a pipe or a device could block forever.
 
     Raises:
         ConfigError: the value names such a file.
@@ -283,12 +283,12 @@ def _layers(
             table,
         )
     variables = {
-        key: environ[_variable(key)]
-        for key, setting in SETTINGS.items()
-        if not setting.merge and environ.get(_variable(key))
+        option.key: environ[option.variable]
+        for option in OPTIONS.values()
+        if environ.get(option.variable)
     }
     yield _variable, directory, variables, ""
-    yield lambda key: f"--{key.replace('_', '-')}", directory, flags, ""
+    yield lambda key: OPTIONS[key].flag, directory, flags, ""
 
 
 def _variable(key: str) -> str:
@@ -385,7 +385,7 @@ def _pyproject_table(path: Path) -> dict[str, Any] | None:
     if "clusterjob" not in text:
         return None
     seems_ours = re.search(r"^\s*\[\s*tool\s*\.\s*clusterjob\b", text, re.MULTILINE)
-    # Only a file that seems to have our table gets the warning.
+    # Only a file that seems to have [tool.clusterjob] gets the warning.
     if not _is_obeyed(path) if seems_ours else trust.why_ignored(path):
         return None
     try:
@@ -428,12 +428,12 @@ def _check(file: ConfigFile) -> ConfigFile:
         )
     if not isinstance(cluster, str):
         raise ConfigError(f"{file.path}: cluster is not a name", 'write cluster = "NAME"')
-    _known(file, "[defaults] ", table=_table(file, "defaults"), known=SETTINGS)
+    _known(file, "[defaults] ", table=_table(file, "defaults"), known=OPTIONS)
     for name in _table(file, "clusters"):
         profile = file.clusters[name]
         if not isinstance(profile, dict):
             raise ConfigError(f"{file.path}: [clusters] {name} is not a table")
-        _known(file, f"[clusters.{name}] ", table=profile, known=["backend", *SETTINGS])
+        _known(file, f"[clusters.{name}] ", table=profile, known=["backend", *OPTIONS])
     return file
 
 

@@ -28,12 +28,14 @@ from clusterjob.backends.base import (
 )
 from clusterjob.backends.shared import nothing_to_fetch
 from clusterjob.core import config, hosts, job_secrets, node_zip, plans
+from clusterjob.core.capabilities import check as check_capabilities
 from clusterjob.core.listing import Listing, place_in_list, row_of
+from clusterjob.core.options import OPTIONS, Target
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record, Records, home, secure_home
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.core.trust import LOOK, Usage
-from clusterjob.doctor.engine import Check
+from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.errors import (
     AmbiguousId,
     ClusterJobError,
@@ -45,6 +47,7 @@ from clusterjob.errors import (
 )
 from clusterjob.node import environments
 from clusterjob.node.logs import ends, events
+from clusterjob.node.logs.job_dir import ENDS, LOGS
 from clusterjob.node.logs.log_files import LogLine, LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs, processes
@@ -53,14 +56,6 @@ from clusterjob.node.verdict import JobState, Verdict
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Fetched
 
-# Backend options (``--set``) that also have a command-line option of their own.
-NAMED_OPTIONS = (
-    "account",
-    "partition",
-    "nodelist",
-    "exclude",
-    "reservation",
-)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two polls of one job
 _ARRAY = "an array"  # shown instead of a state: each element has its own
 _LONGEST_PAUSE_OF_MANY = 1.0  # seconds between two polls of many jobs
@@ -176,16 +171,15 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     if values.get("gpus", "auto") != "auto":
         values.setdefault("gpus_per_node", len(values["gpus"].split(",")))
     gpu_type, gpus_per_node = _gpus(values.get("gpus_per_node"))
-    options = values.pop("set", {}) | {
-        key: values.pop(key) for key in NAMED_OPTIONS if key in values
-    }
+    options = values.pop("set", {}) | _pop(values, Target.BACKEND)
     chosen = _hosts(values, settings.backend, directory=directory)
     slots = max((host.slots or 1 for host in chosen), default=1)
     resources = Resources(
-        nodes=values.pop("nodes", len(chosen) or 1), gpus_per_node=gpus_per_node,
-        cpus_per_task=values.pop("cpus_per_task", None), mem=values.pop("mem", None),
-        time_limit=values.pop("time", None), gpu_type=gpu_type,
-    )  # fmt: skip
+        **({"nodes": len(chosen) or 1} | _pop(values, Target.RESOURCES)),
+        gpus_per_node=gpus_per_node,
+        time_limit=values.pop("time", None),
+        gpu_type=gpu_type,
+    )
     values.pop("gpus_per_node", None)
     workdir = directory / values.pop("workdir", "")
     if "template" in values:
@@ -208,6 +202,12 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     )
 
 
+def _pop(values: dict[str, Any], target: Target) -> dict[str, Any]:
+    """Remove the options with this target from the values, and return them by key."""
+    keys = [key for key in values if OPTIONS[key].target is target]
+    return {key: values.pop(key) for key in keys}
+
+
 def _gpus(asked: int | str | None) -> tuple[str, int | None]:
     """Return the type and number of GPUs from ``8`` or ``a100:8``; the type may be empty."""
     gpu_type, _, count = asked.rpartition(":") if isinstance(asked, str) else ("", "", asked)
@@ -217,14 +217,15 @@ def _gpus(asked: int | str | None) -> tuple[str, int | None]:
 def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts.Host, ...]:
     """Remove the hosts from the settings and return them.
 
-    They come from --hosts or --hostfile; for the ssh backend, else from the platform's variables.
+    They come from --hosts or --hostfile. If neither is set, the ssh backend takes the hosts from
+    the platform's variables.
     """
     text, file = values.pop("hosts", None), values.pop("hostfile", None)
     found = hosts.named_hosts(text, file, directory=directory)
     if not found:
         return hosts.of_platform(os.environ) if backend == "ssh" else ()
     if values.keys() & {"nproc_per_node", "gpus_per_node"}:
-        # An explicit number of workers or GPUs overrides the slots.
+        # An explicit number of workers or GPUs overrides the slots of the host file.
         return tuple(replace(host, slots=None) for host in found)
     return found
 
@@ -291,7 +292,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         handle = backend.submit(plan)
         try:
             record = records.with_handle(record, handle)
-        except ClusterJobError:  # without a saved handle nobody can find the job: stop it
+        except ClusterJobError:  # without a saved handle the job cannot be found: stop it
             backend.cancel(records.elements(replace(record, handle=handle)))
             raise
         except KeyboardInterrupt:
@@ -331,8 +332,8 @@ def _remove_leftovers(records: Records) -> None:
     for job_dir in found:
         if (
             job_dir.name in known
-            or any((job_dir / "logs").glob("*"))
-            or any((job_dir / "ends").glob("*"))
+            or any((job_dir / LOGS).glob("*"))
+            or any((job_dir / ENDS).glob("*"))
         ):
             continue
         # The directory of a queued job looks the same, and NFS may not list its record yet.
@@ -356,7 +357,9 @@ def _backend(name: str) -> Backend:
 
 def plan(spec: JobSpec, settings: config.Settings) -> Plan:
     """Return the plan of a job; runs no command and contacts no host."""
-    plan = _backend(settings.backend).plan(spec)
+    backend = _backend(settings.backend)
+    check_capabilities(spec, settings.backend, backend)
+    plan = backend.plan(spec)
     job_secrets.packed(spec.secret, os.environ)  # raises if a secret has no value
     wrong = spec.syntax_error()  # only a note: the job's Python may be newer than this one
     return (
@@ -389,9 +392,13 @@ def doctor_checks(settings: config.Settings, directory: Path) -> Iterator[Check]
             f"the {settings.backend} backend has no checks of its own",
             "another package provides this backend",
         )
-    return backend.doctor_checks(
-        make_spec(Program("module", "doctor"), settings, directory=directory)
-    )
+    spec = make_spec(Program("module", "doctor"), settings, directory=directory)
+    try:
+        check_capabilities(spec, settings.backend, backend)
+    except SpecError as error:
+        refused = Check("job", CheckState.FAILED, words=error.message, hint=error.hint)
+        return (refused if each.name == "job" else each for each in backend.doctor_checks(spec))
+    return backend.doctor_checks(spec)
 
 
 def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
@@ -439,7 +446,7 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
 def with_states(error: AmbiguousId) -> AmbiguousId:
     """Add the states of the first 5 jobs to the error's hint and return the error.
 
-    The error stays as it is if the states cannot be read.
+    The error is unchanged if the states cannot be read.
     """
     records = Records()
     try:

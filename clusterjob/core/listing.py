@@ -57,7 +57,7 @@ class Listing:
 
     Attributes:
         rows: jobs with a recorded verdict; each element of an array has a row.
-        open: jobs without a verdict, or with a provisional one; for an array, such elements.
+        open: jobs, and elements of arrays, that have no verdict or a provisional one.
         broken: names of files in the record directory that are not valid records.
     """
 
@@ -105,7 +105,7 @@ class Listing:
         return True
 
     def _elements(self, record: Record) -> Iterator[Record]:
-        """Yield the elements of an array that are not in the cache; any other job itself."""
+        """Yield the elements of an array that are not in the cache; for another job, the job."""
         if record.array is None:
             yield record
             return

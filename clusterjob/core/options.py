@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 from collections.abc import Callable
@@ -16,20 +17,54 @@ from clusterjob.errors import ConfigError, SpecError
 _GPUS_OF_TYPE = re.compile(r"[A-Za-z][\w.-]*:\d{1,9}", re.ASCII)
 
 
+class Target(enum.Enum):
+    """The part of a job that an option sets."""
+
+    SPEC = enum.auto()  # the field of `JobSpec` with the option's key, if there is one
+    RESOURCES = enum.auto()  # a field of `Resources`
+    BACKEND = enum.auto()  # an entry of `JobSpec.options`, as if given with --set
+    OTHER = enum.auto()  # `core.jobs.make_spec` computes fields from it
+
+
 @dataclass(frozen=True)
-class Setting:
-    """One setting.
+class Option:
+    """One option of a job, declared once.
+
+    The command line, configuration files, CLUSTERJOB_* variables, `make_spec`, the command line of
+    the nodes and docs/reference.md derive from it.
 
     Attributes:
-        key: its name in a file; the flag is --key with dashes, the variable CLUSTERJOB_KEY.
-        read: from the text of a flag or a variable, or a value of a TOML file, to the value that
-            the job takes.
-        merge: whether a table or a list adds to what was set before instead of replacing it.
+        key: the key in a file; the flag is ``--key`` with dashes, the variable CLUSTERJOB_KEY.
+        read: converts the text of a flag or a variable, or a value of a TOML file.
+        help: one line for `--help`; empty for an option without a flag.
+        metavar: the form of the value in `--help`; empty for a switch, ``--key/--no-key``.
+        short: a short flag, such as ``-N``; empty for none.
+        group: the heading under which `--help` may list it.
+        merge: whether the option is repeatable: a table or a list adds to earlier values.
+        target: the part of the job that it sets.
+        node: the field of `LaunchOptions` that it sets on each node; empty if the nodes do not
+            need it.
     """
 
     key: str
     read: Callable[[Any], Any]
+    help: str = ""
+    metavar: str = ""
+    short: str = ""
+    group: str = "job"
     merge: bool = False
+    target: Target = Target.SPEC
+    node: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The long flag."""
+        return f"--{self.key.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable; empty if a variable cannot set it."""
+        return "" if self.merge else f"CLUSTERJOB_{self.key.upper()}"
 
 
 def _whole_number(value: Any) -> int:
@@ -89,7 +124,7 @@ def _memory(value: Any) -> int:
 
 
 def _gpus_per_node(value: Any) -> int | str:
-    """Return a number of GPUs; a text where their type stands before it, such as a100:8."""
+    """Return a number of GPUs, or a text with type and number, such as a100:8."""
     typed = isinstance(value, str) and _GPUS_OF_TYPE.fullmatch(value.strip())
     return typed[0] if typed else _whole_number(value)
 
@@ -110,7 +145,7 @@ def _secrets(value: Any) -> tuple[Secret, ...]:
 
 
 def _listed(value: Any) -> str:
-    """Return a list, or what stands for one on a command line, as the latter."""
+    """Return a list as comma-separated text; a text stays unchanged."""
     return value if isinstance(value, str) else ",".join(_lines(value))
 
 
@@ -160,64 +195,323 @@ def _cell(value: Any) -> str:
     raise SpecError(f"{_short(value)} is not a text or a number")
 
 
-SETTINGS: dict[str, Setting] = {
-    setting.key: setting
-    for setting in (
-        Setting("nodes", _whole_number),
-        Setting("gpus_per_node", _gpus_per_node),
-        Setting("nproc_per_node", _whole_number),
-        Setting("cpus_per_task", _whole_number),
-        Setting("mem", _memory),
-        Setting("time", _duration),
-        Setting("name", _text),
-        Setting("env", _table, merge=True),
-        Setting("secret", _secrets, merge=True),
-        Setting("workdir", _path),
-        Setting("python", _text),
-        Setting("setup", _lines, merge=True),
-        Setting("max_restarts", _whole_number),
-        Setting("start", _text),
-        Setting("launcher", _text),
-        Setting("require_gpus", _switch),
-        Setting("template", _path),
-        Setting("set", _options, merge=True),
-        Setting("hosts", _listed),
-        Setting("hostfile", _path),
-        Setting("login", _text),
-        Setting("gpus", _text),
-        Setting("sync", _switch),
-        Setting("include_secrets", _switch),
-        Setting("account", _text),
-        Setting("partition", _text),
-        Setting("nodelist", _text),
-        Setting("exclude", _text),
-        Setting("reservation", _text),
-        Setting("container", _text),
-        Setting("array", _text),
-        Setting("sweep", _lines, merge=True),
-        Setting("after", _lines, merge=True),
-        Setting("requeue", _switch),
-        Setting("signal_before", _duration),
-        Setting("join_timeout", _seconds),
-        Setting("heartbeat", _seconds),
-        Setting("lease", _seconds),
-        Setting("grace", _seconds),
-    )
-}
+_ROWS = (
+    Option(
+        "nodes",
+        _whole_number,
+        help="Number of nodes (default: 1).",
+        metavar="N",
+        group="resources",
+        target=Target.RESOURCES,
+    ),
+    Option(
+        "gpus_per_node",
+        _gpus_per_node,
+        help="GPUs per node (default: none requested).",
+        metavar="N",
+        group="resources",
+        target=Target.OTHER,
+    ),
+    Option(
+        "nproc_per_node",
+        _whole_number,
+        help="Workers per node (default: its GPUs, else 1).",
+        metavar="N",
+        group="resources",
+        node="nproc_per_node",
+    ),
+    Option(
+        "cpus_per_task",
+        _whole_number,
+        help="CPU cores per worker (default: an even share of the node).",
+        metavar="N",
+        group="resources",
+        target=Target.RESOURCES,
+        node="cpus_per_task",
+    ),
+    Option(
+        "mem",
+        _memory,
+        help="Memory per node, such as 64G (default: the cluster's).",
+        metavar="SIZE",
+        group="resources",
+        target=Target.RESOURCES,
+    ),
+    Option(
+        "time",
+        _duration,
+        help="Time limit: 90s, 30m, 2h, HH:MM:SS, or minutes (default: the cluster's).",
+        metavar="LIMIT",
+        group="resources",
+        target=Target.OTHER,
+    ),
+    Option(
+        "name",
+        _text,
+        help="Job name (default: the script's).",
+        metavar="NAME",
+        group="job",
+    ),
+    Option(
+        "env",
+        _table,
+        help="Public variable for the workers; K alone copies the current value; repeatable "
+        "(default: none).",
+        metavar="K=V",
+        group="environment",
+        merge=True,
+    ),
+    Option(
+        "secret",
+        _secrets,
+        help="Secret variable: its current value, or FILE's content; never shown; repeatable "
+        "(default: none).",
+        metavar="K[=FILE]",
+        group="environment",
+        merge=True,
+    ),
+    Option(
+        "workdir",
+        _path,
+        help="Working directory of the workers (default: the current directory).",
+        metavar="DIR",
+        group="environment",
+        target=Target.OTHER,
+    ),
+    Option(
+        "python",
+        _text,
+        help="Python interpreter (default: the active environment's).",
+        metavar="PATH",
+        group="environment",
+    ),
+    Option(
+        "setup",
+        _lines,
+        help="Shell line to run first on each node; repeatable (default: none).",
+        metavar="CMD",
+        group="environment",
+        merge=True,
+    ),
+    Option(
+        "max_restarts",
+        _whole_number,
+        help="Maximum number of restarts of the workers after a failure (default: 0).",
+        metavar="N",
+        group="restart",
+        node="max_restarts",
+    ),
+    Option(
+        "start",
+        _text,
+        help="Start method of the workers: fork (one torch import per node), exec, or auto "
+        "(default: auto).",
+        metavar="MODE",
+        group="job",
+        node="start",
+    ),
+    Option(
+        "launcher",
+        _text,
+        help="Process that starts the workers: agent, torchrun, or srun on Slurm (default: agent).",
+        metavar="WHO",
+        group="job",
+        node="launcher",
+    ),
+    Option(
+        "require_gpus",
+        _switch,
+        help="Error instead of a rehearsal on the CPU if GPUs are missing (default: no).",
+        group="resources",
+    ),
+    Option(
+        "template",
+        _path,
+        help="Script template file (default: the backend's).",
+        metavar="FILE",
+        group="job",
+    ),
+    Option(
+        "set",
+        _options,
+        help="Option of the backend; repeatable (default: none).",
+        metavar="KEY=VALUE",
+        group="cluster",
+        merge=True,
+        target=Target.OTHER,
+    ),
+    Option(
+        "hosts",
+        _listed,
+        help="SSH hosts to run on: a,b[1-4],user@c:2222 (default: none).",
+        metavar="LIST",
+        group="cluster",
+        target=Target.OTHER,
+    ),
+    Option(
+        "hostfile",
+        _path,
+        help="File with one host per line, and optional slots=8 (default: none).",
+        metavar="FILE",
+        group="cluster",
+        target=Target.OTHER,
+    ),
+    Option(
+        "login",
+        _text,
+        help="Slurm login host to submit on: user@login1 (default: this machine).",
+        metavar="HOST",
+        group="cluster",
+    ),
+    Option(
+        "gpus",
+        _text,
+        help="GPUs to use on each host: 0,1,4, or auto for idle ones (default: all).",
+        metavar="LIST",
+        group="resources",
+    ),
+    Option(
+        "sync",
+        _switch,
+        help="Copy of the working directory to the hosts; --no-sync for a shared disk "
+        "(default: yes).",
+        group="code",
+    ),
+    Option(
+        "include_secrets",
+        _switch,
+        help="Copy of files that look like secrets, such as .env (default: no).",
+        group="code",
+    ),
+    Option(
+        "account",
+        _text,
+        help="Account to charge (default: the cluster's).",
+        metavar="NAME",
+        group="cluster",
+        target=Target.BACKEND,
+    ),
+    Option(
+        "partition",
+        _text,
+        help="Slurm partition (default: the cluster's).",
+        metavar="NAME",
+        group="cluster",
+        target=Target.BACKEND,
+    ),
+    Option(
+        "nodelist",
+        _text,
+        help="Nodes to use, such as gpu[1-4] (default: any).",
+        metavar="NODES",
+        group="cluster",
+        target=Target.BACKEND,
+    ),
+    Option(
+        "exclude",
+        _text,
+        help="Nodes to avoid (default: none).",
+        metavar="NODES",
+        group="cluster",
+        target=Target.BACKEND,
+    ),
+    Option(
+        "reservation",
+        _text,
+        help="Slurm reservation (default: none).",
+        metavar="NAME",
+        group="cluster",
+        target=Target.BACKEND,
+    ),
+    Option(
+        "container",
+        _text,
+        help="Container to run in: pyxis:IMAGE, apptainer:IMAGE, or a .sif file (default: none).",
+        metavar="IMAGE",
+        group="environment",
+    ),
+    Option(
+        "array",
+        _text,
+        help="Indices of a job array; %8 limits how many run at a time; with --sweep, %8 "
+        "alone (default: none).",
+        metavar="0-99%8",
+        group="job",
+    ),
+    Option(
+        "sweep",
+        _lines,
+        help="Values of a sweep, one job each: as argument --K=A, or for {K} in the "
+        "arguments; repeatable (default: none).",
+        metavar="K=A,B",
+        group="job",
+        merge=True,
+    ),
+    Option(
+        "after",
+        _lines,
+        help="Job to wait for: ID, or KIND:ID such as afterany:ID; repeatable (default: none).",
+        metavar="ID",
+        group="job",
+        merge=True,
+    ),
+    Option(
+        "requeue",
+        _switch,
+        help="Requeue after a preemption or the time limit (default: no).",
+        group="restart",
+    ),
+    Option(
+        "signal_before",
+        _duration,
+        help="Time before the limit to warn the workers, such as 90s (default: none).",
+        metavar="TIME",
+        group="restart",
+    ),
+    Option(
+        "join_timeout",
+        _seconds,
+        help="Seconds that nodes wait for each other (default: 300).",
+        metavar="S",
+        group="restart",
+        node="join_timeout",
+    ),
+    Option(
+        "heartbeat",
+        _seconds,
+        group="restart",
+        node="heartbeat",
+    ),
+    Option(
+        "lease",
+        _seconds,
+        group="restart",
+        node="lease",
+    ),
+    Option(
+        "grace",
+        _seconds,
+        help="Seconds between SIGTERM and SIGKILL on cancel (default: 3).",
+        metavar="S",
+        group="restart",
+        node="grace",
+    ),
+)
+OPTIONS: dict[str, Option] = {option.key: option for option in _ROWS}
 
 
 def read_setting(key: str, value: Any, origin: str) -> Any:
-    """Return a setting's value as the job takes it.
+    """Convert the value of an option to the type that the job needs.
 
     Args:
-        key: its name in `SETTINGS`.
-        value: as the file, the variable or the flag has it.
-        origin: where it was written, for the error.
+        key: its name in `OPTIONS`.
+        value: the value from a file, a variable or a flag.
+        origin: the file, variable or flag, for the error.
 
     Raises:
-        ConfigError: the value makes no sense there.
+        ConfigError: the value is not valid for this option.
     """
     try:
-        return SETTINGS[key].read(value)
+        return OPTIONS[key].read(value)
     except SpecError as error:
         raise ConfigError(f"{origin}: {error.message}", error.hint) from error

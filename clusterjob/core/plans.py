@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import show_size
 from clusterjob.errors import RecordError
+from clusterjob.node.logs.job_dir import ENDS, LOGS, SECRETS, TOKEN
 from clusterjob.node.system import private_dirs
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class PlannedCommand:
 
 @dataclass(frozen=True)
 class Plan:
-    """What submitting a job will do.
+    """The files that a submission will write and the commands that it will run.
 
     Attributes:
         job_id: the job's id.
@@ -196,7 +197,7 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
     from clusterjob.node.system.files import write_atomic
 
     try:
-        for folder in ("logs", "ends"):
+        for folder in (LOGS, ENDS):
             (plan.job_dir / folder).mkdir(mode=0o700)
         write_atomic(token_file(plan.job_dir), secrets.token_hex(32).encode())
         if values:
@@ -214,12 +215,12 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
 
 def token_file(job_dir: Path) -> Path:
     """Return the path of the job's token, which agents authenticate with."""
-    return job_dir / "token"
+    return job_dir / TOKEN
 
 
 def secrets_file(job_dir: Path) -> Path:
     """Return the path of the file with the values of ``--secret``."""
-    return job_dir / "secrets"
+    return job_dir / SECRETS
 
 
 def carried_elsewhere(job_dir: Path) -> list[tuple[str, int, bytes]]:

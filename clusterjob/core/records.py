@@ -6,6 +6,7 @@ Each job has one small file, which is written atomically.
 from __future__ import annotations
 
 import bisect
+import functools
 import os
 import stat
 from collections.abc import Mapping
@@ -14,7 +15,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import AmbiguousId, JobNotFound, RecordError
+from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.processes import ProcessIdentity
 from clusterjob.node.verdict import Verdict
@@ -27,7 +30,7 @@ SEPARATOR = "_"  # between an array's id and an element's index; never part of a
 
 @dataclass(frozen=True)
 class Handle:
-    """What a later process needs to poll, follow and cancel a job.
+    """The data with which a later process polls, follows and cancels a job.
 
     Attributes:
         backend: name of the job's backend.
@@ -67,7 +70,7 @@ class Record:
         submitter: the process that submits it; other processes check whether it still runs.
         end: the verdict as plain data once it is known; it remains when the job's directory is
             removed.
-        provisional: whether the end is a guess, because hosts that know it were not reached; a
+        provisional: whether the end is a guess, because hosts that have it were not reached; a
             later answer corrects it.
         array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each part
             that was submitted).
@@ -143,6 +146,18 @@ class Record:
         if not well:
             raise ValueError("a field has an invalid value")
 
+    @functools.cached_property
+    def job(self) -> JobSpec:
+        """The job as it was submitted.
+
+        Raises:
+            RecordError: the recorded job is damaged.
+        """
+        try:
+            return JobSpec.from_json(self.spec)
+        except ValueError as error:
+            raise RecordError(f"the record of {self.job_id} is damaged: {error}") from error
+
     @property
     def may_be_corrected(self) -> bool:
         """Whether the recorded end is provisional and recent, so that hosts are asked again."""
@@ -173,7 +188,7 @@ class Record:
         assert self.array is not None
         return replace(
             self, job_id=f"{self.job_id}{SEPARATOR}{index}",
-            job_dir=self.job_dir / "elements" / str(index), array=None, index=index,
+            job_dir=self.job_dir / ELEMENTS / str(index), array=None, index=index,
             handle=self._element_handle(index),
         )  # fmt: skip
 

@@ -11,8 +11,8 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from clusterjob.core import arrays
 from clusterjob.core.arrays import Array
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
+from clusterjob.core.options import OPTIONS, Target
 from clusterjob.errors import SpecError
 from clusterjob.node.contract import LAUNCH_VARIABLES
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
@@ -245,13 +246,38 @@ class JobSpec:
     def launch_options(self, **more: Any) -> LaunchOptions:
         """Return the options of each node's agent; `more` holds the backend's, such as lifeline."""
         limit = self.resources.time_limit
-        return LaunchOptions(
-            nproc_per_node=self.nproc_per_node, cpus_per_task=self.resources.cpus_per_task,
-            max_restarts=self.max_restarts, start=self.start, launcher=self.launcher,
-            join_timeout=self.join_timeout, heartbeat=self.heartbeat, lease=self.lease,
-            grace=self.grace,
-            **({"program": self.program, "time_limit": float(limit) if limit else None} | more),
-        )  # fmt: skip
+        values = {
+            option.node: getattr(
+                self.resources if option.target is Target.RESOURCES else self, option.key
+            )
+            for option in OPTIONS.values()
+            if option.node
+        }
+        values |= {"program": self.program, "time_limit": float(limit) if limit else None}
+        return LaunchOptions(**(values | more))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> JobSpec:
+        """Return the spec that `to_json` wrote, without the files of secrets.
+
+        An unknown key is ignored and a missing one has its default. The values are not validated
+        again: the script or the working directory may have been removed meanwhile.
+
+        Raises:
+            ValueError: a value has a wrong type; the message names the field.
+        """
+        spec = object.__new__(cls)
+        for each in fields(cls):
+            value = data.get(each.name, _MISSING)
+            try:
+                if value is _MISSING:
+                    value = _default(each)
+                else:
+                    value = _FROM_JSON.get(each.name, _check_type(each))(value)
+            except (TypeError, KeyError, ValueError, SpecError) as error:
+                raise ValueError(f"{each.name}: {error}") from error
+            object.__setattr__(spec, each.name, value)
+        return spec
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as plain data, for the record and for spec.json."""
@@ -261,6 +287,42 @@ class JobSpec:
             "workdir": str(self.workdir),
             "template": str(self.template) if self.template else None,
         }
+
+
+_MISSING = object()
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    "program": lambda data: Program(
+        str(data["kind"]), str(data["target"]), args=tuple(map(str, data["args"]))
+    ),
+    "workdir": Path,
+    "template": lambda text: None if text is None else Path(text),
+    "resources": lambda data: Resources(**data),
+    "hosts": lambda hosts: tuple(Host(**host) for host in hosts),
+    "secret": lambda names: tuple(Secret(str(name)) for name in names),
+    "signal_before": lambda seconds: None if seconds is None else int(seconds),
+    **dict.fromkeys(("env", "options"), dict),
+    **dict.fromkeys(("setup", "sweep", "after"), lambda lines: tuple(map(str, lines))),
+}
+
+
+def _default(each: Field[Any]) -> Any:
+    if each.name == "program":
+        return Program("command", "")
+    if each.name == "workdir":
+        return Path()
+    return each.default_factory() if each.default is MISSING else each.default  # type: ignore[operator]
+
+
+def _check_type(each: Field[Any]) -> Callable[[Any], Any]:
+    """Return a function that checks a value against the type of the field's default."""
+    kinds = (int, float) if isinstance(each.default, float) else (type(each.default),)
+
+    def check(value: Any) -> Any:
+        if type(value) not in kinds:
+            raise TypeError(f"{value!r:.80}")
+        return value
+
+    return check
 
 
 def default_name(program: Program) -> str:

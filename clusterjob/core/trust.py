@@ -69,7 +69,7 @@ class RiskySetting:
 
 @dataclass(frozen=True)
 class Usage:
-    """How a command will use the settings.
+    """The use that a command will make of the settings.
 
     Attributes:
         executes: whether the command executes anything or contacts a host; a dry run does neither.

@@ -19,6 +19,7 @@ from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import now
+from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import coordinator_link, messages
 from clusterjob.node.rendezvous.coordinator import Coordinator
@@ -77,7 +78,7 @@ class Agent:
         self._coordinator_task: asyncio.Task[Verdict] | None = None
         self._world: World | None = None
         self._running: set[int] = set()  # local ranks
-        self._exec_reason = ""  # why the workers are not forked, until the coordinator knows it
+        self._exec_reason = ""  # why the workers are not forked, until it is sent
         # A task of a Slurm step is a child of slurmstepd. Slurm does not notice that slurmstepd was
         # killed: the job stays RUNNING, and scancel does not reach this agent. On other platforms
         # the parent may end.
@@ -116,7 +117,7 @@ class Agent:
         self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
         self._requests.listen(self._forkserver.early)
         if self._slurmstepd is not None and self._topology.node_rank == 0:
-            self._requests.poll_job_dir()  # node 0 tells the other nodes
+            self._requests.poll_job_dir()  # the coordinator then informs the other nodes
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
         try:
@@ -411,7 +412,7 @@ class Agent:
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
         if not self._stop_ordered:
             ended = how(*processes.exit_code_of(message.status))
-            last = log_files.last_lines(self._directory / "store.log", 1)
+            last = log_files.last_lines(self._directory / STORE_LOG, 1)
             self._node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
 
     def _on_ends_reported(self, _message: forkserver_messages.EndsReported) -> None:

@@ -206,7 +206,7 @@ def _cpus_of_a_task(environ: Mapping[str, str]) -> int | None:
 
 
 def read_attempt(environ: Mapping[str, str]) -> int:
-    """Return the number of this start of the whole job, from 0.
+    """Return the number of the job's attempt, from 0.
 
     Raises:
         PlacementError: CLUSTERJOB_ATTEMPT, or else SLURM_RESTART_COUNT, is not a whole number.
@@ -226,7 +226,7 @@ def store_key(token: bytes, job_id: str, attempt: int, restart: int) -> str:
     Args:
         token: the job's secret.
         job_id: the job's id.
-        attempt: number of this start of the job, from 0.
+        attempt: the number of the job's attempt, from 0.
         restart: number of this round of the workers, from 0.
     """
     import hashlib  # slow to import, and every worker imports this module

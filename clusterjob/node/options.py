@@ -7,15 +7,50 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
 
 from clusterjob.errors import UsageError
 from clusterjob.node.program import Program
 
 START_MODES = ("auto", "fork", "exec")
 LAUNCHERS = ("agent", "torchrun")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
+    return value
+
+
+def _option(
+    default: Any, form: str | tuple[str, ...], help_: str, read: Callable[[str], Any] = str
+) -> Any:
+    """Declare an option of the command line with its default.
+
+    Args:
+        default: the value without the option; a switch inverts it.
+        form: the form of the value, or the possible values; empty for a switch.
+        help_: one line for `--help`.
+        read: converts the text of the value.
+    """
+    return field(default=default, metadata={"form": form, "help": help_, "read": read})
 
 
 @dataclass(frozen=True)
@@ -50,21 +85,47 @@ class LaunchOptions:
     """
 
     program: Program
-    nproc_per_node: int | None = None
-    cpus_per_task: int | None = None
-    max_restarts: int = 0
-    start: str = "auto"
-    launcher: str = "agent"
-    time_limit: float | None = None
-    join_timeout: float = 300.0
-    heartbeat: float = 2.0
-    lease: float = 10.0
-    grace: float = 3.0
-    lifeline: bool = False
-    echo: bool = True
-    warning: float | None = None
-    gpus: str | None = None
-    insecure_no_token: bool = False
+    nproc_per_node: int | None = _option(None, "N", "Number of workers on this node.", _count)
+    cpus_per_task: int | None = _option(None, "N", "Cores per worker (OMP_NUM_THREADS).", _count)
+    max_restarts: int = _option(
+        0, "N", "Maximum number of restarts of the workers after a failure (default: 0).", _whole
+    )
+    start: str = _option(
+        "auto",
+        START_MODES,
+        "How workers start: fork after one import of torch, or exec each (default: auto).",
+    )
+    launcher: str = _option("agent", LAUNCHERS, "Launcher of the workers (default: agent).")
+    time_limit: float | None = _option(
+        None, "SECONDS", "Seconds that the job may run (default: no limit).", _seconds
+    )
+    join_timeout: float = _option(
+        300.0, "SECONDS", "Seconds to wait for the other nodes (default: 300).", _seconds
+    )
+    heartbeat: float = _option(
+        2.0, "SECONDS", "Seconds between two heartbeats (default: 2).", _seconds
+    )
+    lease: float = _option(
+        10.0,
+        "SECONDS",
+        "Seconds without a message after which a node is lost (default: 10).",
+        _seconds,
+    )
+    grace: float = _option(
+        3.0, "SECONDS", "Seconds between SIGTERM and SIGKILL (default: 3).", _seconds
+    )
+    lifeline: bool = _option(False, "", "Cancel the job when stdin ends.")
+    echo: bool = _option(True, "", "Write the workers' output only to their log files.")
+    warning: float | None = _option(
+        None,
+        "SECONDS",
+        "Seconds before its end at which a preempted job is warned (default: no warning).",
+        _seconds,
+    )
+    gpus: str | None = _option(None, "LIST", "GPUs of the workers, such as 0,1; one worker each.")
+    insecure_no_token: bool = _option(
+        False, "", "Let nodes join without CLUSTERJOB_TOKEN; anyone on the network can end the job."
+    )
 
     def arguments(self) -> list[str]:
         """Return the arguments that `parse` turns into these options, without the defaults."""
@@ -154,7 +215,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    default = LaunchOptions
     parser = _Parser(
         prog="clusterjob launch",
         usage="clusterjob launch [options] SCRIPT [ARGS...] | -m MODULE [ARGS...] | -- COMMAND...",
@@ -162,100 +222,17 @@ def _parser() -> argparse.ArgumentParser:
         "nodes, run the workers.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--nproc-per-node", type=_count, metavar="N", help="Number of workers on this node.")
-    add("--gpus", metavar="LIST", help="GPUs of the workers, such as 0,1; one worker each.")
-    add("--cpus-per-task", type=_count, metavar="N", help="Cores per worker (OMP_NUM_THREADS).")
-    add(
-        "--max-restarts",
-        type=_whole,
-        default=default.max_restarts,
-        metavar="N",
-        help="Maximum number of restarts of the workers after a failure (default: 0).",
-    )
-    add(
-        "--start",
-        choices=START_MODES,
-        default=default.start,
-        help="How workers start: fork after one import of torch, or exec each (default: auto).",
-    )
-    add(
-        "--launcher",
-        choices=LAUNCHERS,
-        default=default.launcher,
-        help="Launcher of the workers (default: agent).",
-    )
-    add(
-        "--time-limit",
-        type=_seconds,
-        metavar="SECONDS",
-        help="Seconds that the job may run (default: no limit).",
-    )
-    add(
-        "--join-timeout",
-        type=_seconds,
-        default=default.join_timeout,
-        metavar="SECONDS",
-        help="Seconds to wait for the other nodes (default: 300).",
-    )
-    add(
-        "--heartbeat",
-        type=_seconds,
-        default=default.heartbeat,
-        metavar="SECONDS",
-        help="Seconds between two heartbeats (default: 2).",
-    )
-    add(
-        "--lease",
-        type=_seconds,
-        default=default.lease,
-        metavar="SECONDS",
-        help="Seconds without a message after which a node is lost (default: 10).",
-    )
-    add(
-        "--grace",
-        type=_seconds,
-        default=default.grace,
-        metavar="SECONDS",
-        help="Seconds between SIGTERM and SIGKILL (default: 3).",
-    )
-    add(
-        "--warning",
-        type=_seconds,
-        metavar="SECONDS",
-        help="Seconds before its end at which a preempted job is warned (default: no warning).",
-    )
-    add(
-        "--insecure-no-token",
-        action="store_true",
-        help="Let nodes join without CLUSTERJOB_TOKEN; anyone on the network can end the job.",
-    )
-    add("--lifeline", action="store_true", help="Cancel the job when stdin ends.")
-    add(
-        "--no-echo",
-        dest="echo",
-        action="store_false",
-        help="Write the workers' output only to their log files.",
-    )
+    for each in fields(LaunchOptions):
+        if not each.metadata:
+            continue
+        form, flag = each.metadata["form"], f"--{each.name.replace('_', '-')}"
+        values: dict[str, Any] = {"default": each.default, "help": each.metadata["help"]}
+        if not form:
+            values["action"] = "store_false" if each.default else "store_true"
+            flag = f"--no-{flag[2:]}" if each.default else flag
+        elif isinstance(form, tuple):
+            values["choices"] = form
+        else:
+            values |= {"metavar": form, "type": each.metadata["read"]}
+        parser.add_argument(flag, dest=each.name, **values)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
-    return value
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 0")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
-    return value

@@ -71,9 +71,8 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -
     Args:
         program: a script or a module.
         on_failure: called with one line, such as ``ValueError: boom``, the exit code and the
-            `FailureKind`, when an
-            exception or a non-zero SystemExit leaves the program. This is the time of the failure:
-            atexit handlers and other threads are waited for later.
+            `FailureKind`, when an exception or a non-zero SystemExit leaves the program. This is
+            the time of the failure: atexit handlers and other threads are waited for later.
     """
     failure: BaseException | None = None
     sys.orig_argv = program.argv(sys.executable)
@@ -93,7 +92,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -
         sys.exit(0)
     interrupted = isinstance(failure, KeyboardInterrupt)
     on_failure(summary(failure), 130 if interrupted else 1, failure_kind(failure))
-    _show(failure)  # outside `except`: it must not be the context of an error in the hook
+    _show(failure)  # outside `except`, so that it is not the __context__ of an error in the hook
     if interrupted:
         sys.excepthook = _silent
         raise failure  # the interpreter then ends by SIGINT, as usual
@@ -188,7 +187,7 @@ def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
         if spec is not None and spec.submodule_search_locations is not None:
             name = f"{name}.__main__"
             spec = importlib.util.find_spec(name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the same ones as runpy
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # as in runpy
         _refuse(f"Error while finding module specification for {name!r} ({summary(error)})")
     if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
         package = (

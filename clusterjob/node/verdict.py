@@ -207,7 +207,7 @@ class Verdict:
         failure: the root cause, if a worker or a node failed.
         consequences: the later failures, in the order in which the coordinator received them.
         restarts: the number of restarts of the workers.
-        attempt: the number of this start of the job, from 0.
+        attempt: the number of the job's attempt, from 0.
         started_at, ended_at: RFC 3339, UTC, by the coordinator's clock; started_at is None if the
             workers never started.
     """

@@ -228,7 +228,7 @@ class Destination:
             why = self._objection(place, os.readlink(place)) if place.is_symlink() else ""
             if not why and not place.resolve().is_relative_to(self._root):
                 why = f"a link to {os.readlink(place)}, which is outside"
-        except (RuntimeError, OSError):  # a loop of links
+        except (RuntimeError, OSError):  # a loop of symbolic links
             why = "a link that points to itself"
         if why:
             place.unlink(missing_ok=True)

@@ -59,7 +59,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Request:
-    """What to fetch, and where to write it.
+    """The files to fetch from a job's hosts, and the directory to write them to.
 
     Attributes:
         job_id: the job.
@@ -89,7 +89,7 @@ class Fetch:
 
     Args:
         session: the session with the host.
-        request: what to fetch.
+        request: the files to fetch, and the directory to write them to.
     """
 
     def __init__(self, session: Session | Exchange, request: Request) -> None:

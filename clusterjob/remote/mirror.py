@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.poll import MAX_BYTES
+from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import MAX_FILES
@@ -31,7 +32,6 @@ MAX_TOTAL_BYTES = 16 << 30  # of the mirrored files of one host, or of one job
 MAX_REPLACED_BYTES = 64 << 20
 _HINT = "this host is not to be trusted"
 
-EVENTS = "events.jsonl"
 MAX_EVENTS_BYTES = 64 << 20  # the file is read as a whole
 
 

@@ -71,7 +71,7 @@ class Deadline:
         """Return the remaining seconds.
 
         Raises:
-            TimeoutError: the deadline has passed; the message has the number of bytes that came.
+            TimeoutError: the deadline has passed; the message has the number of received bytes.
         """
         left = (self._end if self._last is None else min(self._end, self._last)) - time.monotonic()
         if left <= 0:
@@ -211,7 +211,7 @@ class Exchange:
         """Return the next line without its line end.
 
         Raises:
-            TimeoutError: the line does not come in time.
+            TimeoutError: the line does not arrive in time.
             EOFError: the host closed the connection.
             SchemaError: the line is longer than the given number of bytes.
         """

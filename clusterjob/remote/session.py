@@ -136,7 +136,7 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """Whether it can take requests, as far as is known; true before the first one."""
+        """Whether the session can take requests, as far as known; true before the first request."""
         return self.connection.alive and (self._channel is None or not self._channel.closed)
 
     def ask(
@@ -186,7 +186,7 @@ class Session:
                 raise HostError(self.label, f"the connection broke: {error}") from error
 
     def close(self) -> None:
-        """End the session; processes that it started run on."""
+        """End the session; processes that it started continue."""
         if self._channel is not None:
             self._channel.close()
 

@@ -108,7 +108,7 @@ class Sessions:
             return self._pools[key]
 
     def close(self) -> None:
-        """Close all sessions and connections; jobs run on."""
+        """Close all sessions and connections; jobs continue."""
         with self._lock:
             sessions, pools = list(self._sessions.values()), list(self._pools.values())
             self._sessions.clear()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
-_ABANDON_TIMEOUT = 5.0  # seconds for a group whose peers may be gone
-_SETTLING = 1.0  # seconds at most for gloo's threads to release their last tensors
+_ABANDON_TIMEOUT = 5.0  # seconds to leave a group whose peers may be gone
+_SETTLING = 1.0  # maximum seconds for gloo's threads to release their last tensors
 OPERATIONS = ("mean", "sum", "min", "max", "product")
 
 
@@ -25,7 +25,7 @@ class Context(Preemptible):
     """One process's rank, device and process group; `bootstrap.init` creates it.
 
     As a context manager it leaves the process group when the block ends. When the block ends with
-    an exception, it leaves at once and does not wait for the other processes, which may never come.
+    an exception, it leaves at once and does not wait for the other processes: they may be gone.
 
     Attributes:
         rank: index of this process in the job, 0 to world_size - 1.
@@ -155,7 +155,7 @@ class Context(Preemptible):
         return False
 
     def _abandon(self) -> None:
-        """Leave the group during a collective, without waiting for peers that may never come.
+        """Leave the group during a collective, without waiting for peers that may be gone.
 
         destroy_process_group(), and otherwise the exit of the interpreter, wait in gloo's
         destructor for running collectives, such as DDP's when backward() fails (seen with torch
@@ -290,7 +290,7 @@ class Context(Preemptible):
 
         It works in a world of one too. Call its set_epoch before each epoch, else every epoch has
         the same order. It pads: if the dataset's length is not a multiple of world_size, a few
-        samples come twice, which changes the result of an evaluation that counts samples.
+        samples appear twice, which changes the result of an evaluation that counts samples.
 
         Args:
             dataset: anything with a length, in samples.

@@ -28,17 +28,17 @@ _POLL = 0.05  # seconds between two polls for another rank's final finding
 
 
 class GroupFormation:
-    """Context manager around the call that forms a process group.
+    """Context manager: report the ranks that do not answer while torch forms the group.
 
     Args:
-        store: the prefix of the store in which the rendezvous of ranks took place.
+        store: the prefix store of the rendezvous of ranks.
         worker: this process's rank assignment.
         number: index of the group among the groups over this store, from 0.
         ask: as for `rendezvous.join`.
 
     Raises:
-        RanksMissingError: torch has given up because of processes that do not answer; the message
-            names them.
+        RanksMissingError: torch has given up because some ranks do not answer; the message names
+            them.
     """
 
     def __init__(self, store: Any, worker: Worker, number: int, ask: Ask) -> None:
@@ -64,7 +64,7 @@ class GroupFormation:
         if error is None:
             with contextlib.suppress(
                 RuntimeError
-            ):  # the process that serves the store may have the group and have left
+            ):  # the process that serves the store may have formed the group and ended
                 self._store.set(f"formed{self._worker.rank}", "")
         elif isinstance(error, RuntimeError) and self._is_there:
             waited_for = self._final_probe()
@@ -136,7 +136,7 @@ class GroupFormation:
             return ""
 
     def _connect(self) -> Any:
-        """Open a second connection: a waiting request of torch's blocks the first one."""
+        """Open a second connection: torch's waiting request blocks the first one."""
         import torch.distributed as dist
 
         return SignedStore(

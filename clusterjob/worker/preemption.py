@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _INTERVAL = 1.0  # seconds between two polls of the warning file
-_LEAVING = 5.0  # seconds to leave a process group whose other members may be gone
+_LEAVING = 5.0  # timeout in seconds to leave a process group whose other members may be gone
 _FIRST_SIGNAL = 10  # offset from SIGRTMIN: libraries use the first real-time signals
 # Value of CLUSTERJOB_WARNING_FD without an agent: the scheduler signals each process of the job.
 BY_SIGNALS = "none"
@@ -38,7 +38,7 @@ class Preemptible:
 
     @property
     def attempt(self) -> int:
-        """Number of this start of the job, from 0; restarts of the workers alone do not count."""
+        """Number of the job's attempt, from 0; a restart of the workers does not count."""
         from clusterjob.node import contract
 
         return contract.read_attempt(os.environ)

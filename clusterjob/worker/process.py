@@ -19,7 +19,7 @@ def report_pipe() -> int | None:
     """
     import stat
 
-    # The exception hook runs in a failing process and needs these modules loaded before.
+    # The exception hook runs in a failing process: import now the modules that it needs.
     from clusterjob.node import contract, program  # noqa: F401
     from clusterjob.node.workers import report  # noqa: F401
 

@@ -1,8 +1,8 @@
 """Rendezvous of ranks over torch's store: check all ranks, and name missing or wrong ones.
 
 Each rank sends a few requests to the store for any size of the job: it compares its facts with
-those of the first rank that came. Only rank 0 reads the facts of all ranks. A fault gives one line
-here, where torch waits half an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
+those of the first rank that joined. Only rank 0 reads the facts of all ranks. An error is one line
+here; torch waits half an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.worker import once_per_host
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
-_GRACE = 5.0  # seconds that the other ranks give rank 0 beyond their own timeout
-_FARTHEST_CLOCK = 60.0  # seconds between two hosts' clocks that are not reported
-_QUICK = 3.0  # seconds that a normal start takes at most
+_GRACE = 5.0  # seconds that the other ranks wait for rank 0 after their own timeout
+_FARTHEST_CLOCK = 60.0  # seconds; a larger difference of two hosts' clocks is reported
+_QUICK = 3.0  # maximum seconds of a normal start
 # Seconds between two polls of the overseeing rank.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
 _EAGER_PAUSE = 0.002  # the longest pause during a normal start: all ranks wait for that poll
@@ -65,7 +65,7 @@ class Facts:
         """Parse the facts of another process; texts are made safe to show on a terminal.
 
         Raises:
-            RendezvousError: the data is not what our processes write.
+            RendezvousError: the data is not in the format that `data` returns.
         """
         try:
             fields = json.loads(data)
@@ -139,7 +139,7 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
 
 @dataclass(frozen=True)
 class _Call:
-    """One process's part of a rendezvous: the arguments of `call`."""
+    """The arguments of `join` for one process."""
 
     store: Any
     worker: Worker
@@ -274,7 +274,7 @@ def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
 def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
     """Wait for the answer to all ranks, and give it if this process oversees the rendezvous.
 
-    Rank 0 gives the answer. While rank 0 is missing, the first rank that came oversees.
+    Rank 0 gives the answer. While rank 0 is missing, the first rank that joined oversees.
 
     torch's store.wait() prints two lines of C++ to stderr when it times out, and ignores Ctrl-C.
     So the other ranks use it only as long as a normal start takes. The overseeing rank ends that
@@ -519,7 +519,7 @@ def _waiting_for(ranks: list[int], named: list[str]) -> str:
 
 
 def _ask_nobody(_missing: list[int], *, final: bool) -> None:
-    """Do nothing: no agent of ours runs these processes."""
+    """Do nothing: no agent of clusterjob started these processes."""
 
 
 def _first(error: BaseException) -> str:

@@ -41,7 +41,8 @@ def find_port(rank: int, timeout: float | None = None) -> int:
         timeout: seconds to wait for rank 0; None for 1800.
 
     Raises:
-        RendezvousError: rank 0 does not come, or another rank 0 of the same parent listens already.
+        RendezvousError: rank 0 does not listen in time, or another rank 0 of the same parent
+            already listens.
     """
     prefix = _prefix(next(_rounds))
     return _listen(prefix) if rank == 0 else _find(prefix, rank, seconds=timeout or _TIMEOUT)

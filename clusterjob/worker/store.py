@@ -1,7 +1,7 @@
 """Open torch's store for the rendezvous of ranks.
 
-The store is a launcher's, or rank 0 serves it and the other ranks wait for its listener. If another
-program listens at its port, this is detected before torch's client connects.
+A launcher serves the store, or rank 0 serves it and the other ranks wait until it listens. If
+another program listens at its port, this is detected before torch's client connects.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> Group
     Raises:
         PlacementError: the environment has no port of rank 0.
         RendezvousError: the address does not resolve, there is no route to it, its port is taken,
-            or rank 0 does not come.
+            or rank 0 does not listen in time.
         RuntimeError: torch's error about a launcher's store.
     """
     if worker.topology.master_port is None:
@@ -89,7 +89,7 @@ def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> Group
         else _open(worker, timeout)
     )
     # The store counts the groups, because some processes of a group may be new, such as the
-    # children of one trial of a sweep. Rank 0 is in every group; other ranks follow its count.
+    # children of one trial of a sweep. Rank 0 is in every group; other ranks use its count.
     counter, of_rank_0 = (f"clusterjob/next/{rank}" for rank in (worker.rank, 0))
     counted = store.add(counter, 0)
     number = max(counted, store.add(of_rank_0, 0))
@@ -99,7 +99,7 @@ def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> Group
 
 
 def _open(worker: Worker, timeout: float) -> Any:
-    """Return a TCPStore that rank 0 serves, on a socket that it has bound before.
+    """Return a TCPStore that rank 0 serves; rank 0 binds the socket first.
 
     Args:
         worker: this process's rank assignment.
@@ -107,7 +107,7 @@ def _open(worker: Worker, timeout: float) -> Any:
 
     Raises:
         RendezvousError: the address does not resolve, there is no route to it, its port is taken,
-            or rank 0 does not come.
+            or rank 0 does not listen in time.
     """
     from torch.distributed import TCPStore
 

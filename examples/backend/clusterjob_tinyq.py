@@ -17,6 +17,7 @@ from clusterjob.backends.batch_command.attempts import Retries
 from clusterjob.backends.batch_command.backend import Account, PlatformBackend
 from clusterjob.backends.batch_command.platform import Instance, Platform, Task
 from clusterjob.core import node_zip
+from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, token_file
 from clusterjob.core.records import Handle
 from clusterjob.core.render import render
@@ -103,12 +104,12 @@ class Tinyq:
 class TinyqBackend(PlatformBackend):
     """Run jobs as tasks of the queue."""
 
+    capabilities = (Capability.BACKEND_OPTIONS,)
+
     NAME = NAME
 
     def plan(self, spec: JobSpec) -> Plan:
         """Return the plan of a job without contacting the queue."""
-        shared.refuse_hosts(spec, NAME)
-        shared.refuse_queue(spec, NAME, "tinyq does not support it")
         for key in spec.options:
             if key not in _OPTIONS:
                 raise SpecError(
@@ -131,7 +132,7 @@ class TinyqBackend(PlatformBackend):
             "workers": spec.resources.nodes,
             "code": str(job_dir / upload.DIRECTORY),
             "command": ["bash", "-c", _START],
-            "retries": self.retries(spec.to_json()).times,
+            "retries": self.retries(spec).times,
             "env": {},
         }
         path = job_dir / _TASK
@@ -176,9 +177,9 @@ class TinyqBackend(PlatformBackend):
         """Return an empty account: the queue has no accounts."""
         return ()
 
-    def retries(self, spec: Mapping[str, Any]) -> Retries:
+    def retries(self, spec: JobSpec) -> Retries:
         """Return the queue's retry policy: retries after a failure only."""
-        text = str(spec["options"].get("retries", spec["max_restarts"]))
+        text = str(spec.options.get("retries", spec.max_restarts))
         if not text.isdigit():
             raise SpecError(f"retries: {text!r} is not a number")
         return Retries(times=int(text), failures=True)

@@ -16,6 +16,7 @@ from launching import finish, run, start
 
 from clusterjob.backends.base import names
 from clusterjob.backends.mlp import backend
+from clusterjob.core import capabilities
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node.program import Program
@@ -154,13 +155,22 @@ def test_entry_script_passes_bash_syntax_check(tmp_path: Path) -> None:
         ({"options": {"account": "x"}}, "unknown option 'account'"),
         ({"array": "0-3%2"}, "does not limit"),
         ({"launcher": "srun"}, "needs Slurm"),
+        ({"container": "x"}, "--set image=URL"),
+        ({"gpus": "0"}, "a task gets whole machines"),
     ],
 )
 def test_unsupported_options_are_refused(
     tmp_path: Path, fields: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(SpecError, match=message):
-        backend.MlpBackend().plan(make_spec(tmp_path, resources=Resources(nodes=2), **fields))
+    spec, mlp = make_spec(tmp_path, resources=Resources(nodes=2), **fields), backend.MlpBackend()
+
+    def plan() -> None:
+        capabilities.check(spec, "mlp", mlp)
+        mlp.plan(spec)
+
+    with pytest.raises(SpecError) as refused:
+        plan()
+    assert message in f"{refused.value.message} {refused.value.hint}"
 
 
 def test_job_without_image_flavor_or_queue_is_not_submitted(tmp_path: Path) -> None:

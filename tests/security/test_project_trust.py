@@ -18,7 +18,7 @@ from procs import TEST_TIMEOUT
 
 from clusterjob.core import trust
 from clusterjob.core.config import find_files, project_file, resolve
-from clusterjob.core.options import SETTINGS
+from clusterjob.core.options import OPTIONS
 from clusterjob.errors import ConfigError, Untrusted
 from clusterjob.node.program import Program
 
@@ -485,7 +485,7 @@ def test_setting_overridden_on_command_line_needs_no_trust(clone: Clone) -> None
 
 def test_new_setting_needs_trust_until_listed_as_harmless() -> None:
     """A setting needs trust unless HARMLESS lists it."""
-    assert sorted(SETTINGS.keys() - trust.HARMLESS) == sorted(
+    assert sorted(OPTIONS.keys() - trust.HARMLESS) == sorted(
         {
             "env",
             "workdir",
@@ -499,9 +499,9 @@ def test_new_setting_needs_trust_until_listed_as_harmless() -> None:
             "container",
             "sweep",
         }
-        | ({"include_secrets", "secret"} & SETTINGS.keys())
+        | ({"include_secrets", "secret"} & OPTIONS.keys())
     )
-    assert SETTINGS.keys() >= trust.HARMLESS
+    assert OPTIONS.keys() >= trust.HARMLESS
 
 
 def test_user_configuration_needs_no_trust(tmp_path: Path) -> None:

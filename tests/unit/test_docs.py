@@ -24,7 +24,7 @@ from clusterjob.backends.ssh import backend as ssh
 from clusterjob.backends.ssh import planning as ssh_planning
 from clusterjob.cli import app
 from clusterjob.core.hosts import Host
-from clusterjob.core.options import SETTINGS
+from clusterjob.core.options import OPTIONS
 from clusterjob.core.spec import JobSpec
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
@@ -86,7 +86,7 @@ def test_reference_page_lists_every_option_key_and_variable() -> None:
     assert option_names - {"-h", "--help"} <= flags_in(page)
     assert len(option_names) > 50
     rows = section(page, "Options of a job").splitlines()
-    for key, setting in SETTINGS.items():
+    for key, setting in OPTIONS.items():
         row = next((row for row in rows if f"| `{key}` |" in row), "")
         assert (f"CLUSTERJOB_{key.upper()}" in row) == (not setting.merge), key
 

@@ -16,7 +16,7 @@ from clusterjob.backends import base
 from clusterjob.cli.job_options import ProgramCommand
 from clusterjob.core import trust
 from clusterjob.core.hosts import Host
-from clusterjob.core.options import SETTINGS
+from clusterjob.core.options import OPTIONS
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import UsageError
 from clusterjob.node import verdict
@@ -84,7 +84,7 @@ def test_reference_page_names_settings_that_need_trust() -> None:
         re.DOTALL,
     )
     assert sentence is not None
-    assert set(re.findall(r"`(\w+)`", sentence[1])) == set(SETTINGS) - trust.HARMLESS
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == set(OPTIONS) - trust.HARMLESS
 
 
 def shown_commands() -> list[tuple[str, str]]:

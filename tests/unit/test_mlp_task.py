@@ -213,8 +213,6 @@ def test_flavor_is_found_by_gpu_count_or_checked(
         ({"secrets": "KEY"}, {"env": {"KEY": "x"}}, "a value in --env too"),
         ({"code_path": "here"}, {}, "not an absolute path"),
         ({"preemptible": "maybe"}, {}, "neither true nor false"),
-        ({}, {"container": "x"}, "--set image=URL"),
-        ({}, {"gpus": "0"}, "--gpus"),
     ],
 )
 def test_invalid_option_is_refused_with_message(

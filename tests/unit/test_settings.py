@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import inspect
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clusterjob.cli.job_options import _job_options
-from clusterjob.core.jobs import NAMED_OPTIONS
-from clusterjob.core.options import SETTINGS, read_setting
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.errors import ConfigError
 
 NUMBERS = ("nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "max_restarts")
@@ -96,7 +91,7 @@ toml = st.recursive(
 )
 
 
-@pytest.mark.parametrize("key", SETTINGS)
+@pytest.mark.parametrize("key", OPTIONS)
 @given(value=toml)
 @example(value=3)
 @example(value="--5")
@@ -114,17 +109,3 @@ def test_any_value_of_file_is_accepted_or_config_error(key: str, value: Any) -> 
     else:
         return
     assert message.startswith("here: ")
-
-
-def test_every_setting_has_option_and_field_of_job() -> None:
-    options = {name.rstrip("_") for name in inspect.signature(_job_options).parameters} - {
-        "cluster"
-    }
-    assert options <= set(SETTINGS)
-    job_fields = (
-        {field.name for field in fields(JobSpec)}
-        | {field.name for field in fields(Resources)}
-        | {"time", "set", "hostfile", *NAMED_OPTIONS}
-    )
-    assert set(SETTINGS) <= job_fields
-    assert {key for key, setting in SETTINGS.items() if setting.key != key} == set()

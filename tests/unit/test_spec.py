@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterjob.core.hosts import Host
+from clusterjob.core.job_secrets import Secret
 from clusterjob.core.spec import MAX_NAME, JobSpec, Resources, default_name
 from clusterjob.errors import SpecError
 from clusterjob.node.contract import LAUNCH_VARIABLES
@@ -251,3 +254,64 @@ def test_times_of_spec_reach_agent_unchanged(
         grace,
         join_timeout,
     )
+
+
+def test_spec_survives_its_json_form(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    spec = JobSpec(
+        Program("script", "train.py", args=("--lr", "0.1")),
+        tmp_path,
+        env={"A": "b"},
+        setup=("module load x",),
+        resources=Resources(nodes=2, gpus_per_node=8, gpu_type="a100"),
+        hosts=(Host("gpu1", user="me", port=22), Host("gpu2")),
+        options={"qos": "high"},
+        after=("x-1",),
+        signal_before=90,
+        sync=False,
+        grace=5,
+    )
+    assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+def test_spec_of_removed_directory_is_still_read(tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    (directory / "train.py").write_text("")
+    data = JobSpec(Program("script", "train.py"), directory).to_json()
+    shutil.rmtree(directory)
+    assert JobSpec.from_json(data).program.target == "train.py"
+
+
+def test_secret_of_a_recorded_spec_has_only_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = JobSpec(Program("command", "true"), tmp_path, secret=(Secret("KEY", tmp_path / "k"),))
+    assert JobSpec.from_json(spec.to_json()).secret == (Secret("KEY"),)
+
+
+def test_unknown_and_missing_keys_of_a_recorded_spec_are_accepted() -> None:
+    spec = JobSpec.from_json({"name": "x", "added later": 1})
+    assert (spec.name, spec.launcher, spec.grace) == ("x", "agent", JobSpec.grace)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", 7),
+        ("nproc_per_node", "8"),
+        ("sync", 1),
+        ("grace", "3"),
+        ("program", "train.py"),
+        ("program", {"kind": "script"}),
+        ("resources", {"nodes": 0}),
+        ("resources", {"cores": 1}),
+        ("hosts", [{"host": "x"}]),
+        ("options", ["a"]),
+        ("setup", 7),
+        ("workdir", None),
+    ],
+)
+def test_wrong_value_of_a_recorded_spec_is_refused_by_its_name(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        JobSpec.from_json({key: value})

@@ -25,10 +25,10 @@ from clusterjob.node.verdict import (
 )
 
 _FILE = "platform.json"
-_LAG = 20.0  # seconds until a log shows a task's last lines, at most
+_LAG = 20.0  # maximum seconds until a log shows a task's last lines
 _SETTLING = 60.0  # seconds without a known task until it counts as gone
-_UNSEEN = 120.0  # the same for a task never shown, whose submission is in doubt
-_RETRY_TIMEOUT = 60.0  # seconds beyond the interval until the platform starts a retry, at most
+_UNSEEN = 120.0  # the same if no task was ever shown and the submission is in doubt
+_RETRY_TIMEOUT = 60.0  # maximum seconds after the interval until the platform starts a retry
 # Seconds by which the platform's clock may differ from this machine's, its time zone included.
 CLOCKS_APART = 86_400.0
 _DEADLINE = re.compile(r"deadline|time ?limit|ActiveDeadline", re.IGNORECASE)
@@ -304,7 +304,7 @@ def verdict(
 
 
 def _tells_only_stop(own: Verdict, task: Task, *, cancelled: bool) -> bool:
-    """Return whether the agents' verdict tells only that the attempt was stopped, not why.
+    """Return whether the agents' verdict shows only that the attempt was stopped, not why.
 
     A platform that stops a task may signal workers too, and a worker may end before its agent
     reacts. A node that the platform stops during its setup lines, or before the other nodes, looks

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,10 @@ from clusterjob.backends.batch_command import attempts, upload
 from clusterjob.backends.batch_command.attempts import Known, Retries, Seen
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.backends.batch_command.platform import Instance, Platform, Task
+from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, secrets_file, token_file
 from clusterjob.core.records import Handle, Record
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
 from clusterjob.node.logs import ends
 from clusterjob.node.system import files
@@ -54,6 +56,8 @@ class PlatformBackend(ABC):
     """Run jobs on a platform that shares no disk with the submitter."""
 
     NAME: ClassVar[str]
+    capabilities: ClassVar[Collection[Capability]] = ()
+    hints: ClassVar[Mapping[Capability, str]] = {}
 
     def __init__(self) -> None:
         self._task_lists: dict[Account, _TaskList] = {}
@@ -63,6 +67,10 @@ class PlatformBackend(ABC):
         self._just_ended: set[str] = set()
         self._lines: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Forget the task lists; no connection is open."""
+        self._task_lists.clear()
 
     # -- to be implemented by each backend --------------------------------------------------------
 
@@ -83,8 +91,8 @@ class PlatformBackend(ABC):
         """Return the account that a job's options or the environment select."""
 
     @abstractmethod
-    def retries(self, spec: Mapping[str, Any]) -> Retries:
-        """Return the platform's retry policy for a job, given the spec in the job's record."""
+    def retries(self, spec: JobSpec) -> Retries:
+        """Return the platform's retry policy for a job."""
 
     @abstractmethod
     def poll(self, options: Mapping[str, str]) -> float:
@@ -204,12 +212,12 @@ class PlatformBackend(ABC):
                     for key, value in record.handle.data.get("account", {}).items()
                 )
             )
-        return self.account_of(record.spec.get("options", {}))
+        return self.account_of(record.job.options)
 
     def _list_tasks(self, account: Account, records: Sequence[Record]) -> tuple[_TaskList, bool]:
         """Return the account's tasks, and whether they come from a new query."""
         names = frozenset(record.job_id for record in records)
-        pause = min(self.poll(record.spec.get("options", {})) for record in records)
+        pause = min(self.poll(record.job.options) for record in records)
         listed = self._task_lists.get(account, _TaskList())
         if time.monotonic() < listed.at + pause and names <= listed.names:
             return listed, False
@@ -267,7 +275,7 @@ class PlatformBackend(ABC):
             )
         except ClusterJobError as error:
             return Status(JobState.UNKNOWN, error.message, **common)
-        retries = self.retries(record.spec)
+        retries = self.retries(record.job)
         if verdict is None:
             text = f"the platform reports {seen.task.words}; waiting for the rest of its log"
             return Status(JobState.RUNNING, text, **common)
@@ -374,7 +382,7 @@ class PlatformBackend(ABC):
             if own is None and not known.log_is_whole(seen):
                 return None
         return attempts.verdict(
-            seen, own, instances=instances, retries=self.retries(record.spec), cancelled=cancelled
+            seen, own, instances=instances, retries=self.retries(record.job), cancelled=cancelled
         )
 
     # -- logs --------------------------------------------------------------------------------------
@@ -385,7 +393,7 @@ class PlatformBackend(ABC):
         Raises:
             ClusterJobError: the platform did not answer the first request for this job.
         """
-        pause, now = self.poll(record.spec.get("options", {})), time.monotonic()
+        pause, now = self.poll(record.job.options), time.monotonic()
         with self._lock:
             last = record.job_id in self._just_ended
             self._just_ended.discard(record.job_id)

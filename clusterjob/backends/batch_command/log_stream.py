@@ -24,11 +24,12 @@ from typing import Any
 from clusterjob.core.schema import Integer, ListOf, MapOf, Nullable, Number, Object, Row, Text
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_files, log_protocol
+from clusterjob.node.logs.job_dir import AGENT_LOG, TIMELINE
 from clusterjob.node.logs.log_protocol import NumberedLine
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Verdict
 
-_STATE, _LOCK, _OWN, _TIMELINE = "stream.json", "stream.lock", "agent.log", "timeline"
+_STATE, _LOCK = "stream.json", "stream.lock"
 _OURS = re.compile(
     r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII
 )
@@ -68,19 +69,20 @@ class LogStream:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict of this attempt, from node 0's agent; None before, and for other nodes."""
+        """The verdict of this attempt, from node 0's agent; None until then and on other nodes."""
         found = self._taken().verdict
         return None if found is None else replace(Verdict.from_json(found), attempt=self._attempt)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """The (first, last) numbers of missing lines, which are still taken if they come late."""
+        """The (first, last) numbers of missing lines, which are taken if they arrive later."""
         return [(first, last) for first, last in self._taken().missing]
 
     def joins(self, lines: Sequence[str]) -> bool:
         """Return whether the end of a log overlaps the lines taken so far.
 
-        If not, lines are missing in between: fetch a longer end, unless this is the whole log.
+        If it does not, lines between them are missing. Then fetch more lines, unless this is the
+        whole log.
         """
         taken = self._taken()
         first = len(lines)
@@ -155,8 +157,10 @@ class LogStream:
             return
         end = "" if item.more else "\n"
         if item.kind == "agent":
-            pages.add(_OWN, ("" if _OWN in taken.open else "clusterjob: ") + item.text + end)
-            taken.mark(_OWN, is_open=item.more)
+            pages.add(
+                AGENT_LOG, ("" if AGENT_LOG in taken.open else "clusterjob: ") + item.text + end
+            )
+            taken.mark(AGENT_LOG, is_open=item.more)
             return
         for name in self._file_names(item.label, item.kind):
             pages.add(name, item.text + end)
@@ -172,7 +176,7 @@ class LogStream:
             names = {pair[kind == "err"].name: None for pair in pairs}
             known = {name for one in self._names.values() for name in one}
             self._names[label, kind] = (
-                list(names) if len(known | names.keys()) <= _MAX_FILES else [_OWN]
+                list(names) if len(known | names.keys()) <= _MAX_FILES else [AGENT_LOG]
             )
         return self._names[label, kind]
 
@@ -180,7 +184,7 @@ class LogStream:
         taken.remember(line)
         refused = log_protocol.parse_refusal(line)
         if refused is None:
-            pages.add(_OWN, line.rstrip("\r\n") + "\n")
+            pages.add(AGENT_LOG, line.rstrip("\r\n") + "\n")
         else:
             ends.directory(self._job_dir).mkdir(mode=0o700, exist_ok=True)
             ends.refuse(self._job_dir, self._node_rank, self._attempt, *refused)
@@ -207,7 +211,7 @@ class LogStream:
         first, last = taken.next, number - 1
         which = f"line {first}" if first == last else f"lines {first} to {last}"
         pages.add(
-            _OWN,
+            AGENT_LOG,
             f"clusterjob: {which} of node {self._node_rank} "
             f"{'is' if first == last else 'are'} missing in the platform's log\n",
         )
@@ -306,7 +310,7 @@ class _Taken:
 
         The lines follow the same numbered line as the last `bare` known lines, but the piece may
         begin later than that. If it contains all known lines, the result is certain. Else the
-        longest overlap of the end of the known lines with the begin of the piece counts.
+        longest overlap of the end of the known lines with the start of the piece counts.
         """
         digests = [_digest(line) for line in lines]
         known = self.known[-self.bare :] if self.bare else []
@@ -368,7 +372,7 @@ def _first_new(items: Sequence[tuple[str, NumberedLine | None]], first: int, tak
     if last is not None and last.number == taken.next - 1:
         return min(first, run + taken.bare)
     if last is not None and first == len(items):
-        return first  # the piece is older
+        return first  # the whole piece is before the newest known line
     follower = items[first][1] if first < len(items) else None
     if follower is not None and follower.number > taken.next and last is None:
         return run  # the lines follow a gap
@@ -400,21 +404,21 @@ class _Pages:
 
     def add(self, name: str, text: str) -> None:
         self._added.setdefault(name, bytearray()).extend(text.encode(errors="backslashreplace"))
-        if name not in (_OWN, _TIMELINE):
+        if name not in (AGENT_LOG, TIMELINE):
             self._grown[name] = None
 
     def note(self, seconds: float) -> None:
-        """Record the sizes of the workers' files at a time, so that readers can order lines."""
+        """Record the sizes that the workers' files have at this time; readers order lines by it."""
         for name in sorted(self._grown):
             self.add(
-                _TIMELINE,
+                TIMELINE,
                 f"{seconds:.3f} {name} {self._sizes.get(name, 0) + len(self._added[name])}\n",
             )
         self._grown = {}
 
     def write(self) -> None:
         # The timeline comes last: it must not name bytes that are not written yet.
-        for name in sorted(self._added, key=lambda name: name == _TIMELINE):
+        for name in sorted(self._added, key=lambda name: name == TIMELINE):
             handle = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 offset = self._sizes.get(name, 0)

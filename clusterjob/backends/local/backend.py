@@ -12,14 +12,15 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
 from clusterjob.core import gpus
+from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Handle, Record
 from clusterjob.core.render import render
@@ -29,6 +30,7 @@ from clusterjob.doctor.engine import Check
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import private_dirs, process_groups, processes
 from clusterjob.node.verdict import JobState
@@ -43,6 +45,9 @@ _CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is kille
 
 class LocalBackend:
     """Run jobs on this machine."""
+
+    capabilities = ()
+    hints: ClassVar[Mapping[Capability, str]] = {}
 
     def __init__(self) -> None:
         self._lifelines: dict[str, list[int]] = {}
@@ -60,13 +65,6 @@ class LocalBackend:
         return self._plan(spec)
 
     def _plan(self, spec: JobSpec) -> Plan:
-        shared.refuse_hosts(spec, NAME)
-        if spec.options:
-            raise SpecError(
-                f"unknown option {next(iter(spec.options))!r} for the local cluster (--set)",
-                "for options of Slurm, use --cluster slurm",
-            )
-        shared.refuse_queue(spec, NAME)
         spec = replace(spec, nproc_is_default=False)
         job_id, job_dir = shared.new_directory(spec.name)
         script = render(
@@ -115,7 +113,7 @@ class LocalBackend:
                 private_dirs.make(folder)
                 pid, lifeline = _start(
                     command,
-                    folder / "agent.log",
+                    folder / AGENT_LOG,
                     hidden={secret.name for secret in plan.spec.secret},
                     stdin=None if command.node_rank else self.stdin,
                 )
@@ -180,7 +178,7 @@ class LocalBackend:
         self._cut(record.job_id)
         process_groups.end(
             [agent["pid"] for agent in _live_agents(record)],
-            float(record.spec.get("grace", 3.0)) + _CANCEL_TIMEOUT,
+            record.job.grace + _CANCEL_TIMEOUT,
         )
 
     def interrupt_prompt(self, record: Record) -> bool:
@@ -199,12 +197,15 @@ class LocalBackend:
             process_groups.signal_group(agent["pid"], signal.SIGINT)
         return True
 
+    def close(self) -> None:
+        """Do nothing: the lifelines of detached jobs are closed already."""
+
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of this machine for a job."""
         from clusterjob.doctor.this_machine import Machine
 
         # `_plan`, not `plan`: `Machine` checks the interpreter.
-        job = engine.CheckStep("job", lambda: shared.plannable(self._plan, spec))
+        job = engine.CheckStep("job", lambda: shared.check_plan(self._plan, spec))
         return engine.run_checks([job, *Machine(spec).check_steps()])
 
 

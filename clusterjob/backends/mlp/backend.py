@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.batch_command import upload
@@ -17,6 +17,7 @@ from clusterjob.backends.mlp import task
 from clusterjob.backends.mlp.client import COMMAND, SUBMIT_TIMEOUT, Volc, check_installed
 from clusterjob.core import node_zip, snapshot
 from clusterjob.core.arrays import Array
+from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, token_file
 from clusterjob.core.records import Handle
 from clusterjob.core.render import render
@@ -24,7 +25,7 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import parse_size
 from clusterjob.doctor import engine
 from clusterjob.doctor.engine import Check
-from clusterjob.errors import SpecError, SubmitError
+from clusterjob.errors import SubmitError
 from clusterjob.node.program import Program
 
 NAME = "mlp"
@@ -41,6 +42,20 @@ class MlpBackend(PlatformBackend):
     """Run jobs as tasks of the platform; nodes read their rank from MLP_* variables."""
 
     NAME = NAME
+    capabilities = (
+        Capability.GPU_TYPES,
+        Capability.SHARED_DIRECTORY,
+        Capability.BACKEND_OPTIONS,
+        Capability.ARRAYS,
+        Capability.REQUEUE,
+    )
+    hints: ClassVar[Mapping[Capability, str]] = {
+        Capability.GPU_LIST: (
+            "a task gets whole machines: use --gpus-per-node, or --set flavor=NAME"
+        ),
+        Capability.CONTAINERS: "set the task's image with --set image=URL",
+        Capability.ARRAY_LIMITS: "remove the % part: the queue's quota limits them",
+    }
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -51,7 +66,6 @@ class MlpBackend(PlatformBackend):
             SpecError: an option is not valid here.
             TemplateError: the user's template cannot be rendered.
         """
-        _refuse(spec)
         options = task.MlpOptions.of(spec.options)
         gpus = task.gpus_of(spec)
         left_open = spec.nproc_is_default  # the platform tells each worker its number of GPUs
@@ -118,7 +132,7 @@ class MlpBackend(PlatformBackend):
         from clusterjob.doctor.this_machine import directory_checks
 
         account = dict(self.account_of(spec.options))
-        job = engine.CheckStep("job", lambda: shared.plannable(self.plan, spec))
+        job = engine.CheckStep("job", lambda: shared.check_plan(self.plan, spec))
         return engine.run_checks(
             [
                 job,
@@ -202,12 +216,10 @@ class MlpBackend(PlatformBackend):
         }
         return tuple((name, value) for name, value in sorted(chosen.items()) if value)
 
-    def retries(self, spec: Mapping[str, Any]) -> Retries:
+    def retries(self, spec: JobSpec) -> Retries:
         """Return the platform's retry policy for a job."""
-        options = spec.get("options", {})
-        retry = task.retry_options(
-            options, spec.get("max_restarts", 0), requeue=bool(spec.get("requeue"))
-        )
+        options = spec.options
+        retry = task.retry_options(options, spec.max_restarts, requeue=spec.requeue)
         preemptible = task.MlpOptions.of(options).preemptible
         if not retry.get("EnableRetry"):
             return Retries(preemptible=preemptible)
@@ -221,39 +233,6 @@ class MlpBackend(PlatformBackend):
     def poll(self, options: Mapping[str, str]) -> float:
         """Return the seconds between two polls while a job is followed."""
         return task.MlpOptions.of(options).number("poll", _POLL, 1e-3)
-
-
-def _refuse(spec: JobSpec) -> None:
-    """Refuse options that this platform does not support.
-
-    Raises:
-        SpecError: the job uses such an option.
-    """
-    if spec.hosts:
-        raise SpecError(f"the {NAME} cluster takes no hosts", "use --cluster ssh")
-    if spec.gpus:
-        raise SpecError(
-            f"the {NAME} cluster has no --gpus",
-            "a task gets whole machines: use --gpus-per-node, or --set flavor=NAME",
-        )
-    if spec.container:
-        raise SpecError(
-            f"the {NAME} cluster has no --container", "set the task's image with --set image=URL"
-        )
-    for flag in ("after", "signal_before", "login"):
-        if getattr(spec, flag):
-            raise SpecError(
-                f"the {NAME} cluster has no --{flag.replace('_', '-')}",
-                "remove the option: the platform does not support it",
-            )
-    if spec.launcher == "srun":
-        raise SpecError("--launcher srun needs Slurm", "use --cluster slurm")
-    array = spec.elements()
-    if array is not None and array.at_once is not None:
-        raise SpecError(
-            f"the {NAME} cluster does not limit how many elements run at a time",
-            "remove the % part: the queue's quota limits them",
-        )
 
 
 def _values(

@@ -1,7 +1,7 @@
 """Call ``volc ml_task``, parse its answers and explain its errors.
 
 Source: the platform's documentation of its command line (1.2.57), and output that users published.
-Builds name the fields of an answer differently; each field is read under all names seen so far.
+Builds of the command use different field names; each field is read under all names seen so far.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PAGE = 100  # rows to ask for in one answer
 # limits pages to fewer than `_PAGE` rows.
 _DEFAULT_PAGE = 10
 _MAX_PAGES = 200
-_FEW = 3  # with at most so many names, each gets its own search
+_FEW = 3  # up to this number of names, each name has its own search
 _TASK_ID = re.compile(r"\bt-\d{14}-\w+")
 _INSTALL = (
     'run the installer from the page "command line tool" of the platform\'s documentation; '
@@ -302,7 +302,7 @@ def _missing() -> SubmitError:
 
 
 def _error(answer: CommandOutput, otherwise: str) -> ClusterJobError:
-    """Return the error for a failed command: an explanation if one is known, and its own text."""
+    """Return the error for a failed command: its text, with a hint if the error is known."""
     if _UNREACHED.search(answer.words):
         return ClusterJobError(
             f"the platform is not reached: {answer.words}",
@@ -347,7 +347,7 @@ def _rows(answer: CommandOutput) -> list[Mapping[str, Any]]:
             [data] if _get(data, "Id", "JobId") else None,
         )
     if data is None and re.search(r"^\s*null\s*$", answer.out, re.MULTILINE):
-        return []  # Go encodes an empty list so
+        return []  # Go encodes an empty list as null
     if not isinstance(data, list):
         raise ClusterJobError(
             f"{COMMAND} did not print a list: {answer.out.strip()[:120]!r}",
@@ -383,7 +383,7 @@ def _instance(row: Mapping[str, Any], index: int) -> Instance:
     node_rank = int(match[2]) if match else index
     code = _get(row, "ExitCode")
     return Instance(
-        name=f"worker_{node_rank}",  # the form that `logs` needs; answers differ
+        name=f"worker_{node_rank}",  # `logs` needs this form; answers contain other forms
         node_rank=node_rank,
         words=str(_get(row, "State", "Status") or ""),
         exit_code=int(code) if re.fullmatch(r"-?\d+", str(code)) else None,
@@ -420,7 +420,7 @@ def _moment(value: Any) -> str | None:
             found = datetime.fromisoformat(str(value).strip().replace("Z", "+00:00"))
         except ValueError:
             return None
-    if found.year < 2000:  # Go encodes a missing time so
+    if found.year < 2000:  # Go encodes a missing time as the year 1
         return None
     return found.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 

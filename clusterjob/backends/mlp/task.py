@@ -131,7 +131,7 @@ class MlpOptions:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """The submitter's variable of each secret, by the secret's target.
+        """Map each secret's target to the variable of this machine that holds its value.
 
         A target is a variable of the task or the dotted path of a field.
 
@@ -338,8 +338,8 @@ def flavor_of(spec: JobSpec) -> str:
     """Return the flavor of a job's machines; empty if neither option nor table selects one.
 
     Raises:
-        SpecError: the flavor has fewer GPUs than the job asks for, or without the option ``flavor``
-            not exactly one flavor of the table has the number of GPUs.
+        SpecError: the flavor has fewer GPUs than the job requests; or the option ``flavor`` is not
+            set, and no flavor or several flavors of the table have the requested number of GPUs.
     """
     options = MlpOptions.of(spec.options)
     flavors, wanted, flavor = (
@@ -370,7 +370,7 @@ def flavor_of(spec: JobSpec) -> str:
 
 
 def gpus_of(spec: JobSpec) -> int | None:
-    """Return the GPUs per machine from the table of flavors; None if it lacks the flavor."""
+    """Return the GPUs per machine from the table of flavors; None if it has no such flavor."""
     return MlpOptions.of(spec.options).flavors.get(flavor_of(spec))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import FetchLimits, Status
@@ -17,6 +17,7 @@ from clusterjob.backends.slurm.mirror import directory_name
 from clusterjob.backends.slurm.queue import Accounting, Queue, QueueSnapshot, explained
 from clusterjob.backends.slurm.status import NAME, Cluster
 from clusterjob.core import arrays
+from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.spec import JobSpec
@@ -34,6 +35,11 @@ _SCANCEL_WORDS = 1000  # ids on one command line
 
 class SlurmBackend:
     """Run jobs under Slurm, with the client commands of this machine or of an SSH login host."""
+
+    capabilities = tuple(
+        set(Capability) - {Capability.HOSTS, Capability.GPU_LIST, Capability.SHARED_DIRECTORY}
+    )
+    hints: ClassVar[Mapping[Capability, str]] = {}
 
     def __init__(self) -> None:
         self._clients: dict[Cluster, tuple[Client, Queue, Accounting]] = {}
@@ -119,7 +125,7 @@ class SlurmBackend:
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
         """Return the status of jobs from their directories, then one squeue, then accounting."""
         found, open_ = status.by_directory(records)
-        distant = [record for record in open_ if record.spec.get("login")]
+        distant = [record for record in open_ if record.job.login]
         if distant:
             errors = self._login_hosts().poll(distant)
             ended, still = status.by_directory(distant)
@@ -211,7 +217,7 @@ class SlurmBackend:
         return found
 
     def _resend(self, client: Client, records: Sequence[Record], snapshot: QueueSnapshot) -> None:
-        """Repeat the cancels that Slurm did not answer; keep them if it is silent again."""
+        """Repeat the cancels that Slurm did not answer; keep them if it still does not answer."""
         keys = [
             record.handle.id
             for record in records
@@ -224,7 +230,7 @@ class SlurmBackend:
             status.clear_pending_cancel(record)
 
     def _may_run(self, record: Record) -> bool:
-        """Return whether a job with an end on record may run: Slurm shows it or is silent."""
+        """Return whether a job with a recorded end may run: Slurm shows it or does not answer."""
         snapshot = self._at(status.cluster_of(record))[1].poll(urgent=True)
         handle = record.handle or status.adopt(record, snapshot, wholes={})
         return bool(snapshot.error) or (
@@ -281,8 +287,8 @@ class SlurmBackend:
         runs = (
             shared.progress(record.job_dir)[0] is not None
             and ends.read_result(record.job_dir) is None
-        )  # a result without a running job: the job is queued again
-        if record.spec.get("launcher") == "srun" or not runs:
+        )  # with a result the attempt has ended, and the job is queued again
+        if record.job.launcher == "srun" or not runs:
             return False
         ends.cancel(record.job_dir, interrupt=True)
         if (login := status.cluster_of(record).login) is not None:

@@ -314,7 +314,7 @@ class SlurmCluster:
         )
 
     def _job(self) -> Iterator[CheckFinding]:
-        yield from shared.plannable(planning.plan, self._spec)
+        yield from shared.check_plan(planning.plan, self._spec)
         plan = planning.plan(self._spec)
         with _script_of(plan, local=self._client.is_local) as argv:
             answer = submit.preflight(self._client, argv)

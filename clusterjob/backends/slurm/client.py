@@ -169,8 +169,8 @@ class Client:
     def is_here() -> bool:
         """Return whether this machine can submit to Slurm: it has sbatch and a configuration.
 
-        If no configuration is found in the usual places, `scontrol ping` decides: it names a
-        controller, up or down.
+        If no configuration is in the usual places, `scontrol ping` must name a controller, which
+        may be up or down.
         """
         if shutil.which("sbatch") is None:
             return False

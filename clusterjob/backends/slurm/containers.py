@@ -25,7 +25,7 @@ _APPTAINER_SOURCES = (
 
 @dataclass(frozen=True)
 class Container:
-    """How a node of a job enters its container.
+    """The options and arguments that run a node's part of a job in a container.
 
     Attributes:
         srun_options: the options of srun, for Pyxis.
@@ -37,7 +37,7 @@ class Container:
 
 
 def choose(spec: JobSpec, job_dir: Path, workdir: Path | None = None) -> Container:
-    """Return how the nodes enter the job's container; empty without ``--container``.
+    """Return the options that run the nodes in a container; empty without ``--container``.
 
     ``pyxis:IMAGE`` and ``apptainer:IMAGE`` name the engine. Otherwise apptainer runs a .sif file, a
     directory, and an apptainer source such as ``docker://``; Pyxis runs any other image. The job's

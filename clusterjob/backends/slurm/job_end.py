@@ -15,6 +15,7 @@ from clusterjob.core import arrays
 from clusterjob.errors import SpecError
 from clusterjob.node.logs import ends, failure_texts
 from clusterjob.node.logs.events import now
+from clusterjob.node.logs.job_dir import ALIVE, LOGS, SLURM_LOG
 from clusterjob.node.logs.log_files import last_lines, node_directory, rank_files
 from clusterjob.node.system.processes import signal_name
 from clusterjob.node.verdict import (
@@ -44,8 +45,8 @@ def settled(verdict: Verdict, job_dir: Path) -> bool:
     """Return whether a verdict of the agents is final without Slurm's state.
 
     A SIGTERM may come from scancel, from the time limit, or from a preemption with a requeue: only
-    Slurm knows. It reaches all processes of the step at once, so it may end a worker before its
-    agent knows of it.
+    Slurm's state shows which. The signal reaches all processes of the step at once, so it may end a
+    worker before the worker's agent has handled it.
     """
     if verdict.state is JobState.FAILED:
         return not _by_the_way(verdict, job_dir)
@@ -69,7 +70,7 @@ def _by_the_way(verdict: Verdict, job_dir: Path) -> bool:
 def by_a_node(verdict: Verdict) -> bool:
     """Return whether a whole node failed.
 
-    It failed by itself, or Slurm ended its shell in the setup lines.
+    Either the node failed, or Slurm ended its shell in the setup lines.
     """
     return verdict.failure is not None and verdict.failure.rank is None
 
@@ -137,7 +138,7 @@ def alive(job_dir: Path, now_: float) -> bool:
         now_: seconds since the epoch.
     """
     try:
-        return now_ - (ends.directory(job_dir) / "alive").stat().st_mtime < LEASE
+        return now_ - (ends.directory(job_dir) / ALIVE).stat().st_mtime < LEASE
     except OSError:
         return False
 
@@ -145,7 +146,7 @@ def alive(job_dir: Path, now_: float) -> bool:
 def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
     """Return the failed tasks in srun's output, in the order of the output."""
     found: list[Failure] = []
-    for path in sorted((job_dir / "logs").glob("slurm*.out")):
+    for path in sorted((job_dir / LOGS).glob("slurm*.out")):
         ended_by_srun = False
         for line in last_lines(path, 10_000, limit=1 << 20):
             ended_by_srun |= "Terminating StepId" in line or "Force Terminated" in line
@@ -208,7 +209,7 @@ _SIGNAL_CODES = {"SIGKILL": 137, "SIGTERM": 143, "SIGSEGV": 139, "SIGABRT": 134,
 
 def _rank_lines(job_dir: Path, rank: int) -> tuple[int, int | None, tuple[str, ...]]:
     """Return a rank's node, local rank and last stderr lines, found by its log file."""
-    for folder in sorted((job_dir / "logs").glob("node*")):
+    for folder in sorted((job_dir / LOGS).glob("node*")):
         number = folder.name.removeprefix("node")
         err = (
             rank_files(node_directory(job_dir, int(number)), rank, restart=0)[1]
@@ -308,7 +309,7 @@ def of_slurm(row: JobRow, own: Verdict | None, job_dir: Path, started_at: str | 
             " is the disk full?",
             **common,
         )
-    lines = last_lines(job_dir / "logs" / "slurm.out", 3)
+    lines = last_lines(job_dir / LOGS / SLURM_LOG, 3)
     output = f": {'; '.join(lines)}" if lines else ""
     return Verdict(
         JobState.FAILED, code or 1, reason=f"Slurm reports {row.state}{why}{output}", **common

@@ -23,6 +23,7 @@ from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import HostError, SpecError, SubmitError
+from clusterjob.node.logs.job_dir import COMPLETE, LOGS
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote import ssh_options
 from clusterjob.remote.fetch import Fetch, Fetched, Request
@@ -35,7 +36,7 @@ from clusterjob.remote.sessions import Place, Sessions
 OPTIONS = (*ssh_options.NAMES, "max_array_size")
 CODE = "code"
 _AT_ONCE = (
-    0.3  # seconds that the start request waits for the end: most commands need no second request
+    0.3  # seconds that the start request waits for the command's end, to save a second request
 )
 _MARGIN = 50_000_000  # free bytes required beyond the size of the sent files, for logs
 _LONGEST_SILENCE = 15.0  # maximum seconds between two tries to reach a host
@@ -109,13 +110,12 @@ class Login:
 
 def of_record(record: Record) -> Login | None:
     """Return the login host of a job; None if Slurm's commands run on this machine."""
-    if not record.spec.get("login"):
+    job = record.job
+    if not job.login:
         return None
     if record.handle is not None and "login" in record.handle.data:
         return Login.from_json(record.handle.data["login"])
-    return Login.named(
-        record.spec["login"], record.spec.get("options") or {}, record.spec.get("setup") or ()
-    )
+    return Login.named(job.login, job.options, job.setup)
 
 
 class LoginHost:
@@ -206,7 +206,7 @@ class LoginHost:
 
     def collect(self, record: Record, *, ended: bool) -> None:
         """Fetch the logs of a job; from then on each `poll` fetches them too."""
-        whole = record.job_dir / "logs" / "whole"  # exists once all logs of an ended job are here
+        whole = record.job_dir / LOGS / COMPLETE  # exists once all logs of an ended job are here
         if (
             whole.exists()
             or not record.job_dir.is_dir()

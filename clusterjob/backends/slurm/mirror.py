@@ -10,7 +10,8 @@ from typing import Any
 
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
-from clusterjob.remote.mirror import EVENTS, LOG_BYTES, Volume, check_progress, contents, keep
+from clusterjob.node.logs.job_dir import ENDS, EVENTS, LOGS, RESULT, SLURM_LOG
+from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents, keep
 
 _AT_ONCE = 500  # jobs in one request
 _STATUS_BYTES = 1 << 20  # most bytes of one answer that brings only the status of the jobs
@@ -88,15 +89,15 @@ class ClusterMirror:
         """Return the local version of each file: its size if it grows, its stamp if replaced."""
         stamps = self._stamps.setdefault(record.job_id, {})
         found: dict[str, int | str] = {}
-        for path in (*_files_in(record.job_dir / "ends"), record.job_dir / "result.json"):
+        for path in (*_files_in(record.job_dir / ENDS), record.job_dir / RESULT):
             if path.exists():
                 name = str(path.relative_to(record.job_dir))
                 found[name] = stamps.get(name, "")
-        grown = [record.job_dir / EVENTS, record.job_dir / "logs" / "slurm.out"]
+        grown = [record.job_dir / EVENTS, record.job_dir / LOGS / SLURM_LOG]
         if _mode(record, logs=logs) != "none":
             grown += [
                 path
-                for node in _files_in(record.job_dir / "logs")
+                for node in _files_in(record.job_dir / LOGS)
                 if node.is_dir()
                 for path in _files_in(node)
             ]
@@ -142,7 +143,7 @@ def _mode(record: Record, *, logs: bool) -> str:
 
     With --launcher srun the root cause is found in the last lines of the workers' stderr.
     """
-    return "all" if logs else "last" if record.spec.get("launcher") == "srun" else "none"
+    return "all" if logs else "last" if record.job.launcher == "srun" else "none"
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from clusterjob.core.records import Record, Records
 from clusterjob.core.render import in_shell, render
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
+from clusterjob.node.logs.job_dir import SLURM_LOG
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -40,7 +41,6 @@ def plan(spec: JobSpec) -> Plan:
         SpecError: an option is invalid, or sbatch has no such option.
         TemplateError: the user's template cannot be rendered.
     """
-    shared.refuse_hosts(spec, NAME)
     flags.check_warning(spec.resources, spec.signal_before)
     login, spec = login_of(spec), replace(spec, nproc_is_default=False)
     job_id, job_dir = shared.new_directory(spec.name)
@@ -52,7 +52,7 @@ def plan(spec: JobSpec) -> Plan:
         if key != "comment" and not (login and key in _login_options())
     }
     options, unknown = flags.options(given)
-    output = "slurm-%A_%a.out" if array else "slurm.out"
+    output = "slurm-%A_%a.out" if array else SLURM_LOG
     remote: dict[str, Any] = {}
     if login is None:
         script = str(job_dir / _SCRIPT)

@@ -168,7 +168,7 @@ class Queue:
             self._asking = None
 
     def _await_another(self) -> None:
-        """Wait for the answer to another process's recent call, for at most INTERVAL seconds."""
+        """Wait until another process's squeue has ended, or INTERVAL seconds after its start."""
         while True:
             stored = _read(self._path)
             asked_at = float(stored.get("asked_at", 0.0))
@@ -406,7 +406,7 @@ def _is_number(text: str) -> bool:
 def has_id(row: JobRow, job_id: str) -> bool:
     """Return whether a row's comment or working directory contains a job's own id.
 
-    A site may change one of the two, but hardly both.
+    A site may change one of the two; it is unlikely to change both.
     """
     comment = f"{COMMENT}{job_id}"
     return (
@@ -417,7 +417,7 @@ def has_id(row: JobRow, job_id: str) -> bool:
 
 
 def rows_of(snapshot: QueueSnapshot, job_id: str) -> list[JobRow]:
-    """Return the rows of one of our jobs; see `has_id`."""
+    """Return the rows of a clusterjob job; see `has_id`."""
     return [row for row in snapshot.rows.values() if has_id(row, job_id)]
 
 
@@ -434,7 +434,7 @@ class Accounting:
         self._asked_at = 0.0
 
     def ended(self, wanted: Mapping[str, tuple[float, str]]) -> dict[str, JobRow] | None:
-        """Return the jobs that accounting knows, by key, with one sacct for all jobs.
+        """Return the jobs that accounting shows, by key, with one sacct for all jobs.
 
         It runs sacct at most once in 5 s, and returns None if it is too early for the next call or
         if the login host is not reachable.

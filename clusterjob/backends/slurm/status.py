@@ -41,7 +41,7 @@ def cluster_of(record: Record) -> Cluster:
     """Return the cluster of a job."""
     data: Mapping[str, Any] = record.handle.data if record.handle is not None else {}
     login = None
-    if record.spec.get("login"):
+    if record.job.login:
         from clusterjob.backends.slurm.login_host import of_record
 
         login = of_record(record)
@@ -281,12 +281,12 @@ def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
 def has_agents(record: Record) -> bool:
     """Return whether the job's agents see the cancel request in its directory."""
     return not _started_by_srun(record) and (
-        ends.cancelled(record.job_dir) or bool(record.spec.get("login"))
+        ends.cancelled(record.job_dir) or bool(record.job.login)
     )
 
 
 def note_pending_cancel(record: Record) -> None:
-    """Note that Slurm has not answered a cancel, so that the next status call repeats it."""
+    """Record that Slurm has not answered a cancel, so that the next status call repeats it."""
     with contextlib.suppress(OSError):
         (record.job_dir / _UNTOLD).touch(0o600)
 
@@ -297,27 +297,30 @@ def has_pending_cancel(record: Record) -> bool:
 
 
 def clear_pending_cancel(record: Record) -> None:
-    """Note that Slurm has answered the cancel."""
+    """Remove the record of `note_pending_cancel`: Slurm has answered the cancel."""
     with contextlib.suppress(OSError):
         (record.job_dir / _UNTOLD).unlink(missing_ok=True)
 
 
 def _started_by_srun(record: Record) -> bool:
-    return bool(record.spec.get("launcher") == "srun")
+    return record.job.launcher == "srun"
 
 
 def submitted_in(record: Record) -> str:
-    """Return the end of the path of sbatch's directory.
+    """Return the directory in which sbatch ran; for a login host, the end of its path.
 
-    With it, accounting can tell a job from another job with the same id.
+    It distinguishes the job from another job with the same id in accounting.
     """
-    if record.spec.get("login"):
+    if record.job.login:
         return f"/jobs/{record.whole_id}"  # the part before it is known only on the cluster
     return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
 
 
 def _runs_unseen(record: Record, snapshot: QueueSnapshot) -> bool:
-    """Return whether a job that Slurm does not show may run: no end on disk, lease not expired."""
+    """Return whether a job that Slurm does not show may still run.
+
+    It may if no end is on disk and its lease has not expired.
+    """
     ended = (
         job_end.step_code(record.job_dir) is not None
         or job_end.verdict_of(record.job_dir) is not None

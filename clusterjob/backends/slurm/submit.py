@@ -16,7 +16,7 @@ from clusterjob.errors import SubmitError, SubmitInDoubtError
 _LOOKS, _PAUSE = (
     3,
     1.0,
-)  # searches for a job that Slurm may have accepted; seconds between two searches
+)  # number of searches for a job that Slurm may have accepted; seconds between two searches
 _CONFIG_TIMEOUT = 5.0  # seconds; without an answer the default values of Slurm are used
 # sbatch accepts a job with one of these errors; it waits until the nodes are back.
 _ONLY_NOT_NOW = re.compile(
@@ -93,7 +93,7 @@ def check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
 
     Without EnforcePartLimits Slurm accepts such a job, which then waits forever. SBATCH_PARTITION,
     a template or a plug-in may choose another partition than the default, and a quality of service
-    may exceed the limit: if the effective limit is unknown, the job is not refused.
+    may allow more time: if the effective limit is unknown, the job is not refused.
 
     Args:
         client: runs scontrol.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import FetchLimits, Status
@@ -23,7 +23,7 @@ from clusterjob.backends.ssh import planning, status
 from clusterjob.backends.ssh.planning import CODE, NAME, SCRIPT, SshOptions
 from clusterjob.backends.ssh.status import Job, Node
 from clusterjob.core import node_zip, plans
-from clusterjob.core.hosts import Host
+from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record
 from clusterjob.core.spec import JobSpec
@@ -32,6 +32,7 @@ from clusterjob.doctor.engine import Check
 from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.environments import candidate_ports
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
 from clusterjob.node.system.sanitize import sanitize
 
@@ -45,6 +46,14 @@ _CANCEL_TIMEOUT = 12.0  # seconds beyond the job's grace for a host to confirm a
 
 class SshBackend:
     """Run jobs on hosts that are reached over SSH."""
+
+    capabilities = (
+        Capability.HOSTS,
+        Capability.GPU_LIST,
+        Capability.SHARED_DIRECTORY,
+        Capability.BACKEND_OPTIONS,
+    )
+    hints: ClassVar[Mapping[Capability, str]] = {}
 
     def __init__(self) -> None:
         self._jobs: dict[str, Job] = {}
@@ -141,14 +150,12 @@ class SshBackend:
     def collect(self, record: Record) -> None:
         """Copy the logs written so far; every later poll of the job copies new ones too."""
         job = self._job(record)
-        ended = (
-            record.end is not None or files.read_json(record.job_dir / "result.json") is not None
-        )
+        ended = record.end is not None or files.read_json(record.job_dir / RESULT) is not None
         if job.followed and not ended:
             return
         job.followed = True
         # This marker exists once all logs of an ended job have been copied.
-        whole = record.job_dir / "logs" / "whole"
+        whole = record.job_dir / LOGS / COMPLETE
         if whole.exists() or not record.job_dir.is_dir():
             return
         while True:
@@ -200,7 +207,7 @@ class SshBackend:
         from clusterjob.remote.pool import complaint, for_each
 
         ends.cancel(record.job_dir)
-        place, grace = self._job(record).place, float(record.spec.get("grace", 3.0))
+        place, grace = self._job(record).place, record.job.grace
 
         def work(node: int) -> None:
             session = self._sessions().session(place, node)
@@ -275,7 +282,7 @@ class SshBackend:
             spec=spec,
             need_torch=options.need_torch,
         )
-        job = engine.CheckStep("job", lambda: shared.plannable(self.plan, spec))
+        job = engine.CheckStep("job", lambda: shared.check_plan(self.plan, spec))
         return engine.run_checks([job, *directory_checks(), *hosts.check_steps()])
 
     def close(self) -> None:
@@ -305,11 +312,9 @@ class SshBackend:
             if record.handle is not None:
                 place = Place.from_json(record.handle.data)
             else:
-                options = ssh_options.ConnectionSettings.of(
-                    record.spec.get("options") or {}, must_exist=False
-                )
-                hosts = tuple(Host(**host) for host in record.spec["hosts"])
-                place = options.place(hosts, str(record.spec["python"]), record.spec["setup"])
+                options = ssh_options.ConnectionSettings.of(record.job.options, must_exist=False)
+                job = record.job
+                place = options.place(job.hosts, job.python, job.setup)
             nodes = [
                 Node(JobMirror(record.job_id, record.job_dir, node=node))
                 for node in range(len(place.hosts))

@@ -27,7 +27,7 @@ def meet(
         sessions: the sessions with the hosts.
         place: the hosts; at least two.
         ports: ports on which node 0 may listen, in order of preference.
-        likely: the address to try first: the one that our own connection reached.
+        likely: the address to try first: the one that the submitter's connection reached.
         stop: set when the submission is aborted.
 
     Raises:
@@ -36,7 +36,7 @@ def meet(
     nonce = secrets.token_hex(16)
     coordinator = sessions.session(place, 0)
     listener, _ = coordinator.ask("listen", ports=list(ports), nonce=nonce)
-    # The address that our connection reached comes first. Behind NAT it is not in this list: the
+    # The address that the submitter's connection reached is first. Behind NAT it is not here: the
     # machine has no such address on its interfaces.
     addresses = sorted(listener["addresses"], key=lambda address: address != likely)
     node0 = place.hosts[0]

@@ -108,7 +108,6 @@ def settled(spec: JobSpec) -> JobSpec:
     """
     if not spec.hosts:
         raise SpecError("the ssh cluster needs hosts", "set --hosts a,b[1-4] or --hostfile FILE")
-    shared.refuse_queue(spec, NAME)
     nodes = spec.resources.nodes
     if nodes > len(spec.hosts):
         raise SpecError(

@@ -127,7 +127,7 @@ def _inferred(verdict: Verdict) -> Status:
 
 def _until_reached(verdict: Verdict) -> Status:
     """Return a provisional status from some hosts; it holds until the other hosts answer."""
-    # The time limit for a correction starts at our clock, not at a time that a host claims.
+    # The time limit for a correction uses this machine's clock, not a time that a host reports.
     return replace(shared.ended(replace(verdict, ended_at=now())), provisional=True)
 
 

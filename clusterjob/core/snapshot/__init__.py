@@ -125,7 +125,7 @@ class Snapshot:
         return zlib.compress(json.dumps(rows).encode(), 1)
 
     def of_digests(self, wanted: set[str]) -> list[SnapshotEntry]:
-        """Return one file for each of the digests."""
+        """Return one file of the snapshot for each digest."""
         found = {
             entry.value: entry
             for entry in self.entries
@@ -237,10 +237,10 @@ class _Rules:
 
     Attributes:
         patterns: the patterns.
-        base: the file's directory, relative to the root, with a slash at its end; empty for the
-            root and directories above it.
-        prefix: the root, relative to the file's directory if that is above the root, with a slash
-            at its end.
+        base: path of the file's directory relative to the root, ending with a slash; empty if the
+            directory is the root or above it.
+        prefix: path of the root relative to the file's directory, ending with a slash; empty if the
+            directory is not above the root.
     """
 
     patterns: Patterns
@@ -317,9 +317,9 @@ def _patterns_in(path: Path) -> Patterns:
 
 
 def _rules_above(root: Path) -> list[_Rules]:
-    """Return the user's git ignore patterns and those of the repository above the directory.
+    """Return the git ignore patterns of the user and of the directories above this one.
 
-    The repository's patterns come in order from its top directory down.
+    The user's come first, then the repository's, from its top directory down.
     """
     own = git_revision.excludes_file(root)
     top = next((folder for folder in (root, *root.parents) if (folder / ".git").exists()), None)

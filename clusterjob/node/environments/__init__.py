@@ -43,9 +43,9 @@ Detector = Callable[[Mapping[str, str]], Finding | None]
 FAMILIES: tuple[Detector, ...] = (
     # torchrun may run inside our agent, Slurm, MPI or a platform, so its variables are the newest.
     torch_env.detect,
-    # Our rendered script knows more about this job than the platform below it.
+    # The rendered script sets more values for this job than the platform below it.
     clusterjob_env.detect,
-    # jsrun, PALS and Flux also set Open MPI's or PMI's variables; their own contain more.
+    # jsrun, PALS and Flux also set Open MPI's or PMI's variables; their own variables contain more.
     lsf_env.detect,
     pals_env.detect,
     flux_env.detect,
@@ -58,10 +58,10 @@ FAMILIES: tuple[Detector, ...] = (
     paddle_env.detect,
     # A step's variables describe this task; a platform's variables describe the machine below it.
     slurm_env.detect,
-    # The platforms follow, which start one command per node. A machine belongs to one platform, so
-    # two that disagree are a conflict.
+    # Platforms come next; they start one command per node. A machine belongs to one platform, so
+    # two platforms that disagree are a conflict.
     mlp_env.detect,
-    # Trainer v2 is unambiguous: v1 sets PET_ variables too, but beside RANK, which contains more.
+    # Trainer v2 is unambiguous: v1 also sets PET_ variables, but with RANK, which contains more.
     kubeflow_env.detect,
     # ModelArts runs on Volcano and has its own host count.
     modelarts_env.detect,
@@ -70,7 +70,7 @@ FAMILIES: tuple[Detector, ...] = (
     rank_env.detect,
     volcano_env.detect,
     skypilot_env.detect,
-    # Open MPI's family takes SageMaker's MPI jobs; its other jobs run one command per host.
+    # `openmpi_env` detects SageMaker's MPI jobs; SageMaker's other jobs run one command per host.
     sagemaker_env.detect,
 )
 

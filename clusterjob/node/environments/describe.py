@@ -14,7 +14,7 @@ from clusterjob.node.system.sanitize import sanitize
 
 
 def describe(finding: Finding) -> dict[str, Any]:
-    """Return a finding as plain data; fields that its level lacks are None."""
+    """Return a finding as plain data; fields that do not apply to its level are None."""
     place = finding.place
     worker = place if isinstance(place, Worker) else None
     topology: Topology | None = (

@@ -60,7 +60,7 @@ def own_address(master_addr: str, node_rank: int) -> str:
     """Return the address at which the other nodes reach this one.
 
     Args:
-        master_addr: node 0's address, as all nodes know it.
+        master_addr: the address at which all nodes reach node 0.
         node_rank: this node's index.
     """
     return (

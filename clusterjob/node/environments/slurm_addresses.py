@@ -29,7 +29,7 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
         A new topology; the given one if its address resolves or its source is not Slurm.
 
     Raises:
-        PlacementError: neither the resolver nor Slurm knows the name.
+        PlacementError: neither the resolver nor Slurm has an address for the name.
     """
     if topology.source != slurm_env.SOURCE:
         return topology

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.logs.job_dir import AGENTS, ENDS, EVENTS, RESULT, TIMELINE
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import processes
 
@@ -20,7 +21,7 @@ MAX_ANSWER = MAX_BYTES + _MAX_REPLACED
 
 def agent_file(job_dir: Path, node_rank: int) -> Path:
     """Return the file that names the process of a node's agent."""
-    return job_dir / "agents" / f"node{node_rank}.json"
+    return job_dir / AGENTS / f"node{node_rank}.json"
 
 
 def agent_of(job_dir: Path, node_rank: int) -> int | None:
@@ -58,10 +59,10 @@ def poll_node(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], b
     if request["logs"]:
         answer.node_logs(node_directory(job_dir, node))
     if node == 0:
-        answer.grown(job_dir / "events.jsonl")
-        answer.replaced(job_dir / "result.json")
-    answer.replaced(job_dir / "ends" / f"node{node}.json")
-    answer.replaced(job_dir / "ends" / f"node{node}.refused")
+        answer.grown(job_dir / EVENTS)
+        answer.replaced(job_dir / RESULT)
+    answer.replaced(job_dir / ENDS / f"node{node}.json")
+    answer.replaced(job_dir / ENDS / f"node{node}.refused")
     return {"known": known, "alive": alive, "files": answer.files, "more": answer.more}, bytes(
         answer.data
     )
@@ -90,12 +91,12 @@ class News:
         """Add new data in the logs of a node."""
         # The timeline is measured first and sent last: it must not refer to log bytes that the
         # submitter does not have yet.
-        noted = _size(logs / "timeline")
+        noted = _size(logs / TIMELINE)
         for path in sorted(logs.iterdir()) if logs.is_dir() else []:
             if path.name != "timeline":
                 self.grown(path)
         if not self.more:
-            self.grown(logs / "timeline", noted)
+            self.grown(logs / TIMELINE, noted)
 
     def grown(self, path: Path, upto: int | None = None) -> None:
         """Add the new bytes of a growing file, up to the size `upto`."""

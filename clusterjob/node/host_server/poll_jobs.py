@@ -9,6 +9,7 @@ from typing import Any
 
 from clusterjob.node.host_server.poll import News
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.job_dir import EVENTS, LOGS, RESULT, SLURM_LOG
 
 JOB = re.compile(r"[^\W_][^/\0\n]*(?:/elements/[0-9]+)?")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -44,7 +45,7 @@ def poll_jobs(home: Path, request: dict[str, Any]) -> tuple[dict[str, Any], byte
 
 def _look(job_dir: Path, news: News, logs: str) -> None:
     over = any(ends.directory(job_dir).glob("srun.*"))
-    for node in _entries(job_dir / "logs") if logs != "none" else []:
+    for node in _entries(job_dir / LOGS) if logs != "none" else []:
         if not node.is_dir():
             continue
         if logs == "all":
@@ -53,13 +54,13 @@ def _look(job_dir: Path, news: News, logs: str) -> None:
             for path in _entries(node):
                 if path.suffix == ".err" and path.stat().st_size <= _MAX_LAST:
                     news.grown(path)
-    news.grown(job_dir / "logs" / "slurm.out")
-    news.grown(job_dir / "events.jsonl")
+    news.grown(job_dir / LOGS / SLURM_LOG)
+    news.grown(job_dir / EVENTS)
     # Node results before the verdict: a submitter that has the verdict reads nothing more.
     for path in _entries(ends.directory(job_dir)):
         if path.suffix != ".part":
             news.replaced(path)
-    news.replaced(job_dir / "result.json")
+    news.replaced(job_dir / RESULT)
     news.gone()
 
 

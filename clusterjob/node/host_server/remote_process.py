@@ -17,6 +17,7 @@ from clusterjob.node.host_server import gpus
 from clusterjob.node.host_server.host_check import work_environment
 from clusterjob.node.host_server.poll import agent_file, agent_of
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.job_dir import AGENT_LOG, AGENTS, ENDS, LOGS, RESULT
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files, private_dirs, process_groups, processes
 
@@ -72,9 +73,9 @@ class RemoteProcesses:
             OSError: a file cannot be written.
         """
         job_dir = self._home / "jobs" / request["job"]
-        for folder in ("ends", "agents", f"logs/node{int(request['node'])}"):
+        for folder in (ENDS, AGENTS, f"{LOGS}/node{int(request['node'])}"):
             private_dirs.make(job_dir / folder)
-        for made in (self._home, job_dir.parent, job_dir, job_dir / "logs"):
+        for made in (self._home, job_dir.parent, job_dir, job_dir / LOGS):
             made.chmod(0o700)  # an existing directory may have another mode
         for name, mode, size in request["files"]:
             files.write_atomic(job_dir / name, read(size), mode=mode)
@@ -107,7 +108,7 @@ class RemoteProcesses:
         return {"devices": ",".join(gpu.uuid for gpu in reserved.gpus), "short": ""}
 
     def _start(self, job_dir: Path, node: int, request: dict[str, Any]) -> dict[str, Any]:
-        log = node_directory(job_dir, node) / "agent.log"
+        log = node_directory(job_dir, node) / AGENT_LOG
         reserved = self._reserved.pop(request["job"], None)
         with log.open("ab") as output:
             agent = subprocess.Popen(
@@ -143,9 +144,9 @@ def _up(job_dir: Path, node: int) -> dict[str, Any]:
         )
         return {"up": False, "why": f"{refused.message}{output}"}
     if pid is None:
-        last = last_lines(node_directory(job_dir, node) / "agent.log", 1)
+        last = last_lines(node_directory(job_dir, node) / AGENT_LOG, 1)
         ended = (ends.directory(job_dir) / f"node{node}.json").exists() or (
-            job_dir / "result.json"
+            job_dir / RESULT
         ).exists()
         return (
             {"up": True}

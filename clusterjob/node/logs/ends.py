@@ -6,13 +6,13 @@ All are in the job's directory:
 - ``ends/node<k>.refused``: written by a script that could not start an agent. Line 1 is the exit
   code, line 2 is ``host: why``.
 - ``result.json``: the job's verdict.
-- ``detached``: a request that the job runs on without the submitting process.
+- ``detached``: a request that the job continues without the submitting process.
 - ``cancelled``: a request that the job end; by SIGINT if the file contains ``interrupt``.
-- ``ends/warned.<attempt>``: a preemption warning for one start of the job.
+- ``ends/warned.<attempt>``: a preemption warning for one attempt of the job.
 
-A job that is queued again runs again in the same directory. The files of an older start do not
-count for a later one: ends and verdicts contain their attempt. From the second start on, the name
-of a refusal contains it: ``node<k>.attempt<n>.refused``.
+A job that is queued again runs again in the same directory. The files of an older attempt do not
+count for a later one: ends and verdicts contain their attempt. From the second attempt on, the name
+of a refusal contains the attempt: ``node<k>.attempt<n>.refused``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.logs.job_dir import AGENT_LOG, CANCELLED, DETACHED, ENDS, RESULT
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, FailureKind, Verdict
@@ -42,21 +43,21 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 def directory(job_dir: Path) -> Path:
     """Return the directory with the ends of a job's nodes."""
-    return job_dir / "ends"
+    return job_dir / ENDS
 
 
 def detached(job_dir: Path) -> bool:
-    """Return whether the job may run on without the process that submitted it."""
-    return (job_dir / "detached").exists()
+    """Return whether the job may continue without the process that submitted it."""
+    return (job_dir / DETACHED).exists()
 
 
 def detach(job_dir: Path) -> None:
-    """Let the job run on without this process.
+    """Let the job continue without this process.
 
     Raises:
         OSError: the request cannot be written.
     """
-    files.write_atomic(job_dir / "detached", b"")
+    files.write_atomic(job_dir / DETACHED, b"")
 
 
 def cancelled(job_dir: Path) -> bool:
@@ -64,13 +65,13 @@ def cancelled(job_dir: Path) -> bool:
 
     It explains the end of a job whose agent was still starting and could not write a verdict.
     """
-    return (job_dir / "cancelled").exists()
+    return (job_dir / CANCELLED).exists()
 
 
 def interrupted(job_dir: Path) -> bool:
     """Return whether the cancel came from Ctrl-C: workers then get SIGINT instead of SIGTERM."""
     try:
-        return (job_dir / "cancelled").read_bytes() == _INTERRUPT
+        return (job_dir / CANCELLED).read_bytes() == _INTERRUPT
     except OSError:
         return False
 
@@ -83,7 +84,7 @@ def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
         interrupt: whether the workers get SIGINT first.
     """
     try:
-        files.write_atomic(job_dir / "cancelled", _INTERRUPT if interrupt else b"")
+        files.write_atomic(job_dir / CANCELLED, _INTERRUPT if interrupt else b"")
     except OSError:
         pass
 
@@ -94,7 +95,7 @@ def warned(job_dir: Path, attempt: int) -> bool:
 
 
 def warn(job_dir: Path, attempt: int) -> None:
-    """Write a preemption warning for this start, for processes not started by our forkserver.
+    """Write a preemption warning for this attempt, for processes that no forkserver started.
 
     They poll the file. An error in writing is ignored.
     """
@@ -151,7 +152,7 @@ def write_result(job_dir: Path, verdict: Verdict) -> None:
         OSError: the verdict cannot be written to the job's directory.
     """
     try:
-        files.write_reserved(job_dir / "result.json", _fitting(verdict.to_json()))
+        files.write_reserved(job_dir / RESULT, _fitting(verdict.to_json()))
     except OSError as error:
         why = f"its directory cannot be written: {error.strerror}"
         _write_aside(
@@ -164,7 +165,7 @@ def reserve(job_dir: Path, node_rank: int) -> None:
     """Reserve disk space for this node's end, and on node 0 for the verdict."""
     files.reserve(directory(job_dir) / f"node{node_rank}.json")
     if node_rank == 0:
-        files.reserve(job_dir / "result.json")
+        files.reserve(job_dir / RESULT)
 
 
 def _fitting(end: dict[str, Any]) -> bytes:
@@ -191,7 +192,7 @@ def _fitting(end: dict[str, Any]) -> bytes:
 
 def read_result(job_dir: Path) -> Verdict | None:
     """Return the verdict on record; None if there is no file with a valid verdict."""
-    for path in (job_dir / "result.json", _aside(job_dir)):
+    for path in (job_dir / RESULT, _aside(job_dir)):
         try:
             return Verdict.from_json(files.read_json(path))
         except (OSError, ValueError):
@@ -233,7 +234,7 @@ def _is_ours(path: Path) -> bool:
 
 def has_result(job_dir: Path, attempt: int) -> bool:
     """Return whether the verdict of this start of the job, or of a later one, is on record."""
-    return _attempt_of(job_dir / "result.json") >= attempt
+    return _attempt_of(job_dir / RESULT) >= attempt
 
 
 def put_aside_result(job_dir: Path, attempt: int) -> None:
@@ -244,7 +245,7 @@ def put_aside_result(job_dir: Path, attempt: int) -> None:
     Raises:
         OSError: the file cannot be moved.
     """
-    path = job_dir / "result.json"
+    path = job_dir / RESULT
     older = _attempt_of(path)
     if 0 <= older < attempt:
         path.replace(directory(job_dir) / f"result.attempt{older}.json")
@@ -265,7 +266,7 @@ def refuse(job_dir: Path, node_rank: int, attempt: int, exit_code: int, why: str
     Args:
         job_dir: the job's directory.
         node_rank: the node.
-        attempt: the number of this start of the job.
+        attempt: the number of the job's attempt, from 0.
         exit_code: the exit code of the node's script.
         why: the host and the reason, as ``host: why``.
 
@@ -299,7 +300,7 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
         number = path.name.removeprefix("node").removesuffix(suffix)
         if _NUMBER.fullmatch(number):
             exit_code = int(code) if _NUMBER.fullmatch(code) and 0 < int(code) <= 255 else 1
-            last = last_lines(node_directory(job_dir, int(number)) / "agent.log")
+            last = last_lines(node_directory(job_dir, int(number)) / AGENT_LOG)
             found.append(
                 Failure.of_node(
                     int(number),

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, TIMELINE
+
 INTERVAL = 0.1  # seconds between two polls of the files
 LONGEST = 1 << 20  # bytes of a line; a longer line is returned in parts
 _PIECE = 1 << 16  # bytes to read at once
@@ -42,7 +44,7 @@ _NAME = re.compile(
 
 def node_directory(job_dir: Path, node_rank: int) -> Path:
     """Return the log directory of one node."""
-    return job_dir / "logs" / f"node{node_rank}"
+    return job_dir / LOGS / f"node{node_rank}"
 
 
 def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tuple[Path, Path]:
@@ -126,7 +128,7 @@ class Timeline:
                     self._sizes[path.name] = size
                     grown.append(f"{moment} {path.name} {size}\n")
             if grown:
-                with (self._directory / "timeline").open("a") as stream:
+                with (self._directory / TIMELINE).open("a") as stream:
                     stream.write("".join(grown))
         except OSError:
             pass
@@ -299,7 +301,7 @@ class LogReader:
         *,
         raw: bool = False,
     ) -> None:
-        self._logs = job_dir / "logs"
+        self._logs = job_dir / LOGS
         self._rank = rank
         self._node = node
         self._attempt = attempt
@@ -374,7 +376,7 @@ class LogReader:
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
         """Yield the new records of a node's timeline; those of one time in the order of starts."""
-        path = node_directory(self._logs.parent, node_rank) / "timeline"
+        path = node_directory(self._logs.parent, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
             node_rank, _File(node_rank, None, stream="out", path=path)
         )
@@ -396,7 +398,7 @@ class LogReader:
         found = []
         for node_rank in self._nodes():
             directory = node_directory(self._logs.parent, node_rank)
-            if (directory / "timeline").exists() or (directory / "agent.log").exists():
+            if (directory / TIMELINE).exists() or (directory / AGENT_LOG).exists():
                 continue
             for name in _names(directory):
                 file = self._file(node_rank, name)

@@ -12,6 +12,7 @@ from typing import Any
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, now
+from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, missing_ranks, outcome, ports, worlds
 from clusterjob.node.rendezvous.failure_poll import FailurePoll
@@ -64,7 +65,7 @@ class Coordinator:
         self._job_dir = job_dir
         self._say = say
         self._watch = watch
-        self._events = EventLog(job_dir / "events.jsonl")
+        self._events = EventLog(job_dir / EVENTS)
         self.membership = Membership(topology.nnodes, options, job=job, events=self._events)
         self._inbox = self.membership.inbox
         self._peers = self.membership.peers

@@ -68,7 +68,7 @@ class LocalLink:
 
 
 class RemoteLink:
-    """The link of every other node's agent: one connection, with a lease at both ends.
+    """The link of an agent on another node: a TCP connection with a lease at both ends.
 
     Args:
         channel: the connection, authenticated.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What an agent must know to join a job.
+    """The data that an agent needs to join a job.
 
     Attributes:
         job_id: the job's id.
-        attempt: the number of this start of the job, from 0; agents of other attempts are refused.
+        attempt: the number of the job's attempt, from 0; agents of other attempts are refused.
         token: the job's secret; never in argv, logs or records.
         ports: the ports at which node 0 may listen, in order.
         has_torch: whether this node's interpreter finds torch and can serve its store.

@@ -28,7 +28,7 @@ _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected conn
 
 @dataclass
 class Peer:
-    """An agent, as the coordinator knows it."""
+    """An agent that has joined: values of its `Hello`, and the time of its last message."""
 
     node_rank: int
     host: str
@@ -80,7 +80,7 @@ class Membership:
 
         Args:
             listener: a listening socket.
-            address: its address, as the other nodes know it.
+            address: the address at which the other nodes reach it.
         """
         self._events.add(
             "listening",
@@ -111,7 +111,11 @@ class Membership:
         return self._nnodes - len(self.peers) + MAX_WAITING
 
     def _note_rejected(self, address: str, why: str) -> None:
-        """Record a rejected connection; only count many: a port scan must not fill the disk."""
+        """Record a rejected connection; after the first 20, one event in 10 s.
+
+        Each later event counts the connections since the last one. A port scan must not fill the
+        disk.
+        """
         moment = time.monotonic()
         if self._rejected < _MAX_REJECTED:
             self._events.add("unauthenticated", address=address, why=sanitize(why))

@@ -1,7 +1,7 @@
 """The messages between the agents of a job and its coordinator.
 
-The token proves that an agent belongs to the job. It does not prove that the agent's host is
-sound: `check_sender` refuses a message in which an agent reports a failure of another node.
+The token proves that an agent belongs to the job. It does not prove that the agent's host can be
+trusted: `check_sender` refuses a message in which an agent reports a failure of another node.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class StartedByExec:
-    """The node starts its workers by exec, not by fork, and why."""
+    """The node starts its workers by exec instead of fork; `why` is the reason."""
 
     why: str
 
@@ -88,7 +88,7 @@ class KillNow:
 
 @dataclass(frozen=True)
 class PreemptionWarning:
-    """The scheduler has announced that it will take the node."""
+    """The scheduler has announced a preemption of the node."""
 
     why: str
 
@@ -109,10 +109,10 @@ class Succeeded:
 
 @dataclass(frozen=True)
 class Failing:
-    """A worker or the node fails.
+    """A worker or the node has failed; the worker may still be exiting.
 
     Attributes:
-        age: seconds since it began, by the agent's monotonic clock.
+        age: seconds since the failure, by the agent's monotonic clock.
         exited: whether the process has ended.
     """
 
@@ -193,7 +193,7 @@ class Start:
 
 @dataclass(frozen=True)
 class StartWithStore(Start):
-    """The same for node 0, in the coordinator's own process, with the socket of torch's store."""
+    """`Start` for node 0's agent, in the coordinator's process: with torch's store socket."""
 
     store: socket.socket
 
@@ -213,7 +213,7 @@ class Warn:
 
 @dataclass(frozen=True)
 class ProbeRanks:
-    """Report what these ranks do.
+    """Report the state of these ranks.
 
     Attributes:
         final: whether the ranks that wait for them have given up.
@@ -227,7 +227,7 @@ class ProbeRanks:
 
 @dataclass(frozen=True)
 class RanksFound:
-    """What the ranks do for which a worker waits, for the log of that worker."""
+    """The state of the ranks that a worker waits for; it is written to that worker's log."""
 
     local_rank: LocalRank
     lines: tuple[str, ...]

@@ -16,7 +16,7 @@ from clusterjob.node.verdict import (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a round ended: success, a failure, or a reason to stop.
+    """The outcome of a round: success, a failure, or a reason to stop.
 
     Attributes:
         signal: the signal that stops the remaining workers.

@@ -25,7 +25,7 @@ def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
 
     Args:
         job_id: the job's id.
-        attempt: the number of this start of the job; each attempt has its own sequence.
+        attempt: the number of the job's attempt, from 0; each attempt has its own sequence.
         named_port: the port that the platform reserves, then the only candidate.
     """
     return [named_port] if named_port is not None else _candidates(job_id, attempt)
@@ -38,7 +38,7 @@ def of_workers(job_id: str, attempt: int, restart: int) -> list[int]:
 
     Args:
         job_id: the job's id.
-        attempt: the number of this start of the job.
+        attempt: the number of the job's attempt, from 0.
         restart: the number of this round of workers in the attempt.
     """
     return _candidates(f"{job_id}\0{restart}", attempt)

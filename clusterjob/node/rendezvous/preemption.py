@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, FailureKind
 
-# Seconds for which a worker's end that looks like a preemption waits for the warning.
+# Seconds to wait for the warning after a worker's end that looks like a preemption.
 WARNING_TIMEOUT = 3.0
 _MARGIN = 2.0  # seconds for the verdict, beyond the grace
 
@@ -118,7 +118,7 @@ class Preemption:
         self._stopping = True
 
     def release(self, root_cause: RootCause, moment: float = float("inf")) -> None:
-        """Count suspects as failures that no warning has explained within 3 s.
+        """Count suspects as failures if no warning has explained them within 3 s.
 
         Args:
             root_cause: receives the failures.

@@ -33,8 +33,7 @@ class UnauthenticatedError(RendezvousError):
 class RefusedError(RendezvousError):
     """The coordinator refuses an agent of this job.
 
-    Reasons: its node_rank is taken, or it counts another number of nodes, or it belongs to another
-    attempt.
+    Reasons: its node_rank is taken, or it has another number of nodes or another attempt.
     """
 
 
@@ -205,12 +204,12 @@ async def join(
 async def accept(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, job_id: str
 ) -> tuple[Channel, messages.Hello]:
-    """Let an agent prove the token; return the channel and its hello, which needs an answer.
+    """Authenticate an agent; return the channel and its `Hello`, which the caller answers.
 
     Raises:
-        UnauthenticatedError: the peer does not know the token, or belongs to another job.
-        RefusedError: it knows the token, and its first message is no hello; it was told.
-        OSError, asyncio.TimeoutError: the connection broke, or was silent for 5 s.
+        UnauthenticatedError: the peer does not prove the token, or belongs to another job.
+        RefusedError: it proved the token, but its first message is not `Hello`; `Refused` was sent.
+        OSError, asyncio.TimeoutError: the connection broke, or no message came within 5 s.
     """
 
     async def exchange() -> tuple[Channel, Any]:
@@ -231,7 +230,7 @@ async def accept(
 
 
 async def refuse(channel: Channel, why: str) -> None:
-    """Tell an agent why it may not join, and close the connection."""
+    """Send an agent the reason why it may not join, and close the connection."""
     channel.send(messages.Refused(why))
     await channel.close()
 

@@ -2,9 +2,9 @@
 
 Times of different hosts are never compared. An agent reports how long ago, by its own monotonic
 clock, a worker began to fail; the coordinator subtracts that from its own clock at arrival. The
-error that remains is the network's latency. Two rules decide what time cannot: a failure that only
-names a lost peer is never first while one of another kind is known, and a failure after the stop
-order is caused by that order.
+error that remains is the network's latency. Two rules come before the order in time: a failure that
+only names a lost peer is not the first failure if one of another kind is known; a failure after the
+stop order is an effect of that order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ EFFECT_TIMEOUT = 0.3
 # A worker that reported an exception may still run its atexit handlers. Seconds to wait for its
 # exit and its last lines.
 EXIT_TIMEOUT = 5.0
-# An early exit counts from when its agent noticed it. On a busy machine that is later than the
-# failures that it causes.
+# The time of an early exit is when its agent noticed it. On a busy machine that is later than the
+# failures that the exit causes.
 _LATE_EXIT_SECONDS = 2.0
 
 _Key = tuple[int, "int | None"]  # node_rank, local_rank
@@ -52,7 +52,7 @@ class RootCause:
         self._wait_until[source] = until
 
     def add_early_exit(self, failure: Failure, at: float) -> None:
-        """Add a rank that ended with exit code 0, the cause if others failed only as effects.
+        """Add a rank that ended with exit code 0: the cause if all failures are effects.
 
         Args:
             failure: the rank, without a message.
@@ -81,11 +81,11 @@ class RootCause:
             known.exited = True
 
     def note_stop(self, at: float) -> None:
-        """Record the time of the stop order: later failures are caused by it."""
+        """Record the time of the stop order; later failures are effects of it."""
         self._stopped_at = min(at, self._stopped_at)
 
     def drop_effects(self) -> None:
-        """Forget failures that only name a lost peer: the peer left on purpose."""
+        """Remove failures that only name a lost peer: it left because of a preemption."""
         self._failures = {
             key: entry for key, entry in self._failures.items() if not entry.failure.effect
         }
@@ -107,7 +107,11 @@ class RootCause:
         return max(due, *self._wait_until.values(), 0.0)
 
     def root(self) -> Failure | None:
-        """Return the first failure that is no effect, else an early exit, else the first effect."""
+        """Return the root cause; None without a failure.
+
+        It is the first failure that is not an effect, else an early exit that explains all
+        failures, else the first effect.
+        """
         ranked = self._ranked()
         if not ranked:
             return None
@@ -143,8 +147,8 @@ class RootCause:
 def _completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
     """Return a worker's own report, completed by how the worker ended.
 
-    A signal after the report is not the cause. It is our stop, or an interpreter that aborts while
-    it exits (gloo's threads: "terminate called without an active exception").
+    A signal after the report is not the cause. It is the agent's stop signal, or the interpreter
+    aborts while it exits (gloo's threads: "terminate called without an active exception").
     """
     if end.signal is None:
         general = announced.kind in (FailureKind.CODE, FailureKind.EXIT_CODE)

@@ -31,7 +31,7 @@ class StopRequests:
     Args:
         options: whether there is a lifeline, and whether the job may be preempted.
         job_dir: the job's directory, as this node sees it.
-        attempt: the number of this start of the job.
+        attempt: the number of the job's attempt, from 0.
 
     Attributes:
         cancelled: done when the job must end; its result is the reason.

@@ -24,7 +24,7 @@ _SHOWN = 80  # characters of a wrong value in an error
 
 
 class MalformedMessageError(ValueError):
-    """A message that no process of ours sends; the text names the field."""
+    """A message is unknown or has a wrong field; the text names the field."""
 
 
 @dataclass(frozen=True)

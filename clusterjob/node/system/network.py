@@ -72,7 +72,7 @@ def addresses_of(host: str) -> list[str]:
 
     Raises:
         NoNameServerError: no name server answers.
-        OSError: the name does not resolve; its strerror says why.
+        OSError: the name does not resolve; its strerror is the reason.
     """
     if _is_address(host):
         return [host]

@@ -47,7 +47,7 @@ def other_writers(path: Path) -> str:
 
 
 def other_writers_of(status: os.stat_result) -> str:
-    """Return the same as `other_writers`, from a file's status."""
+    """Return which other users could change the file of a stat result; see `other_writers`."""
     owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
     if owner not in (os.geteuid(), 0):
         return f"it belongs to {_user_name(owner)} (uid {owner})"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# The number of the system call read(2), by machine.
+# The number of the system call read(2), by CPU architecture.
 _READ = {
     "x86_64": "0",
     "aarch64": "63",
@@ -161,7 +161,7 @@ def signal_name(number: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the hard limit: each node or rank takes a connection.
+    """Raise the limit of open files to the hard limit: each node or rank needs a connection.
 
     Only for processes that run no user code: select(2) fails beyond 1,024.
     """

@@ -15,7 +15,7 @@ _CHARACTERS = (
     r"\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 )
 _UNSAFE = re.compile(f"[{_CHARACTERS}]")
-# Text in which only colours are escapes.
+# Text that is safe, except that it may contain colours.
 _SAFE = re.compile(rf"[^{_CHARACTERS}]*(?:{_SGR.pattern}[^{_CHARACTERS}]*)*")
 _SHORT = {"\n": "\\n", "\r": "\\r"}
 

@@ -29,7 +29,7 @@ _READ_LATER = re.compile(
     r"|KMP_DUPLICATE_LIB_OK"
 )
 _READ_AGAIN = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by `_apply`
-_MOST_BYTES = 1 << 20  # of a script that are parsed
+_MOST_BYTES = 1 << 20  # number of bytes of a script to parse
 
 
 def matters(name: str) -> bool:
@@ -177,8 +177,8 @@ def _text(node: ast.expr | None) -> str | None:
 def apply_at_import() -> None:
     """Apply changed variables when this process imports torch.
 
-    Print a message for each changed variable that torch cannot apply any more. Until the import,
-    the modules of torch are removed from sys.modules; the first import of one restores all of them.
+    Print one message that names the changed variables that torch can no longer apply. Until the
+    import, the modules of torch are removed from sys.modules; the first import restores all.
     """
     if "torch" in sys.modules:
         names = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]

@@ -25,6 +25,7 @@ from clusterjob.node import contract
 from clusterjob.node.contract import World
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import now
+from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.system import network, processes
@@ -60,7 +61,7 @@ class Forkserver:
         options: the node's options.
         job_dir: the directory for logs and for this node's end record.
         job_id: the job's id.
-        attempt: the number of this start of the job.
+        attempt: the number of the job's attempt, from 0.
         node_rank: this node's index, for the end record.
         stdin: the descriptor that becomes the first worker's stdin; None for an empty stdin, which
             all other workers have.
@@ -310,7 +311,7 @@ class Forkserver:
     def _start_store(self, world: World, listener: int, directory: Path) -> int:
         forkserver_pid = os.getpid()
         log = os.open(
-            directory / "store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            directory / STORE_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
         pid = os.fork()
         if pid != 0:

@@ -129,7 +129,7 @@ class StoreExited:
 
 @dataclass(frozen=True)
 class ProbedWorker:
-    """What a worker does: a text, and the innermost frames of its main thread."""
+    """The state of a worker: a text, and the innermost frames of its main thread."""
 
     local_rank: int
     pid: int

@@ -105,7 +105,7 @@ def serve_store(host: str, port: int, listener_fd: int) -> NoReturn:
     early clients wait in the backlog.
 
     Args:
-        host: the socket's address, as the clients know it.
+        host: the address at which the clients reach the socket.
         port: the socket's port.
         listener_fd: the socket's descriptor; the store takes ownership.
     """

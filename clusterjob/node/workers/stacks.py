@@ -102,7 +102,7 @@ class StackRequest:
 
 
 def _open_offer(pid: int) -> int | None:
-    """Open the memfd of a process again and return the descriptor.
+    """Open the memfd of another process through /proc and return the descriptor.
 
     Return None if the process has no such file or does not catch the signal.
     """

@@ -31,7 +31,7 @@ class StatusProbe:
         self._asked: list[_Request] = []
         self._final = False
         self._note = ""
-        self._end = 0.0  # the time limit: then the answers are collected even if incomplete
+        self._end = 0.0  # time limit; after it, incomplete answers are collected too
         self._sizes: list[int | None] = []  # of the answers, at the last poll
         self.due: float | None = None  # when to call `ready` again; None without a probe
 

@@ -1,6 +1,6 @@
 """Patch torch.distributed in every Python process of a job that imports it.
 
-`hook` applies the patches. This file imports no other file of the package. There are two patches:
+`hook` applies the patches. This file imports no other file of the package. There are three patches:
 
 1. Keep destroyed gloo groups. torch 2.13 deadlocks or aborts if a gloo group is freed while a
    thread of the group still waits for the interpreter's lock: ~ProcessGroupGloo (pthread_join)
@@ -9,6 +9,8 @@
 2. Limit the agents' store to its own address. Under TORCHELASTIC_USE_AGENT_STORE every rank is a
    client of a store, even at an address where no agent serves one. So the variable applies only to
    the agents' address; at any other address rank 0 serves the store.
+3. Use a new prefix in the agents' store for each group after the first one (`_separate_store`). The
+   store outlives a group and still holds the addresses of its processes.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def keep_groups(module: Any) -> None:
 
 
 def _wrap_formation(module: Any, form: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that forms a group: it then frees the groups that were destroyed before."""
+    """Wrap a function that forms a group: after it, free the groups that were destroyed before."""
 
     @functools.wraps(form)
     def formed(*args: Any, **options: Any) -> Any:
@@ -205,7 +207,7 @@ def _count_exit(store: Any, ranks: int) -> None:
 
 
 def _separate_store(store: Any, rank: int, world_size: int) -> Any:
-    """Return a store with a new prefix for each group that uses the store, except the first.
+    """Return the store with a new prefix; for the first group that uses it, the store itself.
 
     The count is kept in the store, because some processes of the next group may be new, such as the
     children of one trial of a sweep. Groups of different sizes are counted separately, because some
@@ -252,7 +254,7 @@ def _replace(module: ModuleType, name: str, function: Callable[..., Any]) -> Non
 
 
 def served_at(host: str, port: int) -> str | None:
-    """Return the host of the agents' store if an address means that store, else None.
+    """Return the host of the agents' store if the address is that of the store, else None.
 
     Args:
         host: the address as the script gives it.

@@ -40,7 +40,7 @@ class Failures:
     Attributes:
         node_rank, host: the node.
         directory: the directory of its logs.
-        attempt: the number of this start of the job.
+        attempt: the number of the job's attempt, from 0.
         under_torchrun: whether torchrun starts the workers; its last output then describes them.
         oom_kills: the kernel's count of out-of-memory kills when the agent started.
     """

@@ -23,7 +23,7 @@ class WorkerStatus:
     Attributes:
         node_rank, host: the node.
         directory: the directory of its logs.
-        attempt: the number of this start of the job.
+        attempt: the number of the job's attempt, from 0.
         failures: makes the failures of this node's workers.
         world: the current round; None before the first.
         ended: how each ended worker ended, by local rank.

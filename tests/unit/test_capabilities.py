@@ -1,0 +1,80 @@
+"""Capabilities: core refuses every option that a backend does not declare."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterjob.backends import base
+from clusterjob.core import capabilities
+from clusterjob.core.capabilities import Capability
+from clusterjob.core.hosts import Host
+from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.errors import SpecError
+from clusterjob.node.program import Program
+
+USES: dict[Capability, dict[str, Any]] = {
+    Capability.HOSTS: {"hosts": (Host("gpu1"),)},
+    Capability.GPU_LIST: {"gpus": "0,1"},
+    Capability.GPU_TYPES: {"resources": Resources(gpus_per_node=8, gpu_type="a100")},
+    Capability.SHARED_DIRECTORY: {"sync": False},
+    Capability.BACKEND_OPTIONS: {"options": {"qos": "high"}},
+    Capability.CONTAINERS: {"container": "pyxis:image"},
+    Capability.ARRAYS: {"array": "0-3"},
+    Capability.ARRAY_LIMITS: {"array": "0-3%2"},
+    Capability.DEPENDENCIES: {"after": ("x-1",)},
+    Capability.REQUEUE: {"requeue": True},
+    Capability.PREEMPTION_WARNINGS: {"signal_before": 90},
+    Capability.LOGIN_HOSTS: {"login": "login1"},
+    Capability.SRUN: {"launcher": "srun"},
+}
+NEEDED_TOO = {Capability.ARRAY_LIMITS: {Capability.ARRAYS}}
+
+
+def job(tmp_path: Path, **fields: Any) -> JobSpec:
+    return replace(JobSpec(Program("command", "true"), tmp_path), **fields)
+
+
+class Plugin:
+    """A backend of another package that declares nothing."""
+
+
+@pytest.mark.parametrize("capability", Capability)
+def test_backend_that_declares_nothing_refuses_every_feature(
+    tmp_path: Path, capability: Capability
+) -> None:
+    with pytest.raises(SpecError):
+        capabilities.check(job(tmp_path, **USES[capability]), "plugin", Plugin())
+
+
+@pytest.mark.parametrize("capability", Capability)
+def test_declared_feature_is_accepted(tmp_path: Path, capability: Capability) -> None:
+    backend = Plugin()
+    backend.capabilities = {capability} | NEEDED_TOO.get(capability, set())  # type: ignore[attr-defined]
+    capabilities.check(job(tmp_path, **USES[capability]), "plugin", backend)
+
+
+def test_plain_job_needs_no_capability(tmp_path: Path) -> None:
+    capabilities.check(job(tmp_path), "plugin", Plugin())
+
+
+def test_hint_of_the_backend_replaces_the_general_hint(tmp_path: Path) -> None:
+    backend = Plugin()
+    backend.hints = {Capability.CONTAINERS: "use --set image=URL"}  # type: ignore[attr-defined]
+    with pytest.raises(SpecError) as refused:
+        capabilities.check(job(tmp_path, container="x"), "plugin", backend)
+    assert (refused.value.message, refused.value.hint) == (
+        "the plugin cluster has no --container",
+        "use --set image=URL",
+    )
+
+
+@pytest.mark.parametrize("name", ["local", "slurm", "ssh", "mlp"])
+def test_built_in_backend_declares_capabilities_and_closes(name: str) -> None:
+    backend = base.load(name)
+    assert set(backend.capabilities) <= set(Capability)
+    backend.close()
+    backend.close()

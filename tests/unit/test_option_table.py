@@ -1,0 +1,111 @@
+"""Option table: one row gives flag, configuration key, variable, help and node option."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from clusterjob.cli import job_options
+from clusterjob.core import jobs
+from clusterjob.core.options import OPTIONS, Option, Target
+from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.node.options import LaunchOptions, parse
+from clusterjob.node.program import Program
+
+COLOUR = Option(
+    "colour",
+    str,
+    help="Colour of the job (default: none).",
+    metavar="NAME",
+    short="-K",
+    target=Target.BACKEND,
+)
+
+
+@pytest.fixture
+def colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIONS, "colour", COLOUR)
+
+
+def spec_of(directory: Path, **flags: str) -> JobSpec:
+    settings = jobs.resolve_settings(flags, "local", directory)
+    return jobs.make_spec(Program("command", "true"), settings, directory=directory)
+
+
+@pytest.mark.usefixtures("colour")
+@pytest.mark.parametrize("source", ["flag", "file", "variable"])
+def test_one_row_adds_an_option_to_flags_files_and_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    flags = {}
+    if source == "flag":
+        flags["colour"] = "red"
+    elif source == "file":
+        (tmp_path / "clusterjob.toml").write_text('[defaults]\ncolour = "red"\n')
+    else:
+        monkeypatch.setenv("CLUSTERJOB_COLOUR", "red")
+    assert spec_of(tmp_path, **flags).options == {"colour": "red"}
+
+
+@pytest.mark.usefixtures("colour")
+def test_one_row_adds_an_option_to_the_command_line_and_its_help() -> None:
+    given: dict[str, object] = {}
+
+    def start(ctx: typer.Context, **flags: object) -> None:
+        given.update(job_options.flags_given(flags))
+
+    app = typer.Typer(rich_markup_mode=None)
+    app.command(cls=job_options.ProgramCommand)(job_options.with_job_options(start))
+    done = CliRunner().invoke(app, ["-K", "red", "train.py"])
+    assert (done.exit_code, given) == (0, {"colour": "red"}), done.output
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert "--colour" in shown
+    assert "Colour of the job" in shown
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS.values() if o.node], ids=lambda o: o.key)
+def test_option_of_the_node_is_a_launch_option_with_the_same_default(option: Option) -> None:
+    known = {field.name: field for field in dataclasses.fields(LaunchOptions)}
+    assert option.node in known
+    holder = Resources if option.target is Target.RESOURCES else JobSpec
+    spec_fields = {field.name: field for field in dataclasses.fields(holder)}
+    assert option.key in spec_fields
+    if option.key != "nproc_per_node":  # a node counts its GPUs; a job has one worker by default
+        assert known[option.node].default == spec_fields[option.key].default
+
+
+def test_every_option_sets_a_field_of_the_job() -> None:
+    fields = {field.name for field in dataclasses.fields(JobSpec)}
+    for option in OPTIONS.values():
+        if option.target is Target.SPEC:
+            assert option.key in fields, option.key
+
+
+def test_flags_and_variables_of_the_table_are_unique() -> None:
+    flags = [flag for o in OPTIONS.values() for flag in (o.flag, o.short) if flag]
+    assert len(set(flags)) == len(flags)
+
+
+def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) -> None:
+    changed = LaunchOptions(
+        Program("script", "train.py", args=("a",)),
+        nproc_per_node=3, gpus="0,1", cpus_per_task=2, max_restarts=4, start="fork",
+        launcher="torchrun", time_limit=60.0, join_timeout=7.0, heartbeat=1.5, lease=9.0,
+        grace=4.0, warning=30.0, insecure_no_token=True, lifeline=True, echo=False,
+    )  # fmt: skip
+    assert all(
+        getattr(changed, field.name) != field.default
+        for field in dataclasses.fields(LaunchOptions)
+        if field.name != "program"
+    )
+    assert parse(changed.arguments()) == changed
+
+
+def test_job_options_have_no_positional_parameter() -> None:
+    kinds = {each.kind for each in job_options._parameters()}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
